@@ -1,0 +1,1 @@
+"""The mathematics: tensors in, tensors out. No model, no device, no logging.""" ""

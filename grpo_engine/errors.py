@@ -1,0 +1,52 @@
+"""Every error that is meant for a person.
+
+A message has three parts: what is wrong with the actual value, where, and what to do about it.
+
+    GrpoError
+    ├── ConfigError          a setting: unknown, of the wrong type, out of bounds, contradicting another
+    ├── ModelError           a model or tokenizer that is missing, or that does not fit its configuration
+    ├── DataError            a group or batch: ragged, empty, not finite, without log-probabilities
+    ├── PeerError            another process answered something outside the protocol
+    │   └── PeerUnavailable  … or did not answer within its time limit
+    ├── BridgeError          weights cannot reach inference
+    │   └── HalfWritten      a writer died in the middle of an update
+    └── CheckpointError      a checkpoint is missing, incomplete, or belongs to something else
+"""
+
+from __future__ import annotations
+
+
+class GrpoError(Exception):
+    """Base of every error with a message for a person; anything else that escapes is a defect."""
+
+
+class ConfigError(GrpoError, ValueError):
+    """A setting is unknown, of the wrong type, out of bounds, or contradicts another."""
+
+
+class ModelError(GrpoError):
+    """A model or tokenizer is missing, or does not fit its configuration."""
+
+
+class DataError(GrpoError, ValueError):
+    """A group or batch cannot be trained on."""
+
+
+class PeerError(GrpoError):
+    """Another process answered something outside the protocol."""
+
+
+class PeerUnavailable(PeerError):
+    """Another process did not answer within its time limit."""
+
+
+class BridgeError(GrpoError):
+    """New weights cannot reach inference."""
+
+
+class HalfWritten(BridgeError):
+    """The shared weights were left half-written by a writer that died."""
+
+
+class CheckpointError(GrpoError):
+    """A checkpoint is missing, incomplete, or belongs to another model or run."""

@@ -1,0 +1,189 @@
+"""Command line flags made from the settings of a `Config`, and a command line made from a `Config` again.
+
+Names follow the field (`batch_size` → `--batch-size`), nested tables are dotted (`--task.difficulty`), and a `Flag`
+annotation gives a field the name that its users already know. argparse rather than typer: the stock flags take several
+words (`--lora-target-modules q_proj v_proj`), which click's options cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from grpo_engine.config import (
+    Config,
+    ConfigT,
+    RawTable,
+    apply_overrides,
+    keys_of,
+    read_table,
+    setting_names,
+    union_leaves,
+    validated,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Annotation of a field whose command line flags do not follow from its name."""
+
+    names: tuple[str, ...]
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[Config]) -> None:
+    """Add a flag for every setting of `model`: `--batch-size`, its aliases, and `--table.key` for nested tables."""
+    for setting in _settings(model):
+        field = setting.field
+        default = "required" if field.is_required() else f"default: {_default_text(field)}"
+        text = " ".join((field.description or "").split())
+        help_text = f"{text} ({default})".strip().replace("%", "%%")
+        names, dest = list(setting.flags), ".".join(setting.path)
+        if _plain(field.annotation) is bool:
+            parser.add_argument(
+                *names, dest=dest, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
+            )
+        elif _is_list(field.annotation):
+            parser.add_argument(*names, dest=dest, nargs="*", default=argparse.SUPPRESS, metavar="X", help=help_text)
+        else:
+            metavar = _metavar(field.annotation)
+            parser.add_argument(*names, dest=dest, default=argparse.SUPPRESS, metavar=metavar, help=help_text)
+
+
+def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
+    """Read settings from a command line: `--config FILE`, flags, and `--set dotted.key=value`, the later the stronger.
+
+    Raises:
+        ConfigError: what is wrong, by flag name. Unknown flags end the process with argparse's own message and code 2.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, help="TOML or JSON file with the same settings")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="dotted override, repeatable")
+    add_flags(parser, model)
+    namespace = parser.parse_args(argv)
+    table = read_table(namespace.config) if namespace.config else {}
+    given = {dest: value for dest, value in vars(namespace).items() if dest not in {"config", "set"}}
+    for dest, value in given.items():
+        path = dest.split(".")
+        inner = table
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    table = apply_overrides(table, namespace.set)
+    return validated(model, _without_foreignkeys_of(model, table), where=prog)
+
+
+def to_flags(config: Config) -> list[str]:
+    """The command line that gives `config` again: a flag for every setting that differs from its default."""
+    argv: list[str] = []
+    for setting in _settings(type(config)):
+        value: Any = config
+        for key in setting.path:
+            value = getattr(value, key, PydanticUndefined)
+            if value is PydanticUndefined:
+                break
+        if value is PydanticUndefined or (not setting.is_tag and value == _default(setting.field)) or value is None:
+            continue
+        flag = setting.flags[0]
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple | list):
+            argv += [flag, *(_flag_text(item) for item in value)]
+        else:
+            text = _flag_text(value)
+            argv += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return argv
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    path: tuple[str, ...]
+    field: FieldInfo
+    flags: tuple[str, ...]
+    is_tag: bool
+    """Whether it chooses the member of a union, and so is always said."""
+
+
+def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[_Setting]:
+    seen: set[tuple[str, ...]] = set()
+    for name, field in model.model_fields.items():
+        members = _config_members(field)
+        if members:
+            tag = field.discriminator if isinstance(field.discriminator, str) else None
+            for member in members:
+                for inner in _settings(member, (*prefix, name)):
+                    if inner.path not in seen:
+                        seen.add(inner.path)
+                        yield _Setting(inner.path, inner.field, inner.flags, inner.path[-1] == tag or inner.is_tag)
+            continue
+        explicit = next((m.names for m in field.metadata if isinstance(m, Flag)), None)
+        keys = [".".join((*prefix, key)).replace("_", "-") for key in keys_of(name, field)]
+        yield _Setting((*prefix, name), field, explicit or tuple(f"--{key}" for key in keys), False)
+
+
+def _without_foreignkeys_of(model: type[BaseModel], table: RawTable) -> RawTable:
+    """Drop, with a warning, the keys of a union's table that belong to another member than the chosen one."""
+    result = dict(table)
+    for name, field in model.model_fields.items():
+        members, inner = _config_members(field), result.get(name)
+        if len(members) < 2 or not isinstance(inner, dict) or not isinstance(field.discriminator, str):
+            continue
+        default = _default(field)
+        tag = inner.get(field.discriminator, getattr(default, field.discriminator, None))
+        chosen = next((m for m in members if tag in get_args(m.model_fields[field.discriminator].annotation)), None)
+        if chosen is None:
+            continue
+        foreign = set(inner) - set(setting_names(chosen))
+        known = {key for member in members for key in setting_names(member)}
+        for key in sorted(foreign & known):
+            sys.stderr.write(f"warning: {name}.{key} has no effect with {name}.{field.discriminator} = {tag!r}\n")
+        result[name] = {field.discriminator: tag, **{k: v for k, v in inner.items() if k not in foreign & known}}
+    return result
+
+
+def _config_members(field: FieldInfo) -> list[type[BaseModel]]:
+    """The `Config` classes that a field may hold: none for a plain value, several for a union."""
+    return [t for t in union_leaves(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
+
+
+def _plain(annotation: Any) -> Any:
+    leaves = [leaf for leaf in union_leaves(annotation) if leaf is not type(None)]
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(_plain(annotation)) in (tuple, list)
+
+
+def _metavar(annotation: Any) -> str:
+    leaves = [leaf for leaf in union_leaves(annotation) if leaf is not type(None)]
+    choices = [str(c) for leaf in leaves if get_origin(leaf) is Literal for c in get_args(leaf)]
+    choices += [str(m.value) for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, Enum) for m in leaf]
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    return {int: "N", float: "F", Path: "PATH"}.get(leaves[0] if leaves else str, "TEXT")
+
+
+def _default(field: FieldInfo) -> Any:
+    return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+
+
+def _default_text(field: FieldInfo) -> str:
+    value = _default(field)
+    return "none" if value is None or value == () else _flag_text(value)
+
+
+def _flag_text(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, BaseModel | Mapping | list | tuple):
+        return TypeAdapter(Any).dump_json(value).decode()
+    return str(value)

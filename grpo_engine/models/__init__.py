@@ -1,0 +1,1 @@
+"""Models and tokenizers, those that are made locally included.""" ""

@@ -1,0 +1,1 @@
+"""The rollout API: a durable store, batch forming, and the HTTP app.""" ""

@@ -1,0 +1,1 @@
+"""The inference server: one app, several engines.""" ""

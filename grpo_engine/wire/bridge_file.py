@@ -1,0 +1,67 @@
+"""The bridge file: how a trainer finds and maps the weights that an inference server holds.
+
+Written by the inference server, whole and once it serves; removed when it exits. Read by the `shared_vllm` bridge. The
+same format carries POSIX shared memory (CPU) and CUDA IPC handles (GPU); a `Fence` page is always POSIX shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_engine.wire.codec import Message
+
+FORMAT_VERSION = 1
+
+
+class PosixHandle(Message):
+    """A tensor in a POSIX shared-memory segment."""
+
+    kind: Literal["posix"] = "posix"
+    segment: str
+    """Name below /dev/shm."""
+    offset_bytes: int
+
+
+class CudaHandle(Message):
+    """A tensor in another process's CUDA memory: the eight values of `torch.UntypedStorage._share_cuda_()`."""
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    device_index: int
+    gpu_uuid: str
+    ipc_handle_b64: str
+    storage_size: int
+    storage_offset_orig: int
+    ref_counter_handle_b64: str
+    ref_counter_offset: int
+    event_handle_b64: str
+    event_sync_required: bool
+    tensor_storage_offset: int
+    """In elements."""
+
+
+class SharedTensor(Message):
+    """One tensor, under the name that the model gives it."""
+
+    handle: Annotated[PosixHandle | CudaHandle, Field(discriminator="kind")]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    """As torch prints it, e.g. `torch.bfloat16`."""
+
+
+class BridgeFile(Message):
+    """Everything a trainer needs to attach."""
+
+    format_version: int = FORMAT_VERSION
+    model: str
+    pid: int
+    pid_start_ticks: int
+    """Field 22 of /proc/<pid>/stat: a file whose writer is gone is stale, also when the pid was used again."""
+    instance: str
+    fence_segment: str
+    """POSIX segment of the fence page (see `grpo_engine.bridges.fence`)."""
+    tensors: dict[str, SharedTensor]
+    aliases: dict[str, str] = {}
+    """Tied parameters: name → the name in `tensors`, e.g. `lm_head.weight` → `model.embed_tokens.weight`."""

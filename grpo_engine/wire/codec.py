@@ -1,0 +1,66 @@
+"""Bytes on a pipe, a socket or a disk: one JSON object a line, and files that are replaced whole.
+
+Knows no message; the modules beside it do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from grpo_engine.errors import PeerError
+
+MAX_LINE_BYTES = 8 * 1024 * 1024
+"""Longest line that is read: a snapshot of a large run has some 100 kB, and a stranger must not fill the memory."""
+
+MessageT = TypeVar("MessageT", bound="Message")
+
+
+class Message(BaseModel):
+    """Base of what crosses a process: unknown keys are ignored, so that a newer peer may say more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+
+def to_line(message: BaseModel) -> bytes:
+    """One line of JSON with its newline; refuses NaN and infinities, which are no JSON."""
+    return message.model_dump_json().encode() + b"\n"
+
+
+def from_line(kind: type[MessageT], line: bytes, *, peer: str) -> MessageT:
+    """Read one line.
+
+    Raises:
+        PeerError: the line is no JSON, or not of this kind; names the peer and the first fault.
+    """
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise PeerError(f"{peer}: not a {kind.__name__}: {where}: {fault['msg']}: {line[:120]!r}") from None
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Replace `path` whole: readers see the old content or the new, also across a crash."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomically(path: Path, value: BaseModel | dict[str, Any], *, mode: int = 0o644) -> None:
+    """Replace `path` whole with indented JSON for people and machines."""
+    text = value.model_dump_json(indent=1) if isinstance(value, BaseModel) else json.dumps(value, indent=1)
+    write_atomically(path, text.encode() + b"\n", mode=mode)

@@ -1,0 +1,115 @@
+"""HTTP bodies of the inference server. Asked by environments and bridges, answered by `grpo_engine.server`.
+
+The shapes are the stock Atropos server's (`/generate`, `/bridge/*`, `/lora/*`), with the policy version and the
+log-prob convention added to every answer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field, FiniteFloat
+
+from grpo_engine.wire.codec import Message
+
+LogprobsMode = Literal["raw", "processed"]
+"""`raw`: before temperature, penalties and truncation. `processed`: after all of them, as sampled."""
+
+
+class TokenPrompt(Message):
+    """A prompt as tokens."""
+
+    prompt_token_ids: list[int] = Field(min_length=1)
+
+
+class GenerateRequest(Message):
+    """Body of `POST /generate`: a prompt and vLLM `SamplingParams`; an unknown key is refused by name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: TokenPrompt | str
+    n: int = Field(1, ge=1)
+    max_tokens: int = Field(16, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(1.0, gt=0)
+    logprobs: int | None = Field(None, ge=0)
+    """0: the sampled token only; k: up to k more; absent: none in the answer."""
+    prompt_logprobs: int | None = Field(None, ge=0)
+    skip_special_tokens: bool = True
+    stream: bool = False
+
+
+class GenerateResponse(Message):
+    """Answer of `POST /generate`. Every list has one entry a completion."""
+
+    text: list[str]
+    prompt: str
+    finish_reasons: list[Literal["stop", "length", "abort"]]
+    logprobs: list[list[list[dict[str, FiniteFloat]]]] | None = None
+    """`[completion][position] -> [{"token id": logprob}]`, the sampled token first, the end token included."""
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[list[int]] | None = None
+    prompt_logprobs: list[dict[str, FiniteFloat] | None] | None = None
+    policy_version: int
+    """Version of the weights at the last generated token."""
+    policy_versions: list[list[int]] | None = None
+    """Version of the weights at every generated token; comes with `logprobs`."""
+    logprobs_mode: LogprobsMode
+
+
+class BridgeInfo(Message):
+    """Answer of `GET /bridge/info`."""
+
+    enabled: bool
+    shared_weights: bool
+    update_count: int
+    last_update_time: float
+    """Unix seconds; 0 before the first update."""
+    model_name: str
+    device: str
+    policy_version: int
+    logprobs_mode: LogprobsMode
+    paused: bool
+    instance: str
+    """Changes with every start of the server, so that a trainer notices a restart."""
+
+
+class PauseRequest(Message):
+    """Body of `POST /bridge/pause`; an empty body means the defaults."""
+
+    owner_pid: int | None = None
+    """Process that will resume; the server resumes by itself when that process is gone."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest pause; after it the server resumes by itself, and says so in its log."""
+
+
+class ResumeRequest(Message):
+    """Body of `POST /bridge/resume`."""
+
+    policy_version: int | None = None
+    """Version that is served from here on; absent: unchanged."""
+
+
+class ReloadRequest(Message):
+    """Body of `POST /bridge/reload`: read a checkpoint in place of the weights that are served."""
+
+    path: str
+    policy_version: int
+
+
+class LoraLoadRequest(Message):
+    """Body of `POST /lora/load`."""
+
+    adapter_path: str
+    adapter_name: str | None = None
+    policy_version: int | None = None

@@ -1,0 +1,77 @@
+"""Lines of `metrics.jsonl` and `rollouts.jsonl`. Written by the trainer's recorder; read by the screen and by people.
+
+Metric names are those that users of Atropos know; the healthy bands are the documented ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import FiniteFloat
+
+from grpo_engine.wire.codec import Message
+
+METRIC_NAMES = (
+    "train/loss", "train/grad_norm", "train/lr", "train/step_time", "train/sync_time", "train/data_fetch_time",
+    "train/tokens_per_second", "train/gpu_memory_gb",
+    "grpo/mean_ratio", "grpo/clipped_fraction", "grpo/ess", "grpo/entropy", "grpo/kl",
+    "alignment/diff_mean", "alignment/diff_abs_mean", "alignment/diff_max",
+    "logprobs/training_mean", "logprobs/inference_mean",
+    "reward/mean", "reward/std", "reward/frac_zero_std",
+    "rollout/length_mean", "rollout/truncated_fraction", "rollout/staleness_mean", "rollout/staleness_max",
+)  # fmt: skip
+"""Every name that a run folder promises; one that a machine cannot have (GPU memory on a CPU) is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The closed interval in which a metric is healthy; None leaves a side open."""
+
+    low: float | None
+    high: float | None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is healthy."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+HEALTHY_BANDS = {
+    "grpo/mean_ratio": Band(0.8, 1.2),
+    "grpo/clipped_fraction": Band(None, 0.3),
+    "alignment/diff_abs_mean": Band(None, 0.1),
+    "alignment/diff_mean": Band(-0.1, 0.1),
+}
+"""As the training documents state them; diff_mean "about 0" is held to the bound of its absolute mean."""
+
+
+class MetricsLine(Message):
+    """What one optimizer step measured: `{"time": 1.7e9, "step": 3, "policy_version": 3, "metrics": {…}}`."""
+
+    time: float
+    """Unix seconds at the end of the step."""
+    step: int
+    """Optimizer steps done, counted from 1."""
+    policy_version: int
+    metrics: dict[str, FiniteFloat]
+
+
+class SampledCompletion(Message):
+    """One completion of a `RolloutLine`; the lists have one entry a generated token, the end token included."""
+
+    text: str
+    reward: float
+    advantage: float
+    token_ids: list[int]
+    inference_logprobs: list[float]
+    training_logprobs: list[float]
+    policy_versions: list[int]
+
+
+class RolloutLine(Message):
+    """One trained group, as the viewer shows it."""
+
+    time: float
+    step: int
+    environment: str | None
+    prompt: str
+    completions: list[SampledCompletion]

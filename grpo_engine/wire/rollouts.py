@@ -1,0 +1,109 @@
+"""HTTP bodies of the rollout API: the Atropos trajectory API, as stock clients speak it.
+
+Posted by environments, handed to the trainer, kept by `grpo_engine.rollouts`. A group is several completions of one
+prompt. Two keys go beyond the stock fourteen, `policy_versions` and `truncated`; stock clients neither send nor read
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from grpo_engine.wire.codec import Message
+
+MASKED_LABEL = -100
+"""Label of a position that is not trained, in `ScoredGroup.masks`."""
+MASKED_LOGPROB = 1.0
+"""Log-probability of such a position: no real one is positive."""
+
+
+class RegisterRequest(Message):
+    """Body of `POST /register`: a trainer announces a run."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int = Field(gt=0)
+    """Sequences a batch."""
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int = Field(ge=0)
+    num_steps: int
+
+
+class RegisterEnvironmentRequest(Message):
+    """Body of `POST /register-env`."""
+
+    max_token_length: int
+    desired_name: str
+    weight: float
+    group_size: int = Field(gt=0)
+    min_batch_allocation: float | None = None
+
+
+class RegisterEnvironmentResponse(Message):
+    """Answer of `POST /register-env` once the trainer has asked for its first batch."""
+
+    status: str
+    env_id: int | None = None
+    wandb_name: str | None = None
+    checkpoint_dir: str | None = None
+    starting_step: int | None = None
+    checkpoint_interval: int | None = None
+    num_steps: int | None = None
+
+
+class EnvironmentStatus(Message):
+    """Answer of `GET /status-env`; all counts are groups of the asking environment's size."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+
+
+class ScoredGroup(Message):
+    """One group, as it is posted, stored and handed out. S sequences, each of its own length T.
+
+    Example, a prompt of two tokens and a completion of two (the last one the end token):
+    `tokens [[5, 9, 7, 2]]`, `masks [[-100, -100, 7, 2]]`, `scores [1.0]`,
+    `inference_logprobs [[1.0, 1.0, -0.3, -0.01]]`.
+    """
+
+    tokens: list[list[int]]
+    """(S, T) prompt and completion."""
+    masks: list[list[int]]
+    """(S, T) labels: the token itself where trained, -100 elsewhere."""
+    scores: list[float]
+    """(S,) rewards."""
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[Any] | None = None
+    generation_params: dict[str, Any] | None = None
+    """E.g. `{"temperature": 1.0, "logprobs_mode": "processed"}`; where a group does not say: raw, as stock servers."""
+    inference_logprobs: list[list[float]] | None = None
+    """(S, T) of the sampled token where trained, 1.0 elsewhere."""
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any | None = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    policy_versions: list[list[int]] | None = None
+    """(S, T) version of the weights that sampled each token; 0 at masked positions."""
+    truncated: list[bool] | None = None
+    """(S,) whether the completion ended at its length limit."""
+
+
+class BatchResponse(Message):
+    """Answer of `GET /batch`: null while none is ready."""
+
+    batch: list[ScoredGroup] | None
+    status: str | None = None
+    message: str | None = None
+    lease: str | None = None
+    """Hand it back as `?ack=` of the next `GET /batch`; a batch that is never acknowledged is offered again."""

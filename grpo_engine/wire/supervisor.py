@@ -1,0 +1,251 @@
+"""What the supervisor says: states, the status document, and the lines on its unix socket.
+
+Written by `grpo_tui.supervisor`; read by the command line, the screen, and scripts (`status --json`). Unknown is null.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import Message
+
+PROTOCOL_VERSION = 1
+
+
+class ServiceState(StrEnum):
+    """Where a service stands."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    UNHEALTHY = "unhealthy"
+    BACKOFF = "backoff"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class RunState(StrEnum):
+    """Where a run stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DEGRADED = "degraded"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+ENDED_RUN_STATES = frozenset({RunState.FINISHED, RunState.FAILED, RunState.STOPPED})
+
+
+class SupervisorInfo(Message):
+    """The daemon's process."""
+
+    pid: int
+    started_at: float
+
+
+class ServiceStatus(Message):
+    """One service as `status --json` shows it."""
+
+    name: str
+    kind: str
+    state: ServiceState
+    health: str | None = None
+    """The last answer of its probe, in words; null without a probe."""
+    pid: int | None = None
+    pgid: int | None = None
+    started_at: float | None = None
+    ready_at: float | None = None
+    attempt: int = 0
+    restarts: int = 0
+    exit_code: int | None = None
+    """Of the last attempt; negative is the signal that ended it."""
+    ports: list[int] = []
+    gpus: list[int] = []
+    cpu_percent: float | None = None
+    """Of one core."""
+    rss_bytes: int | None = None
+    """Of the service and all its descendants."""
+    gpu_memory_bytes: int | None = None
+    log: str
+    """Path of its log file."""
+    why: str | None = None
+    """In words, why it is not running (or what it is waiting for); null when there is nothing to explain."""
+
+
+class GpuStatus(Message):
+    """One GPU."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    utilization_percent: float | None
+    by_service: dict[str, int] = {}
+    other_bytes: int | None = None
+
+
+class Warning(Message):
+    """Something a person should know, and what to do about it."""
+
+    id: str
+    severity: Literal["info", "warning", "error"]
+    text: str
+    hint: str | None = None
+
+
+class RunStatus(Message):
+    """The document of `status --json` and of `state.json`."""
+
+    run: str
+    profile: str
+    state: RunState
+    supervisor: SupervisorInfo | None
+    services: list[ServiceStatus]
+    gpus: list[GpuStatus] = []
+    gpu_note: str | None = None
+    """Why there are no GPUs to show, e.g. `no NVIDIA driver`."""
+    metrics: dict[str, float] = {}
+    warnings: list[Warning] = []
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
+# --- daemon → client -----------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First line in each direction."""
+
+    type: Literal["hello"] = "hello"
+    version: int = PROTOCOL_VERSION
+    run: str
+    pid: int
+
+
+class Snapshot(Message):
+    """The whole state; `number` is that of the last event in it."""
+
+    type: Literal["snapshot"] = "snapshot"
+    number: int
+    status: RunStatus
+
+
+class ServiceChanged(Message):
+    """A service changed state, health or explanation."""
+
+    type: Literal["service"] = "service"
+    number: int
+    time: float
+    service: ServiceStatus
+
+
+class RunChanged(Message):
+    """The run changed state."""
+
+    type: Literal["run"] = "run"
+    number: int
+    time: float
+    state: RunState
+
+
+class UsageSampled(Message):
+    """CPU and memory, sampled every second or so; replaces the one before it."""
+
+    type: Literal["usage"] = "usage"
+    number: int
+    time: float
+    cpu_percent: dict[str, float]
+    rss_bytes: dict[str, int]
+    gpu_memory_bytes: dict[str, int]
+    gpus: list[GpuStatus]
+    gpu_note: str | None = None
+
+
+class Notice(Message):
+    """Something happened that a person should read, e.g. a stage of the teardown with its seconds."""
+
+    type: Literal["notice"] = "notice"
+    number: int
+    time: float
+    severity: Literal["info", "warning", "error"]
+    service: str | None = None
+    text: str
+
+
+class Reply(Message):
+    """Answer to a `Command`, by its id."""
+
+    type: Literal["reply"] = "reply"
+    id: int
+    ok: bool
+    error: str | None = None
+    exit_code: int = 0
+    """What a command line should exit with when not ok."""
+    status: RunStatus | None = None
+
+
+class Bye(Message):
+    """The daemon ends; nothing follows."""
+
+    type: Literal["bye"] = "bye"
+    state: RunState
+
+
+Event = ServiceChanged | RunChanged | UsageSampled | Notice
+FromDaemon = Annotated[
+    Hello | Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Reply | Bye, Field(discriminator="type")
+]
+
+
+# --- client → daemon -----------------------------------------------------------------------------------------------
+
+
+class Subscribe(Message):
+    """Ask for a `Snapshot` and every `Event` after it."""
+
+    type: Literal["subscribe"] = "subscribe"
+
+
+class Command(Message):
+    """Ask for an action; answered by one `Reply`, at once, or when done if `wait`."""
+
+    type: Literal["command"] = "command"
+    id: int
+    do: Literal["status", "start", "stop", "restart", "kill", "down"]
+    service: str | None = None
+    wait: bool = False
+    timeout_s: float | None = None
+
+
+FromClient = Annotated[Hello | Subscribe | Command, Field(discriminator="type")]
+
+_FROM_DAEMON: TypeAdapter[Any] = TypeAdapter(FromDaemon)
+_FROM_CLIENT: TypeAdapter[Any] = TypeAdapter(FromClient)
+
+
+def read_from_daemon(
+    line: bytes,
+) -> Hello | Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Reply | Bye:
+    """Read a line that a daemon wrote; raises `PeerError` on anything else."""
+    return _read(_FROM_DAEMON, line, "supervisor")  # type: ignore[no-any-return]
+
+
+def read_from_client(line: bytes) -> Hello | Subscribe | Command:
+    """Read a line that a client wrote; raises `PeerError` on anything else."""
+    return _read(_FROM_CLIENT, line, "client")  # type: ignore[no-any-return]
+
+
+def _read(adapter: TypeAdapter[Any], line: bytes, peer: str) -> Any:
+    try:
+        return adapter.validate_json(line)
+    except ValidationError as error:
+        raise PeerError(f"{peer}: not a line of protocol {PROTOCOL_VERSION}: {line[:120]!r}: {error}") from None

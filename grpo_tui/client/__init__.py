@@ -1,0 +1,1 @@
+"""The other end of the daemon's socket."""

@@ -1,0 +1,1 @@
+"""The Textual screen: the only room that imports Textual."""

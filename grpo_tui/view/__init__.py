@@ -1,0 +1,1 @@
+"""What the screen knows: pure state, its reduction, and the diagnosis."""
