@@ -1,0 +1,21 @@
+"""Any command as a service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from grpo_tui.services.base import Launch, Place, Service
+
+
+class Command(Service):
+    """A program with its arguments; never a shell string."""
+
+    kind: Literal["command"]
+    argv: tuple[str, ...] = Field(min_length=1)
+    """Program and arguments."""
+
+    def launch(self, name: str, place: Place) -> Launch:
+        """Start `argv` as it stands."""
+        return self._launch(name, self.kind, place, argv=self.argv)

@@ -1,0 +1,27 @@
+"""The environment as a service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.flags import to_flags
+from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
+
+
+class Environment(Service, EnvironmentConfig):
+    """Turns the items of a task into scored groups."""
+
+    kind: Literal["environment"]
+    restart: RestartPolicy = RestartPolicy.ON_FAILURE
+    """An environment keeps nothing that a restart could lose, so a crash is not the end of a run."""
+
+    def launch(self, name: str, place: Place) -> Launch:
+        """Be ready when the task is loaded and both servers were seen."""
+        return self._launch(
+            name,
+            self.kind,
+            place,
+            argv=(place.python, "-m", "grpo_engine", "env", *to_flags(self, EnvironmentConfig)),
+            ready=self.ready or Probe(log="environment ready", within_s=300),
+        )

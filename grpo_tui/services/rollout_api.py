@@ -1,0 +1,27 @@
+"""The rollout API as a service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from grpo_engine.flags import to_flags
+from grpo_engine.rollouts.config import ApiConfig
+from grpo_tui.services.base import Launch, Place, Probe, Service
+
+
+class RolloutApi(Service, ApiConfig):
+    """Collects scored groups from environments and hands batches to the trainer."""
+
+    kind: Literal["rollout_api"]
+
+    def launch(self, name: str, place: Place) -> Launch:
+        """Keep the database in the run folder, and be ready when `/info` answers."""
+        config = self if self.database else self.model_copy(update={"database": place.run_folder / "rollouts.sqlite"})
+        return self._launch(
+            name,
+            self.kind,
+            place,
+            argv=(place.python, "-m", "grpo_engine", "api", *to_flags(config, ApiConfig)),
+            ports=(self.port, *self.ports),
+            ready=self.ready or Probe(http=f"http://{self.host}:{self.port}/info", within_s=60),
+        )
