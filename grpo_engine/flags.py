@@ -81,10 +81,13 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     return validated(model, _without_foreignkeys_of(model, table), where=prog)
 
 
-def to_flags(config: Config) -> list[str]:
-    """The command line that gives `config` again: a flag for every setting that differs from its default."""
+def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
+    """The command line that gives `config` again: a flag for every setting that differs from its default.
+
+    `model` limits it to the settings of one of its base classes.
+    """
     argv: list[str] = []
-    for setting in _settings(type(config)):
+    for setting in _settings(model or type(config)):
         value: Any = config
         for key in setting.path:
             value = getattr(value, key, PydanticUndefined)

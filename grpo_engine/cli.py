@@ -1,0 +1,86 @@
+"""`grpo-engine api | server | env | train`: the four services by hand. Loads only the one that is asked for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.flags import parse_flags
+
+USAGE_ERROR = 2
+"""What argparse exits with too."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one service until it ends; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in {"-h", "--help"}:
+        print(_usage())
+        return 0 if words else USAGE_ERROR
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(f"grpo-engine: {words[0]!r} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return USAGE_ERROR
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request says nothing that metrics do not
+    try:
+        return command(words[1:])
+    except GrpoError as error:
+        print(f"grpo-engine {words[0]}: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _api(argv: Sequence[str]) -> int:
+    """Collects scored groups from environments, hands batches to the trainer."""
+    from grpo_engine.rollouts.config import ApiConfig
+
+    config = parse_flags(ApiConfig, argv, prog="grpo-engine api", description=_api.__doc__ or "")
+    from grpo_engine.rollouts.main import run
+
+    return run(config)
+
+
+def _server(argv: Sequence[str]) -> int:
+    """Samples completions with their log-probabilities, and takes new weights."""
+    from grpo_engine.server.config import ServerConfig
+
+    config = parse_flags(ServerConfig, argv, prog="grpo-engine server", description=_server.__doc__ or "")
+    from grpo_engine.server.main import run
+
+    return run(config)
+
+
+def _env(argv: Sequence[str]) -> int:
+    """Turns the items of a task into scored groups."""
+    from grpo_engine.environments.config import EnvironmentConfig
+
+    config = parse_flags(EnvironmentConfig, argv, prog="grpo-engine env", description=_env.__doc__ or "")
+    from grpo_engine.environments.main import run
+
+    return run(config)
+
+
+def _train(argv: Sequence[str]) -> int:
+    """Trains on batches from the rollout API and hands new weights to inference."""
+    from grpo_engine.train.config import TrainConfig
+
+    config = parse_flags(TrainConfig, argv, prog="grpo-engine train", description=_train.__doc__ or "")
+    from grpo_engine.train.main import run
+
+    return run(config)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"api": _api, "server": _server, "env": _env, "train": _train}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8}{command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: grpo-engine COMMAND [flags]   (grpo-engine COMMAND --help)", "", *lines])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

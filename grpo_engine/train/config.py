@@ -1,0 +1,143 @@
+"""Settings of the trainer: the stock trainer's flags with their names and defaults, and ours beside them.
+
+Torch-free, so that profiles can be checked without loading it. Two defaults differ from the stock trainer's on purpose,
+each with its reason in its docstring.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from grpo_engine.bridges import AnyBridge
+from grpo_engine.bridges.none import CheckpointReload
+from grpo_engine.config import Config
+from grpo_engine.flags import Flag
+
+LossPreset = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "ppo_dual_clip"]
+
+
+class TrainConfig(Config):
+    """Everything that decides a training run, given the model and the groups it is trained on."""
+
+    model_name: Annotated[str, Flag(("--model-name", "--model"))]
+    """Hub id, local folder, or one of the models that are made locally (`local/…`)."""
+    bridge: AnyBridge = CheckpointReload()
+    """How new weights reach inference."""
+    training_steps: int = Field(10, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(2, ge=1)
+    """Sequences a micro-batch."""
+    gradient_accumulation_steps: int = Field(32, ge=1)
+    """Micro-batches an optimizer step: a batch has `batch_size` times as many sequences."""
+    seq_len: int = Field(2048, ge=2)
+    """Longest sequence, prompt included."""
+
+    # Optimizer
+    lr: float = Field(1e-5, gt=0, validation_alias=AliasChoices("lr", "learning_rate"))
+    """Learning rate after warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up."""
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
+    """adamw_8bit needs bitsandbytes and an NVIDIA GPU."""
+    weight_decay: float = Field(0.0, ge=0)
+    adafactor_scale_parameter: bool = False
+    adafactor_relative_step: bool = False
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+
+    # Loss
+    loss: LossPreset = "grpo"
+    """Preset that the settings below refine."""
+    clip_eps: float = Field(0.2, gt=0)
+    """Ratios outside 1 ± clip_eps stop acting; for presets with a band of their own, set clip_low and clip_high."""
+    clip_low: float | None = Field(None, gt=0)
+    """Lower half of the band; unset: the preset's, or clip_eps."""
+    clip_high: float | None = Field(None, gt=0)
+    """Upper half of the band; unset: the preset's, or clip_eps."""
+    entropy_coef: float = Field(0.0, ge=0)
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """What advantages are divided by: the group's standard deviation, the batch's, or nothing; unset: the preset's."""
+
+    # Which parameters
+    train_layer_indices: str | None = None
+    """Train only these layers, as in `20-31` or `0-3,28-31`."""
+    lora_r: int = Field(16, ge=1)
+    lora_alpha: int = Field(32, ge=1)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Stock has 0.05, which makes trainer and inference disagree on every token even with equal weights."""
+    lora_target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    lora_layer_indices: str | None = None
+    """Put adapters only on these layers, as in `20-31`."""
+
+    # Where things are
+    atropos_url: str = "http://localhost:8000"
+    """URL of the rollout API."""
+    vllm_port: int = Field(9001, ge=1, le=65535)
+    """Port of the inference server on this machine."""
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    device: str = "auto"
+    """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; unset: torch's own choice."""
+    seed: int = 0
+
+    # Checkpoints and records
+    save_path: Path | None = None
+    """Folder for checkpoints; unset: `checkpoints` in the run folder, else trained_model_checkpoints."""
+    checkpoint_interval: int = Field(3, ge=0)
+    """Save every so many steps; 0: only at the end."""
+    keep_checkpoints: int = Field(3, ge=1)
+    """Checkpoints that are kept, the newest first."""
+    resume: bool = True
+    """Go on from the newest checkpoint in save_path, if there is one of this run's model."""
+    run_folder: Path | None = None
+    """Folder for metrics.jsonl and rollouts.jsonl; unset: a new one below log_dir."""
+    log_dir: Path = Path("logs")
+    rollouts_every: int = Field(1, ge=0)
+    """Write sampled groups to rollouts.jsonl every so many steps; 0: never."""
+    rollouts_groups: int = Field(2, ge=1)
+    """Groups that are written each time."""
+    use_wandb: bool = False
+    """Also log to Weights & Biases (needs the `trackers` extra)."""
+    wandb_project: str | None = None
+    wandb_group: str | None = None
+    """Unset: the name of the run folder."""
+    benchmark: bool = False
+    """Print times on the console line of every step."""
+    debug_loading: bool = False
+    """Log how the model is loaded."""
+
+    # Patience
+    api_timeout_s: float = Field(30.0, gt=0)
+    """Seconds within which the rollout API must answer at the start."""
+    batch_timeout_s: float = Field(3600.0, gt=0)
+    """Seconds to wait for a batch before giving up."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Groups sampled more than so many policy versions ago are dropped; unset: none."""
+    max_bad_steps: int = Field(5, ge=1)
+    """Steps in a row with a loss or gradient that is not finite, after which training stops; each is skipped."""
+
+    # Several trainers
+    trainer_rank: int = 0
+    world_size: int = 1
+    init_method: str = "env://"
+    num_inference_nodes: int = 0
+    """Inference nodes besides this machine."""
+
+    @property
+    def sequences_per_batch(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @model_validator(mode="after")
+    def _is_one_trainer(self) -> TrainConfig:
+        if self.world_size != 1 or self.trainer_rank != 0 or self.num_inference_nodes != 0:
+            raise ValueError("one trainer process on one machine is supported: leave world_size 1, trainer_rank 0, num_inference_nodes 0")
+        if self.use_wandb and not self.wandb_project:
+            raise ValueError("use_wandb needs wandb_project")
+        return self

@@ -1,0 +1,108 @@
+"""`grpo-tui plan | doctor | profiles`: what would be started, and whether it could be; nothing is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from grpo_engine.errors import ConfigError
+from grpo_tui.exit_codes import ExitCode
+from grpo_tui.paths import LOGS, available_profiles, new_run_id
+from grpo_tui.profile.loading import LoadedProfile, load
+from grpo_tui.profile.plan import Plan, describe, make_plan
+
+ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the three commands to the command line."""
+    app.command("plan")(plan_command)
+    app.command("doctor")(doctor_command)
+    app.command("profiles")(profiles_command)
+
+
+def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Show what would start, in which order, with which command, ports and GPUs. Starts nothing."""
+    loaded, plan = planned(profile, set_ or [])
+    if as_json:
+        print(json.dumps(describe(plan, loaded), indent=1))
+        return
+    print(f"{plan.profile_name}  {loaded.profile.description}".rstrip())
+    for index, launch in enumerate(plan.launches, start=1):
+        needs = ", ".join(f"{name} {condition}" for name, condition in launch.needs.items())
+        ports = " ".join(str(port) for port in launch.ports)
+        gpus = ",".join(str(gpu) for gpu in launch.gpus)
+        facts = [f"after {needs}" if needs else "at once", f"port {ports}" if ports else "", f"GPU {gpus}" if gpus else ""]
+        print(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
+        for variable, value in launch.env.items():
+            print(f"   {variable}={shlex.quote(value)}")
+        print(f"   {_folded(launch.argv)}")
+
+
+def doctor_command(
+    profile: Annotated[str | None, typer.Option("--profile", "-p", help="Also check this profile here.")] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine, and a profile on it, before a start; each finding says what to do."""
+    from grpo_tui.profile.doctor import Machine, examine
+    from grpo_tui.supervisor.gpus import gpu_facts
+    from grpo_tui.supervisor.ports import port_holders
+
+    loaded, plan = planned(profile, set_ or []) if profile else (None, None)
+    gpus, note = gpu_facts()
+    machine = Machine(
+        gpus=gpus, gpu_note=note, port_holders=lambda ports: [holder.words() for holder in port_holders(ports)]
+    )
+    findings = examine(machine, loaded, plan, LOGS)
+    if as_json:
+        fields = ("check", "level", "text", "hint")
+        print(json.dumps([{name: getattr(finding, name) for name in fields} for finding in findings], indent=1))
+    else:
+        marks = {"ok": "✓", "note": "·", "problem": "✗"}
+        for finding in findings:
+            hint = f"\n  {'':14} → {finding.hint}" if finding.hint else ""
+            print(f"{marks[finding.level]} {finding.check:<14} {finding.text}{hint}")
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def profiles_command(as_json: JsonOption = False) -> None:
+    """List the profiles that a name can mean, with what each is for."""
+    rows = []
+    for name, path in available_profiles().items():
+        try:
+            rows.append((name, str(path), load(str(path)).profile.description))
+        except ConfigError as error:
+            rows.append((name, str(path), f"not valid: {str(error).splitlines()[0]}"))
+    if as_json:
+        print(json.dumps([{"name": name, "file": file, "description": text} for name, file, text in rows], indent=1))
+        return
+    width = max((len(name) for name, _, _ in rows), default=0)
+    for name, _, text in rows:
+        print(f"{name:<{width}}  {text}")
+
+
+def planned(profile: str, overrides: list[str]) -> tuple[LoadedProfile, Plan]:
+    """Load a profile and lay out its plan below ./logs, as a start would."""
+    loaded = load(profile, overrides)
+    return loaded, make_plan(loaded, run_folder=Path(LOGS) / new_run_id(loaded.name), python=sys.executable)
+
+
+def _folded(argv: tuple[str, ...]) -> str:
+    """A command that can be pasted into a shell, one flag a line."""
+    words = [shlex.quote(word) for word in argv]
+    lines = [words[0]]
+    for word in words[1:]:
+        if word.startswith("--"):
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)

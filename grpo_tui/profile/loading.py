@@ -1,0 +1,217 @@
+"""From a name or file to a checked `Profile`: find, read, override, hand out what is stated once, validate.
+
+Every fault is one line `file: dotted.key: what is wrong (what to do)`. Checks only what can be known without starting
+anything or reaching a network; `doctor` looks at the machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from grpo_engine.config import RawTable, apply_overrides, did_you_mean, read_table, validated
+from grpo_engine.errors import ConfigError
+from grpo_engine.models.config import check_model_name
+from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.server.config import ServerConfig
+from grpo_tui.paths import available_profiles
+from grpo_tui.profile.model import Profile
+from grpo_tui.services.base import NeedCondition, RestartPolicy
+from grpo_tui.services.environment import Environment
+from grpo_tui.services.inference import Inference
+from grpo_tui.services.rollout_api import RolloutApi
+from grpo_tui.services.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedProfile:
+    """A checked profile and where it came from."""
+
+    name: str
+    path: Path
+    profile: Profile
+
+
+def load(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
+    """Load a profile by name or file, with `--set` overrides on top.
+
+    Raises:
+        ConfigError: not found, not readable, or wrong; every fault on a line of its own.
+    """
+    path = find(name_or_file)
+    table = _hand_out(apply_overrides(read_table(path), overrides))
+    profile = validated(Profile, table, where=str(path))
+    faults = [f"{path}: {fault}" for check in CHECKS for fault in check(profile)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return LoadedProfile(name=path.stem, path=path, profile=profile)
+
+
+def find(name_or_file: str) -> Path:
+    """The file that a name or path means.
+
+    Raises:
+        ConfigError: there is none; names the nearest profile.
+    """
+    path = Path(name_or_file)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        if path.is_file():
+            return path
+        raise ConfigError(f"{path}: no such file")
+    profiles = available_profiles()
+    if name_or_file in profiles:
+        return profiles[name_or_file]
+    names = ", ".join(profiles) or "none here"
+    raise ConfigError(f"profile {name_or_file!r}: not found{did_you_mean(name_or_file, profiles)}; there are: {names}")
+
+
+# --- what is stated once -----------------------------------------------------------------------------------------
+
+
+def _hand_out(table: RawTable) -> RawTable:
+    """Give every service what the profile states once, unless the service says something of its own."""
+    services = table.get("services")
+    if not isinstance(services, dict):
+        return table
+    model, bridge = _table(table, "model"), _table(table, "bridge")
+    shared = {key: model[key] for key in ("dtype", "device") if key in model}
+    if "name" in model:
+        shared["model_name"] = model["name"]
+    api = _only(services, "rollout_api")
+    inference = _only(services, "inference")
+    handed: dict[str, RawTable] = {
+        "inference": {
+            **shared,
+            **({"max_model_len": model["max_model_len"]} if "max_model_len" in model else {}),
+            **({"shared_weights": True} if bridge.get("mode") == "shared_vllm" else {}),
+            **({"enable_lora": True} if str(bridge.get("mode", "")).startswith("lora") else {}),
+        },
+        "environment": {
+            **({"model_name": model["name"]} if "name" in model else {}),
+            **({"rollout_server_url": _url(api, ApiConfig)} if api is not None else {}),
+            **({"inference_url": _url(inference, ServerConfig)} if inference is not None else {}),
+        },
+        "trainer": {
+            **shared,
+            **({"bridge": bridge} if bridge else {}),
+            **({"seq_len": model["max_model_len"]} if "max_model_len" in model else {}),
+            **({"atropos_url": _url(api, ApiConfig)} if api is not None else {}),
+            **({"vllm_port": inference["port"]} if inference is not None and "port" in inference else {}),
+        },
+    }
+    return {
+        **table,
+        "services": {
+            name: {**handed.get(service.get("kind", ""), {}), **service} if isinstance(service, dict) else service
+            for name, service in services.items()
+        },
+    }
+
+
+def _table(table: RawTable, key: str) -> RawTable:
+    value = table.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _only(services: RawTable, kind: str) -> RawTable | None:
+    """The one service of a kind; None when there is none, or when two leave it open which is meant."""
+    found = [service for service in services.values() if isinstance(service, dict) and service.get("kind") == kind]
+    return found[0] if len(found) == 1 else None
+
+
+def _url(service: RawTable, config: type[ApiConfig] | type[ServerConfig]) -> str:
+    fields = config.model_fields
+    return f"http://{service.get('host', fields['host'].default)}:{service.get('port', fields['port'].default)}"
+
+
+# --- checks: each yields `dotted.key: what (hint)` ---------------------------------------------------------------
+
+
+def _needs_name_services(profile: Profile) -> Iterator[str]:
+    for name, service in profile.services.items():
+        for needed in service.needs:
+            if needed not in profile.services:
+                hint = did_you_mean(needed, profile.services)
+                yield f"services.{name}.needs: {needed!r} is not a service here{hint}"
+
+
+def _needs_have_no_cycle(profile: Profile) -> Iterator[str]:
+    graph = {name: [n for n in service.needs if n in profile.services] for name, service in profile.services.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        path = " → ".join(reversed(error.args[1]))
+        yield f"services.{error.args[1][-1]}.needs: a cycle, none of these can start first: {path}"
+
+
+def _finished_needs_can_finish(profile: Profile) -> Iterator[str]:
+    for name, service in profile.services.items():
+        for needed, condition in service.needs.items():
+            other = profile.services.get(needed)
+            if condition is NeedCondition.FINISHED and other and other.restart is RestartPolicy.ALWAYS:
+                yield f"services.{name}.needs.{needed}: never finishes, its restart is 'always'"
+
+
+def _ports_are_used_once(profile: Profile) -> Iterator[str]:
+    users: dict[int, list[str]] = {}
+    for name, service in profile.services.items():
+        own = (service.port,) if isinstance(service, RolloutApi | Inference) else ()
+        for port, count in Counter((*own, *service.ports)).items():
+            users.setdefault(port, []).extend([name] * (count if port not in own else 1))
+    for port, names in users.items():
+        if len(names) > 1:
+            first, second = names[0], names[1]
+            yield f"services.{second}.port{'s' if first == second else ''}: {port} is already the port of services.{first}"
+
+
+def _models_exist(profile: Profile) -> Iterator[str]:
+    names = {"model.name": profile.model.name} if profile.model else {}
+    for key, service in profile.services.items():
+        if isinstance(service, Inference | Environment | Trainer) and service.model_name not in names.values():
+            names[f"services.{key}.model_name"] = service.model_name
+    for key, name in names.items():
+        problem = check_model_name(name)
+        if problem:
+            yield f"{key}: {problem}"
+
+
+def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
+    sizes = {s.group_size for s in profile.services.values() if isinstance(s, Environment)}
+    for name, service in profile.services.items():
+        if isinstance(service, Trainer) and len(sizes) == 1 and service.sequences_per_batch % min(sizes):
+            yield (
+                f"services.{name}.batch_size: {service.batch_size} × gradient_accumulation_steps "
+                f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences a batch, which is no "
+                f"multiple of the environment's group_size {min(sizes)}: no batch would ever form"
+            )
+
+
+def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
+    inference = [s for s in profile.services.values() if isinstance(s, Inference)]
+    for name, service in profile.services.items():
+        shared = isinstance(service, Trainer) and service.bridge.mode == "shared_vllm"
+        if shared and inference and not any(server.shared_weights for server in inference):
+            yield f"services.{name}.bridge.mode: shared_vllm, but no inference service has shared_weights = true"
+        if shared and any(server.shared_weights and server.dtype != service.dtype for server in inference):  # type: ignore[union-attr]
+            yield f"services.{name}.dtype: {service.dtype}, but the shared weights have another: state it once in [model]"  # type: ignore[union-attr]
+
+
+Check = Callable[[Profile], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    _needs_name_services,
+    _needs_have_no_cycle,
+    _finished_needs_can_finish,
+    _ports_are_used_once,
+    _models_exist,
+    _batches_are_whole_groups,
+    _shared_weights_have_their_bridge,
+)
+
+
+def resolved(loaded: LoadedProfile) -> dict[str, Any]:
+    """The whole profile after overlays, for `resolved.json`."""
+    return {"profile": loaded.name, "file": str(loaded.path), **loaded.profile.model_dump(mode="json")}

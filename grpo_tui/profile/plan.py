@@ -1,0 +1,138 @@
+"""The launch plan: what would start, in which order, with which argv, ports and GPUs. Pure.
+
+A plan is all that the daemon needs: it is written beside the run's logs, so that a daemon (or its successor) never reads
+a profile that was edited in the meantime.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from grpo_tui.profile.loading import LoadedProfile, resolved
+from grpo_tui.services.base import Launch, NeedCondition, Place, Probe, RestartPolicy
+
+PLAN_VERSION = 1
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Services in start order, as the daemon carries them out."""
+
+    profile_name: str
+    launches: tuple[Launch, ...]
+
+    def to_json(self) -> str:
+        """The plan for the daemon; `from_json` gives it back."""
+        launches = [
+            {
+                **{f.name: getattr(launch, f.name) for f in dataclasses.fields(launch)},
+                "cwd": str(launch.cwd),
+                "env": dict(launch.env),
+                "needs": {name: str(condition) for name, condition in launch.needs.items()},
+                "ready": launch.ready.model_dump(mode="json", exclude_defaults=True) if launch.ready else None,
+                "live": launch.live.model_dump(mode="json", exclude_defaults=True) if launch.live else None,
+                "restart": str(launch.restart),
+                "stop_signal": launch.stop_signal.name,
+            }
+            for launch in self.launches
+        ]
+        return json.dumps({"version": PLAN_VERSION, "profile": self.profile_name, "launches": launches}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan that `to_json` wrote."""
+        document = json.loads(text)
+        if document.get("version") != PLAN_VERSION:
+            raise ValueError(f"a plan of version {document.get('version')}, this program reads {PLAN_VERSION}")
+        return Plan(
+            profile_name=document["profile"],
+            launches=tuple(
+                Launch(
+                    **{
+                        **raw,
+                        "argv": tuple(raw["argv"]),
+                        "cwd": Path(raw["cwd"]),
+                        "needs": {name: NeedCondition(condition) for name, condition in raw["needs"].items()},
+                        "ready": Probe.model_validate(raw["ready"]) if raw["ready"] else None,
+                        "live": Probe.model_validate(raw["live"]) if raw["live"] else None,
+                        "restart": RestartPolicy(raw["restart"]),
+                        "stop_signal": signal.Signals[raw["stop_signal"]],
+                        "ports": tuple(raw["ports"]),
+                        "gpus": tuple(raw["gpus"]),
+                        "followers": tuple(raw["followers"]),
+                    }
+                )
+                for raw in document["launches"]
+            ),
+        )
+
+
+def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str) -> Plan:
+    """Lay out what a profile starts; `run_folder` need not exist."""
+    place = Place(
+        profile_folder=loaded.path.parent.resolve(),
+        run_folder=Path(os.path.abspath(run_folder)),
+        python=python,
+    )
+    services = loaded.profile.services
+    order = TopologicalSorter({name: list(service.needs) for name, service in services.items()}).static_order()
+    position = {name: index for index, name in enumerate(services)}
+    depth: dict[str, int] = {}
+    for name in order:
+        depth[name] = 1 + max((depth[needed] for needed in services[name].needs), default=-1)
+    names = sorted(services, key=lambda name: (depth[name], position[name]))
+    return Plan(profile_name=loaded.name, launches=tuple(services[name].launch(name, place) for name in names))
+
+
+def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
+    """The plan as `grpo-tui plan --json` prints it; secrets in environment variables are masked."""
+    return {
+        "profile": plan.profile_name,
+        "file": str(loaded.path),
+        "model": loaded.profile.model.model_dump(mode="json") if loaded.profile.model else None,
+        "bridge": loaded.profile.bridge.model_dump(mode="json") if loaded.profile.bridge else None,
+        "services": [
+            {
+                "name": launch.name,
+                "kind": launch.kind,
+                "order": index,
+                "needs": {name: str(condition) for name, condition in launch.needs.items()},
+                "argv": list(launch.argv),
+                "command": shlex.join(launch.argv),
+                "env": {name: _masked(name, value) for name, value in launch.env.items()},
+                "cwd": str(launch.cwd),
+                "ports": list(launch.ports),
+                "gpus": list(launch.gpus),
+                "ready": launch.ready.model_dump(mode="json", exclude_none=True) if launch.ready else None,
+                "restart": str(launch.restart),
+                "stop_grace_s": launch.stop_grace_s,
+            }
+            for index, launch in enumerate(plan.launches, start=1)
+        ],
+        "resolved": _mask_all(resolved(loaded)),
+    }
+
+
+def _masked(name: str, value: str) -> str:
+    return "***" if any(word in name.upper() for word in SECRET_WORDS) else value
+
+
+def _mask_all(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: _masked(name, value) for name, value in inner.items()}
+        if key == "env" and isinstance(inner, dict)
+        else _mask_all(inner)
+        if isinstance(inner, dict)
+        else inner
+        for key, inner in document.items()
+    }
