@@ -1,0 +1,201 @@
+"""Loading profiles: what is stated once reaches everybody, and every fault names file, key and remedy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.errors import ConfigError
+from grpo_tui.profile.loading import find, load
+from grpo_tui.profile.plan import describe, make_plan
+from grpo_tui.services.base import NeedCondition
+from grpo_tui.services.environment import Environment
+from grpo_tui.services.inference import Inference
+from grpo_tui.services.trainer import Trainer
+
+STACK = """
+[model]
+name = "local/tiny"
+dtype = "float32"
+max_model_len = 64
+[bridge]
+mode = "shared_vllm"
+[services.api]
+kind = "rollout_api"
+port = 8123
+[services.vllm]
+kind = "inference"
+engine = "torch"
+port = 9123
+[services.env]
+kind = "environment"
+task = "sort6"
+group_size = 8
+needs = ["api", "vllm"]
+[services.trainer]
+kind = "trainer"
+batch_size = 16
+gradient_accumulation_steps = 1
+needs = { env = "ready" }
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "x.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def fault(folder: Path, text: str, *overrides: str) -> str:
+    path = write(folder, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return str(caught.value).replace(path, "x.toml")
+
+
+def commands(*services: str) -> str:
+    return "".join(
+        f'[services.{line.split()[0]}]\nkind = "command"\nargv = ["true"]\n{line[2:]}\n' for line in services
+    )
+
+
+def test_model_and_bridge_are_stated_once_and_reach_every_service(tmp_path: Path) -> None:
+    services = load(write(tmp_path, STACK)).profile.services
+    inference, environment, trainer = services["vllm"], services["env"], services["trainer"]
+    assert isinstance(inference, Inference)
+    assert isinstance(environment, Environment)
+    assert isinstance(trainer, Trainer)
+    assert {inference.model_name, environment.model_name, trainer.model_name} == {"local/tiny"}
+    assert (inference.dtype, trainer.dtype) == ("float32", "float32")
+    assert inference.shared_weights
+    assert trainer.bridge.mode == "shared_vllm"
+    assert (inference.max_model_len, trainer.seq_len) == (64, 64)
+
+
+def test_the_services_find_each_other_by_the_ports_of_the_profile(tmp_path: Path) -> None:
+    services = load(write(tmp_path, STACK), ["services.vllm.port=9200"]).profile.services
+    environment, trainer = services["env"], services["trainer"]
+    assert isinstance(environment, Environment)
+    assert isinstance(trainer, Trainer)
+    assert environment.rollout_server_url.endswith(":8123")
+    assert environment.inference_url.endswith(":9200")
+    assert trainer.atropos_url.endswith(":8123")
+    assert trainer.vllm_port == 9200
+
+
+def test_what_a_service_says_itself_wins_over_what_is_stated_once(tmp_path: Path) -> None:
+    trainer = load(write(tmp_path, STACK), ["services.trainer.seq_len=32"]).profile.services["trainer"]
+    assert isinstance(trainer, Trainer)
+    assert trainer.seq_len == 32
+
+
+def test_a_list_of_needs_means_ready(tmp_path: Path) -> None:
+    service = load(write(tmp_path, STACK)).profile.services["env"]
+    assert service.needs == {"api": NeedCondition.READY, "vllm": NeedCondition.READY}
+
+
+def test_an_unknown_setting_of_the_trainer_names_the_nearest(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK, "services.trainer.leaning_rate=1")
+    assert text == "x.toml: services.trainer.leaning_rate: not a setting here (did you mean 'learning_rate'?)"
+
+
+def test_the_rate_may_be_called_learning_rate(tmp_path: Path) -> None:
+    trainer = load(write(tmp_path, STACK), ["services.trainer.learning_rate=2e-6"]).profile.services["trainer"]
+    assert isinstance(trainer, Trainer)
+    assert trainer.lr == 2e-6
+
+
+def test_a_wrong_type_shows_the_value(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK, "services.api.port=eighty")
+    assert text.startswith("x.toml: services.api.port: ")
+    assert "'eighty'" in text
+
+
+def test_a_missing_model_table_is_named(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK.replace('name = "local/tiny"\n', ""))
+    assert "x.toml: model.name: required, but missing" in text
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK, "model.name=/no/such/model")
+    assert text.startswith("x.toml: model.name: ")
+    assert "/no/such/model" in text
+
+
+def test_an_unknown_local_model_names_the_nearest(tmp_path: Path) -> None:
+    assert "did you mean 'local/tiny'?" in fault(tmp_path, STACK, "model.name=local/tinny")
+
+
+def test_an_unknown_need_names_the_nearest_service(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK.replace('needs = { env = "ready" }', 'needs = { vlm = "ready" }'))
+    assert text == "x.toml: services.trainer.needs: 'vlm' is not a service here (did you mean 'vllm'?)"
+
+
+def test_a_cycle_is_spelled_out(tmp_path: Path) -> None:
+    text = fault(tmp_path, commands('a needs = ["c"]', 'b needs = ["a"]', 'c needs = ["b"]'))
+    assert "a cycle, none of these can start first" in text
+    assert {"a", "b", "c"} <= set(text.replace(" → ", " ").split())
+
+
+def test_a_service_that_needs_itself_is_a_cycle(tmp_path: Path) -> None:
+    assert "a → a" in fault(tmp_path, commands('a needs = ["a"]'))
+
+
+def test_a_port_used_twice_names_both_services(tmp_path: Path) -> None:
+    assert fault(tmp_path, STACK, "services.vllm.port=8123") == (
+        "x.toml: services.vllm.port: 8123 is already the port of services.api"
+    )
+    assert "9000 is already the port of services.a" in fault(tmp_path, commands("a ports = [9000]", "b ports = [9000]"))
+
+
+def test_a_batch_that_no_groups_can_fill_is_refused(tmp_path: Path) -> None:
+    assert "no multiple of the environment's group_size 8" in fault(tmp_path, STACK, "services.trainer.batch_size=12")
+
+
+def test_a_need_to_finish_on_what_never_finishes_is_refused(tmp_path: Path) -> None:
+    text = fault(tmp_path, commands('a restart = "always"', 'b needs = { a = "finished" }'))
+    assert "services.b.needs.a: never finishes" in text
+
+
+def test_a_probe_asks_exactly_one_question(tmp_path: Path) -> None:
+    text = fault(tmp_path, commands('a ready = { tcp = "x:1", log = "y" }'))
+    assert "a probe asks one of http, tcp, log, file, command" in text
+
+
+def test_a_profile_of_commands_alone_needs_no_model(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, commands("a ports = [9000]", 'b needs = { a = "started" }')))
+    assert loaded.profile.model is None
+
+
+def test_an_unknown_profile_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'tiny-cpu'.*hermes8b-shared"):
+        find("tiny-cpuu")
+
+
+def test_a_plan_is_in_start_order_and_keeps_everything_in_the_run_folder(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, STACK))
+    plan = make_plan(loaded, run_folder=tmp_path / "run", python=sys.executable)
+    assert [launch.name for launch in plan.launches] == ["api", "vllm", "env", "trainer"]
+    by_name = {launch.name: " ".join(launch.argv) for launch in plan.launches}
+    bridge_file = str(tmp_path / "run" / "vllm_bridge_config.json")
+    assert bridge_file in by_name["vllm"]
+    assert bridge_file in by_name["trainer"]
+    assert str(tmp_path / "run" / "rollouts.sqlite") in by_name["api"]
+
+
+def test_a_described_plan_masks_secrets(tmp_path: Path) -> None:
+    text = commands('a env = { WANDB_API_KEY = "s3cret", MODE = "x" }')
+    loaded = load(write(tmp_path, text))
+    shown = str(describe(make_plan(loaded, run_folder=tmp_path, python=sys.executable), loaded))
+    assert "s3cret" not in shown
+    assert "'MODE': 'x'" in shown
+
+
+def test_gpus_become_cuda_visible_devices(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, commands("a gpus = [1, 3]", "b gpus = []", "c ports = [9000]")))
+    launches = {x.name: x for x in make_plan(loaded, run_folder=tmp_path, python=sys.executable).launches}
+    assert launches["a"].env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert launches["b"].env["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in launches["c"].env
