@@ -1,0 +1,34 @@
+"""What is wrong with a run, in plain words, with its cause and the flag that mends it. Pure.
+
+The rules are in `training_rules.py` (from metrics) and `service_rules.py` (from the status document); each yields wire
+`Warning`s with an id that stays the same while the trouble lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.supervisor import RunStatus, Warning
+from grpo_tui.view.service_rules import SERVICE_RULES
+from grpo_tui.view.training_rules import TRAINING_RULES, Measurements
+
+GRAVITY = {"error": 0, "warning": 1, "info": 2}
+
+
+def diagnose(history: Sequence[MetricsLine], status: RunStatus | None) -> list[Warning]:
+    """Everything that a person should know about, the gravest first.
+
+    Args:
+        history: lines of `metrics.jsonl` in order of their steps; may be thinned, except for the newest.
+        status: the newest status document, or None where there is none.
+    """
+    found: list[Warning] = []
+    if status is not None:
+        for service_rule in SERVICE_RULES:
+            found += service_rule(status)
+    if history:
+        measured = Measurements(history)
+        for training_rule in TRAINING_RULES:
+            found += training_rule(measured)
+    return sorted(found, key=lambda warning: GRAVITY[warning.severity])

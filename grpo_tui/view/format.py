@@ -1,0 +1,82 @@
+"""Numbers as people read them: bytes, durations, percentages, metric values. Unknown is a dash, never 0."""
+
+from __future__ import annotations
+
+import math
+
+UNKNOWN = "–"
+KIBI = 1024
+BYTE_UNITS = ("B", "K", "M", "G", "T", "P")
+MINUTE_S = 60
+HOUR_S = 3600
+DAY_S = 86400
+
+
+def bytes_text(num_bytes: int | None) -> str:
+    """At most six characters, in powers of 1024: `–`, `812B`, `9.5M`, `36.2G`, `1.0T`."""
+    if num_bytes is None:
+        return UNKNOWN
+    value = float(num_bytes)
+    for unit in BYTE_UNITS:
+        if abs(value) < KIBI or unit == BYTE_UNITS[-1]:
+            break
+        value /= KIBI
+    if unit in ("B", "K") or (unit == "M" and abs(value) >= 100):
+        return f"{value:.0f}{unit}"
+    return f"{value:.1f}{unit}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """At most six characters: `–`, `0.4s`, `12s`, `3m05s`, `1h02m`, `2d03h`."""
+    if seconds is None:
+        return UNKNOWN
+    seconds = max(0.0, seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < MINUTE_S:
+        return f"{whole}s"
+    if whole < HOUR_S:
+        return f"{whole // MINUTE_S}m{whole % MINUTE_S:02d}s"
+    if whole < DAY_S:
+        return f"{whole // HOUR_S}h{whole % HOUR_S // MINUTE_S:02d}m"
+    return f"{whole // DAY_S}d{whole % DAY_S // HOUR_S:02d}h"
+
+
+def clock_text(seconds: float | None) -> str:
+    """A duration that ticks once a second and no faster: `–`, `4s`, `3m05s`."""
+    return UNKNOWN if seconds is None else duration_text(seconds) if seconds >= 9.95 else f"{max(0, int(seconds))}s"
+
+
+def percent_text(percent: float | None) -> str:
+    """`–`, `0%`, `87%`, `1523%`; the argument is in percent already."""
+    return UNKNOWN if percent is None else f"{percent:.0f}%"
+
+
+def number_text(value: float | None) -> str:
+    """A metric in at most eight characters, four digits that matter: `0.8731`, `1.2e-05`, `12,345`, `-0.021`."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e6 or size < 1e-3:
+        return f"{value:.1e}"
+    if size >= 1e4:
+        return f"{value:,.0f}"
+    digits = max(0, 3 - math.floor(math.log10(size)))
+    return f"{value:.{min(digits, 4)}f}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 restart`, `3 restarts`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def shortened(text: str, width: int, ellipsis: str = "…") -> str:
+    """`text` in at most `width` characters, its end replaced by an ellipsis where it is longer."""
+    if len(text) <= width:
+        return text
+    return text[: max(0, width - len(ellipsis))] + ellipsis[:width]

@@ -1,0 +1,85 @@
+"""What the optimizer steps measured, over the whole run, in bounded memory. Pure.
+
+The newest lines are kept one by one; older ones are thinned to every 2nd, 4th, 8th… step, evenly over the run, so that
+a sparkline of a million steps costs what one of a thousand does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_engine.wire.metrics import MetricsLine
+
+MAX_LINES = 2000
+"""Some 3 kB each."""
+RECENT_LINES = 256
+"""Never thinned: diagnosis looks at these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricHistory:
+    """Steps in rising order; of those before the recent ones, only every `stride`-th."""
+
+    lines: tuple[MetricsLine, ...] = ()
+    stride: int = 1
+
+    @property
+    def last(self) -> MetricsLine | None:
+        """The newest line, or None before the first step."""
+        return self.lines[-1] if self.lines else None
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric, where it was measured."""
+        return [(line.step, line.metrics[name]) for line in self.lines if name in line.metrics]
+
+    def has(self, name: str) -> bool:
+        """Whether the metric was measured lately."""
+        return any(name in line.metrics for line in self.lines[-RECENT_LINES:])
+
+
+def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> MetricHistory:
+    """Append lines; a trainer that resumed repeats steps, and then its newer measurement counts."""
+    lines = list(history.lines)
+    for line in new_lines:
+        while lines and lines[-1].step >= line.step:
+            lines.pop()
+        lines.append(line)
+    stride = history.stride
+    while len(lines) > MAX_LINES:
+        stride *= 2
+        old, recent = lines[:-RECENT_LINES], lines[-RECENT_LINES:]
+        lines = [line for line in old if line.step % stride == 0] + recent
+    return MetricHistory(lines=tuple(lines), stride=stride)
+
+
+def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[float | None]:
+    """Means of a series over equal spans of steps, the oldest first; None where a span has no measurement.
+
+    A series with fewer steps than buckets gets one bucket a step, so that a young run is not stretched.
+    """
+    if not series or num_buckets <= 0:
+        return []
+    first, last = series[0][0], series[-1][0]
+    span = last - first + 1
+    num_buckets = min(num_buckets, span)
+    sums = [0.0] * num_buckets
+    counts = [0] * num_buckets
+    for step, value in series:
+        place = (step - first) * num_buckets // span
+        sums[place] += value
+        counts[place] += 1
+    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+
+
+def bar_heights(values: Sequence[float | None], num_heights: int) -> list[int | None]:
+    """Map values onto 0 … num_heights − 1 between their least and their greatest; a flat series lies low."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return [None] * len(values)
+    low, high = min(known), max(known)
+    extent = high - low
+    if extent <= 1e-12 * max(abs(low), abs(high), 1e-12):
+        return [None if value is None else num_heights // 3 for value in values]
+    top = num_heights - 1
+    return [None if value is None else round((value - low) / extent * top) for value in values]

@@ -1,0 +1,425 @@
+"""All that the screen knows, and how it changes: `reduce(state, change) -> state`. Pure; the screen draws from it.
+
+A change is something the daemon said (`grpo_engine.wire.supervisor`), something read from the run's files, a key, or
+the clock. Paths, sockets and terminals are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, assert_never
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    Bye,
+    Notice,
+    RunChanged,
+    RunStatus,
+    ServiceChanged,
+    ServiceState,
+    ServiceStatus,
+    Snapshot,
+    UsageSampled,
+    Warning,
+)
+from grpo_tui.view.diagnosis import GRAVITY, diagnose
+from grpo_tui.view.history import MetricHistory, extended
+
+MAX_LOG_LINES = 5000
+MAX_NOTICES = 100
+MAX_TRANSITIONS = 12
+INFERENCE_KIND = "inference"
+CONVENTIONAL_INFERENCE_NAME = "vllm"
+"""A profile of plain commands calls its inference server so."""
+
+Do = Literal["start", "stop", "restart", "kill", "down"]
+
+
+class Connection(StrEnum):
+    """How things stand between the screen and the run's daemon."""
+
+    CONNECTING = "connecting"
+    LIVE = "live"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """A service entered a state."""
+
+    state: ServiceState
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogView:
+    """The end of one service's log."""
+
+    service: str | None = None
+    lines: tuple[str, ...] = ()
+    open_line: str = ""
+    """The line that is being written; a progress bar rewrites it."""
+    num_dropped: int = 0
+    """Lines that went out of memory; the number of `lines[0]`, counted from where reading began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Memory of the whole machine."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The last thing that was asked for or that happened, in words, for the line above the keys."""
+
+    severity: Literal["info", "warning", "error"]
+    text: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewState:
+    """What the screen shows."""
+
+    run_folder: Path
+    now: float
+    connection: Connection = Connection.CONNECTING
+    connection_note: str = ""
+    """In words, while there is no connection."""
+    last_number: int = -1
+    """Of the newest event."""
+    status: RunStatus | None = None
+    transitions: Mapping[str, tuple[Transition, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """The latest states of each service, the newest last."""
+    history: MetricHistory = field(default_factory=MetricHistory)
+    num_bad_metric_lines: int = 0
+    selected: str | None = None
+    is_following: bool = True
+    log: LogView = LogView()
+    host_memory: HostMemory | None = None
+    notices: tuple[Notice, ...] = ()
+    outcome: Outcome | None = None
+    metric_warnings: tuple[Warning, ...] = ()
+    """Those found in the metrics alone; made anew when a step arrives, not when the clock ticks."""
+    warnings: tuple[Warning, ...] = ()
+    """The daemon's and those found here, each id once, the gravest first."""
+
+    @property
+    def run(self) -> str:
+        """The run's id: the name of its folder."""
+        return self.run_folder.name
+
+    @property
+    def services(self) -> tuple[ServiceStatus, ...]:
+        """In the order of the plan."""
+        return tuple(self.status.services) if self.status else ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is over."""
+        return self.status is not None and self.status.state in ENDED_RUN_STATES
+
+    def service(self, name: str | None) -> ServiceStatus | None:
+        """The service of that name, if the run has one."""
+        return next((service for service in self.services if service.name == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """The clock moved on."""
+
+    now: float
+    host_memory: HostMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLost:
+    """The daemon does not answer."""
+
+    note: str
+    is_over: bool = False
+    """Whether it said goodbye, or its last state is that of an ended run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRead:
+    """`state.json` was read, because no daemon answers."""
+
+    status: RunStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRead:
+    """Lines of `metrics.jsonl`."""
+
+    lines: tuple[MetricsLine, ...]
+    is_restarted: bool = False
+    num_bad_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRead:
+    """Lines of a service's log."""
+
+    service: str
+    lines: tuple[str, ...]
+    open_line: str = ""
+    is_restarted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSelected:
+    """A service was clicked."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionMoved:
+    """A key moved the selection by so many rows."""
+
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowChanged:
+    """The log began or ceased to follow its end."""
+
+    is_following: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandSent:
+    """A key asked the daemon for something."""
+
+    do: Do
+    service: str | None
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRefused:
+    """The daemon said no, or could not be reached."""
+
+    do: Do
+    service: str | None
+    error: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The screen has something to say to the person before it."""
+
+    severity: Literal["info", "warning", "error"]
+    text: str
+    time: float
+
+
+Change = (
+    Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
+    | Ticked | ConnectionLost | StatusRead | MetricsRead | LogRead
+    | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | Told
+)  # fmt: skip
+
+
+def reduce(state: ViewState, change: Change) -> ViewState:
+    """The state after `change`; events that a snapshot already holds change nothing."""
+    match change:
+        case Snapshot():
+            connected = replace(state, connection=Connection.LIVE, connection_note="", last_number=change.number)
+            return _with_status(connected, change.status)
+        case ServiceChanged() | RunChanged() | UsageSampled() | Notice():
+            if change.number <= state.last_number:
+                return state
+            return _after_event(replace(state, last_number=change.number), change)
+        case Bye():
+            status = state.status and state.status.model_copy(update={"state": change.state})
+            note = f"the run is over: {change.state}"
+            return replace(state, connection=Connection.ENDED, connection_note=note, status=status)
+        case Ticked():
+            return replace(state, now=change.now, host_memory=change.host_memory or state.host_memory)
+        case ConnectionLost():
+            connection = Connection.ENDED if change.is_over else Connection.LOST
+            return replace(state, connection=connection, connection_note=change.note)
+        case StatusRead():
+            return _with_status(state, change.status)
+        case MetricsRead():
+            return _with_metrics(state, change)
+        case LogRead():
+            return _with_log(state, change)
+        case ServiceSelected():
+            return _selecting(state, change.name)
+        case SelectionMoved():
+            return _moved(state, change.by)
+        case FollowChanged():
+            return replace(state, is_following=change.is_following)
+        case CommandSent():
+            return _with_outcome(state, "info", f"{_asked(change.do, change.service)} …", change.time)
+        case CommandRefused():
+            return _with_outcome(
+                state, "error", f"{_asked(change.do, change.service)} was refused: {change.error}", change.time
+            )
+        case Told():
+            return _with_outcome(state, change.severity, change.text, change.time)
+        case _:
+            assert_never(change)
+
+
+def phases_of_restart(state: ViewState, service: str) -> tuple[Transition, ...]:
+    """The states of a service since it was last asked to stop or fell over, if it has not been ready for long.
+
+    For example stopping (0.4 s) → starting (36.6 s) → ready.
+    """
+    transitions = state.transitions.get(service, ())
+    begins = [
+        place
+        for place, transition in enumerate(transitions)
+        if transition.state in (ServiceState.STOPPING, ServiceState.BACKOFF)
+    ]
+    return transitions[begins[-1] :] if begins else ()
+
+
+def inference_service(state: ViewState) -> str | None:
+    """The service that the restart key is for: the selected inference server, else the first one."""
+    servers = [service.name for service in state.services if service.kind == INFERENCE_KIND]
+    if not servers and state.service(CONVENTIONAL_INFERENCE_NAME):
+        return CONVENTIONAL_INFERENCE_NAME
+    return state.selected if state.selected in servers else next(iter(servers), None)
+
+
+def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled | Notice) -> ViewState:
+    match event:
+        case ServiceChanged():
+            noted = _with_transition(state, event.service.name, event.service.state, event.time)
+            return _with_services(noted, _replaced(event.service))
+        case RunChanged():
+            if state.status is None:
+                return state
+            ended_at = event.time if event.state in ENDED_RUN_STATES else None
+            status = state.status.model_copy(update={"state": event.state, "ended_at": ended_at})
+            return _rediagnosed(replace(state, status=status))
+        case UsageSampled():
+            if state.status is None:
+                return state
+            status = state.status.model_copy(update={"gpus": event.gpus, "gpu_note": event.gpu_note})
+            return _with_services(replace(state, status=status), _measured(event))
+        case Notice():
+            noted = replace(state, notices=(*state.notices, event)[-MAX_NOTICES:])
+            subject = f"{event.service}: " if event.service else ""
+            return _with_outcome(noted, event.severity, subject + event.text, event.time)
+        case _:
+            assert_never(event)
+
+
+def _with_status(state: ViewState, status: RunStatus) -> ViewState:
+    """Take over a whole status document, and keep the selection where that service still exists."""
+    names = [service.name for service in status.services]
+    selected = state.selected if state.selected in names else _first_choice(status)
+    log = state.log if state.selected == selected else LogView(service=selected)
+    known = replace(state, status=status, selected=selected, log=log)
+    for service in status.services:
+        if not known.transitions.get(service.name):
+            since = service.ready_at if service.state is ServiceState.READY else service.started_at
+            known = _with_transition(known, service.name, service.state, since or state.now)
+        else:
+            known = _with_transition(known, service.name, service.state, state.now)
+    return _rediagnosed(known)
+
+
+def _first_choice(status: RunStatus) -> str | None:
+    """The service whose log is shown first: one that failed, else the trainer, else the last of the plan."""
+    failed = [service.name for service in status.services if service.state is ServiceState.FAILED]
+    trainers = [service.name for service in status.services if service.kind == "trainer"]
+    last = [service.name for service in status.services[-1:]]
+    return next(iter([*failed, *trainers, *last]), None)
+
+
+def _replaced(new: ServiceStatus) -> Callable[[ServiceStatus], ServiceStatus]:
+    return lambda service: new if service.name == new.name else service
+
+
+def _measured(usage: UsageSampled) -> Callable[[ServiceStatus], ServiceStatus]:
+    def measured(service: ServiceStatus) -> ServiceStatus:
+        return service.model_copy(
+            update={
+                "cpu_percent": usage.cpu_percent.get(service.name),
+                "rss_bytes": usage.rss_bytes.get(service.name),
+                "gpu_memory_bytes": usage.gpu_memory_bytes.get(service.name),
+            }
+        )
+
+    return measured
+
+
+def _with_services(state: ViewState, change: Callable[[ServiceStatus], ServiceStatus]) -> ViewState:
+    if state.status is None:
+        return state
+    services = [change(service) for service in state.status.services]
+    return _rediagnosed(replace(state, status=state.status.model_copy(update={"services": services})))
+
+
+def _with_transition(state: ViewState, service: str, to: ServiceState, time: float) -> ViewState:
+    past = state.transitions.get(service, ())
+    if past and past[-1].state is to:
+        return state
+    entered = (*past, Transition(state=to, time=time))[-MAX_TRANSITIONS:]
+    return replace(state, transitions=MappingProxyType({**state.transitions, service: entered}))
+
+
+def _rediagnosed(state: ViewState) -> ViewState:
+    """Put the daemon's warnings and our own into one list, each id once, the gravest first."""
+    by_id = {warning.id: warning for warning in (state.status.warnings if state.status else [])}
+    for warning in (*diagnose((), state.status), *state.metric_warnings):
+        by_id.setdefault(warning.id, warning)
+    return replace(state, warnings=tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity])))
+
+
+def _with_metrics(state: ViewState, read: MetricsRead) -> ViewState:
+    history = extended(MetricHistory() if read.is_restarted else state.history, read.lines)
+    num_bad = read.num_bad_lines + (0 if read.is_restarted else state.num_bad_metric_lines)
+    found = tuple(diagnose(history.lines, None))
+    return _rediagnosed(replace(state, history=history, num_bad_metric_lines=num_bad, metric_warnings=found))
+
+
+def _with_log(state: ViewState, read: LogRead) -> ViewState:
+    if read.service != state.selected:
+        return state
+    is_fresh = read.is_restarted or state.log.service != read.service
+    before = () if is_fresh else state.log.lines
+    dropped = 0 if is_fresh else state.log.num_dropped
+    lines = (*before, *read.lines)
+    surplus = max(0, len(lines) - MAX_LOG_LINES)
+    log = LogView(service=read.service, lines=lines[surplus:], open_line=read.open_line, num_dropped=dropped + surplus)
+    return replace(state, log=log)
+
+
+def _selecting(state: ViewState, name: str) -> ViewState:
+    if name == state.selected or state.service(name) is None:
+        return state
+    return replace(state, selected=name, log=LogView(service=name), is_following=True)
+
+
+def _moved(state: ViewState, by: int) -> ViewState:
+    names = [service.name for service in state.services]
+    if not names:
+        return state
+    place = names.index(state.selected) + by if state.selected in names else 0
+    return _selecting(state, names[min(max(place, 0), len(names) - 1)])
+
+
+def _asked(do: Do, service: str | None) -> str:
+    return f"{do} {service}" if service else {"down": "ending the run"}.get(do, do)
+
+
+def _with_outcome(state: ViewState, severity: Literal["info", "warning", "error"], text: str, time: float) -> ViewState:
+    return replace(state, outcome=Outcome(severity=severity, text=text, time=time))
