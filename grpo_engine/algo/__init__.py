@@ -1,1 +1,1 @@
-"""The mathematics: tensors in, tensors out. No model, no device, no logging.""" ""
+"""The mathematics: tensors in, tensors out. No model, no device, no logging."""

@@ -1,0 +1,86 @@
+"""Advantages: how much better a completion is than others of the same prompt.
+
+B completions. Knows rewards and group ids alone; overrides of single sequences are the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Scale = Literal["group", "batch", "none"]
+Baseline = Literal["mean", "leave_one_out"]
+
+
+def group_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    scale: Scale = "group",
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+    baseline: Baseline = "mean",
+) -> Tensor:
+    """Rewards minus their group's baseline, in units of a standard deviation.
+
+    A group whose rewards are all equal teaches nothing and gets exactly 0. So does a group of one: it has nothing to
+    be compared with (the raw reward, which some implementations keep, would be an uncentred advantage).
+
+    Args:
+        rewards: (B,) of any float dtype.
+        group_ids: (B,) arbitrary integers, in any order.
+        scale: `group` divides by the group's standard deviation plus `epsilon` (DeepSeekMath, arXiv 2402.03300,
+            section 4.1.2), `batch` by that of all rewards (REINFORCE++, arXiv 2501.03262), `none` by nothing
+            (Dr. GRPO, arXiv 2503.20783: dividing favours prompts that are nearly solved or nearly hopeless).
+        ddof: 1 for the unbiased standard deviation, 0 for the population's.
+        epsilon: keeps nearly equal rewards from exploding.
+        baseline: `leave_one_out` is the mean of the other members (RLOO, arXiv 2402.14740), which makes the mean of
+            the gradient independent of the group's size.
+
+    Returns:
+        (B,) of the rewards' dtype, without a graph.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit.
+    """
+    _check(rewards, group_ids, scale, ddof, epsilon, baseline)
+    values = rewards.detach().to(torch.float64)  # sums then do not depend on the order of the rows
+    _, group = torch.unique(group_ids, return_inverse=True)  # (B,) in 0..G-1
+    num_groups = int(group.max()) + 1 if len(group) else 0
+    zeros = values.new_zeros(num_groups)
+    counts = zeros.index_add(0, group, torch.ones_like(values))  # (G,)
+    means = zeros.index_add(0, group, values) / counts
+    lowest, highest = (zeros.scatter_reduce(0, group, values, how, include_self=False) for how in ("amin", "amax"))
+    # Compared, not subtracted: the mean of equal floats may differ from them in the last bit.
+    teaches = (lowest != highest)[group] & (counts > ddof)[group]
+
+    centred = values - means[group]
+    advantages = centred
+    if baseline == "leave_one_out":
+        advantages = centred * (counts / (counts - 1).clamp(min=1))[group]
+    if scale == "group":
+        variances = zeros.index_add(0, group, centred.square()) / (counts - ddof).clamp(min=1)
+        advantages = advantages / (variances.sqrt()[group] + epsilon)
+    elif scale == "batch":
+        variance = (values - values.mean()).square().sum() / max(len(values) - ddof, 1)
+        advantages = advantages / (variance.sqrt() + epsilon)
+    return torch.where(teaches, advantages, 0.0).to(rewards.dtype)
+
+
+def _check(rewards: Tensor, group_ids: Tensor, scale: str, ddof: int, epsilon: float, baseline: str) -> None:
+    if rewards.ndim != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards is {rewards.dtype} of shape {tuple(rewards.shape)}: expected (B,) of a float dtype")
+    if group_ids.shape != rewards.shape or group_ids.is_floating_point():
+        raise ValueError(
+            f"group_ids is {group_ids.dtype} of shape {tuple(group_ids.shape)}: "
+            f"expected one integer for each of the {len(rewards)} rewards"
+        )
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale = {scale!r}: choose one of {', '.join(get_args(Scale))}")
+    if baseline not in get_args(Baseline):
+        raise ValueError(f"baseline = {baseline!r}: choose one of {', '.join(get_args(Baseline))}")
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof = {ddof!r}: 0 for the population's standard deviation, 1 for the unbiased one")
+    if not 0 <= epsilon < float("inf"):
+        raise ValueError(f"epsilon = {epsilon!r}: must be a finite number of at least 0")
