@@ -1,0 +1,100 @@
+"""Group advantages against hand-worked numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_engine.algo.advantages import Baseline, Scale, group_advantages
+
+torch.set_num_threads(1)
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 5.0], dtype=torch.float64)
+GROUPS = torch.tensor([7, 7, 7, 7, -3, -3])
+
+
+@pytest.mark.parametrize(
+    ("scale", "ddof", "baseline", "expected"),
+    [
+        ("none", 1, "mean", [0.5, -0.5, -0.5, 0.5, -1.5, 1.5]),
+        ("none", 1, "leave_one_out", [2 / 3, -2 / 3, -2 / 3, 2 / 3, -3.0, 3.0]),
+        ("group", 0, "mean", [1.0, -1.0, -1.0, 1.0, -1.0, 1.0]),
+        (
+            "group",
+            1,
+            "mean",
+            [sign * 0.5 / math.sqrt(1 / 3) for sign in (1, -1, -1, 1)] + [-1 / math.sqrt(2), 1 / math.sqrt(2)],
+        ),
+        # The rewards' own mean is 1.5, their squared distances sum to 17.5.
+        ("batch", 1, "mean", [a / math.sqrt(17.5 / 5) for a in (0.5, -0.5, -0.5, 0.5, -1.5, 1.5)]),
+        ("batch", 0, "mean", [a / math.sqrt(17.5 / 6) for a in (0.5, -0.5, -0.5, 0.5, -1.5, 1.5)]),
+    ],
+)
+def test_advantages_are_the_hand_worked_ones(
+    scale: Scale, ddof: int, baseline: Baseline, expected: list[float]
+) -> None:
+    advantages = group_advantages(REWARDS, GROUPS, scale=scale, ddof=ddof, epsilon=0.0, baseline=baseline)
+    assert advantages.tolist() == pytest.approx(expected)
+
+
+def test_the_defaults_divide_by_the_unbiased_deviation_plus_epsilon() -> None:
+    rewards = torch.tensor([0.0, 1.0])
+    expected = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert group_advantages(rewards, torch.tensor([0, 0])).tolist() == pytest.approx([-expected, expected])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_gets_exact_zeros(scale: Scale, baseline: Baseline, dtype: torch.dtype) -> None:
+    rewards = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.3], dtype=dtype)  # the mean of three 0.1 is not 0.1
+    advantages = group_advantages(rewards, torch.tensor([1, 1, 1, 2, 2]), scale=scale, epsilon=0.0, baseline=baseline)
+    assert advantages.dtype is dtype
+    assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
+    assert advantages[3] > 0 > advantages[4]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_a_group_of_one_has_nothing_to_be_compared_with(scale: Scale, baseline: Baseline, ddof: int) -> None:
+    rewards = torch.tensor([5.0, 1.0, 0.0])
+    advantages = group_advantages(rewards, torch.tensor([0, 1, 1]), scale=scale, ddof=ddof, baseline=baseline)
+    assert advantages[0].item() == 0.0
+    assert torch.isfinite(advantages).all()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_the_order_of_the_rows_does_not_matter(scale: Scale, baseline: Baseline) -> None:
+    random = torch.Generator().manual_seed(1)
+    rewards = torch.randn(24, generator=random)
+    groups = torch.arange(24) // 4 * 10_000_000_000
+    order = torch.randperm(24, generator=random)
+    advantages = group_advantages(rewards, groups, scale=scale, baseline=baseline)
+    assert torch.equal(
+        group_advantages(rewards[order], groups[order], scale=scale, baseline=baseline), advantages[order]
+    )
+
+
+def test_no_rewards_are_no_advantages() -> None:
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": torch.tensor([1, 0])}, "expected .B,. of a float dtype"),
+        ({"group_ids": torch.tensor([0])}, "one integer for each of the 2 rewards"),
+        ({"group_ids": torch.tensor([0.0, 0.0])}, "one integer for each"),
+        ({"scale": "std"}, "scale = 'std': choose one of group, batch, none"),
+        ({"baseline": "median"}, "choose one of mean, leave_one_out"),
+        ({"ddof": 2}, "ddof = 2"),
+        ({"epsilon": -1.0}, "epsilon = -1.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([0, 0])}
+    with pytest.raises(ValueError, match=message):
+        group_advantages(**(arguments | changes))  # type: ignore[arg-type]
