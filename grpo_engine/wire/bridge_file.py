@@ -60,6 +60,8 @@ class BridgeFile(Message):
     pid_start_ticks: int
     """Field 22 of /proc/<pid>/stat: a file whose writer is gone is stale, also when the pid was used again."""
     instance: str
+    fingerprint: str = ""
+    """Of model, configuration and dtype: a server that finds the file of its dead predecessor takes the memory over."""
     fence_segment: str
     """POSIX segment of the fence page (see `grpo_engine.bridges.fence`)."""
     tensors: dict[str, SharedTensor]

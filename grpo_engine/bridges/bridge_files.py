@@ -1,0 +1,59 @@
+"""Where the bridge file lies, and whether the one that lies there is alive.
+
+The search order is that of the trainers users already have. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.errors import BridgeError
+from grpo_engine.wire.bridge_file import FORMAT_VERSION, BridgeFile
+
+BRIDGE_FILE_NAME = "vllm_bridge_config.json"
+"""As users of Atropos know it."""
+
+
+def bridge_file_path(configured: Path | None, environment: Mapping[str, str]) -> Path:
+    """The path that was configured, else $VLLM_BRIDGE_CONFIG_PATH, else the file in $LOGDIR or in this folder."""
+    if configured is not None:
+        return configured.absolute()
+    if path := environment.get("VLLM_BRIDGE_CONFIG_PATH"):
+        return Path(path).absolute()
+    return Path(environment.get("LOGDIR") or ".").absolute() / BRIDGE_FILE_NAME
+
+
+def read_bridge_file(path: Path) -> BridgeFile:
+    """Read a bridge file.
+
+    Raises:
+        BridgeError: it is missing, malformed, or of another format.
+    """
+    try:
+        file = BridgeFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise BridgeError(
+            f"{path}: cannot be read: {error.strerror}; start the inference server with shared weights first, "
+            "or point --vllm-config-path at its bridge file"
+        ) from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise BridgeError(
+            f"{path}: not a bridge file of this version: {where}: {fault['msg']}; restart the inference server"
+        ) from None
+    if file.format_version != FORMAT_VERSION:
+        raise BridgeError(
+            f"{path}: format {file.format_version}, but this trainer reads {FORMAT_VERSION}; "
+            "run server and trainer from the same installation"
+        )
+    return file
+
+
+def is_server_alive(file: BridgeFile) -> bool:
+    """Whether the server that wrote the file still runs."""
+    return ProcessIdentity(file.pid, file.pid_start_ticks).is_alive()

@@ -1,0 +1,83 @@
+"""The inference server's HTTP application: generation, health, and the rooms beside it.
+
+Routes only translate; what they ask for is `grpo_engine.server.engine.Engine`. Assumes one event loop and one engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+
+from grpo_engine.server.answers import generate_answer
+from grpo_engine.server.bridge_routes import bridge_routes
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import Engine
+from grpo_engine.server.lora_routes import lora_routes
+from grpo_engine.server.openai_routes import openai_routes
+from grpo_engine.server.requests import add_error_answers, only_this_machine, read_body, unless_client_leaves
+from grpo_engine.wire.inference import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the routes know: the engine, its settings, and which start of the server this is."""
+
+    engine: Engine
+    config: ServerConfig
+    instance: str
+
+
+def create_app(service: Service) -> FastAPI:
+    """All routes over one engine; starts and stops nothing."""
+    app = FastAPI(title="GRPO inference server", docs_url=None, redoc_url=None)
+    add_error_answers(app)
+    engine = service.engine
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        params = await read_body(request, GenerateRequest)
+        if params.stream:
+            raise HTTPException(400, "stream: answers come whole here; leave it out")
+        engine.check_health()
+        if isinstance(params.prompt, str):
+            prompt, prompt_text = engine.encode(params.prompt), params.prompt
+        else:
+            prompt = params.prompt.prompt_token_ids
+            prompt_text = engine.decode(prompt)
+        generation = await unless_client_leaves(request, engine.generate(prompt, params))
+        content = generate_answer(
+            generation,
+            params,
+            prompt_text=prompt_text,
+            logprobs_mode=engine.logprobs_mode,
+            version=engine.info().policy_version,
+        )
+        return Response(content, media_type="application/json")
+
+    @app.get("/health")
+    async def health() -> Response:
+        engine.check_health()
+        return Response()
+
+    @app.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        engine.check_health()
+        params = GenerateRequest(prompt="health", max_tokens=1, temperature=0)
+        await unless_client_leaves(request, engine.generate(engine.encode("a"), params))
+        return Response()
+
+    near = [Depends(only_this_machine)]
+    app.include_router(bridge_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=near)
+    app.include_router(lora_routes(engine, service.config), prefix="/lora", dependencies=near)
+    app.include_router(openai_routes(engine, service.config), prefix="/v1")
+
+    @app.get("/bridge/list_endpoints", dependencies=near)
+    async def list_endpoints() -> JSONResponse:
+        paths = app.openapi()["paths"]
+        return JSONResponse(
+            {"endpoints": [{"path": path, "methods": [m.upper() for m in paths[path]]} for path in sorted(paths)]}
+        )
+
+    return app

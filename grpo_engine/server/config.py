@@ -1,0 +1,62 @@
+"""Settings of the inference server. Torch-free: the terminal side builds command lines from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_engine.config import Config
+from grpo_engine.flags import Flag
+from grpo_engine.models.config import DtypeName
+from grpo_engine.wire.inference import LogprobsMode
+
+
+class ServerConfig(Config):
+    """The inference server: a model, an engine, an address, and how weights are shared."""
+
+    model_name: Annotated[str, Flag(("--model-name", "--model"))]
+    """Model: a folder, a hub name, or the name of a locally made model."""
+    engine: Literal["torch", "vllm"] = "vllm"
+    """What computes: vLLM, or plain torch (any device, no compiled kernels)."""
+    host: str = "127.0.0.1"
+    """Address to listen on; the weight and adapter routes answer this machine alone whatever it is."""
+    port: int = Field(9001, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    dtype: DtypeName = "bfloat16"
+    """Precision of the weights: bfloat16, float16, float32, or auto (as the checkpoint says)."""
+    device: str = "auto"
+    """Where the model runs: auto, cpu, cuda, cuda:0, …; auto takes the GPU where there is one."""
+    max_model_len: int = Field(4096, ge=2)
+    """Longest prompt and completion together, in tokens."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    """Share of the GPU that vLLM takes for weights and cache; the rest is the trainer's."""
+    logprobs_mode: LogprobsMode = "raw"
+    """Log-probabilities before temperature and truncation (raw), or after them, as sampled (processed)."""
+    shared_weights: bool = False
+    """Export the weights, so that a trainer writes into the very memory that is served."""
+    bridge_file: Path | None = None
+    """Where the export is described; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
+    enable_lora: bool = False
+    """Accept LoRA adapters."""
+    max_lora_rank: int = Field(64, ge=1)
+    """Largest rank of an adapter."""
+    served_model_name: str | None = None
+    """Name of the model in the OpenAI routes; default: the model's own."""
+    enforce_eager: bool = False
+    """vLLM without CUDA graphs: starts sooner, generates slower."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that one model is spread over (vLLM)."""
+    max_batch_size: int = Field(256, ge=1)
+    """Sequences that are decoded together."""
+    max_batch_tokens: int = Field(131072, ge=1)
+    """Tokens, prompt and completion, that the cache of one batch holds at most (torch); one sequence always fits."""
+    max_waiting: int = Field(4096, ge=1)
+    """Requests that may wait; more are refused with 503."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; default: torch's own choice."""
+    seed: int | None = None
+    """Seed of requests that bring none; default: different at every start."""
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+    """Least severe log line that is written."""

@@ -1,0 +1,140 @@
+"""What the routes ask of an engine, whatever computes underneath: torch here, or vLLM.
+
+Types and a protocol only; imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
+
+FinishReason = Literal["stop", "length", "abort"]
+TopLogprobs = list[list[tuple[int, float]]]
+"""`[position] -> [(token id, logprob)]`, most probable first."""
+
+LOWEST_LOGPROB = -9999.0
+"""What stands for minus infinity, which is no JSON; vLLM uses the same."""
+
+
+class EngineUnavailable(GrpoError):
+    """The engine is loading, overloaded, has stopped, or its weights are half-written: ask again later (503)."""
+
+
+class WeightsBusy(GrpoError):
+    """Somebody else has paused the engine or is changing its weights (409)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One completion. Every list has one entry a generated token, the end token included."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of the sampled tokens; natural logarithm, finite."""
+    top_logprobs: TopLogprobs | None
+    """The `logprobs` most probable tokens at each position, where more than the sampled one was asked for."""
+    finish_reason: FinishReason
+    policy_versions: list[int]
+    text: str
+    """Without special tokens, and cut before a stop string."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The answer to one request: as many completions as it asked for."""
+
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[list[tuple[int, float]] | None] | None
+    """`[position] -> [(token id, logprob)]`, the prompt's own token first; None at the first position."""
+    completions: list[Completion]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Where the engine stands."""
+
+    engine: str
+    """What computes, with its version, e.g. `torch 2.11.0`."""
+    device: str
+    dtype: str
+    policy_version: int
+    update_count: int
+    last_update_time: float
+    """Unix seconds; 0 before the first update."""
+    is_paused: bool
+    is_sharing: bool
+    """Whether a trainer can map the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter that is served."""
+
+    name: str
+    path: str
+    number: int
+    """Counts the loads, from 1."""
+
+
+class Engine(Protocol):
+    """A model that generates, and whose weights change only between its batches."""
+
+    logprobs_mode: LogprobsMode
+
+    def check_health(self) -> None:
+        """Return when a request would be answered; raises `EngineUnavailable` or `HalfWritten` otherwise."""
+
+    def info(self) -> EngineInfo:
+        """Where the engine stands."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text prompt, with the model's own opening token."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens, special tokens included."""
+
+    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Tokens of a conversation up to where the assistant begins; raises `DataError` without a chat template."""
+
+    async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
+        """Generate; cancelling the call aborts the generation.
+
+        Raises:
+            DataError: the request cannot be served as it is.
+            EngineUnavailable, HalfWritten: not now.
+        """
+
+    async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
+        """Return once no batch runs; no other begins until `resume`, the owner's death or the time limit."""
+
+    async def resume(self, policy_version: int | None) -> None:
+        """Let waiting requests go on, under this version where one is given."""
+
+    async def reload(self, path: Path, policy_version: int) -> None:
+        """Put the weights of a checkpoint in place of those served; a checkpoint that does not fit changes nothing."""
+
+    async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
+        """Serve an adapter from the next batch on; one that cannot be loaded leaves the old one in place."""
+
+    async def unload_adapter(self) -> Adapter | None:
+        """Serve the bare model again; returns what was served before."""
+
+    def adapter(self) -> Adapter | None:
+        """The adapter that is served."""
+
+    async def close(self) -> None:
+        """End the work at once; waiting requests are refused."""
+
+
+class StartableEngine(Engine, Protocol):
+    """An engine as its process sees it."""
+
+    def start(self) -> None:
+        """Begin to load the model, and return."""
+
+    def wait_loaded(self) -> None:
+        """Return once requests can be served; raises what keeps the model from loading."""

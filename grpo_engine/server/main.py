@@ -1,0 +1,121 @@
+"""Run the inference server: settings, engine, HTTP, signals.
+
+The port opens at once and `/health` tells when the model is there; a model that cannot be loaded ends the process with
+code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Mapping
+from types import FrameType
+
+import uvicorn
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.server.app import Service, create_app
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import StartableEngine
+
+_VLLM_ENGINE = "grpo_engine.server.vllm_engine"
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code is 0, or 1 when the engine could not start.
+
+    Raises:
+        ConfigError: the engine is not to be had here.
+    """
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = with_environment(config, os.environ)
+    instance = uuid.uuid4().hex[:12]
+    engine = make_engine(config, instance=instance)
+    app = create_app(Service(engine=engine, config=config, instance=instance))
+    return _Server(app, config, engine).run_to_end()
+
+
+def with_environment(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+    """The settings, with the stock server's environment variables that ask for shared weights."""
+    nodes = environment.get("NUM_INFERENCE_NODES", "")
+    asks = environment.get("VLLM_ENABLE_SHARED_WEIGHTS") == "1" or nodes.isdigit()
+    return config.model_copy(update={"shared_weights": True}) if asks else config
+
+
+def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:
+    """The engine that the settings name.
+
+    Raises:
+        ConfigError: vLLM is asked for where it is not to be had.
+    """
+    if config.engine == "torch":
+        from grpo_engine.server.torch_engine import TorchEngine
+
+        if config.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: the torch engine runs on one device"
+            )
+        return TorchEngine(config, instance=instance, environment=os.environ)
+    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec(_VLLM_ENGINE) is None:
+        raise ConfigError(
+            "--engine vllm: vLLM is not installed here; install it (pip install 'grpo-tui[vllm]') "
+            "or serve with --engine torch"
+        )
+    return importlib.import_module(_VLLM_ENGINE).VllmEngine(  # type: ignore[no-any-return]
+        config, instance=instance, environment=os.environ
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn around an engine: starts it first, ends it first, and exits when it cannot start."""
+
+    def __init__(self, app: object, config: ServerConfig, engine: StartableEngine) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                host=config.host,
+                port=config.port,
+                log_level=config.log_level,
+                access_log=config.log_level == "debug",
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._engine = engine
+        self._exit_code = 0
+
+    def run_to_end(self) -> int:
+        # uvicorn raises the signal again once it has shut down; these handlers then do nothing, so the code is ours.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self.run()
+        return self._exit_code or (0 if self.started else 1)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._engine.start()
+            self._watcher = asyncio.get_running_loop().create_task(self._watch_start())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._engine.close()
+        await super().shutdown(sockets)
+
+    async def _watch_start(self) -> None:
+        try:
+            await asyncio.to_thread(self._engine.wait_loaded)
+        except Exception as error:  # whatever keeps the engine from starting ends the process
+            logger.error("Cannot serve: %s", error)
+            self._exit_code, self.should_exit = 1, True
+        else:
+            logger.info("Ready: %s", self._engine.info())
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.should_exit = True

@@ -1,0 +1,33 @@
+"""A pause: who asked for it, and when it ends by itself, so that a dead trainer never stops a server for good.
+
+Pure; time comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_engine.bridges.process_identity import ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """No batch begins while it lasts."""
+
+    owner: ProcessIdentity | None
+    """Who will resume; None: nobody in particular."""
+    until: float
+    """Monotonic seconds."""
+
+    @property
+    def owner_text(self) -> str:
+        """The owner in words."""
+        return f"process {self.owner.pid}" if self.owner else "somebody who gave no owner_pid"
+
+    def is_over(self, now: float) -> str | None:
+        """Why the pause has ended by itself; None while it lasts."""
+        if now >= self.until:
+            return f"the pause of {self.owner_text} reached its time limit"
+        if self.owner is not None and not self.owner.is_alive():
+            return f"{self.owner_text} paused and died"
+        return None

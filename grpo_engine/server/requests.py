@@ -1,0 +1,104 @@
+"""What every route shares: reading bodies, who may ask, aborting for a client that left, and errors as statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+
+from grpo_engine.config import did_you_mean
+from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
+from grpo_engine.server.engine import EngineUnavailable, WeightsBusy
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+ResultT = TypeVar("ResultT")
+
+_STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
+    (EngineUnavailable, 503),
+    (HalfWritten, 503),
+    (WeightsBusy, 409),
+    (BridgeError, 409),
+    (DataError, 400),
+    (ModelError, 400),
+)
+
+
+class ClientLeft(Exception):
+    """The client closed the connection; nobody reads the answer."""
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer our errors with `{"detail": "what is wrong, and what to do"}` and a fitting status."""
+
+    @app.exception_handler(GrpoError)
+    async def _on_error(_request: Request, error: GrpoError) -> JSONResponse:
+        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+        return JSONResponse({"detail": str(error)}, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def _on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        faults = [f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors()]
+        return JSONResponse({"detail": "; ".join(faults)}, 422)
+
+    @app.exception_handler(ClientLeft)
+    async def _on_left(_request: Request, _error: ClientLeft) -> JSONResponse:
+        return JSONResponse({"detail": "the client left"}, 499)
+
+
+async def read_body(request: Request, model: type[ModelT]) -> ModelT:
+    """The body as `model`; 422 naming each key that is unknown or wrong."""
+    try:
+        return model.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise HTTPException(422, "; ".join(dict.fromkeys(_fault_lines(error, model)))) from None
+
+
+def only_this_machine(request: Request) -> None:
+    """Refuse a peer that is not on this machine: these routes read paths and change weights."""
+    host = request.client.host if request.client else ""
+    try:
+        is_near = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_near = False
+    if not is_near:
+        raise HTTPException(403, f"{request.url.path} answers this machine alone, not {host or 'an unknown peer'}")
+
+
+async def unless_client_leaves(request: Request, work: Awaitable[ResultT]) -> ResultT:
+    """The result of `work`, which is cancelled when the client closes the connection.
+
+    Raises:
+        ClientLeft: it did.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_client_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _client_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fault_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"] if part not in ("TokenPrompt", "str"))
+        if fault["type"] == "extra_forbidden":
+            lines.append(f"{key}: not a parameter here{did_you_mean(key, model.model_fields)}")
+        else:
+            lines.append(f"{key or 'body'}: {fault['msg']}")
+    return lines

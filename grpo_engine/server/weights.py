@@ -1,0 +1,226 @@
+"""The model that is served: loaded or taken over, shared with a trainer, replaced in place, adapted.
+
+Everything here runs on the engine's one worker thread, between batches; that is why no lock is seen. Checkpoints and
+adapters are read and checked in full before anything that is served changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from grpo_engine.bridges.bridge_files import bridge_file_path
+from grpo_engine.bridges.fence import Fence
+from grpo_engine.errors import ModelError
+from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import Adapter
+from grpo_engine.server.exports import Owner, adopt, export, withdraw, write_bridge_file
+from grpo_engine.wire.bridge_file import BridgeFile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedWeights:
+    """A model in memory, with the fence that guards its weights."""
+
+    model: Any
+    """A causal model of transformers, in evaluation mode."""
+    tokenizer: Any
+    fence: Fence
+    parameters: dict[str, Tensor]
+    """The model's own parameters, without adapters; a tied one stands once."""
+    adapter: Adapter | None = None
+    _num_adapters: int = 0
+    _announced: tuple[Path, BridgeFile, Owner] | None = None
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether a trainer can map the weights."""
+        return self._announced is not None
+
+    def reload(self, path: Path, policy_version: int) -> None:
+        """Copy the weights of a checkpoint over those served.
+
+        Raises:
+            ModelError: the checkpoint is missing or does not fit; nothing has changed then.
+        """
+        fresh = _parameters_of(load_model(str(path), dtype="auto", device="cpu"))
+        _check_same_shapes(path, fresh, self.parameters)
+        with self.fence.writing(policy_version), torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(fresh[name])
+            _synchronize(self.model)
+
+    def load_adapter(self, path: Path, name: str | None, policy_version: int | None, max_rank: int) -> Adapter:
+        """Load an adapter beside the one that is served, and switch once it is whole.
+
+        Raises:
+            ModelError: it cannot be loaded, or its rank is above `max_rank`; the old one stays.
+        """
+        number = self._num_adapters + 1
+        inner_name = f"adapter_{number}"
+        version = self.fence.read().policy_version + 1 if policy_version is None else policy_version
+        try:
+            rank = _adapter_rank(path)
+            if rank > max_rank:
+                raise ModelError(f"{path}: rank {rank} is above --max-lora-rank {max_rank}")
+            self.model.load_adapter(str(path), adapter_name=inner_name)
+        except ModelError:
+            raise
+        except Exception as error:  # peft and safetensors raise what they like over a broken folder
+            if inner_name in getattr(self.model, "peft_config", {}):
+                self.model.delete_adapter(inner_name)
+            if self.adapter is not None:
+                self.model.set_adapter(f"adapter_{self.adapter.number}")
+            raise ModelError(f"{path}: not an adapter for this model: {type(error).__name__}: {error}") from error
+        with self.fence.writing(version):
+            self.model.set_adapter(inner_name)
+            self.model.enable_adapters()
+            if self.adapter is not None:
+                self.model.delete_adapter(f"adapter_{self.adapter.number}")
+        self.model.eval()
+        self._num_adapters = number
+        self.adapter = Adapter(name=name or path.name, path=str(path), number=number)
+        return self.adapter
+
+    def unload_adapter(self) -> Adapter | None:
+        """Serve the bare model again."""
+        previous = self.adapter
+        if previous is not None:
+            with self.fence.writing(self.fence.read().policy_version + 1):
+                self.model.delete_adapter(f"adapter_{previous.number}")
+            self.adapter = None
+        return previous
+
+    def close(self) -> None:
+        """Take back what was shared, where it goes with this server."""
+        if self._announced is not None:
+            withdraw(*self._announced)
+            self._announced = None
+
+
+def open_weights(config: ServerConfig, *, instance: str, environment: Mapping[str, str]) -> ServedWeights:
+    """Load the model, or adopt the memory of this server's predecessor, and share it where that is asked for.
+
+    Raises:
+        ModelError: no such model.
+        BridgeError: the weights cannot be shared.
+    """
+    device = resolve_device(config.device)
+    tokenizer = load_tokenizer(config.model_name)
+    if not config.shared_weights:
+        model = load_model(config.model_name, dtype=config.dtype, device=str(device)).eval()
+        return ServedWeights(model=model, tokenizer=tokenizer, fence=Fence.private(), parameters=_parameters_of(model))
+    path = bridge_file_path(config.bridge_file, environment)
+    owner = Owner.of(instance, environment)
+    fingerprint = _fingerprint(config)
+    adopted = adopt(path, owner, fingerprint)
+    if adopted is not None:
+        model = _on_adopted(config.model_name, adopted.tensors, adopted.file.aliases)
+        fence, manifest, aliases = adopted.fence, adopted.file.tensors, adopted.file.aliases
+        logger.info("Took over the weights of version %d from shared memory", fence.read().policy_version)
+    else:
+        model = load_model(config.model_name, dtype=config.dtype, device=str(device))
+        aliases = _aliases_of(model)
+        fence, manifest, shared = export(_parameters_of(model), owner)
+        for name, parameter in model.named_parameters():
+            parameter.data = shared[name]
+    model.eval()
+    file = write_bridge_file(
+        path,
+        owner=owner,
+        model=config.model_name,
+        fingerprint=fingerprint,
+        fence=fence,
+        manifest=manifest,
+        aliases=aliases,
+    )
+    logger.info("✓ Exported %d params to %s", len(manifest), path)
+    return ServedWeights(
+        model=model,
+        tokenizer=tokenizer,
+        fence=fence,
+        parameters=_parameters_of(model),
+        _announced=(path, file, owner),
+    )
+
+
+def resolve_device(text: str) -> torch.device:
+    """The device that a setting names; `auto` is the GPU where there is one."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(text)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    return device
+
+
+def _on_adopted(model_name: str, tensors: dict[str, Tensor], aliases: dict[str, str]) -> Any:
+    model = load_model_on_shared(load_config(model_name), tensors, aliases)
+    source = resolve_model(model_name)
+    try:  # a fresh model knows the end tokens of its configuration alone; the checkpoint may name more
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    except OSError:
+        logger.info("%s has no generation settings of its own", model_name)
+    return model
+
+
+def _fingerprint(config: ServerConfig) -> str:
+    parts = (config.model_name, config.dtype, load_config(config.model_name).to_json_string(use_diff=False))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _parameters_of(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def _aliases_of(model: Any) -> dict[str, str]:
+    """Tied parameters: the second name → the first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            aliases[name] = known
+    return aliases
+
+
+def _check_same_shapes(path: Path, fresh: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> None:
+    for name in served.keys() ^ fresh.keys():
+        where = "the checkpoint" if name in fresh else "the served model"
+        raise ModelError(f"{path}: does not fit the served model: {name} is only in {where}")
+    for name, tensor in served.items():
+        if tensor.shape != fresh[name].shape:
+            raise ModelError(
+                f"{path}: does not fit the served model: {name} is {tuple(fresh[name].shape)}, "
+                f"but {tuple(tensor.shape)} is served"
+            )
+
+
+def _adapter_rank(path: Path) -> int:
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(path))
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    return int(max(ranks))
+
+
+def _synchronize(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def tokenizer_for_another_thread(tokenizer: Any) -> Any:
+    """A copy: fast tokenizers refuse to be used from two threads at once."""
+    return copy.deepcopy(tokenizer)

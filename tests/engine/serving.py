@@ -1,0 +1,139 @@
+"""Real inference servers for tests: a random tiny model on disk, a process on loopback, and its clean end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+_SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+_CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+VOCABULARY = 128
+EOS = 2
+_SERVE = (
+    "import sys, torch; torch.set_num_threads(1); from grpo_engine.flags import parse_flags; "
+    "from grpo_engine.server.config import ServerConfig; from grpo_engine.server.main import run; "
+    "sys.exit(run(parse_flags(ServerConfig, sys.argv[1:], prog='server', description='')))"
+)
+
+
+def save_tiny_model(folder: Path, *, seed: int, dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
+    """Save a random Llama with a character tokenizer: 2 layers, head_dim 64, 128 tokens."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    vocabulary = {token: index for index, token in enumerate(_SPECIAL + _CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    fast.save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass(slots=True)
+class RunningServer:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    @property
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def generate(self, **body: object) -> dict[str, object]:
+        with self.client as client:
+            answer = client.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@contextmanager
+def running_server(
+    model: Path, *flags: str, folder: Path, environment: dict[str, str] | None = None, port: int | None = None
+) -> Iterator[RunningServer]:
+    """A healthy server; ended by SIGTERM at the end."""
+    port = port or free_port()
+    log = folder / f"server-{port}-{time.monotonic_ns()}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", _SERVE, "--model-name", str(model), "--engine", "torch", "--device", "cpu"),
+                *("--dtype", "float32", "--port", str(port), "--threads", "1", "--max-model-len", "256", *flags),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **(environment or {})},
+        )
+    server = RunningServer(process, f"http://127.0.0.1:{port}", log)
+    try:
+        wait_healthy(server)
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_healthy(server: RunningServer) -> None:
+    with httpx.Client(trust_env=False) as client:
+        while True:
+            assert server.process.poll() is None, server.log.read_text()
+            try:
+                if client.get(f"{server.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
+
+
+def model_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Log-probabilities (T,) fp32 of a completion under a model in this process, without any cache."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return logprobs.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def our_segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("grpo-*")}
