@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
@@ -79,7 +80,7 @@ def profiles_command(as_json: JsonOption = False) -> None:
     rows = []
     for name, path in available_profiles().items():
         try:
-            rows.append((name, str(path), load(str(path)).profile.description))
+            rows.append((name, str(path), str(read_table(path).get("description", ""))))
         except ConfigError as error:
             rows.append((name, str(path), f"not valid: {str(error).splitlines()[0]}"))
     if as_json:

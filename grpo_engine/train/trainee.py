@@ -1,0 +1,164 @@
+"""What is being trained: the model on the bridge's tensors, its fp32 masters, and the optimizer over them.
+
+The model's own parameters are what inference may be reading; they change only in `write_weights`, which the bridge calls
+inside its fence. Everything else (gradients, clipping, updates) happens on the masters.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from grpo_engine.algo.logprobs import token_logprobs
+from grpo_engine.algo.loss_config import LossConfig
+from grpo_engine.bridges import BridgeModel
+from grpo_engine.data.batching import Batch
+from grpo_engine.errors import GrpoError
+from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
+from grpo_engine.models.lora import freeze_except_layers
+from grpo_engine.models.optimizers import MasterWeights, build_optimizer
+from grpo_engine.train import checkpoints
+from grpo_engine.train.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+
+class TrainingDiverged(GrpoError):
+    """Several steps in a row had a loss or gradient that is not finite."""
+
+
+class Trainee:
+    """A model in training."""
+
+    def __init__(self, attached: BridgeModel, config: TrainConfig) -> None:
+        self.config = config
+        self.loss_config = loss_config(config)
+        self.advantage_scale: Literal["group", "batch", "none"] = config.advantage_scale or (
+            "none" if config.loss == "dr_grpo" else "group"
+        )
+        self.model = attached.model
+        self._save_model = attached.save
+        self.device = next(self.model.parameters()).device
+        if config.train_layer_indices is not None:
+            freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._masters = MasterWeights(trainable)
+        self._optimizer = build_optimizer(
+            self._masters.parameters,
+            OptimizerSettings(
+                name=config.optimizer,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adafactor_scale_parameter=config.adafactor_scale_parameter,
+                adafactor_relative_step=config.adafactor_relative_step,
+            ),
+        )
+        self._bad_steps = 0
+        self.model.train()
+        log.info("training %d of %d parameters", sum(p.numel() for p in trainable.values()), self._num_parameters())
+
+    def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph.
+
+        The output layer is applied to trained positions alone: prompts and padding cost no vocabulary.
+        """
+        body = self._causal_lm().get_decoder()
+        output = body(input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False)
+        hidden = output.last_hidden_state[batch.mask]  # (N, H)
+        head = self._causal_lm().get_output_embeddings()
+        temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask]  # (N,)
+        chosen, entropy = token_logprobs(
+            hidden,
+            head.weight,
+            batch.labels[batch.mask],
+            bias=getattr(head, "bias", None),
+            temperature=temperatures,
+            soft_cap=getattr(self._causal_lm().config, "final_logit_softcapping", None),
+        )
+        empty = chosen.new_zeros(batch.mask.shape)
+        return empty.masked_scatter(batch.mask, chosen), empty.masked_scatter(batch.mask, entropy)
+
+    def update(self, rate: float, *, is_finite: bool) -> float:
+        """Clip the gradients, step the masters at this learning rate, and clear; returns the norm before clipping.
+
+        Nothing moves when the loss (`is_finite`) or the norm is not finite.
+
+        Raises:
+            TrainingDiverged: `max_bad_steps` of them came in a row.
+        """
+        self._masters.collect_gradients()
+        norm = float(nn.utils.clip_grad_norm_(self._masters.parameters, self.config.max_grad_norm))
+        is_finite = is_finite and norm < float("inf")  # false for NaN too
+        if is_finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+        self._bad_steps = 0 if is_finite else self._bad_steps + 1
+        if self._bad_steps >= self.config.max_bad_steps:
+            raise TrainingDiverged(
+                f"{self._bad_steps} steps in a row had a loss or gradient that is not finite; lower --lr "
+                f"(now {self.config.lr:g}), raise --warmup-steps, or look at the rewards in rollouts.jsonl"
+            )
+        return norm
+
+    def write_weights(self) -> None:
+        """Copy the masters into the parameters that inference reads; the bridge calls this inside its fence."""
+        self._masters.publish()
+
+    def save(self, save_path: Path, *, step: int, policy_version: int) -> Path:
+        """Write a checkpoint."""
+        marker = checkpoints.CheckpointMarker(
+            step=step,
+            policy_version=policy_version,
+            model_name=self.config.model_name,
+            bridge=self.config.bridge.mode,
+        )
+        state = checkpoints.TrainerState(
+            marker=marker,
+            masters=self._masters.state_dict(),
+            optimizer=self._optimizer.state_dict(),
+            torch_rng=torch.get_rng_state(),
+            cuda_rng=torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        )
+        return checkpoints.save(save_path, state, self._save_model, keep=self.config.keep_checkpoints)
+
+    def restore(self, state: checkpoints.TrainerState) -> checkpoints.CheckpointMarker:
+        """Take over what a checkpoint holds; the parameters follow with the next `write_weights`."""
+        self._masters.load_state_dict(state.masters)
+        self._optimizer.load_state_dict(state.optimizer)
+        torch.set_rng_state(state.torch_rng)
+        if state.cuda_rng is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state.cuda_rng, self.device)
+        return state.marker
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Peak GPU memory of this process in GB; nothing on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        return {"train/gpu_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9}
+
+    def _causal_lm(self) -> nn.Module:
+        """The model itself, without the wrapper that adapters put around it."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def _num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def loss_config(config: TrainConfig) -> LossConfig:
+    """The preset, refined by what the settings say."""
+    preset = LossConfig.preset(config.loss)
+    has_own_band = config.loss in {"dapo", "gspo", "cispo"}
+    low = config.clip_low or (preset.clip_low if has_own_band else config.clip_eps)
+    high = config.clip_high or (preset.clip_high if has_own_band else config.clip_eps)
+    refined = replace(preset, clip_low=low, clip_high=high, entropy_coef=config.entropy_coef)
+    if refined.aggregation == "constant" and refined.constant_length is None:
+        refined = replace(refined, constant_length=config.seq_len)
+    return refined
