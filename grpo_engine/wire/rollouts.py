@@ -17,6 +17,8 @@ MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
 MASKED_LOGPROB = 1.0
 """Log-probability of such a position: no real one is positive."""
+TOKEN_VARIABLE = "GRPO_API_TOKEN"
+"""Environment variable with the bearer token of a rollout API that asks for one; keeps it off command lines."""
 
 
 class RegisterRequest(Message):

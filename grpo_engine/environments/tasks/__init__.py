@@ -1,0 +1,27 @@
+"""Tasks: items to ask and a reward for each completion, one file each. The union below is the registration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from grpo_engine.environments.tasks.arithmetic import Arithmetic
+from grpo_engine.environments.tasks.copy6 import Copy6
+from grpo_engine.environments.tasks.gsm8k import Gsm8k
+from grpo_engine.environments.tasks.jsonl import Jsonl
+from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
+from grpo_engine.environments.tasks.reverse6 import Reverse6
+from grpo_engine.environments.tasks.sort6 import Sort6
+
+AnyTask = Annotated[Sort6 | Copy6 | Reverse6 | Arithmetic | ReasoningGym | Gsm8k | Jsonl, Field(discriminator="name")]
+"""Every task, chosen by its `name`."""
+
+
+def spell_out(value: Any) -> Any:
+    """The table behind a task's short form: `"sort6"`, `"reasoning_gym:chain_sum"`, `"jsonl:questions.jsonl"`."""
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, dict) or not isinstance(table.get("name"), str) or ":" not in table["name"]:
+        return table
+    name, _, rest = table["name"].partition(":")
+    return {**table, "name": name, "dataset" if name == "reasoning_gym" else "path": rest}

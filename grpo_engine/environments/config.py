@@ -1,0 +1,102 @@
+"""Settings of an environment. Torch-free: the terminal side builds command lines from them.
+
+Where a stock environment has the same setting (`--env.group_size`, `--env.weight`, …), it has the same name here,
+without the `env.`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
+
+from grpo_engine.config import Config
+from grpo_engine.environments.tasks import AnyTask, spell_out
+from grpo_engine.flags import Flag
+
+
+def _without_v1(url: str) -> str:
+    """Stock environments are given `…/v1`; the native calls live beside it."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not a URL: write it as http://localhost:9001")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+Url = Annotated[str, AfterValidator(_without_v1)]
+
+
+class EnvironmentConfig(Config):
+    """An environment: a task, the model whose tokens it speaks, how it samples, and whom it talks to."""
+
+    task: AnyTask
+    """What is asked and how it is rewarded: a table with a `name`, or short, as in sort6 or reasoning_gym:chain_sum."""
+    model_name: Annotated[str, Flag(("--model-name", "--model", "--tokenizer-name"))]
+    """Model whose tokenizer and chat template make the prompts: a folder, a hub name, or a locally made model."""
+    group_size: int = Field(4, ge=1)
+    """Completions of each item."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest completion; never beyond max_token_length, prompt included."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus that is sampled from; below 1 the log-probabilities are no longer those of the trained policy."""
+
+    # Where things are
+    rollout_server_url: Url = "http://localhost:8000"
+    """URL of the rollout API."""
+    inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
+    """URL of the inference server; a `/v1` at its end is ignored."""
+    api_token: str | None = None
+    """Bearer token of the rollout API; unset: $GRPO_API_TOKEN, else none."""
+
+    # How much
+    max_batches_offpolicy: int = Field(3, ge=1)
+    """Batches that are made ahead of the trainer at most."""
+    max_workers: int = Field(64, ge=1)
+    """Groups that are generated at the same time at most."""
+    total_steps: int | None = Field(None, ge=1)
+    """End, with exit code 0, when the trainer has fetched so many batches; unset: go on until stopped."""
+    max_token_length: int = Field(2048, ge=2)
+    """Longest sequence, prompt included; a shorter limit of the trainer wins."""
+
+    # What is asked
+    system_prompt: str | None = None
+    """First message of every conversation."""
+    chat_template: bool = True
+    """Put each question into the model's chat template; off: send it as plain text."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the end token."""
+    seed: int = 0
+    """Decides which items come in which order."""
+
+    # How it appears to the rollout API
+    name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
+    """Name of the environment; unset: the task's."""
+    weight: float = Field(1.0, ge=0, validation_alias=AliasChoices("weight", "inference_weight"))
+    """Share of the generation relative to the other environments."""
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
+    """Least share of every batch."""
+    ensure_scores_are_not_same: bool = False
+    """Drop groups whose scores are all equal. Stock drops them; here they are sent, because a mean reward without them
+    is biased: their advantage is zero anyway, and `reward/frac_zero_std` counts them."""
+
+    worker_timeout: float = Field(600.0, gt=0)
+    """Seconds within which a group must be generated; then it is asked for again."""
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _spell_out_task(cls, value: Any) -> Any:
+        return spell_out(value)
+
+    @model_validator(mode="after")
+    def _leaves_room_for_a_prompt(self) -> EnvironmentConfig:
+        if self.max_tokens >= self.max_token_length:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} leaves no room for a prompt within max_token_length "
+                f"{self.max_token_length}: lower the first or raise the second"
+            )
+        return self
+
+    def registered_name(self) -> str:
+        """The name that the rollout API and its metrics know."""
+        return self.name or self.task.label()

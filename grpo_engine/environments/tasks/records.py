@@ -1,0 +1,48 @@
+"""Reading questions and answers from JSON Lines files, and serving them without end in a shuffled order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from grpo_engine.config import did_you_mean
+from grpo_engine.environments.tasks.base import Item, Split, generator
+from grpo_engine.errors import ConfigError
+
+
+def read_items(path: Path, *, question_field: str, answer_field: str, where: str) -> list[Item]:
+    """Every record of a JSON Lines file; other fields are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or a line lacks a field; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    items: list[Item] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {path}:{number}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{where}: {path}:{number}: must be an object, not {type(record).__name__}")
+        for field in (question_field, answer_field):
+            if field not in record:
+                hint = did_you_mean(field, record)
+                raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{hint}; it has {', '.join(record)}")
+        items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
+    if not items:
+        raise ConfigError(f"{where}: {path} holds no record")
+    return items
+
+
+def endless(items: Sequence[Item], *, task: str, seed: int, split: Split) -> Iterator[Item]:
+    """`items` again and again, in a new order each time."""
+    rng = generator(task, seed, split)
+    while True:
+        yield from rng.sample(items, len(items))
