@@ -1,0 +1,421 @@
+"""One service attempt, kept: starts it, waits for it, and leaves nothing of it behind.
+
+    python -I -S keeper.py SPEC.json        (as `processes.py` runs it)
+
+It is its own session and a child subreaper, so whatever the service starts (own group, own session, double fork,
+cleaned environment) stays below it and is found through /proc. It hands the service the log file itself, so nobody
+stands in the data path, and writes to a state file what became of it, for a daemon that comes later.
+SIGTERM stops the service politely, SIGINT or SIGUSR1 at once; a hang-up and the daemon's death change nothing.
+
+Standard library only, and little of it: one of these lives beside every service. It sleeps in `poll` without a timer
+unless something is being stopped. It knows no profile, no policy and no port.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
+
+STOP = signal.SIGTERM
+KILL_NOW = (signal.SIGINT, signal.SIGUSR1)
+LEFTOVER_GRACE_S = 0.15
+"""From TERM to KILL for what is left when the service ended by itself: time to tidy up, not to work on."""
+KILL_ROUND_S = 0.01
+"""Between two rounds of SIGKILL: a process may fork while its siblings die."""
+UNKILLABLE_AFTER_S = 5.0
+"""After so long SIGKILL has had its chance: what is left hangs in the kernel (driver, dead mount) or is not ours."""
+EXIT_NOT_FOUND, EXIT_NOT_STARTED = 127, 126
+"""What shells exit with when a command is not found, or is found and cannot be run."""
+STATE_BLOCK_BYTES = 4096
+"""State files are padded to this, so that on a full disk the one that is there can be overwritten in place."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Spec(NamedTuple):
+    """What to keep; written by `processes.py` as JSON. The environment is inherited and never on disk."""
+
+    service: str
+    attempt: int
+    argv: list[str]
+    cwd: str
+    log: str
+    state: str
+    stop_signal: int
+    grace_s: float
+
+
+class Stat(NamedTuple):
+    """What /proc/<pid>/stat says of a process, as far as it matters here."""
+
+    pid: int
+    comm: str
+    state: str
+    """One letter: Z is a zombie, X dead, D stuck in the kernel for now."""
+    parent: int
+    group: int
+    session: int
+    cpu_ticks: int
+    """User and system time together."""
+    start_ticks: int
+    """After boot; together with the pid it names a process for ever."""
+    rss_pages: int
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it only waits to be reaped."""
+        return self.state in "ZX"
+
+
+def read_stat(pid: int) -> Stat | None:
+    """Read a process's line, or None when there is no such process (any more)."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    try:
+        line = os.read(descriptor, 4096)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(descriptor)
+    opening, closing = line.index(b"("), line.rindex(b")")  # the name may hold spaces and brackets of its own
+    fields = line[closing + 2 :].split()
+    return Stat(
+        pid=pid,
+        comm=line[opening + 1 : closing].decode(errors="replace"),
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        start_ticks=int(fields[19]),
+        rss_pages=int(fields[21]),
+    )
+
+
+def all_processes() -> list[Stat]:
+    """Every process that can be seen."""
+    stats = (read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [stat for stat in stats if stat is not None]
+
+
+def below(root: int, processes: Iterable[Stat]) -> list[Stat]:
+    """The descendants of `root`, parents first, without itself."""
+    children: dict[int, list[Stat]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process)
+    found = list(children.get(root, ()))
+    for process in found:
+        found.extend(children.get(process.pid, ()))
+    return found
+
+
+def send_signal(process: Stat, number: int) -> None:
+    """Signal exactly this process: never a later one with its pid. Silent when it is gone or another user's."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    except OSError:
+        handle = None  # no pidfd in this kernel, or no descriptor left: the window stays, some microseconds wide
+    try:
+        now = read_stat(process.pid)
+        if now is None or now.start_ticks != process.start_ticks:
+            return
+        if handle is None:
+            os.kill(process.pid, number)
+        else:
+            signal.pidfd_send_signal(handle, number)
+    except (ProcessLookupError, PermissionError):
+        return
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+class Keeper:
+    """The life of one attempt: `run` is the story."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._main: Stat | None = None
+        self._main_pid = 0
+        self._exit_code: int | None = None
+        self._error: str | None = None
+        self._started_at = time.time()
+        self._ended_at: float | None = None
+        self._log_offset = 0
+        self._kill_at: float | None = None
+        """On the monotonic clock; None while nobody has to go."""
+        self._asked: set[tuple[int, int]] = set()
+        self._ended: dict[int, tuple[str, str]] = {}
+        self._unkillable: list[Stat] = []
+        self._wakeup = -1
+        self._is_saved = True
+
+    def run(self) -> int:
+        """Start the service, keep it, and end when nothing of it is left; the keeper's own exit status."""
+        self._become_keeper()
+        self._start()
+        self._save("running")
+        self._report()
+        signals: set[int] = set()
+        while self._reap():
+            self._act(signals)
+            if self._unkillable:
+                break
+            signals = self._wait()
+        self._save("gone")
+        return 0 if self._is_saved else 1
+
+    def _become_keeper(self) -> None:
+        if os.getsid(0) != os.getpid():
+            os.setsid()
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
+        self._wakeup, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in (STOP, *KILL_NOW, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)  # the wake-up pipe carries the number
+        for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+    # --- starting --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        spec = self._spec
+        log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._started_at))
+        gap = "" if ends_with_newline(spec.log) else "\n"
+        write_line(log, f"{gap}=== attempt {spec.attempt} · {when} · {shlex.join(spec.argv)}")
+        self._log_offset = os.fstat(log).st_size
+        failure, failure_write = os.pipe2(os.O_CLOEXEC)
+        self._main_pid = os.fork()
+        if self._main_pid == 0:
+            become_service(spec, log, failure_write)
+        os.close(failure_write)
+        with os.fdopen(failure, "rb") as pipe:
+            words = pipe.read()  # ends when the service's program has replaced the child, or the child has died
+        if words:
+            self._error = words.decode()
+            write_line(log, f"grpo-tui: {self._error}")
+        else:
+            self._main = read_stat(self._main_pid)
+        os.close(log)
+
+    def _report(self) -> None:
+        """Tell the daemon on stdout, once, what the state file says, and let go of it."""
+        with suppress(OSError):  # the daemon has died meanwhile: the next one reads the file
+            write_all(1, self._record("running", {}))
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        os.close(nothing)
+
+    # --- keeping and stopping --------------------------------------------------------------------------------------
+
+    def _reap(self) -> bool:
+        """Bury the dead; whether anybody is left. No child left means no descendant left: orphans become children."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._main_pid and self._exit_code is None:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+                self._ended_at = time.time()
+                self._save("exited")
+                if self._kill_at is None:
+                    self._kill_at = time.monotonic() + LEFTOVER_GRACE_S
+
+    def _wait(self) -> set[int]:
+        """Sleep until a signal arrives or somebody's time is up; the signals that arrived."""
+        timeout_ms = None
+        if self._kill_at is not None:
+            timeout_ms = 1 + int(1000 * max(self._kill_at - time.monotonic(), KILL_ROUND_S))
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        poll.poll(timeout_ms)
+        try:
+            return set(os.read(self._wakeup, 65536))
+        except BlockingIOError:
+            return set()
+
+    def _act(self, signals: set[int]) -> None:
+        """Do what the signals and the clock ask for: nothing, a polite word, or SIGKILL to all."""
+        now = time.monotonic()
+        if not signals.isdisjoint(KILL_NOW):
+            self._kill_at = now if self._kill_at is None else min(now, self._kill_at)
+        elif STOP in signals and self._kill_at is None:
+            self._ask_group()
+            self._kill_at = now + self._spec.grace_s
+        if self._exit_code is not None:
+            self._ask_rest()
+        if self._kill_at is not None and now >= self._kill_at:
+            left = self._kill_rest()
+            if now - self._kill_at > UNKILLABLE_AFTER_S:
+                self._unkillable = left
+
+    def _ask_group(self) -> None:
+        """Send the service's stop signal to the group of its main process, which is not reaped yet."""
+        asked = [process for process in self._below() if process.group == self._main_pid]
+        self._asked.update((process.pid, process.start_ticks) for process in asked)
+        os.killpg(self._main_pid, self._spec.stop_signal)
+        os.killpg(self._main_pid, signal.SIGCONT)  # a suspended process hears nothing before it goes on
+
+    def _ask_rest(self) -> None:
+        """Send TERM to whoever outlived the main process and has not been asked yet."""
+        for process in self._below():
+            if process.is_dead or (process.pid, process.start_ticks) in self._asked:
+                continue
+            self._asked.add((process.pid, process.start_ticks))
+            self._ended.setdefault(process.pid, (process.comm, "SIGTERM"))
+            send_signal(process, signal.SIGTERM)
+            send_signal(process, signal.SIGCONT)
+
+    def _kill_rest(self) -> list[Stat]:
+        """Send SIGKILL to all that is below, the main group in one stroke first; whoever was still alive."""
+        left = [process for process in self._below() if not process.is_dead]
+        if any(process.group == self._main_pid for process in left):
+            with suppress(ProcessLookupError, PermissionError):  # ended since the look, or another user's
+                os.killpg(self._main_pid, signal.SIGKILL)
+        for process in left:
+            self._ended[process.pid] = (process.comm, "SIGKILL")
+            send_signal(process, signal.SIGKILL)
+        return left
+
+    def _below(self) -> list[Stat]:
+        return below(os.getpid(), all_processes())
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def _save(self, state: str) -> None:
+        """Replace the state file whole; on a full disk overwrite it in place, shortened so that it fits."""
+        path = self._spec.state
+        beside = f"{path}.tmp"
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                write_all(descriptor, self._record(state, self._ended))
+            finally:
+                os.close(descriptor)
+            os.replace(beside, path)
+            self._is_saved = True
+        except OSError:
+            self._is_saved = overwrite(path, self._record(state, {}))
+
+    def _record(self, state: str, ended: dict[int, tuple[str, str]]) -> bytes:
+        keeper = read_stat(os.getpid())
+        assert keeper is not None
+        record = {
+            "service": self._spec.service,
+            "attempt": self._spec.attempt,
+            "state": state,
+            "keeper": {"pid": keeper.pid, "start_ticks": keeper.start_ticks},
+            "main": self._main and {"pid": self._main.pid, "start_ticks": self._main.start_ticks},
+            "started_at": self._started_at,
+            "ended_at": self._ended_at,
+            "exit_code": self._exit_code,
+            "error": self._error,
+            "log_offset": self._log_offset,
+            "ended": [{"pid": pid, "comm": comm, "how": how} for pid, (comm, how) in ended.items()],
+            "unkillable": [{"pid": stuck.pid, "comm": stuck.comm, "how": "SIGKILL"} for stuck in self._unkillable],
+        }
+        return json.dumps(record).encode().ljust(STATE_BLOCK_BYTES)
+
+
+def become_service(spec: Spec, log: int, failure: int) -> NoReturn:
+    """In the forked child: undo what the keeper changed for itself, and become the service's program."""
+    exit_code = EXIT_NOT_STARTED
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.setpgid(0, 0)
+        for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+            os.dup2(descriptor, target)
+        try:
+            os.chdir(spec.cwd)
+        except OSError as error:
+            words = f"cannot enter the working directory {spec.cwd}: {error.strerror}"
+        else:
+            try:
+                os.execvp(spec.argv[0], spec.argv)
+            except OSError as error:
+                exit_code, words = why_not_started(spec.argv[0], error)
+        os.write(failure, words.encode())
+    finally:
+        os._exit(exit_code)
+
+
+def why_not_started(program: str, error: OSError) -> tuple[int, str]:
+    """The exit code and the words for a program that could not be executed."""
+    if isinstance(error, FileNotFoundError) and os.path.exists(program):
+        return EXIT_NOT_STARTED, f"cannot start {program}: the interpreter in its first line does not exist"
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        where = "no such file" if "/" in program else f"not found in PATH ({os.environ.get('PATH', '')})"
+        return EXIT_NOT_FOUND, f"cannot start {program}: {where}"
+    return EXIT_NOT_STARTED, f"cannot start {program}: {error.strerror}"
+
+
+def ends_with_newline(path: str) -> bool:
+    """Whether a new line begins at the end of the file; so it does in an empty one."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
+
+
+def write_line(log: int, line: str) -> None:
+    """Append a line of our own to the log."""
+    with suppress(OSError):  # a full disk: the service goes on without this line, and the daemon speaks of the disk
+        write_all(log, f"{line}\n".encode(errors="replace"))
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of it; a disk that fills up half-way raises OSError with the next part."""
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def overwrite(path: str, content: bytes) -> bool:
+    """Write over the start of a file that exists, in the blocks that it has; whether that was possible."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # the run's folder was deleted: nothing is left to write in
+    try:
+        write_all(descriptor, content)
+        os.ftruncate(descriptor, len(content))
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def main() -> int:
+    """Read the spec named on the command line and keep what it says."""
+    with open(sys.argv[1], "rb") as file:
+        spec = Spec(**json.load(file))
+    return Keeper(spec).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
