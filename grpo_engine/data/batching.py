@@ -1,0 +1,325 @@
+"""Groups to batches: right-padded rows, shifted so that position t predicts label t, and their micro-batches.
+
+B rows, T positions, S sequences of a group. Stays on the CPU until `to`. What the wire says by numbers that no token
+can have is gone by here (`groups` reads it): a mask says what is trained. How rows share a micro-batch is decided by
+`plan_rows`, from lengths alone; laying them out is `Batch.rows`, and a packed layout would take its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_engine.algo.advantages import Baseline, Scale, group_advantages
+from grpo_engine.data.groups import GroupRows, check_group, read_group
+from grpo_engine.errors import DataError
+from grpo_engine.wire.inference import LogprobsMode
+from grpo_engine.wire.rollouts import ScoredGroup
+
+__all__ = ["Batch", "MicroBatch", "batch_advantages", "check_group", "make_batch", "micro_batches", "plan_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Rows to train on.
+
+    Example: `tokens [5, 9, 7, 2]`, of which 7 and 2 are the completion, become
+    `inputs [5, 9, 7]`, `labels [9, 7, 2]`, `mask [no, yes, yes]`, `rollout_logprobs [0, -0.3, -0.01]`.
+    """
+
+    inputs: Tensor
+    """(B, T) int64 tokens that the model reads, 0 where padded."""
+    labels: Tensor
+    """(B, T) int64 the token after each input: a valid id everywhere, 0 where padded."""
+    mask: Tensor
+    """(B, T) bool: which labels are trained; at least one a row."""
+    lengths: Tensor
+    """(B,) int64 inputs that are not padding."""
+    rollout_logprobs: Tensor
+    """(B, T) fp32 of the labels when they were sampled, 0 outside the mask."""
+    temperatures: Tensor
+    """(B,) fp32: divide the logits by it, to compare with `rollout_logprobs`."""
+    rewards: Tensor
+    """(B,) fp32."""
+    group_ids: Tensor
+    """(B,) int64: place of the row's group in the list that was given."""
+    is_zeroed: Tensor
+    """(B,) bool: the environment wants no gradient from it; its reward still counts in its group."""
+    is_truncated: Tensor
+    """(B,) bool: ended at a length limit, the sampler's or `seq_len`."""
+    token_advantages: Tensor | None
+    """(B, T) fp32 that environments gave; None where none did."""
+    has_token_advantages: Tensor
+    """(B,) bool: rows of which `token_advantages` speaks."""
+    ref_logprobs: Tensor | None
+    """(B, T) fp32 of a reference policy, 0 outside the mask; None unless every group gave them."""
+    policy_versions: Tensor
+    """(B, T) int64: version of the weights that sampled each label; 0 outside the mask."""
+    has_policy_versions: Tensor
+    """(B,) bool: rows of which `policy_versions` speaks."""
+    env_ids: tuple[int | None, ...]
+    """(B,) who sent it."""
+    is_cut: Tensor
+    """(B,) bool: was longer than `seq_len`, and is cut there."""
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """(B, T) bool: which inputs are not padding."""
+        return torch.arange(self.inputs.shape[1], device=self.lengths.device) < self.lengths[:, None]
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return len(self.inputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return int(self.mask.sum())
+
+    @property
+    def num_cut(self) -> int:
+        """Rows that were longer than `seq_len`."""
+        return int(self.is_cut.sum())
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model reads, padding left out."""
+        return int(self.lengths.sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self._tensors().items()})
+
+    def rows(self, rows: Tensor) -> Batch:
+        """These rows, no wider than the longest of them."""
+        width = int(self.lengths[rows].max())
+        chosen = {
+            name: value[rows] if value.ndim == 1 else value[rows, :width] for name, value in self._tensors().items()
+        }
+        return replace(self, **chosen, env_ids=tuple(self.env_ids[row] for row in rows.tolist()))
+
+    def _tensors(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows that go through the model together, and the normalisers of the batch that they are part of."""
+
+    batch: Batch
+    """Only these rows, trimmed to their longest."""
+    row_numbers: Tensor
+    """(b,) int64: where they stand in the whole batch."""
+    num_sequences: int
+    """Sequences of the whole batch."""
+    num_tokens: int
+    """Trained tokens of the whole batch."""
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """This micro-batch's part of something that the whole batch has, (B,) or (B, T)."""
+        part = values[self.row_numbers.to(values.device)]
+        return part if values.ndim == 1 else part[:, : self.batch.inputs.shape[1]]
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on another device; the row numbers stay."""
+        return replace(self, batch=self.batch.to(device))
+
+
+def make_batch(
+    groups: Sequence[ScoredGroup],
+    *,
+    seq_len: int,
+    default_logprobs_mode: LogprobsMode = "raw",
+    environment_names: Mapping[int, str] | None = None,
+) -> Batch:
+    """Check groups and lay them out, in their order.
+
+    A sequence of more than `seq_len` tokens is cut there, and marked `is_truncated` and `is_cut`.
+
+    Args:
+        groups: as the rollout API hands them out.
+        seq_len: longest sequence, prompt included.
+        default_logprobs_mode: convention of groups that do not declare one.
+        environment_names: env_id to name, for messages.
+
+    Raises:
+        DataError: no groups, a group that `check_group` refuses, reference log-probabilities in some groups only, or a
+            sequence whose prompt alone fills `seq_len`.
+        ValueError: `seq_len` below 2.
+    """
+    if seq_len < 2:
+        raise ValueError(f"seq_len = {seq_len}: a sequence needs at least 2 tokens, one to read and one to predict")
+    if not groups:
+        raise DataError("a batch of no groups: wait for the rollout API to hand some out")
+    names = environment_names or {}
+    read = [
+        read_group(
+            group,
+            environment=None if group.env_id is None else names.get(group.env_id),
+            default_logprobs_mode=default_logprobs_mode,
+        )
+        for group in groups
+    ]
+    layout = _Layout.of(read, seq_len)
+    is_trained = layout.padded(torch.cat([rows.is_trained for rows in read]))
+    _refuse_untrained(is_trained, read, seq_len)
+    tokens = layout.padded(torch.cat([rows.tokens for rows in read]))  # (B, T + 1)
+    mask = is_trained[:, 1:]
+    is_cut = torch.cat([rows.lengths for rows in read]) > seq_len
+    has_advantages = _each_row(read, [rows.advantages is not None for rows in read])
+    has_versions = _each_row(read, [rows.policy_versions is not None for rows in read])
+    versions = layout.optional([rows.policy_versions for rows in read], read, torch.int64)
+    return Batch(
+        inputs=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        mask=mask.contiguous(),
+        lengths=layout.lengths - 1,
+        rollout_logprobs=layout.padded(torch.cat([rows.rollout_logprobs for rows in read]))[:, 1:].contiguous(),
+        temperatures=torch.cat([rows.temperatures for rows in read]),
+        rewards=torch.cat([rows.rewards for rows in read]),
+        group_ids=_each_row(read, list(range(len(read)))),
+        is_zeroed=torch.cat([rows.is_zeroed for rows in read]),
+        is_truncated=torch.cat([rows.is_truncated for rows in read]) | is_cut,
+        token_advantages=(
+            layout.optional([rows.advantages for rows in read], read, torch.float32) if has_advantages.any() else None
+        ),
+        has_token_advantages=has_advantages,
+        ref_logprobs=_ref_logprobs(layout, read),
+        policy_versions=torch.where(mask, versions, 0),
+        has_policy_versions=has_versions,
+        env_ids=tuple(rows.env_id for rows in read for _ in range(len(rows.lengths))),
+        is_cut=is_cut,
+    )
+
+
+def batch_advantages(
+    batch: Batch,
+    *,
+    scale: Scale = "group",
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+    baseline: Baseline = "mean",
+) -> Tensor:
+    """(B, T) fp32: `group_advantages` of the rewards, an environment's own where it gave any, and 0 where it said so.
+
+    Of the whole batch: a micro-batch may not hold all of a group.
+    """
+    per_row = group_advantages(batch.rewards, batch.group_ids, scale, ddof, epsilon, baseline)
+    advantages = per_row[:, None].expand(batch.mask.shape)
+    if batch.token_advantages is not None:
+        advantages = torch.where(batch.has_token_advantages[:, None], batch.token_advantages, advantages)
+    return torch.where(batch.is_zeroed[:, None] | ~batch.mask, 0.0, advantages)
+
+
+def micro_batches(batch: Batch, batch_size: int | None = None, *, max_tokens: int | None = None) -> list[MicroBatch]:
+    """Split a batch, by rows or by padded positions, so that the losses add up to the whole batch's.
+
+    Raises:
+        ValueError: not exactly one limit, one below 1, or a row that alone exceeds `max_tokens`.
+    """
+    num_tokens = batch.num_tokens
+    return [
+        MicroBatch(batch=batch.rows(rows), row_numbers=rows, num_sequences=batch.num_sequences, num_tokens=num_tokens)
+        for rows in map(torch.tensor, plan_rows(batch.lengths.tolist(), batch_size, max_tokens=max_tokens))
+    ]
+
+
+def plan_rows(
+    lengths: Sequence[int], batch_size: int | None = None, *, max_tokens: int | None = None
+) -> list[list[int]]:
+    """Which rows share a micro-batch: neighbours in length, so that little is padding.
+
+    The longest come first: memory that suffices for the first micro-batch then suffices for all.
+
+    Raises:
+        ValueError: as `micro_batches`.
+    """
+    if (batch_size is None) == (max_tokens is None):
+        raise ValueError(f"batch_size = {batch_size}, max_tokens = {max_tokens}: give exactly one of them")
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    plan: list[list[int]] = []
+    while order:
+        longest = max(lengths[order[0]], 1)
+        num_rows = batch_size if batch_size is not None else (max_tokens or 0) // longest
+        if num_rows < 1:
+            raise ValueError(
+                f"batch_size = {batch_size}: must be at least 1 row"
+                if max_tokens is None
+                else f"max_tokens = {max_tokens}: a row of {longest} does not fit; raise it, or lower seq_len"
+            )
+        plan.append(order[:num_rows])
+        order = order[num_rows:]
+    return plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """Where the tokens of ragged sequences stand among padded rows."""
+
+    lengths: Tensor
+    """(B,) tokens of each row, cut at `seq_len`."""
+    is_kept: Tensor
+    """(F,) bool: tokens that are not cut off."""
+    is_filled: Tensor
+    """(B, T + 1) bool: places that hold a token; as many as `is_kept` has, and in the same order."""
+
+    @classmethod
+    def of(cls, read: Sequence[GroupRows], seq_len: int) -> _Layout:
+        full_lengths = torch.cat([rows.lengths for rows in read])
+        lengths = full_lengths.clamp(max=seq_len)
+        starts = full_lengths.cumsum(0) - full_lengths
+        positions = torch.arange(int(full_lengths.sum())) - starts.repeat_interleave(full_lengths)
+        width = int(lengths.max())
+        return cls(lengths=lengths, is_kept=positions < seq_len, is_filled=torch.arange(width) < lengths[:, None])
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """(B, T + 1) of (F,), 0 where padded."""
+        rows = torch.zeros(self.is_filled.shape, dtype=flat.dtype)
+        rows[self.is_filled] = flat[self.is_kept]
+        return rows
+
+    def optional(self, values: Sequence[Tensor | None], read: Sequence[GroupRows], dtype: torch.dtype) -> Tensor:
+        """(B, T) aligned with the labels, 0 in groups that gave none."""
+        given = [
+            torch.zeros(len(rows.tokens), dtype=dtype) if value is None else value
+            for value, rows in zip(values, read, strict=True)
+        ]
+        return self.padded(torch.cat(given))[:, 1:].contiguous()
+
+
+def _each_row(read: Sequence[GroupRows], values: Sequence[int] | Sequence[bool]) -> Tensor:
+    """(B,) of one value a group."""
+    return torch.tensor(values).repeat_interleave(torch.tensor([len(rows.lengths) for rows in read]))
+
+
+def _ref_logprobs(layout: _Layout, read: Sequence[GroupRows]) -> Tensor | None:
+    given = [rows.ref_logprobs is not None for rows in read]
+    if not any(given):
+        return None
+    if not all(given):
+        absent = read[given.index(False)]
+        raise DataError(
+            f"environment {absent.env_id}: no ref_logprobs, though other groups of the batch have them: "
+            "have all environments send them, or none"
+        )
+    return layout.optional([rows.ref_logprobs for rows in read], read, torch.float32)
+
+
+def _refuse_untrained(is_trained: Tensor, read: Sequence[GroupRows], seq_len: int) -> None:
+    trains = is_trained.any(-1)
+    if trains.all():
+        return
+    row = int((~trains).nonzero()[0])  # counted on through the groups
+    for group_number, rows in enumerate(read):
+        if row < len(rows.lengths):
+            raise DataError(
+                f"group {group_number} of environment {rows.env_id}: sequence {row} has {int(rows.lengths[row])} "
+                f"tokens, and none of its first {seq_len} is trained: raise seq_len, or send shorter prompts"
+            )
+        row -= len(rows.lengths)
