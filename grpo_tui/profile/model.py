@@ -11,7 +11,7 @@ from pydantic import Field
 
 from grpo_engine.bridges import AnyBridge
 from grpo_engine.config import Config
-from grpo_tui.services import AnyService
+from grpo_tui.services.kinds import AnyService
 
 
 class ModelTable(Config):

@@ -1,16 +1,1 @@
-"""What can be supervised: one file a kind, and the union that registers them."""
-
-from __future__ import annotations
-
-from typing import Annotated
-
-from pydantic import Field
-
-from grpo_tui.services.command import Command
-from grpo_tui.services.environment import Environment
-from grpo_tui.services.inference import Inference
-from grpo_tui.services.rollout_api import RolloutApi
-from grpo_tui.services.trainer import Trainer
-
-AnyService = Annotated[Command | RolloutApi | Inference | Environment | Trainer, Field(discriminator="kind")]
-"""A new kind is one new file and one name here."""
+"""What can be supervised: one file a kind; `kinds` holds the union that registers them."""
