@@ -176,7 +176,7 @@ def make_batch(
     has_versions = _each_row(read, [rows.policy_versions is not None for rows in read])
     versions = layout.optional([rows.policy_versions for rows in read], read, torch.int64)
     return Batch(
-        inputs=tokens[:, :-1].contiguous(),
+        inputs=torch.where(layout.is_filled[:, 1:], tokens[:, :-1], 0),  # a last token predicts nothing
         labels=tokens[:, 1:].contiguous(),
         mask=mask.contiguous(),
         lengths=layout.lengths - 1,
