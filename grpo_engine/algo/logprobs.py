@@ -55,7 +55,7 @@ def token_logprobs(
     scale = _flat_temperature(temperature, labels)
     chunk_size = chunk_size or max(CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight), 1)
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), scale, chunk_size, soft_cap
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1).long(), scale, chunk_size, soft_cap
     )
     return logprobs.view(shape), entropy.view(shape)
 

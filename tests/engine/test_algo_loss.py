@@ -269,6 +269,48 @@ def test_metrics_are_the_hand_worked_ones_and_detached() -> None:
     assert outputs.loss.requires_grad
 
 
+def looped_loss(name: Preset, inputs: LossInputs, *, kl_coef: float, entropy_coef: float) -> float:
+    """The preset's published formula in plain Python, a token at a time."""
+    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(name, (0.2, 0.2))
+    assert inputs.ref_logprobs is not None
+    assert inputs.entropy is not None
+    rows: list[list[float]] = []
+    for row in range(len(inputs.mask)):
+        places = [t for t in range(inputs.mask.shape[1]) if inputs.mask[row, t]]
+        advantage = inputs.advantages[row].item()
+        new, rollout, ref = (
+            [values[row, t].item() for t in places]
+            for values in (inputs.logprobs, inputs.rollout_logprobs, inputs.ref_logprobs)
+        )
+        log_ratios = [a - b for a, b in zip(new, rollout, strict=True)]
+        if name == "gspo":
+            log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
+        losses = []
+        for t, log_ratio in enumerate(log_ratios):
+            ratio = math.exp(log_ratio)
+            if name == "cispo":
+                gain = min(ratio, 5.0) * advantage * new[t]
+            else:
+                gain = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+            if name == "ppo_dual_clip" and advantage < 0:
+                gain = max(gain, 3.0 * advantage)
+            kl = math.exp(ref[t] - new[t]) - (ref[t] - new[t]) - 1
+            losses.append(-gain + kl_coef * kl - entropy_coef * inputs.entropy[row, places[t]].item())
+        rows.append(losses)
+    if name in ("grpo", "gspo"):
+        return sum(sum(losses) / len(losses) for losses in rows) / len(rows)
+    total = sum(map(sum, rows))
+    return total / (len(rows) * 6) if name == "dr_grpo" else total / sum(map(len, rows))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_the_value_of_its_published_formula(name: Preset, seed: int) -> None:
+    inputs = random_inputs(rows=6, seed=seed)
+    expected = looped_loss(name, inputs, kl_coef=0.1, entropy_coef=0.01)
+    assert policy_loss(inputs, with_every_term(name)).loss.item() == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients_are_right_in_float64(name: Preset) -> None:
     config = with_every_term(name)
