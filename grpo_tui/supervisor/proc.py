@@ -58,9 +58,14 @@ def identify(pid: int) -> ProcessId | None:
     return None if stat is None or stat.is_dead else ProcessId(pid, stat.start_ticks)
 
 
+def living() -> list[Stat]:
+    """Every process that can be seen and is no zombie."""
+    return [process for process in all_processes() if not process.is_dead]
+
+
 def descendants(pid: int) -> list[Stat]:
     """Every living process below `pid`, parents first."""
-    return [process for process in below(pid, all_processes()) if not process.is_dead]
+    return below(pid, living())
 
 
 def ancestors(pid: int) -> Iterator[int]:
@@ -68,6 +73,11 @@ def ancestors(pid: int) -> Iterator[int]:
     while (stat := read_stat(pid)) is not None and stat.parent > 0:
         pid = stat.parent
         yield pid
+
+
+def ourselves() -> set[int]:
+    """This process and its parents, which a sweep must not end even when they carry the marker."""
+    return {os.getpid(), *ancestors(os.getpid())}
 
 
 def marker(pid: int) -> Marker | None:
@@ -85,8 +95,8 @@ def processes_of_run(run: str, service: str | None = None) -> list[Stat]:
 
     What a marked process started counts too, so a cleaned environment does not hide a process with a living parent.
     """
-    everybody = [process for process in all_processes() if not process.is_dead]
-    spared = {os.getpid(), *ancestors(os.getpid())}
+    everybody = living()
+    spared = ourselves()
     found: dict[int, Stat] = {}
     for process in everybody:
         mark = marker(process.pid)

@@ -123,7 +123,7 @@ class Keeper:
             send_signal(stat, number)
 
     async def _follow(self) -> ExitReport:
-        await (_end_of(self.identity) if self._reaping is None else asyncio.shield(self._reaping))
+        await (end_of(self.identity) if self._reaping is None else asyncio.shield(self._reaping))
         return _report(_read_state(self._state_file), self._state_file)
 
 
@@ -142,7 +142,7 @@ async def start_keeper(launch: Launch, *, run: str, attempt: int, run_folder: Pa
     except (OSError, ValueError) as error:
         os.close(report)
         raise GrpoError(
-            f"{launch.name}: no keeper could be started for {run_folder}: {error}; check disk, folder and process limits"
+            f"{launch.name}: no keeper could be started in {run_folder}: {error}; check disk and process limits"
         ) from None
     finally:
         os.close(report_write)
@@ -241,7 +241,7 @@ def _report(state: KeeperState | None, state_file: Path) -> ExitReport:
     )
 
 
-async def _end_of(process: ProcessId) -> None:
+async def end_of(process: ProcessId) -> None:
     """Wait until a process has ended, child or not."""
     try:
         handle = os.pidfd_open(process.pid)
@@ -262,7 +262,7 @@ async def _reap(pid: int) -> None:
     """Wait for a child of ours and bury it."""
     stat = read_stat(pid)
     if stat is not None:
-        await _end_of(ProcessId(pid, stat.start_ticks))
+        await end_of(ProcessId(pid, stat.start_ticks))
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
 

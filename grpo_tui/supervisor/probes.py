@@ -1,0 +1,210 @@
+"""Questions to a service: is your port open, your page 200, your line in the log, your file there, your command content?
+
+One `Prober` asks one probe of one attempt, and keeps what makes the next question cheap: how far the log was read.
+When to ask, and what follows from the answer, is up to `core.py`. Nothing here raises because a service does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from grpo_tui.services.base import Probe
+from grpo_tui.supervisor.processes import end_of
+from grpo_tui.supervisor.proc import identify
+
+MAX_LOG_PART_BYTES = 4 * 1024 * 1024
+"""At most so much of the log is searched in one question, and so long may a line be that is matched whole."""
+STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? (\d{3})\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a probe found."""
+
+    passed: bool
+    words: str
+    """For a person: `/health answers 503`, `port 9000 is closed`, `no answer in 5 s`."""
+
+
+async def ask(probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> Answer:
+    """Ask once; whoever asks again and again keeps a `Prober`, which does not read the same log twice."""
+    return await Prober(probe, log=log, log_offset=log_offset, cwd=cwd, env=env).ask()
+
+
+class Prober:
+    """Asks one probe of one attempt as often as it is told to."""
+
+    def __init__(self, probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> None:
+        """Ask nothing yet.
+
+        Args:
+            log_offset: where in `log` this attempt begins; what earlier attempts wrote is not searched.
+            env: environment of a `command` probe, besides ours.
+        """
+        self._probe = probe
+        self._cwd = cwd
+        self._env = env
+        self._log = None if probe.log is None else LogSearch(log, log_offset, probe.log)
+
+    async def ask(self) -> Answer:
+        """Ask once, within the probe's time limit."""
+        try:
+            async with asyncio.timeout(self._probe.timeout_s):
+                return await self._ask()
+        except TimeoutError:
+            return Answer(False, f"{self._subject()}no answer in {self._probe.timeout_s:g} s")
+
+    async def _ask(self) -> Answer:
+        probe = self._probe
+        if probe.http is not None:
+            return await _ask_http(probe.http, probe.status)
+        if probe.tcp is not None:
+            return await _ask_tcp(probe.tcp)
+        if self._log is not None:
+            return await asyncio.to_thread(self._log.search)
+        if probe.file is not None:
+            return await asyncio.to_thread(_ask_file, self._cwd / probe.file)
+        assert probe.command is not None, "a probe asks one question, as `Probe` checks"
+        return await _ask_command(probe.command, self._cwd, self._env)
+
+    def _subject(self) -> str:
+        """What a silent probe was asking, to begin a sentence with."""
+        probe = self._probe
+        if probe.http is not None:
+            return f"{_path(urlsplit(probe.http))}: "
+        return "" if probe.command is None else f"{probe.command[0]}: "
+
+
+class LogSearch:
+    """Looks for a line in a log that grows, each part once."""
+
+    def __init__(self, log: Path, offset: int, pattern: str) -> None:
+        self._log = log
+        self._offset = offset
+        self._pattern = re.compile(pattern)
+        self._is_found = False
+
+    def search(self) -> Answer:
+        """Search the whole lines written since the last question, and the last line as far as it is written.
+
+        A line is searched again until it has ended; a log that has shrunk (capped in size) is searched from its start.
+        """
+        if not self._is_found:
+            self._is_found = self._search()
+        return Answer(self._is_found, f"log {'says' if self._is_found else 'does not say'} {self._pattern.pattern!r}")
+
+    def _search(self) -> bool:
+        try:
+            with self._log.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset = 0
+                while True:
+                    file.seek(self._offset)
+                    part = file.read(MAX_LOG_PART_BYTES)
+                    lines = re.split(r"[\r\n]", part.decode(errors="replace"))
+                    if any(self._pattern.search(line) for line in lines):
+                        return True
+                    ended = 1 + max(part.rfind(b"\n"), part.rfind(b"\r"))
+                    if len(part) < MAX_LOG_PART_BYTES:
+                        self._offset += ended
+                        return False
+                    self._offset += ended or len(part)  # a line too long to be kept is given up in pieces
+        except FileNotFoundError:
+            return False
+
+
+async def _ask_http(url: str, wanted: tuple[int, ...]) -> Answer:
+    """GET it over a fresh connection and read no further than the status: a hanging body must not hide a 200."""
+    parts = urlsplit(url)
+    path, port, host = _path(parts), _port(parts), parts.netloc.rpartition("@")[2]
+    target = f"{path}?{parts.query}" if parts.query else path
+    try:
+        async with _connected(parts.hostname or "", port, is_tls=parts.scheme == "https") as (reader, writer):
+            request = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\nConnection: close\r\n\r\n"
+            writer.write(request.encode())
+            await writer.drain()
+            line = await reader.readline()
+    except ConnectionRefusedError:
+        return Answer(False, f"port {port} is closed")
+    except (OSError, ValueError) as error:
+        return Answer(False, f"{path}: {_reason(error)}")
+    status = STATUS_LINE.match(line)
+    if status is None:
+        return Answer(False, f"{path} answers no HTTP" if line else f"{path}: connection closed without an answer")
+    code = int(status[1])
+    return Answer(code in wanted, f"{path} answers {code}")
+
+
+async def _ask_tcp(address: str) -> Answer:
+    host, _, port = address.rpartition(":")
+    try:
+        async with _connected(host, int(port), is_tls=False):
+            return Answer(True, f"port {port} is open")
+    except ConnectionRefusedError:
+        return Answer(False, f"port {port} is closed")
+    except OSError as error:
+        return Answer(False, f"{address}: {_reason(error)}")
+
+
+def _ask_file(path: Path) -> Answer:
+    there = path.exists()
+    return Answer(there, f"{path.name} is {'there' if there else 'not there yet'}")
+
+
+async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> Answer:
+    """Run it in a session of its own, which ends with the answer, the time limit, or the one who asks."""
+    nothing = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env={**os.environ, **env},
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(False, f"cannot run {argv[0]}: {_reason(error)}")
+    try:
+        running = identify(process.pid)
+        if running is not None:
+            await end_of(running)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # before the leader is reaped, so the group is still its own
+        code = process.wait()
+    return Answer(code == 0, f"{argv[0]} exits {code}")
+
+
+@asynccontextmanager
+async def _connected(
+    host: str, port: int, *, is_tls: bool
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that is dropped, not drained, at the end: a probe owes the service no farewell."""
+    reader, writer = await asyncio.open_connection(host, port, ssl=ssl.create_default_context() if is_tls else None)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def _path(parts: SplitResult) -> str:
+    return parts.path or "/"
+
+
+def _port(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,177 @@
+"""After a service has ended: nothing of it is left, and whoever else is in the way is named.
+
+In this order: processes with the run's marker (and those in the ledger), declared ports, GPU memory, shared memory.
+A keeper that lived to the end has left nothing to do here, so this is the second net and costs some milliseconds.
+Ends only what carries our marker or stands in our ledger, by pid and start time; a stranger is ended on explicit word
+alone, another user's process never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import os
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from grpo_tui.supervisor import proc
+from grpo_tui.supervisor.ports import Holder, port_holders
+from grpo_tui.supervisor.proc import ProcessId, Stat
+
+Report = Callable[[str], None]
+"""Takes a line for a person: what was ended, what is in the way, how long a stage took."""
+GpuMemory = Callable[[], Awaitable[int | None]]
+"""GPU memory in bytes that the service still holds; None when nobody knows."""
+
+KILL_ROUND_S = 0.02
+UNKILLABLE_AFTER_S = 5.0
+"""What outlives SIGKILL for so long hangs in the kernel: it is named and not waited for."""
+GPU_LIMIT_S = 15.0
+"""The driver frees a large model's memory within a second; past this somebody else maps it."""
+GPU_ROUND_S = 0.1
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    """What a sweep found."""
+
+    ended: tuple[str, ...]
+    """Processes that were left and have been ended, in words."""
+    unkillable: tuple[str, ...]
+    """Processes that SIGKILL did not end in time, in words."""
+    strangers: tuple[Holder, ...]
+    """Who still holds a declared port."""
+    removed: tuple[str, ...]
+    """Shared-memory files that were removed."""
+    gpu_memory_bytes: int | None
+    """GPU memory still held when the wait ended; 0 when all is free, None when nobody knows."""
+    seconds: float
+
+
+async def sweep(
+    run: str,
+    service: str | None,
+    *,
+    ports: Iterable[int],
+    report: Report,
+    ledger: Iterable[ProcessId] = (),
+    gpu_memory: GpuMemory | None = None,
+    take_ports: bool = False,
+) -> SweepReport:
+    """End what is left of a service, or of the whole run if `service` is None, and say what could not be ended.
+
+    Args:
+        ledger: processes known to be the service's, for those that have neither parent nor marker any more.
+        take_ports: the explicit word to end strangers of our own user that hold a declared port.
+    """
+    started = time.monotonic()
+    ledger = frozenset(ledger)
+    whose = service or f"run {run}"
+    ended, stuck = await _end_all(lambda: _left(run, service, ledger))
+    if ended:
+        report(f"{whose}: ended {len(ended)} left processes in {_since(started)}: {', '.join(ended)}")
+    freed, held, strangers = await clear_ports(run, service, ports=ports, report=report, take=take_ports)
+    for words in (*stuck, *held):
+        report(f"{whose}: {words} does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
+    gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
+    removed = _remove_shared_memory(run) if service is None else []
+    if removed:
+        report(f"{whose}: removed {len(removed)} shared-memory files: {', '.join(removed)}")
+    return SweepReport(
+        ended=(*ended, *freed),
+        unkillable=(*stuck, *held),
+        strangers=tuple(strangers),
+        removed=tuple(removed),
+        gpu_memory_bytes=gpu_memory_bytes,
+        seconds=time.monotonic() - started,
+    )
+
+
+async def clear_ports(
+    run: str, service: str | None, *, ports: Iterable[int], report: Report, take: bool = False
+) -> tuple[list[str], list[str], list[Holder]]:
+    """End holders of these ports that are ours or left by a run of ours; also the pre-flight before a start.
+
+    Returns who was ended, who could not be ended (both in words), and the strangers, who are named and left alone.
+    """
+    wanted = frozenset(ports)
+    spared = proc.ourselves()
+
+    def may_end(holder: Holder) -> bool:
+        if holder.process is None or holder.process.pid in spared:
+            return False
+        return not holder.is_other_users and (holder.belongs_to(run, service) or (take and holder.mark is None))
+
+    def ours() -> list[Stat]:
+        return [each.process for each in port_holders(wanted) if each.process is not None and may_end(each)]
+
+    holders = await asyncio.to_thread(port_holders, wanted)
+    for holder in holders:
+        report(f"{holder.words()}; {'it is ended' if may_end(holder) else 'it is left alone'}")
+    if not any(map(may_end, holders)):
+        return [], [], holders
+    ended, stuck = await _end_all(ours)
+    return ended, stuck, [holder for holder in await asyncio.to_thread(port_holders, wanted) if not may_end(holder)]
+
+
+def _left(run: str, service: str | None, ledger: frozenset[ProcessId]) -> list[Stat]:
+    """What is left of a service: marked processes, those in the ledger, and all below either."""
+    found = {process.pid: process for process in proc.processes_of_run(run, service)}
+    if any(entry.is_alive() for entry in ledger):
+        everybody = proc.living()
+        for process in everybody:
+            if ProcessId(process.pid, process.start_ticks) in ledger:
+                found.update((each.pid, each) for each in (process, *proc.below(process.pid, everybody)))
+    spared = proc.ourselves()
+    return [process for process in found.values() if process.pid not in spared]
+
+
+async def _end_all(find: Callable[[], list[Stat]]) -> tuple[list[str], list[str]]:
+    """SIGKILL to everybody found, until nobody is found; who was ended and who would not end, in words."""
+    killed: dict[ProcessId, str] = {}
+    deadline = time.monotonic() + UNKILLABLE_AFTER_S
+    while left := await asyncio.to_thread(find):
+        for process in left:
+            killed[ProcessId(process.pid, process.start_ticks)] = f"pid {process.pid} ({process.comm})"
+            proc.send_signal(process, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(KILL_ROUND_S)
+    stuck = {ProcessId(process.pid, process.start_ticks) for process in left}
+    return [words for key, words in killed.items() if key not in stuck], [killed[key] for key in stuck]
+
+
+async def _gpu_is_free(gpu_memory: GpuMemory, whose: str, report: Report) -> int | None:
+    """Wait until the driver has taken back the memory; what is still held, in bytes, when the limit is over."""
+    started = time.monotonic()
+    held = first = await gpu_memory()
+    while held and time.monotonic() - started < GPU_LIMIT_S:
+        await asyncio.sleep(GPU_ROUND_S)
+        held = await gpu_memory()
+    if held:
+        report(f"{whose}: {held / 1e9:.1f} GB of GPU memory still held after {_since(started)}: who else maps it?")
+    elif first:
+        report(f"{whose}: {first / 1e9:.1f} GB of GPU memory free again after {_since(started)}")
+    return held
+
+
+def _remove_shared_memory(run: str) -> list[str]:
+    """Remove this run's files in shared memory; they are named `grpo-<run>-*`, and only our own user's go."""
+    removed = []
+    for path in glob.glob(f"{SHARED_MEMORY}/grpo-{glob.escape(run)}-*"):
+        if os.lstat(path).st_uid != os.getuid():
+            continue
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+        removed.append(path)
+    return removed
+
+
+def _since(started: float) -> str:
+    return f"{time.monotonic() - started:.1f} s"
