@@ -2,7 +2,7 @@
 
     <save_path>/step_<n>/   model.safetensors, config.json, tokenizer …   what `from_pretrained` reads
                             trainer.pt                                    masters, optimizer, random numbers
-                            checkpoint.json                               written last: a folder without it is no checkpoint
+                            checkpoint.json                               written last; without it there is no checkpoint
 
 A checkpoint is written beside its place and renamed, so a crash never leaves half of one under the real name.
 """
@@ -98,7 +98,9 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
     try:
         marker = CheckpointMarker.model_validate_json((folder / MARKER).read_bytes())
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{folder}: not a complete checkpoint: {error}; remove the folder to start anew") from None
+        raise CheckpointError(
+            f"{folder}: not a complete checkpoint: {error}; remove the folder to start anew"
+        ) from None
     if marker.model_name != model_name:
         raise CheckpointError(
             f"{folder}: of model {marker.model_name!r}, but this run trains {model_name!r}; "

@@ -137,7 +137,10 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _is_one_trainer(self) -> TrainConfig:
         if self.world_size != 1 or self.trainer_rank != 0 or self.num_inference_nodes != 0:
-            raise ValueError("one trainer process on one machine is supported: leave world_size 1, trainer_rank 0, num_inference_nodes 0")
+            raise ValueError(
+                "one trainer process on one machine is supported: "
+                "leave world_size 1, trainer_rank 0, num_inference_nodes 0"
+            )
         if self.use_wandb and not self.wandb_project:
             raise ValueError("use_wandb needs wandb_project")
         return self

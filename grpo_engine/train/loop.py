@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from grpo_engine.bridges import Bridge
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.recorder import Recorder
-from grpo_engine.train.step import Trainee, drop_stale, gradient_step, sampled_rollouts
+from grpo_engine.train.samples import Decode, sampled_rollouts
+from grpo_engine.train.step import drop_stale, gradient_step
+from grpo_engine.train.trainee import Trainee
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def train(
     bridge: Bridge,
     recorder: Recorder,
     *,
+    decode: Decode,
     save_path: Path,
     stop: StopRequest = lambda: False,
 ) -> int:
@@ -59,7 +60,9 @@ def train(
         starting_step=step,
         num_steps=config.training_steps,
     )
-    log.info("trainer ready: %s by %s, step %d of %d", config.model_name, config.bridge.mode, step, config.training_steps)
+    log.info(
+        "trainer ready: %s by %s, step %d of %d", config.model_name, config.bridge.mode, step, config.training_steps
+    )
 
     saved_step = step
     while step < config.training_steps and not stop():
@@ -87,15 +90,17 @@ def train(
             "train/data_fetch_time": fetched - began,
             "train/sync_time": published - stepped,
             "train/step_time": published - began,
-            "train/tokens_per_second": batch.num_tokens / (published - began),
+            "train/tokens_per_second": batch.num_inputs / (published - began),
         }
         recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics()})
         if config.rollouts_every and step % config.rollouts_every == 0:
-            recorder.rollouts(sampled_rollouts(batch, result, trainee, step=step, count=config.rollouts_groups))
+            recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
         if config.checkpoint_interval and step % config.checkpoint_interval == 0:
             trainee.save(save_path, step=step, policy_version=version)
             saved_step = step
     if step != saved_step:
         trainee.save(save_path, step=step, policy_version=version)
-    log.info("Training finished." if step >= config.training_steps else f"stopped after step {step}; resumes from there")
+    log.info(
+        "Training finished." if step >= config.training_steps else f"stopped after step {step}; resumes from there"
+    )
     return step

@@ -14,7 +14,10 @@ from types import FrameType
 
 import torch
 
+from grpo_engine.bridges import BridgeContext
 from grpo_engine.data.source import RolloutSource
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.loading import load_tokenizer
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recorder import Recorder, build_trackers
@@ -36,7 +39,8 @@ def run(config: TrainConfig) -> int:
     folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
     save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
     stop = StopRequest()
-    bridge = config.bridge.build(config_for_bridge(config, save_path))
+    bridge = config.bridge.build(_bridge_context(config, folder))
+    decode = load_tokenizer(config.model_name).decode
     recorder = Recorder(
         folder,
         total_steps=config.training_steps,
@@ -45,10 +49,27 @@ def run(config: TrainConfig) -> int:
     )
     with recorder, RolloutSource(config.atropos_url) as source:
         try:
-            train(config, source, bridge, recorder, save_path=save_path.absolute(), stop=stop)
+            train(config, source, bridge, recorder, decode=decode, save_path=save_path.absolute(), stop=stop)
         finally:
             bridge.close()
     return 0
+
+
+def _bridge_context(config: TrainConfig, folder: Path) -> BridgeContext:
+    return BridgeContext(
+        model_name=config.model_name,
+        dtype=config.dtype,
+        device=config.device,
+        server_url=f"http://127.0.0.1:{config.vllm_port}",
+        folder=(folder / "bridge").absolute(),
+        lora=LoraSettings(
+            rank=config.lora_r,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules,
+            layer_indices=config.lora_layer_indices,
+        ),
+    )
 
 
 class StopRequest:

@@ -61,7 +61,9 @@ class Recorder:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in metrics.keys() - finite.keys():
             log.warning("step %d: %s is %s", step, name, metrics[name])
-        self._metrics.write(to_line(MetricsLine(time=time.time(), step=step, policy_version=policy_version, metrics=finite)))
+        self._metrics.write(
+            to_line(MetricsLine(time=time.time(), step=step, policy_version=policy_version, metrics=finite))
+        )
         for tracker in self._trackers:
             tracker.log(finite, step)
         for line in console_lines(step, self._total_steps, finite, show_times=self._show_times):
@@ -80,7 +82,8 @@ def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_t
     summary = f"  Loss: {loss:.{digits}f}, Grad norm: {metrics.get('train/grad_norm', math.nan):.4f}"
     if show_times:
         summary += (
-            f", Step time: {metrics.get('train/step_time', 0):.2f}s, Sync time: {metrics.get('train/sync_time', 0):.2f}s"
+            f", Step time: {metrics.get('train/step_time', 0):.2f}s"
+            f", Sync time: {metrics.get('train/sync_time', 0):.2f}s"
             f", Data fetch: {metrics.get('train/data_fetch_time', 0):.2f}s"
             f", GPU mem: {metrics.get('train/gpu_memory_gb', 0):.2f}GB"
         )

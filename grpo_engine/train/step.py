@@ -1,8 +1,8 @@
 """One optimizer step: forward, loss and backward over micro-batches, then clip and update.
 
-B rows, T tokens of a micro-batch; N trained tokens. Gradients of micro-batches add up to those of one big batch, because
-every loss is divided by the whole batch's normaliser. Weights that inference reads are not touched here: the update goes
-to the masters, and `Trainee.write_weights` carries it over when the bridge says so.
+B rows, T tokens of a micro-batch; N trained tokens. Gradients of micro-batches add up to those of one big batch, since
+every loss is divided by the whole batch's normaliser. Weights that inference reads are not touched here: the update
+goes to the masters, and `Trainee.write_weights` carries it over when the bridge says so.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_engine.algo.advantages import group_advantages
 from grpo_engine.algo.alignment import alignment_metrics
 from grpo_engine.algo.loss import LossInputs, policy_loss
 from grpo_engine.algo.schedule import learning_rate
-from grpo_engine.data.batching import Batch, micro_batches
+from grpo_engine.data.batching import Batch, batch_advantages, micro_batches
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.rollouts import ScoredGroup
 
@@ -37,7 +36,7 @@ class StepResult:
     """Whether the update was made; a step whose loss or gradient is not finite is skipped."""
     metrics: dict[str, float]
     advantages: Tensor
-    """(B,) of the whole batch, in its order."""
+    """(B, T) of the whole batch, in its order."""
     logprobs: Tensor
     """(B, T) of the policy before the update, in the batch's order; 0 where not trained."""
 
@@ -53,28 +52,28 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         TrainingDiverged: too many steps in a row were not finite.
     """
     config = trainee.config
-    advantages = batch_advantages(batch, trainee)
+    advantages = batch_advantages(batch, scale=trainee.advantage_scale)
     denominator = trainee.loss_config.denominator(num_sequences=batch.num_sequences, num_tokens=batch.num_tokens)
     sums = _Sums()
     logprobs = torch.zeros_like(batch.rollout_logprobs)
-    for rows in micro_batches(batch, config.batch_size):
-        part = rows.to(trainee.device)
-        new_logprobs, entropy = trainee.logprobs(part)
+    for micro_batch in micro_batches(batch, config.batch_size):
+        rows = micro_batch.batch.to(trainee.device)
+        new_logprobs, entropy = trainee.logprobs(rows)
         outputs = policy_loss(
             LossInputs(
                 logprobs=new_logprobs,
-                rollout_logprobs=part.rollout_logprobs,
-                advantages=advantages[rows.indices].to(trainee.device),
-                mask=part.mask,
+                rollout_logprobs=rows.rollout_logprobs,
+                advantages=micro_batch.part_of(advantages).to(trainee.device),
+                mask=rows.mask,
                 entropy=entropy,
                 denominator=denominator,
             ),
             trainee.loss_config,
         )
         outputs.loss.backward()
-        measured = alignment_metrics(new_logprobs.detach(), part.rollout_logprobs, part.mask)
+        measured = alignment_metrics(new_logprobs.detach(), rows.rollout_logprobs, rows.mask)
         sums.add(outputs.loss, outputs.metrics, measured)
-        logprobs[rows.indices, : part.mask.shape[1]] = new_logprobs.detach().to(logprobs)
+        logprobs[micro_batch.row_numbers, : rows.mask.shape[1]] = new_logprobs.detach().to(logprobs)
 
     rate = learning_rate(
         step,
@@ -92,19 +91,11 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
     return StepResult(applied=applied, metrics=metrics, advantages=advantages, logprobs=logprobs)
 
 
-def batch_advantages(batch: Batch, trainee: Trainee) -> Tensor:
-    """(B,) group advantages of the batch, or (B, T) where an environment sent its own."""
-    computed = group_advantages(batch.rewards, batch.group_ids, scale=trainee.advantage_scale)
-    computed = torch.where(batch.zero_advantage, 0.0, computed)
-    if batch.advantages is None:
-        return computed
-    return torch.where(batch.has_advantages[:, None], batch.advantages, computed[:, None])
-
-
 def rollout_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
     """What the batch itself says: rewards, lengths, truncation, staleness."""
     lengths = batch.mask.sum(dim=1)
-    staleness = (policy_version - batch.policy_versions).clamp(min=0)[batch.mask].float()
+    says_version = batch.mask & batch.has_policy_versions[:, None]
+    staleness = (policy_version - batch.policy_versions)[says_version].clamp(min=0).float()
     _, group = torch.unique(batch.group_ids, return_inverse=True)
     lowest, highest = (
         torch.zeros(int(group.max()) + 1).scatter_reduce(0, group, batch.rewards, how, include_self=False)
@@ -115,9 +106,12 @@ def rollout_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
         "reward/std": float(batch.rewards.std()) if len(batch.rewards) > 1 else 0.0,
         "reward/frac_zero_std": float((lowest == highest).float().mean()),
         "rollout/length_mean": float(lengths.float().mean()),
-        "rollout/truncated_fraction": float(batch.truncated.float().mean()),
-        "rollout/staleness_mean": float(staleness.mean()),
-        "rollout/staleness_max": float(staleness.max()),
+        "rollout/truncated_fraction": float(batch.is_truncated.float().mean()),
+        **(
+            {"rollout/staleness_mean": float(staleness.mean()), "rollout/staleness_max": float(staleness.max())}
+            if len(staleness)
+            else {}  # a stock environment does not say which weights it sampled from
+        ),
     }
 
 
@@ -127,7 +121,9 @@ def drop_stale(groups: Sequence[ScoredGroup], version: int, max_staleness: int |
         return list(groups)
     fresh = [group for group in groups if version - _oldest_version(group) <= max_staleness]
     if len(fresh) < len(groups):
-        log.warning("%d of %d groups are over %d versions old: dropped", len(groups) - len(fresh), len(groups), max_staleness)
+        log.warning(
+            "%d of %d groups are over %d versions old: dropped", len(groups) - len(fresh), len(groups), max_staleness
+        )
     return fresh
 
 

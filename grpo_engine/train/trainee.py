@@ -1,7 +1,7 @@
 """What is being trained: the model on the bridge's tensors, its fp32 masters, and the optimizer over them.
 
-The model's own parameters are what inference may be reading; they change only in `write_weights`, which the bridge calls
-inside its fence. Everything else (gradients, clipping, updates) happens on the masters.
+The model's own parameters are what inference may be reading; they change only in `write_weights`, which the bridge
+calls inside its fence. Everything else (gradients, clipping, updates) happens on the masters.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Trainee:
         The output layer is applied to trained positions alone: prompts and padding cost no vocabulary.
         """
         body = self._causal_lm().get_decoder()
-        output = body(input_ids=batch.tokens, attention_mask=batch.attention_mask, use_cache=False)
+        output = body(input_ids=batch.inputs, attention_mask=batch.attention_mask, use_cache=False)
         hidden = output.last_hidden_state[batch.mask]  # (N, H)
         head = self._causal_lm().get_output_embeddings()
         temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask]  # (N,)

@@ -1,0 +1,55 @@
+"""Sampled groups for the viewer: what was asked, what came, what it earned, and what both sides thought of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from grpo_engine.data.batching import Batch
+from grpo_engine.train.step import StepResult
+from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text, special tokens included: an end token that is missing must be seen."""
+
+
+def sampled_rollouts(batch: Batch, result: StepResult, decode: Decode, *, step: int, count: int) -> list[RolloutLine]:
+    """The first `count` groups of a batch, as lines of `rollouts.jsonl`."""
+    groups = torch.unique(batch.group_ids).tolist()[:count]
+    return [
+        _group(batch, result, decode, step, (batch.group_ids == group).nonzero()[:, 0].tolist()) for group in groups
+    ]
+
+
+def _group(batch: Batch, result: StepResult, decode: Decode, step: int, rows: Sequence[int]) -> RolloutLine:
+    first = rows[0]
+    prompt_length = int(batch.mask[first].nonzero()[0]) + 1  # the label at t is the token after input t
+    environment = batch.env_ids[first]
+    return RolloutLine(
+        time=time.time(),
+        step=step,
+        environment=None if environment is None else str(environment),
+        prompt=decode(batch.inputs[first, :prompt_length].tolist()),
+        completions=[_completion(batch, result, decode, row) for row in rows],
+    )
+
+
+def _completion(batch: Batch, result: StepResult, decode: Decode, row: int) -> SampledCompletion:
+    trained = batch.mask[row]
+    tokens = batch.labels[row][trained].tolist()
+    return SampledCompletion(
+        text=decode(tokens),
+        reward=float(batch.rewards[row]),
+        advantage=float(result.advantages[row][trained].mean()),
+        token_ids=tokens,
+        inference_logprobs=_rounded(batch.rollout_logprobs[row][trained]),
+        training_logprobs=_rounded(result.logprobs[row][trained]),
+        policy_versions=batch.policy_versions[row][trained].tolist(),
+    )
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    """Six decimals: a file that people read, of numbers that differ in the third."""
+    return [round(value, 6) for value in values.tolist()]
