@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/commands.py
 
-`status` asks the daemon of a live run (one `sleep`), `plan` lays out the largest profile. The median of the runs counts;
-the target of both is 0.4 s of CPU.
+`status` asks the daemon of a live run (one `sleep`), `plan` lays out the largest profile. The median of the
+runs counts; the target of both is 0.4 s of CPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     <save_path>/step_<n>/   model.safetensors, config.json, tokenizer …   what `from_pretrained` reads
                             trainer.pt                                    masters, optimizer, random numbers
-                            checkpoint.json                               written last; without it there is no checkpoint
+                            checkpoint.json                               written last; a folder without it is none
 
 A checkpoint is written beside its place and renamed, so a crash never leaves half of one under the real name.
 """

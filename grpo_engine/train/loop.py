@@ -42,7 +42,7 @@ def train(
     Raises:
         GrpoError: the API, the server or a checkpoint is not what it should be, or the steps stop being finite.
     """
-    trainee = Trainee.of(bridge.attach(), config)
+    trainee = Trainee(bridge.attach(), config)
     step, version = 0, 0
     checkpoint = checkpoints.newest(save_path) if config.resume else None
     if checkpoint is not None:

@@ -70,7 +70,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
             ),
             trainee.loss_config,
         )
-        outputs.loss.backward()
+        torch.autograd.backward(outputs.loss)
         measured = alignment_metrics(new_logprobs.detach(), rows.rollout_logprobs, rows.mask)
         sums.add(outputs.loss, outputs.metrics, measured)
         logprobs[micro_batch.row_numbers, : rows.mask.shape[1]] = new_logprobs.detach().to(logprobs)

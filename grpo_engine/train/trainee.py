@@ -42,6 +42,8 @@ class Trainee:
             "none" if config.loss == "dr_grpo" else "group"
         )
         self.model = attached.model
+        # Adapters put a wrapper around the model; the model itself is what has a body and an output layer.
+        self._causal_lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self._save_model = attached.save
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
@@ -67,10 +69,11 @@ class Trainee:
 
         The output layer is applied to trained positions alone: prompts and padding cost no vocabulary.
         """
-        body = self._causal_lm().get_decoder()
-        output = body(input_ids=batch.inputs, attention_mask=batch.attention_mask, use_cache=False)
+        output = self._causal_lm.get_decoder()(
+            input_ids=batch.inputs, attention_mask=batch.attention_mask, use_cache=False
+        )
         hidden = output.last_hidden_state[batch.mask]  # (N, H)
-        head = self._causal_lm().get_output_embeddings()
+        head = self._causal_lm.get_output_embeddings()
         temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask]  # (N,)
         chosen, entropy = token_logprobs(
             hidden,
@@ -78,7 +81,7 @@ class Trainee:
             batch.labels[batch.mask],
             bias=getattr(head, "bias", None),
             temperature=temperatures,
-            soft_cap=getattr(self._causal_lm().config, "final_logit_softcapping", None),
+            soft_cap=getattr(self._causal_lm.config, "final_logit_softcapping", None),
         )
         empty = chosen.new_zeros(batch.mask.shape)
         return empty.masked_scatter(batch.mask, chosen), empty.masked_scatter(batch.mask, entropy)
@@ -143,10 +146,6 @@ class Trainee:
         if self.device.type != "cuda":
             return {}
         return {"train/gpu_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9}
-
-    def _causal_lm(self) -> nn.Module:
-        """The model itself, without the wrapper that adapters put around it."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def _num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())

@@ -78,7 +78,7 @@ def _hand_out(table: RawTable) -> RawTable:
     if not isinstance(services, dict):
         return table
     model, bridge = _table(table, "model"), _table(table, "bridge")
-    shared = {key: model[key] for key in ("dtype", "device") if key in model}
+    shared: RawTable = {key: model[key] for key in ("dtype", "device") if key in model}
     if "name" in model:
         shared["model_name"] = model["name"]
     api = _only(services, "rollout_api")
