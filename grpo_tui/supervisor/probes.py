@@ -1,7 +1,7 @@
-"""Questions to a service: is your port open, your page 200, your line in the log, your file there, your command content?
+"""Questions to a service: does its page answer 200, is its port open, its line in the log, its file there?
 
 One `Prober` asks one probe of one attempt, and keeps what makes the next question cheap: how far the log was read.
-When to ask, and what follows from the answer, is up to `core.py`. Nothing here raises because a service does not answer.
+When to ask, and what follows, is up to `core.py`. Nothing here raises because a service does not answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_tui.services.base import Probe
-from grpo_tui.supervisor.processes import end_of
 from grpo_tui.supervisor.proc import identify
+from grpo_tui.supervisor.processes import end_of
 
 MAX_LOG_PART_BYTES = 4 * 1024 * 1024
 """At most so much of the log is searched in one question, and so long may a line be that is matched whole."""
@@ -165,7 +165,7 @@ async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str])
     """Run it in a session of its own, which ends with the answer, the time limit, or the one who asks."""
     nothing = subprocess.DEVNULL
     try:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: ASYNC220 - returns once it runs; asyncio's own would reap behind our back
             argv,
             cwd=cwd,
             env={**os.environ, **env},

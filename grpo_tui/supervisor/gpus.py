@@ -1,0 +1,226 @@
+"""What NVML says about the GPUs, with the memory of each service; asked in a thread, since a driver may hang.
+
+No GPU, no driver, a driver that hangs or that does not say who uses what: all ordinary, each with its own words, and
+never an exception. Unknown is None, never 0. NVML is loaded with the first sample, not with this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grpo_engine.wire.supervisor import GpuStatus
+
+LIMIT_S = 2.0
+"""How long a sample waits for the driver before it answers with older figures."""
+RETRY_S = 60.0
+"""After NVML failed: a driver is seldom installed while a run goes on, and loading it anew costs milliseconds."""
+
+
+class Nvml(Protocol):
+    """The functions of `pynvml` that are used here; handles and answers are its own, and untyped."""
+
+    NVMLError: type[Exception]
+    NVMLError_LibraryNotFound: type[Exception]
+    NVMLError_DriverNotLoaded: type[Exception]
+    NVMLError_NotSupported: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
+    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
+    def nvmlDeviceGetName(self, handle: Any) -> str: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """The GPUs at a moment."""
+
+    gpus: list[GpuStatus]
+    note: str | None
+    """Why there are none, or why they are not to be trusted; None when all is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """One GPU as read, before its memory is divided among services."""
+
+    index: int
+    uuid: str
+    name: str
+    used_bytes: int | None
+    total_bytes: int | None
+    utilization_percent: float | None
+    bytes_by_pid: Mapping[int, int | None] | None
+    """None when the driver lists no processes; None for a process whose share it does not tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    devices: Sequence[_Device]
+    failure: str | None
+    read_at: float
+
+
+def load_pynvml() -> Nvml:
+    """The real NVML bindings."""
+    import pynvml
+
+    return pynvml  # type: ignore[no-any-return]
+
+
+class GpuReader:
+    """Samples all GPUs; several may ask at once and share one reading."""
+
+    def __init__(
+        self,
+        load: Callable[[], Nvml] = load_pynvml,
+        *,
+        limit_s: float = LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+        is_visible: Callable[[int], bool] = lambda pid: os.path.exists(f"/proc/{pid}"),
+    ) -> None:
+        self._load = load
+        self._limit_s = limit_s
+        self._clock = clock
+        self._is_visible = is_visible
+        self._nvml: Nvml | None = None
+        self._last = _Reading(devices=(), failure=None, read_at=clock())
+        self._pending: asyncio.Future[_Reading] | None = None
+        self._is_late = False
+
+    async def sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
+        """The GPUs now, or as they were last seen with a note saying how long ago."""
+        if self._pending is None and (self._last.failure is None or self._clock() - self._last.read_at >= RETRY_S):
+            self._pending = asyncio.wrap_future(_in_daemon_thread(self._read))
+        pending = self._pending
+        if pending is not None:
+            await asyncio.wait({pending}, timeout=0 if self._is_late else self._limit_s)
+            self._is_late = not pending.done()
+            if pending.done():
+                self._last = pending.result()
+                self._pending = None if self._pending is pending else self._pending
+        return self._sample(pids_by_service)
+
+    def _sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
+        last = self._last
+        note = last.failure
+        if self._is_late:
+            age = f"GPU figures are {self._clock() - last.read_at:.0f} s old" if last.devices else "no GPU figures yet"
+            note = f"{age}: the driver does not answer"
+        elif any(self._hides_processes(device) for device in last.devices):
+            note = "GPU memory by service is unknown: the driver does not tell which of our processes uses what"
+        return GpuSample(gpus=[self._divided(device, pids_by_service) for device in last.devices], note=note)
+
+    def _divided(self, device: _Device, pids_by_service: Mapping[str, Set[int]]) -> GpuStatus:
+        """One GPU with its memory divided among the services; nothing is divided when shares are unknown."""
+        by_service: dict[str, int] = {}
+        other_bytes = None
+        if device.bytes_by_pid is not None and not self._hides_processes(device):
+            for service, pids in pids_by_service.items():
+                shares = [share for pid, share in device.bytes_by_pid.items() if pid in pids and share is not None]
+                if shares:
+                    by_service[service] = sum(shares)
+            if device.used_bytes is not None:
+                other_bytes = max(0, device.used_bytes - sum(by_service.values()))
+        return GpuStatus(
+            index=device.index,
+            uuid=device.uuid,
+            name=device.name,
+            memory_used_bytes=device.used_bytes,
+            memory_total_bytes=device.total_bytes,
+            utilization_percent=device.utilization_percent,
+            by_service=by_service,
+            other_bytes=other_bytes,
+        )
+
+    def _hides_processes(self, device: _Device) -> bool:
+        """Whether shares cannot be told: some are withheld, or all pids are those of another namespace."""
+        listed = device.bytes_by_pid
+        if listed is None:
+            return True
+        return None in listed.values() or (bool(listed) and not any(map(self._is_visible, listed)))
+
+    # --- in the thread ---------------------------------------------------------------------------------------------
+
+    def _read(self) -> _Reading:
+        try:
+            nvml = self._nvml or self._load()
+        except ImportError:
+            return self._failed("GPU figures need the package nvidia-ml-py")
+        try:
+            if self._nvml is None:
+                nvml.nvmlInit()
+                self._nvml = nvml
+            devices = [_read_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+            return self._failed("no NVIDIA driver")
+        except nvml.NVMLError as error:
+            return self._failed(f"NVML fails: {error}")
+        return _Reading(devices=devices, failure=None, read_at=self._clock())
+
+    def _failed(self, words: str) -> _Reading:
+        self._nvml = None  # the next attempt begins anew, as after a driver update it must
+        return _Reading(devices=(), failure=words, read_at=self._clock())
+
+
+def _read_device(nvml: Nvml, index: int) -> _Device:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _if_supported(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    rates = _if_supported(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    return _Device(
+        index=index,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        used_bytes=None if memory is None else int(memory.used),
+        total_bytes=None if memory is None else int(memory.total),
+        utilization_percent=None if rates is None else float(rates.gpu),
+        bytes_by_pid=_bytes_by_pid(
+            _if_supported(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+            _if_supported(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+        ),
+    )
+
+
+def _bytes_by_pid(compute: Iterable[Any] | None, graphics: Iterable[Any] | None) -> Mapping[int, int | None] | None:
+    """Memory by process; one that computes and draws is in both lists with the same memory."""
+    if compute is None and graphics is None:
+        return None
+    shares: dict[int, int | None] = {}
+    for process in (*(compute or ()), *(graphics or ())):
+        known = shares.get(process.pid)
+        used = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
+        shares[process.pid] = used if known is None else max(known, used or 0)
+    return shares
+
+
+def _if_supported(nvml: Nvml, function: Callable[[Any], Any], handle: Any) -> Any:
+    """What the driver answers, or None where this GPU does not know the question."""
+    try:
+        return function(handle)
+    except nvml.NVMLError_NotSupported:
+        return None
+
+
+def _in_daemon_thread(function: Callable[[], _Reading]) -> Future[_Reading]:
+    """Run it in a thread that does not keep the process alive: a hanging driver must not stop the daemon's end."""
+    future: Future[_Reading] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # whatever it is, it belongs to the one who waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="nvml", daemon=True).start()
+    return future
