@@ -53,7 +53,7 @@ def group_advantages(
     means = zeros.index_add(0, group, values) / counts
     lowest, highest = (zeros.scatter_reduce(0, group, values, how, include_self=False) for how in ("amin", "amax"))
     # Compared, not subtracted: the mean of equal floats may differ from them in the last bit.
-    teaches = (lowest != highest)[group] & (counts > ddof)[group]
+    teaches = (lowest != highest)[group]  # False for a group of one, too
 
     centred = values - means[group]
     advantages = centred

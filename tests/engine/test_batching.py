@@ -45,7 +45,7 @@ def generated(num_sequences: int, seed: int, longest: int = 12) -> ScoredGroup:
 
 
 def test_labels_and_log_probabilities_are_shifted_onto_the_inputs_that_predict_them() -> None:
-    batch = make_batch([example(policy_versions=[[0, 0, 6, 7], [0, 0, 7, 7, 8]], truncated=[False, True])], seq_len=64)
+    batch = make_batch([example(policy_versions=[[5, 5, 6, 7], [0, 5, 7, 7, 8]], truncated=[False, True])], seq_len=64)
     assert batch.inputs.tolist() == [[5, 9, 7, 0], [5, 9, 8, 4]]
     assert batch.labels.tolist() == [[9, 7, 2, 0], [9, 8, 4, 2]]
     assert batch.mask.tolist() == [[False, True, True, False], [False, True, True, True]]
