@@ -78,25 +78,34 @@ def score(task: PuzzleTask | str, answer: str, completion: str) -> float:
     `sort6`, `copy6`, `reverse6`: the share of positions that hold the right character, of the longer of the two
     strings: a missing character is a wrong one, and each extra character makes the denominator larger (`1234567` for
     `123456` earns 6/7). White space around the completion does not count.
-    `arithmetic`: 1.0 when the first integer in the completion is the answer, else 0.0. `7` and ` It is 7.` earn it,
-    `3 + 4 = 7` does not (its first integer is 3); `1,234` is read as 1234.
+    `arithmetic`: 1.0 when the stated result is the answer, else 0.0 (see `stated_result`).
 
     Raises:
         ConfigError: no such task.
     """
     kind = _task(task)
     if kind is PuzzleTask.ARITHMETIC:
-        return float(first_integer(completion) == int(answer))
+        return float(stated_result(completion) == int(answer))
     text = completion.strip()
     num_right = sum(given == right for given, right in zip(text, answer, strict=False))
     return num_right / max(len(text), len(answer))
 
 
-def first_integer(text: str) -> int | None:
-    """The first integer in `text`, thousands commas and either minus sign understood; None when there is none."""
-    found = _INTEGER.search(text)
-    if found is None:
-        return None
+def stated_result(text: str) -> int | None:
+    """The integer that `text` gives as its result; None when it holds none.
+
+    That is the integer after the last equals sign that has one, else the last integer: `7`, ` It is 7.` and `3 + 4 = 7`
+    all state 7. (Small instruct models restate the sum even when asked for the number only, and so the first integer
+    is seldom what they answer.) Thousands commas are understood, and both kinds of minus sign.
+    """
+    for tail in reversed(text.split("=")[1:]):
+        if found := _INTEGER.search(tail):
+            return _value(found)
+    integers = list(_INTEGER.finditer(text))
+    return _value(integers[-1]) if integers else None
+
+
+def _value(found: re.Match[str]) -> int:
     sign, digits = found.groups()
     value = int(digits.replace(",", "")[:_MAX_READ_DIGITS])
     return -value if sign else value

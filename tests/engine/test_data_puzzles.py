@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from grpo_engine.data.puzzles import PuzzleTask, first_integer, make_item, score
+from grpo_engine.data.puzzles import PuzzleTask, make_item, score, stated_result
 from grpo_engine.errors import ConfigError
 
 
@@ -59,22 +59,27 @@ def test_a_string_earns_the_share_of_positions_that_are_right(completion: str, r
         ("It is 7, I think", 1.0),
         ("07", 1.0),
         ("-7", 0.0),
-        ("3 + 4 = 7", 0.0),
+        ("3 + 4 = 7", 1.0),
+        ("3 + 4 = 7 = 7 because", 1.0),
+        ("3 + 4 = 8, and 7 is a number", 0.0),
+        ("3 + 4 equals 7", 1.0),
+        ("7, or 8", 0.0),
+        ("3 + 4 = ?", 0.0),
         ("seven", 0.0),
         ("", 0.0),
         ("7" * 5000, 0.0),
     ],
 )
-def test_a_sum_is_right_when_its_first_integer_is(completion: str, reward: float) -> None:
+def test_a_sum_is_right_when_its_stated_result_is(completion: str, reward: float) -> None:
     assert score("arithmetic", "7", completion) == reward
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1,234", 1234), ("1,2", 1), ("12,345,678.", 12345678), ("5-3", 5), ("a−3", 3), ("−3", -3), ("none", None)],
+    [("1,234", 1234), ("1,2", 2), ("12,345,678.", 12345678), ("5-3", 3), ("a−3", 3), ("−3", -3), ("none", None)],
 )
 def test_integers_are_read_as_people_write_them(text: str, value: int | None) -> None:
-    assert first_integer(text) == value
+    assert stated_result(text) == value
 
 
 def test_an_unknown_puzzle_names_the_nearest() -> None:
