@@ -18,6 +18,9 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
     """The routes below `/bridge`."""
     router = APIRouter()
 
+    def standing() -> dict[str, str | int]:
+        return {"instance": instance, "policy_version": engine.info().policy_version}
+
     @router.get("/info")
     async def info() -> BridgeInfo:
         now = engine.info()
@@ -40,15 +43,15 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
         return {"model": config.model_name, "dtype": now.dtype, "shared_weights_enabled": now.is_sharing}
 
     @router.post("/pause")
-    async def pause(body: PauseRequest | None = None) -> dict[str, str]:
+    async def pause(body: PauseRequest | None = None) -> dict[str, str | int]:
         asked = body or PauseRequest()
         await engine.pause(asked.owner_pid, asked.timeout_s)
-        return {"status": "paused"}
+        return {"status": "paused"} | standing()
 
     @router.post("/resume")
-    async def resume(body: ResumeRequest | None = None) -> dict[str, str]:
+    async def resume(body: ResumeRequest | None = None) -> dict[str, str | int]:
         await engine.resume(body.policy_version if body else None)
-        return {"status": "resumed"}
+        return {"status": "resumed"} | standing()
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
@@ -60,7 +63,7 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
         if not path.is_absolute():
             raise ModelError(f"{path}: a relative path means another folder in the server: send an absolute one")
         await engine.reload(path, body.policy_version)
-        return {"status": "reloaded", "policy_version": engine.info().policy_version}
+        return {"status": "reloaded"} | standing()
 
     @router.post("/sleep")
     @router.post("/wake_up")

@@ -1,0 +1,76 @@
+"""What every bridge offers the training loop, and what it is told. Torch-free to import.
+
+Leaves out how weights travel: one file a mode, beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from grpo_engine.models.config import DtypeName, LoraSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeContext:
+    """What a bridge must know of its run."""
+
+    model_name: str
+    dtype: DtypeName
+    """Of the trained model's parameters; a shared model has the server's."""
+    device: str
+    """`auto`, `cpu`, `cuda`, `cuda:1`; a shared model is where the server put it."""
+    server_url: str
+    """E.g. `http://127.0.0.1:9001`."""
+    folder: Path
+    """Where checkpoints and adapters are put for the server to read; made when needed."""
+    lora: LoraSettings
+    """Used by the modes that train an adapter."""
+    patience_s: float = 300.0
+    """How long a server may be away (loading, restarting) before training gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeModel:
+    """A model to train."""
+
+    model: PreTrainedModel
+    """Its parameters are what is handed over; with adapters it is PEFT's wrapper."""
+    is_shared: bool
+    """Whether writing into a parameter changes what inference reads."""
+    policy_version: int
+    """What the server served when it was asked first."""
+    save: Callable[[Path], None]
+    """Writes the model (or its adapter) and the tokenizer into a folder, as transformers, PEFT and vLLM load them."""
+
+
+class Bridge(Protocol):
+    """How new weights reach inference; one trainer, one server.
+
+    Every method raises `PeerUnavailable` when the server stays away for longer than the context's patience.
+    """
+
+    def attach(self) -> BridgeModel:
+        """Load the model, or map the server's; called once and first.
+
+        Raises:
+            ModelError, BridgeError: there is nothing to train on.
+        """
+
+    def publish(self, version: int, write: Callable[[], None]) -> None:
+        """Make the server serve `version`; `write` copies the new values into the model's parameters.
+
+        `write` runs once, with the fence closed where inference reads the very same memory. It must look the
+        parameters' storage up when it runs (`parameter.data`), since a restarted server may have moved it.
+        """
+
+    def ensure_current(self) -> None:
+        """Notice a server that was restarted, and give it the current version again; one GET where all is well."""
+
+    def close(self) -> None:
+        """Let go of the server and of whatever was left for it to read."""

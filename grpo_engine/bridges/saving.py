@@ -1,0 +1,27 @@
+"""Write what is trained into a folder that transformers, PEFT and vLLM can load. Imports nothing heavy by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def save_model(model: PreTrainedModel, model_name: str, folder: Path) -> None:
+    """Write a model (an adapter alone, where PEFT wraps it) with the tokenizer of `model_name`."""
+    from grpo_engine.models.loading import load_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    load_tokenizer(model_name).save_pretrained(folder)
+
+
+def trainable_device(text: str) -> str:
+    """The device that a setting names; `auto` is the GPU where there is one."""
+    import torch
+
+    if text != "auto":
+        return text
+    return "cuda" if torch.cuda.is_available() else "cpu"

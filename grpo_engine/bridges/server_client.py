@@ -1,0 +1,140 @@
+"""The trainer's side of `/bridge/*` and `/lora/*`: synchronous, patient with a server that restarts, typed errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
+from grpo_engine.wire.codec import Message
+from grpo_engine.wire.inference import BridgeInfo, LoraLoadRequest, PauseRequest, ReloadRequest, ResumeRequest
+
+_RETRY_INTERVAL_S = 0.25
+_ANSWER_WITHIN_S = 600.0
+"""A pause waits for the batch that runs, a reload for a checkpoint from a slow disk."""
+_UNAVAILABLE = 503
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+logger = logging.getLogger(__name__)
+
+
+class PauseAnswer(Message):
+    """What pause and resume say."""
+
+    status: str
+    instance: str
+    policy_version: int
+
+
+class HandoverAnswer(Message):
+    """What a reload and an adapter say."""
+
+    status: str
+    policy_version: int
+
+
+class ServerClient:
+    """One inference server, asked over HTTP."""
+
+    def __init__(self, url: str, *, patience_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        self._http = httpx.Client(
+            base_url=self.url, timeout=httpx.Timeout(_ANSWER_WITHIN_S, connect=5), trust_env=False
+        )
+
+    def info(self) -> BridgeInfo:
+        """Where the server stands."""
+        return self._ask("GET", "/bridge/info", None, BridgeInfo)
+
+    def pause(self, timeout_s: float) -> PauseAnswer:
+        """Stop the server between two batches, for as long as this process lives and no longer than `timeout_s`."""
+        return self._ask("POST", "/bridge/pause", PauseRequest(owner_pid=os.getpid(), timeout_s=timeout_s), PauseAnswer)
+
+    def resume(self, policy_version: int | None = None) -> PauseAnswer:
+        """Let the server go on."""
+        return self._ask("POST", "/bridge/resume", ResumeRequest(policy_version=policy_version), PauseAnswer)
+
+    def reload(self, path: Path, policy_version: int) -> None:
+        """Have the server read a checkpoint in place of what it serves."""
+        body = ReloadRequest(path=str(path.absolute()), policy_version=policy_version)
+        self._check_version(self._ask("POST", "/bridge/reload", body, HandoverAnswer), policy_version, path)
+
+    def load_adapter(self, path: Path, name: str, policy_version: int) -> None:
+        """Have the server serve an adapter."""
+        body = LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, policy_version=policy_version)
+        self._check_version(self._ask("POST", "/lora/load", body, HandoverAnswer), policy_version, path)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
+        """One call; a server that is away or loading is asked again until the patience ends.
+
+        Raises:
+            PeerUnavailable: it stayed away.
+            BridgeError: it refused (4xx).
+            PeerError: it failed (5xx), or answered something else.
+        """
+        content = None if body is None else body.model_dump_json().encode()
+        headers = {"content-type": "application/json"} if content else {}
+        until = time.monotonic() + self._patience_s
+        has_complained = False
+        while True:
+            try:
+                response = self._http.request(method, path, content=content, headers=headers)
+            except httpx.TransportError as error:
+                why = f"{type(error).__name__}: {error}"
+            else:
+                if response.status_code != _UNAVAILABLE:
+                    return self._read(method, path, response, answer)
+                why = _detail(response)
+            if time.monotonic() >= until:
+                raise PeerUnavailable(
+                    f"{method} {self.url}{path}: no answer for {self._patience_s:g} s ({why}); "
+                    "is the inference server up? Look at its log"
+                )
+            if not has_complained:
+                logger.warning("%s %s%s: %s; trying for %g s", method, self.url, path, why, self._patience_s)
+                has_complained = True
+            time.sleep(_RETRY_INTERVAL_S)
+
+    def _read(self, method: str, path: str, response: httpx.Response, answer: type[AnswerT]) -> AnswerT:
+        where = f"{method} {self.url}{path}"
+        if response.is_client_error:
+            raise BridgeError(f"{where}: refused with {response.status_code}: {_detail(response)}")
+        if not response.is_success:
+            raise PeerError(
+                f"{where}: failed with {response.status_code}: {_detail(response)}; look at the server's log"
+            )
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise PeerError(
+                f"{where}: not a {answer.__name__}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; "
+                "is this our inference server?"
+            ) from None
+
+    def _check_version(self, answer: HandoverAnswer, wanted: int, path: Path) -> None:
+        if answer.policy_version != wanted:
+            raise PeerError(
+                f"{self.url}: serves version {answer.policy_version} after {path} was handed over as {wanted}; "
+                "is another trainer using the same server?"
+            )
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        detail = response.json()["detail"]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+    return str(detail)

@@ -1,0 +1,254 @@
+"""One contract for every bridge: what is published is served, whole, and nothing older or half-written ever is."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from serving import RunningServer, model_logprobs, our_segments, running_server, save_tiny_model
+
+from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
+from grpo_engine.models.config import LoraSettings
+
+pytestmark = pytest.mark.slow
+PROMPT = [10, 20, 30]
+MODES = [
+    {"mode": "shared_vllm"},
+    {"mode": "none", "every_steps": 1},
+    {"mode": "lora_only"},
+]
+SERVER_FLAGS = {"shared_vllm": ["--shared-weights"], "lora_only": ["--enable-lora"], "none": []}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_nothing_left() -> Iterator[None]:
+    torch.set_num_threads(1)
+    before = our_segments()
+    yield
+    assert our_segments() == before
+
+
+@contextmanager
+def stack(
+    tmp_path: Path, settings: dict[str, object], *flags: str, tied: bool = False
+) -> Iterator[tuple[RunningServer, Bridge]]:
+    """A server and the bridge of a trainer beside it."""
+    folder = save_tiny_model(tmp_path / "model", seed=1, tied=tied)
+    bridge_file = tmp_path / "bridge.json"
+    flags = ("--bridge-file", str(bridge_file), *SERVER_FLAGS[str(settings["mode"])], *flags)
+    if settings["mode"] == "shared_vllm":
+        settings = {**settings, "config_path": bridge_file}
+    with running_server(folder, *flags, folder=tmp_path) as server:
+        bridge = make_bridge(settings, folder, server.url, tmp_path)
+        try:
+            yield server, bridge
+        finally:
+            bridge.close()
+    assert not bridge_file.exists()
+
+
+def make_bridge(settings: dict[str, object], model: Path, url: str, tmp_path: Path, dtype: str = "float32") -> Bridge:
+    context = BridgeContext(
+        model_name=str(model),
+        dtype=dtype,
+        device="cpu",
+        server_url=url,
+        folder=tmp_path / "run",
+        lora=LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
+        patience_s=60,
+    )
+    return TypeAdapter(AnyBridge).validate_python(settings).build(context)
+
+
+def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
+    """A writer that gives every trainable parameter new values, far from the old ones."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        name: p.detach().float() + 0.05 * torch.randn(p.shape, generator=generator)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+    def write() -> None:
+        for name, parameter in model.named_parameters():
+            if name in values:
+                parameter.data.copy_(values[name])
+
+    return write
+
+
+def served_logprobs(server: RunningServer, completion_tokens: int = 6) -> tuple[dict, list[int], torch.Tensor]:
+    answer = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=completion_tokens, logprobs=0)
+    values = [next(iter(position[0].values())) for position in answer["logprobs"][0]]
+    return answer, answer["token_ids"][0], torch.tensor(values)
+
+
+def assert_agreement(server: RunningServer, model: torch.nn.Module, version: int, tolerance: float = 1e-4) -> None:
+    answer, tokens, values = served_logprobs(server)
+    assert answer["policy_version"] == version
+    assert answer["policy_versions"] == [[version] * len(tokens)]
+    torch.testing.assert_close(values, model_logprobs(model, PROMPT, tokens), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda s: str(s["mode"]))
+def test_what_is_published_is_served(tmp_path: Path, settings: dict[str, object]) -> None:
+    with stack(tmp_path, settings) as (server, bridge):
+        attached = bridge.attach()
+        model = attached.model.eval()
+        assert attached.policy_version == 0
+        assert_agreement(server, model, 0)
+        _, tokens, before = served_logprobs(server)
+        for version in (1, 2, 3):
+            bridge.publish(version, shift(model, version))
+            assert_agreement(server, model, version)
+        assert (model_logprobs(model, PROMPT, tokens) - before).abs().max() > 0.05
+        with server.client as client:
+            info = client.get("/bridge/info").json()
+        assert (info["policy_version"], info["paused"]) == (3, False)
+        assert info["update_count"] == 3
+        assert info["last_update_time"] > 0
+        bridge.ensure_current()
+        assert_agreement(server, model, 3)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda s: str(s["mode"]))
+def test_no_answer_mixes_two_versions(tmp_path: Path, settings: dict[str, object]) -> None:
+    with stack(tmp_path, settings) as (server, bridge):
+        model = bridge.attach().model.eval()
+        writers = [shift(model, 1), shift(model, 2)]
+        bridge.publish(0, writers[0])
+        fixed = server.generate(prompt={"prompt_token_ids": PROMPT}, n=4, max_tokens=8, logprobs=0)["token_ids"]
+        expected: list[list[torch.Tensor]] = []
+        for which in (0, 1):
+            writers[which]()
+            expected.append([model_logprobs(model, PROMPT, tokens[:-1]) for tokens in fixed])
+        bridge.publish(2, writers[0])
+        answers: list[dict] = []
+        is_over = threading.Event()
+
+        def hammer(tokens: list[int]) -> None:
+            while not is_over.is_set():
+                body = {"prompt": {"prompt_token_ids": PROMPT + tokens[:-1]}, "prompt_logprobs": 0, "max_tokens": 4}
+                answers.append({"tokens": tokens, **server.generate(**body, logprobs=0)})
+
+        hammers = [threading.Thread(target=hammer, args=(tokens,)) for tokens in fixed]
+        for thread in hammers:
+            thread.start()
+        try:
+            for version in range(3, 19):
+                bridge.publish(version, writers[version % 2])
+        finally:
+            is_over.set()
+            for thread in hammers:
+                thread.join()
+        assert len({answer["policy_version"] for answer in answers}) > 3
+        for answer in answers:
+            which, index = answer["policy_version"] % 2, fixed.index(answer["tokens"])
+            entries = answer["prompt_logprobs"][len(PROMPT) :]
+            values = torch.tensor([next(iter(entry.values())) for entry in entries])
+            torch.testing.assert_close(values, expected[which][index], atol=1e-4, rtol=0)
+            assert len(set(answer["policy_versions"][0])) == 1
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda s: str(s["mode"]))
+def test_a_restarted_server_gets_the_current_weights_before_the_next_batch(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    with stack(tmp_path, settings) as (server, bridge):
+        model = bridge.attach().model.eval()
+        bridge.publish(7, shift(model, 1))
+        assert server.stop() == 0
+        port = int(server.url.rsplit(":", 1)[1])
+        flags = ("--bridge-file", str(tmp_path / "bridge.json"), *SERVER_FLAGS[str(settings["mode"])])
+        with running_server(tmp_path / "model", *flags, folder=tmp_path, port=port) as again:
+            bridge.ensure_current()
+            assert_agreement(again, model, 7)
+            bridge.publish(8, shift(model, 2))
+            assert_agreement(again, model, 8)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda s: str(s["mode"]))
+def test_tied_embeddings_stay_tied(tmp_path: Path, settings: dict[str, object]) -> None:
+    with stack(tmp_path, settings, tied=True) as (server, bridge):
+        model = bridge.attach().model.eval()
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        bridge.publish(1, shift(model, 1))
+        assert_agreement(server, model, 1)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda s: str(s["mode"]))
+def test_a_saved_model_loads_again(tmp_path: Path, settings: dict[str, object]) -> None:
+    with stack(tmp_path, settings) as (_, bridge):
+        attached = bridge.attach()
+        bridge.publish(1, shift(attached.model, 1))
+        attached.save(tmp_path / "saved")
+        expected = model_logprobs(attached.model.eval(), PROMPT, [40, 50, 60])
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
+        torch.testing.assert_close(model_logprobs(again, PROMPT, [40, 50, 60]), expected, atol=1e-5, rtol=0)
+        assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token_id == 2
+
+
+def test_none_hands_over_every_few_steps_only(tmp_path: Path) -> None:
+    with stack(tmp_path, {"mode": "none", "every_steps": 3}) as (server, bridge):
+        model = bridge.attach().model.eval()
+        served = []
+        for version in range(5):
+            bridge.publish(version, shift(model, version))
+            served.append(served_logprobs(server)[0]["policy_version"])
+            bridge.ensure_current()
+        assert served == [0, 0, 0, 3, 3]
+        assert not list((tmp_path / "run").glob("handover/*"))
+
+
+def test_lora_only_keeps_two_adapters_on_disk(tmp_path: Path) -> None:
+    with stack(tmp_path, {"mode": "lora_only"}) as (server, bridge):
+        model = bridge.attach().model.eval()
+        for version in range(4):
+            bridge.publish(version, shift(model, version))
+        assert sorted(path.name for path in (tmp_path / "run" / "adapters").iterdir()) == [
+            "policy@000002",
+            "policy@000003",
+        ]
+        with server.client as client:
+            status = client.get("/lora/status").json()
+            assert (status["active_adapter_name"], status["load_count"]) == ("policy@000003", 4)
+            assert client.post("/lora/unload").json()["previous_name"] == "policy@000003"
+            assert client.get("/lora/status").json()["active_adapter_name"] is None
+        base_logprob = served_logprobs(server)
+        with model.disable_adapter():
+            expected = model_logprobs(model, PROMPT, base_logprob[1])
+        torch.testing.assert_close(base_logprob[2], expected, atol=1e-4, rtol=0)
+
+
+def test_a_broken_adapter_leaves_the_old_one_in_place(tmp_path: Path) -> None:
+    with stack(tmp_path, {"mode": "lora_only"}) as (server, bridge):
+        model = bridge.attach().model.eval()
+        bridge.publish(1, shift(model, 1))
+        model.save_pretrained(tmp_path / "broken")
+        weights = tmp_path / "broken" / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+        with server.client as client:
+            answer = client.post("/lora/load", json={"adapter_path": str(tmp_path / "broken")})
+            assert answer.status_code == 400
+            assert "broken" in answer.json()["detail"]
+            assert client.post("/lora/load", json={"adapter_path": "/nowhere"}).status_code == 404
+        assert_agreement(server, model, 1)
+
+
+def test_bfloat16_weights_are_shared_as_they_are(tmp_path: Path) -> None:
+    settings = {"mode": "shared_vllm"}
+    with stack(tmp_path, settings, "--dtype", "bfloat16") as (server, bridge):
+        model = bridge.attach().model.eval()
+        assert model.dtype == torch.bfloat16
+        bridge.publish(1, shift(model, 1))
+        _, tokens, values = served_logprobs(server)
+        expected = model_logprobs(model, PROMPT, tokens)
+        assert math.isclose((values - expected).abs().mean(), 0, abs_tol=0.05)
