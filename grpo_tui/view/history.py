@@ -72,14 +72,21 @@ def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[floa
     return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
-def bar_heights(values: Sequence[float | None], num_heights: int) -> list[int | None]:
-    """Map values onto 0 … num_heights − 1 between their least and their greatest; a flat series lies low."""
+def bar_heights(values: Sequence[float | None], num_heights: int, *, shown: Sequence[float] = ()) -> list[int | None]:
+    """Map values onto 0 … num_heights − 1 between their least and their greatest; a flat series lies low.
+
+    Args:
+        values: one a bar, None for an empty bar.
+        num_heights: of a bar.
+        shown: values that the scale reaches at least, such as the ends of a healthy band, so that harmless noise
+            inside it looks as small as it is.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return [None] * len(values)
-    low, high = min(known), max(known)
+    low, high = min([*known, *shown]), max([*known, *shown])
     extent = high - low
     if extent <= 1e-12 * max(abs(low), abs(high), 1e-12):
-        return [None if value is None else num_heights // 3 for value in values]
+        return [None if value is None else 0 for value in values]
     top = num_heights - 1
     return [None if value is None else round((value - low) / extent * top) for value in values]

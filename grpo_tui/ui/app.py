@@ -1,0 +1,355 @@
+"""The screen of one run, in the order in which things happen: compose, connect, read files, reduce, draw, act on keys.
+
+Workers post messages; a handler reduces them into the one state; the screen draws from it. The run never depends on
+this process: it may stall, die or run twice. Leaving it detaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from textual import on
+from textual.app import App
+from textual.binding import Binding
+from textual.filter import LineFilter
+from textual.screen import Screen
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, RunStatus, ServiceState
+from grpo_tui.paths import METRICS_FILE, STATE_FILE
+from grpo_tui.ui import messages
+from grpo_tui.ui.connection import RunConnection
+from grpo_tui.ui.glyphs import AsciiOnly, wants_ascii
+from grpo_tui.ui.screens.confirm import ConfirmScreen
+from grpo_tui.ui.screens.main import MainScreen
+from grpo_tui.ui.screens.reading import ReadingScreen, help_page, warnings_page
+from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
+from grpo_tui.view import state as view
+from grpo_tui.view.format import duration_text
+from grpo_tui.view.log_tail import LogTail
+from grpo_tui.view.metrics_tail import MetricsTail
+
+TICK_S = 1.0
+RECONNECT_S = 1.0
+METRICS_POLL_S = 0.5
+LOG_POLL_BUSY_S = 0.1
+"""Between two reads of a log that is being written: a flood becomes ten pictures a second."""
+LOG_POLL_QUIET_S = 0.5
+LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+TRAINER_KIND = "trainer"
+
+
+class GrpoScreen(App[None]):
+    """Watches one run and asks its daemon for what keys say."""
+
+    TITLE = "grpo-tui"
+    CSS_PATH = "grpo.tcss"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS = [
+        Binding(
+            "ctrl+c,ctrl+q", "detach", "detach", show=False, priority=True, tooltip="leave the screen; the run goes on"
+        ),
+    ]
+
+    def __init__(
+        self,
+        run_folder: Path,
+        connection: RunConnection,
+        *,
+        clock: Callable[[], float] = time.time,
+        is_ascii: bool = False,
+    ) -> None:
+        super().__init__()
+        self.state = view.ViewState(run_folder=run_folder, now=clock())
+        self._connection = connection
+        self._clock = clock
+        self._ascii = AsciiOnly() if is_ascii else None
+        self._is_draw_due = False
+        self._log_wanted = asyncio.Event()
+
+    def get_default_screen(self) -> Screen[None]:
+        """The main screen; it composes the parts."""
+        return MainScreen(self.state)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's own (`NO_COLOR`), and plain characters where the terminal has no others."""
+        return [*super().get_line_filters(), *([self._ascii] if self._ascii else [])]
+
+    # --- connect and read ------------------------------------------------------------------------------------------
+
+    def on_mount(self) -> None:
+        """Start everything that brings news."""
+        self._leave_on_signals()
+        self.run_worker(self._listen(), name="listen")
+        self.run_worker(self._read_metrics(), name="metrics")
+        self.run_worker(self._read_log(), name="log")
+        self.set_interval(TICK_S, self._tick)
+        self._tick()
+
+    async def _listen(self) -> None:
+        """Hear the daemon; while there is none, show its last written word and try again."""
+        while True:
+            note = "the supervisor hung up"
+            try:
+                async for event in self._connection.events():
+                    self.post_message(messages.RunSpoke(event))
+                    if isinstance(event, Bye):
+                        note = f"the run is over: {event.state}"
+            except (PeerError, OSError) as error:
+                note = str(error)
+            await self._read_state_file(note)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _read_state_file(self, note: str) -> None:
+        """Take the state from its file, in the place of a daemon that is gone."""
+        try:
+            content = await asyncio.to_thread((self.state.run_folder / STATE_FILE).read_bytes)
+            status = RunStatus.model_validate_json(content)
+        except (OSError, ValueError):
+            self.post_message(messages.RunFellSilent(view.ConnectionLost(note=f"{note}; and no {STATE_FILE} to read")))
+            return
+        self.post_message(messages.StatusArrived(view.StatusRead(status=status)))
+        is_over = status.state in ENDED_RUN_STATES
+        words = f"the run is over: {status.state}; q leaves" if is_over else f"last known state, trying again: {note}"
+        self.post_message(messages.RunFellSilent(view.ConnectionLost(note=words, is_over=is_over)))
+
+    async def _read_metrics(self) -> None:
+        """Follow `metrics.jsonl`."""
+        tail = MetricsTail(self.state.run_folder / METRICS_FILE)
+        while True:
+            chunk = await asyncio.to_thread(tail.read)
+            if chunk.lines or chunk.is_restarted or chunk.num_bad_lines:
+                read = view.MetricsRead(
+                    lines=chunk.lines, is_restarted=chunk.is_restarted, num_bad_lines=chunk.num_bad_lines
+                )
+                self.post_message(messages.MetricsArrived(read))
+            if not chunk.has_more:
+                await asyncio.sleep(METRICS_POLL_S)
+
+    async def _read_log(self) -> None:
+        """Follow the log of whichever service is selected."""
+        tail: LogTail | None = None
+        service: str | None = None
+        pause_s = LOG_POLL_QUIET_S
+        while True:
+            if self.state.selected != service or tail is None:
+                service, tail = self.state.selected, self._open_log(self.state.selected)
+                pause_s = LOG_POLL_BUSY_S
+            chunk = await asyncio.to_thread(tail.read) if tail else None
+            if chunk is not None and service is not None and chunk.has_changed and service == self.state.selected:
+                read = view.LogRead(
+                    service=service,
+                    lines=chunk.lines,
+                    open_line=chunk.open_line,
+                    is_restarted=chunk.is_restarted,
+                )
+                self.post_message(messages.LogArrived(read))
+                pause_s = LOG_POLL_BUSY_S
+            else:
+                pause_s = min(LOG_POLL_QUIET_S, pause_s * 1.5)
+            self._log_wanted.clear()
+            if self.state.selected == service:
+                await self._until_log_wanted(pause_s)
+
+    def _open_log(self, service: str | None) -> LogTail | None:
+        known = self.state.service(service)
+        if known is None:
+            return None
+        path = Path(known.log)
+        return LogTail(path if path.is_absolute() else self.state.run_folder / path.name)
+
+    async def _until_log_wanted(self, pause_s: float) -> None:
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._log_wanted.wait()
+        except TimeoutError:
+            return
+
+    def _tick(self) -> None:
+        memory = psutil.virtual_memory()
+        host = view.HostMemory(total_bytes=memory.total, available_bytes=memory.available)
+        self.post_message(messages.SecondPassed(view.Ticked(now=self._clock(), host_memory=host)))
+
+    # --- reduce and draw -------------------------------------------------------------------------------------------
+
+    @on(messages.Came)
+    def _take_in(self, came: messages.Came) -> None:
+        self._apply(came.change)
+
+    def _apply(self, change: view.Change) -> None:
+        """Make the change, and draw once for all changes that wait."""
+        selected = self.state.selected
+        self.state = view.reduce(self.state, change)
+        if self.state.selected != selected:
+            self._log_wanted.set()
+        if not self._is_draw_due:
+            self._is_draw_due = True
+            self.call_later(self._draw)
+
+    def _draw(self) -> None:
+        self._is_draw_due = False
+        main = self.screen_stack[0] if self.screen_stack else None
+        if isinstance(main, MainScreen) and main.is_mounted:
+            main.draw(self.state)
+
+    @property
+    def main(self) -> MainScreen:
+        """The screen below whatever is open over it."""
+        main = self.screen_stack[0]
+        assert isinstance(main, MainScreen)
+        return main
+
+    # --- act on keys -----------------------------------------------------------------------------------------------
+
+    def action_restart_inference(self) -> None:
+        """Restart vLLM at once: it is the key that people come for."""
+        service = view.inference_service(self.state)
+        if service is None:
+            self._tell("warning", "no inference server among the services of this run; r restarts the selected one")
+            return
+        self._ask("restart", service)
+
+    def action_restart_selected(self) -> None:
+        """Restart the service whose log is shown."""
+        if self.state.selected is not None:
+            self._ask("restart", self.state.selected)
+
+    def action_start_or_stop(self) -> None:
+        """Start what does not run, stop what does; stopping the trainer is asked about first."""
+        service = self.state.service(self.state.selected)
+        if service is None:
+            return
+        if service.state in STOPPED_STATES:
+            self._ask("start", service.name)
+        elif service.kind == TRAINER_KIND:
+            step = self.state.history.last.step if self.state.history.last else 0
+            named = [
+                f"{service.name}, pid {service.pid}, after step {step}",
+                "training goes no further until it is started",
+            ]
+            self._confirm(f"Stop {service.name}?", named, "stop", service.name)
+        else:
+            self._ask("stop", service.name)
+
+    def action_end_run(self) -> None:
+        """End the run after a yes; the question names every process that will end."""
+        if self.state.has_ended:
+            self._tell("info", "the run is over already; q leaves")
+            return
+        live = [service for service in self.state.services if service.pid is not None]
+        named = [f"{service.name}, {service.state}, pid {service.pid}" for service in live] or ["no service runs"]
+        self._confirm(f"End the run {self.state.run}?", named, "down", None)
+
+    def action_detach(self) -> None:
+        """Leave the screen; the run goes on."""
+        self.exit()
+
+    async def action_quit(self) -> None:
+        """What the palette calls quitting is detaching."""
+        self.action_detach()
+
+    def action_select(self, by: int) -> None:
+        """Select the service so many rows further."""
+        self._apply(view.SelectionMoved(by=by))
+
+    def action_follow(self) -> None:
+        """Follow the end of the log, or hold still."""
+        self._apply(view.FollowChanged(is_following=not self.state.is_following))
+
+    def action_scroll_log(self, pages: int) -> None:
+        """Read a page back or on."""
+        lines = self.main.log_lines
+        lines.scroll_relative(y=pages * max(1, lines.size.height - 1), animate=False)
+
+    def action_scroll_log_to_start(self) -> None:
+        """Go to the oldest line in memory."""
+        self.main.log_lines.scroll_home(animate=False)
+
+    def action_scroll_log_to_end(self) -> None:
+        """Go to the newest line, and follow."""
+        self._apply(view.FollowChanged(is_following=True))
+
+    def action_shift_log(self, by: int) -> None:
+        """Move sideways along long lines."""
+        self.main.log_lines.shift(by)
+
+    def action_zoom(self) -> None:
+        """Give the body to the log, or share it again."""
+        self.main.toggle_zoom()
+
+    def action_help(self) -> None:
+        """Open the page of keys and signs."""
+        self.push_screen(ReadingScreen("grpo-tui", help_page()))
+
+    def action_warnings(self) -> None:
+        """Open every warning in full."""
+        self.push_screen(ReadingScreen("warnings", warnings_page(self.state)))
+
+    def _confirm(self, question: str, named: Sequence[str], do: view.Do, service: str | None) -> None:
+        def act(is_yes: bool | None) -> None:
+            if is_yes:
+                self._ask(do, service)
+
+        self.push_screen(ConfirmScreen(question, named), act)
+
+    def _ask(self, do: view.Do, service: str | None) -> None:
+        """Send a command without waiting for it; what happens then comes as events."""
+        self._apply(view.CommandSent(do=do, service=service, time=self._clock()))
+        self.run_worker(self._command(do, service), name=f"{do} {service or ''}")
+
+    async def _command(self, do: view.Do, service: str | None) -> None:
+        try:
+            reply = await self._connection.command(do, service)
+            error = None if reply.ok else (reply.error or "no reason given")
+        except (PeerError, OSError) as unreachable:
+            error = str(unreachable)
+        if error is not None:
+            refused = view.CommandRefused(do=do, service=service, error=error, time=self._clock())
+            self.post_message(messages.CommandFailed(refused))
+
+    def _tell(self, severity: Literal["info", "warning", "error"], text: str) -> None:
+        self._apply(view.Told(severity=severity, text=text, time=self._clock()))
+
+    def _leave_on_signals(self) -> None:
+        """A closed terminal or a polite kill leaves the screen as `q` does, with the terminal restored."""
+        if self.is_headless:
+            return
+        loop = asyncio.get_running_loop()
+        for number in LEAVING_SIGNALS:
+            loop.add_signal_handler(number, self.exit)
+
+
+def show(run_folder: Path, connection: RunConnection) -> int:
+    """Show the run until the person leaves; the run goes on.
+
+    Returns:
+        The exit code: 1 if the run was seen to fail, else 0.
+    """
+    app = GrpoScreen(run_folder.resolve(), connection, is_ascii=wants_ascii(os.environ))
+    app.run()
+    if app.return_code:
+        return app.return_code
+    sys.stderr.write(farewell(app.state) + "\n")
+    return 1 if app.state.status is not None and app.state.status.state is RunState.FAILED else 0
+
+
+def farewell(state: view.ViewState) -> str:
+    """What stands on the terminal after the screen: that the run goes on, or how it ended."""
+    if state.status is None or not state.has_ended:
+        return f"detached from {state.run}; grpo-tui attach {state.run} comes back, grpo-tui down {state.run} ends it"
+    status = state.status
+    lasted = ""
+    if status.started_at is not None and status.ended_at is not None:
+        lasted = f" after {duration_text(status.ended_at - status.started_at)}"
+    step = f", step {state.history.last.step}" if state.history.last else ""
+    failed = [service for service in status.services if service.state is ServiceState.FAILED]
+    causes = "".join(f"; {service.name}: {service.why or 'failed'}" for service in failed)
+    return f"{state.run} {status.state}{lasted}{step}{causes}; its files are in {state.run_folder}"

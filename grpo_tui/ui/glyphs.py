@@ -1,0 +1,85 @@
+"""Signs that the screen draws with, and plain characters in their place for a terminal that has only ASCII.
+
+Widgets write Unicode. Where the locale is another, `AsciiOnly` replaces characters one for one as lines leave for the
+terminal, so columns stay aligned and no widget needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+from grpo_engine.wire.supervisor import RunState, ServiceState
+
+SERVICE_GLYPHS = {
+    ServiceState.WAITING: "○",
+    ServiceState.STARTING: "◐",
+    ServiceState.READY: "●",
+    ServiceState.UNHEALTHY: "▲",
+    ServiceState.BACKOFF: "↻",
+    ServiceState.STOPPING: "◑",
+    ServiceState.STOPPED: "■",
+    ServiceState.FINISHED: "✓",
+    ServiceState.FAILED: "✗",
+}
+RUN_GLYPHS = {
+    RunState.STARTING: "◐",
+    RunState.RUNNING: "●",
+    RunState.DEGRADED: "▲",
+    RunState.FINISHED: "✓",
+    RunState.FAILED: "✗",
+    RunState.STOPPED: "■",
+}
+SEVERITY_GLYPHS = {"error": "✗", "warning": "▲", "info": "·"}
+SPARK_BARS = "▁▂▃▄▅▆▇█"
+SHARE_FILLS = "█▓▒▚▞▤▥▦"
+"""One a service, beside its colour, so that a bar can be read without colours."""
+OTHERS_FILL = "╳"
+REST_FILL = "░"
+FREE_FILL = "·"
+
+_ASCII = str.maketrans(
+    {
+        "○": "o", "◐": "(", "●": "*", "▲": "!", "↻": "@", "◑": ")", "■": "#", "✓": "+", "✗": "x", "▼": "v",
+        "▁": "_", "▂": ".", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "%", "█": "#",
+        "▓": "=", "▒": "+", "▚": "%", "▞": "$", "▤": "-", "▥": ":", "▦": "&", "╳": "x", "░": "~", "·": ".",
+        "–": "-", "—": "-", "−": "-", "…": "~", "→": ">", "←": "<", "↑": "^", "↓": "v", "≤": "<", "≥": ">", "±": "~",
+        "─": "-", "━": "-", "│": "|", "┃": "|", "▌": "|", "▎": "|", "▊": "|",
+        "┌": "+", "┐": "+", "└": "+", "┘": "+", "╭": "+", "╮": "+", "╰": "+", "╯": "+", "├": "+", "┤": "+",
+        "“": '"', "”": '"', "‘": "'", "’": "'",
+    }
+)  # fmt: skip
+
+
+def wants_ascii(environ: Mapping[str, str]) -> bool:
+    """Whether the locale says that the terminal has no UTF-8; a machine that says nothing (a container) has it.
+
+    Python itself sets `LC_CTYPE=C.UTF-8` where it found the C locale, so that alone is not the user's word.
+    """
+    spoken = environ.get("LC_ALL") or environ.get("LC_CTYPE") or environ.get("LANG") or ""
+    if spoken in ("C.UTF-8", "C.utf8", "UTF-8") and not environ.get("LC_ALL"):
+        spoken = environ.get("LANG") or ""
+    return bool(spoken) and "utf" not in spoken.lower()
+
+
+class AsciiOnly(LineFilter):
+    """Replace every character that is not ASCII by one that is and as wide."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Transform the segments of one line."""
+        return [
+            segment if segment.text.isascii() else Segment(as_ascii(segment.text), segment.style, segment.control)
+            for segment in segments
+        ]
+
+
+def as_ascii(text: str) -> str:
+    """`text` in ASCII, with a question mark for what has no likeness."""
+    likened = text.translate(_ASCII)
+    if likened.isascii():
+        return likened
+    return "".join(letter if letter.isascii() else "?" * cell_len(letter) for letter in likened)

@@ -1,0 +1,65 @@
+"""Every key of the main screen: what it does, in one word for the last line and in a sentence for the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.binding import Binding, BindingType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key and what it is for."""
+
+    key: str
+    """As Textual names it."""
+    shown: str
+    """As it is written for people."""
+    action: str
+    label: str
+    """For the last line."""
+    help: str
+    is_in_footer: bool = True
+
+
+KEYS = (
+    Key(key="v", shown="v", action="app.restart_inference", label="restart vLLM",
+        help="restart the inference server at once, and show each phase with its seconds"),
+    Key(key="r", shown="r", action="app.restart_selected", label="restart",
+        help="restart the selected service, and those that must follow it"),
+    Key(key="s", shown="s", action="app.start_or_stop", label="start/stop",
+        help="stop the selected service, or start it if it does not run (asks before it stops the trainer)"),
+    Key(key="f", shown="f", action="app.follow", label="follow",
+        help="let the log follow its end, or hold still to read"),
+    Key(key="z", shown="z", action="app.zoom", label="zoom",
+        help="give the whole screen to the log, and back"),
+    Key(key="w", shown="w", action="app.warnings", label="why",
+        help="every warning in full: what is wrong, why, and what to change"),
+    Key(key="question_mark", shown="?", action="app.help", label="help",
+        help="this page"),
+    Key(key="q", shown="q", action="app.detach", label="detach",
+        help="leave the screen; the run goes on (ctrl+c does the same)"),
+    Key(key="D", shown="D", action="app.end_run", label="end",
+        help="end the run and everything it started (asks first)"),
+    Key(key="up,k", shown="↑ k", action="app.select(-1)", label="up", is_in_footer=False,
+        help="select the service above; its log is shown"),
+    Key(key="down,j", shown="↓ j", action="app.select(1)", label="down", is_in_footer=False,
+        help="select the service below"),
+    Key(key="pageup", shown="PgUp", action="app.scroll_log(-1)", label="back", is_in_footer=False,
+        help="read back in the log; following stops"),
+    Key(key="pagedown", shown="PgDn", action="app.scroll_log(1)", label="on", is_in_footer=False,
+        help="read on in the log; following resumes at its end"),
+    Key(key="home", shown="Home", action="app.scroll_log_to_start", label="start", is_in_footer=False,
+        help="go to the oldest line in memory"),
+    Key(key="end", shown="End", action="app.scroll_log_to_end", label="end of log", is_in_footer=False,
+        help="go to the newest line and follow"),
+    Key(key="left", shown="←", action="app.shift_log(-1)", label="left", is_in_footer=False,
+        help="shift long log lines back"),
+    Key(key="right", shown="→", action="app.shift_log(1)", label="right", is_in_footer=False,
+        help="see the rest of long log lines"),
+)  # fmt: skip
+
+BINDINGS: list[BindingType] = [
+    Binding(key.key, key.action, key.label, show=key.is_in_footer, key_display=key.shown, tooltip=key.help)
+    for key in KEYS
+]

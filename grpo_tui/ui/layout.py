@@ -1,0 +1,91 @@
+"""How many rows each part of the screen gets, from the size of the terminal. Pure.
+
+Narrow: everything stacked, the log below. Wide: the log stands to the right. Whatever is given, the log keeps some
+rows; what does not fit scrolls (services) or is left to its own screen (warnings).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WIDE_COLUMNS = 150
+"""From here on the log stands beside the rest."""
+LEFT_SHARE = 0.56
+TWO_COLUMN_METRICS = 70
+"""Width from which metrics stand in two columns when rows are scarce."""
+NUM_FRAME_ROWS = 3
+"""Header, the line of what happens, keys."""
+MIN_LOG_ROWS = 4
+ROOMY_ROWS = 32
+"""From here on the parts stand apart."""
+NUM_GAPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Rows that each part could fill."""
+
+    num_services: int
+    gpu_rows: int
+    num_primary_metrics: int
+    num_metrics: int
+    warning_rows: int
+    """With hints and wrapped; one row a warning will do."""
+    num_warnings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Rows that each part gets, titles included."""
+
+    is_wide: bool
+    left_columns: int
+    services_rows: int
+    gpu_rows: int
+    metrics_rows: int
+    metrics_columns: int
+    warning_rows: int
+    gap: int
+    """Empty rows above GPUs, metrics and warnings."""
+
+
+def arrange(width: int, height: int, wanted: Wanted) -> Layout:
+    """Share out `height` rows of `width` columns."""
+    is_wide = width >= WIDE_COLUMNS
+    left = int(width * LEFT_SHARE) if is_wide else width
+    metrics_columns = 2 if left >= TWO_COLUMN_METRICS and not is_wide else 1
+    for_log = 0 if is_wide else max(MIN_LOG_ROWS, height // 4 - _rows_lent(wanted)) + 1
+    gap = 1 if height >= ROOMY_ROWS else 0
+    rows = max(0, height - NUM_FRAME_ROWS - for_log - NUM_GAPS * gap)
+
+    services = min(wanted.num_services + 1, max(3, rows // 2))
+    rows -= services
+    gpu = min(wanted.gpu_rows, max(0, rows // 3))
+    rows -= gpu
+    warnings = min(max(1, wanted.num_warnings), max(1, rows // 3))
+    rows -= warnings
+
+    primary = 1 + -(-wanted.num_primary_metrics // metrics_columns)
+    everything = 1 + -(-wanted.num_metrics // metrics_columns)
+    metrics = max(0, min(primary, rows))
+    rows -= metrics
+    if rows > 0 and warnings < wanted.warning_rows:
+        more = min(wanted.warning_rows - warnings, rows if is_wide else rows // 2)
+        warnings += more
+        rows -= more
+    metrics += max(0, min(everything - metrics, rows))
+    return Layout(
+        is_wide=is_wide,
+        left_columns=left,
+        services_rows=services,
+        gpu_rows=gpu,
+        metrics_rows=metrics,
+        metrics_columns=metrics_columns,
+        warning_rows=warnings,
+        gap=gap,
+    )
+
+
+def _rows_lent(wanted: Wanted) -> int:
+    """Rows that the log gives away when more than one thing is wrong."""
+    return min(2, max(0, wanted.num_warnings - 1))

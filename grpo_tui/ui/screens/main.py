@@ -1,0 +1,107 @@
+"""The main screen: places the parts, gives each its rows for the size of the terminal, and hands them the state."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Container, Vertical
+from textual.screen import Screen
+
+from grpo_tui.ui.keys import BINDINGS
+from grpo_tui.ui.layout import Layout, Wanted, arrange
+from grpo_tui.ui.widgets import gpu_panel, warnings_bar
+from grpo_tui.ui.widgets.activity_line import ActivityLine
+from grpo_tui.ui.widgets.gpu_panel import GpuPanel
+from grpo_tui.ui.widgets.header import HeaderLine
+from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.ui.widgets.log_panel import LogLines, LogPanel, LogTitle
+from grpo_tui.ui.widgets.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
+from grpo_tui.ui.widgets.services_table import ServicesTable
+from grpo_tui.ui.widgets.warnings_bar import WarningsBar
+from grpo_tui.view.state import ViewState
+
+PADDING = 2
+"""Columns that every part leaves empty at its edges."""
+
+
+class MainScreen(Screen[None]):
+    """Services, GPUs, metrics, warnings and a log at one glance."""
+
+    BINDINGS = BINDINGS
+    AUTO_FOCUS = None
+
+    def __init__(self, state: ViewState) -> None:
+        super().__init__()
+        self._state = state
+        self._layout_now: Layout | None = None
+
+    def compose(self) -> ComposeResult:
+        """The parts from top to bottom; on a wide terminal the log stands to the right."""
+        yield HeaderLine()
+        with Container(id="body"):
+            with Vertical(id="left"):
+                yield ServicesTable()
+                yield GpuPanel()
+                yield MetricsPanel()
+                yield WarningsBar()
+            yield LogPanel()
+        yield ActivityLine()
+        yield KeysBar()
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state; parts whose lines are the same paint nothing."""
+        self._state = state
+        self._arrange()
+        for part in self.query(Lines):
+            if not isinstance(part, LogTitle):
+                part.draw(state)
+        self.query_one(LogPanel).draw(state)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Give the parts their rows for the new size."""
+        self._arrange()
+
+    def toggle_zoom(self) -> None:
+        """Give the log the whole body, or share it again."""
+        self.toggle_class("-zoomed")
+
+    @property
+    def log_lines(self) -> LogLines:
+        """The lines of the log, for keys that scroll."""
+        return self.query_one(LogLines)
+
+    def _arrange(self) -> None:
+        width, height = self.size
+        state = self._state
+        if not width or not height:
+            return
+        left = arrange(width, height, _wanted(state, width)).left_columns
+        layout = arrange(width, height, _wanted(state, left - PADDING))
+        if layout == self._layout_now:
+            return
+        self._layout_now = layout
+        self.set_class(layout.is_wide, "-wide")
+        self.query_one("#left").styles.width = layout.left_columns if layout.is_wide else "1fr"
+        metrics = self.query_one(MetricsPanel)
+        metrics.num_columns = layout.metrics_columns
+        for part, rows, gap in (
+            (self.query_one(ServicesTable), layout.services_rows, 0),
+            (self.query_one(GpuPanel), layout.gpu_rows, layout.gap),
+            (metrics, layout.metrics_rows, layout.gap),
+            (self.query_one(WarningsBar), layout.warning_rows, layout.gap),
+        ):
+            part.styles.height = rows
+            part.styles.margin = (gap, 0, 0, 0)
+            part.display = rows > 0
+
+
+def _wanted(state: ViewState, width: int) -> Wanted:
+    return Wanted(
+        num_services=max(1, len(state.services)),
+        gpu_rows=gpu_panel.rows_wanted(state),
+        num_primary_metrics=len(PRIMARY_METRICS),
+        num_metrics=len(shown_metrics(state)),
+        warning_rows=warnings_bar.rows_wanted(state, width),
+        num_warnings=len(state.warnings),
+    )

@@ -1,0 +1,90 @@
+"""A page to read over the main screen: the help, or every warning in full. Scrolls; any of several keys closes it."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from grpo_engine.wire.metrics import HEALTHY_BANDS
+from grpo_tui.ui.glyphs import SERVICE_GLYPHS, SEVERITY_GLYPHS
+from grpo_tui.ui.keys import KEYS
+from grpo_tui.ui.widgets.metrics_panel import band_text
+from grpo_tui.view.state import ViewState
+
+KEY_WIDTH = 6
+BAND_NAME_WIDTH = 25
+
+
+class ReadingScreen(ModalScreen[None]):
+    """A titled page."""
+
+    BINDINGS = [
+        Binding("escape,q,enter,w,question_mark,ctrl+c", "dismiss", "close", tooltip="go back to the main screen"),
+        Binding("down,j", "scroll(1)", "on", tooltip="read on"),
+        Binding("up,k", "scroll(-1)", "back", tooltip="read back"),
+    ]
+    DEFAULT_CSS = """
+    ReadingScreen { align: center middle; }
+    ReadingScreen > VerticalScroll {
+        width: 100; max-width: 94%; height: auto; max-height: 94%;
+        padding: 1 2; background: $surface; border: round $primary;
+        border-title-color: $foreground; border-subtitle-color: $foreground 65%;
+        scrollbar-size-vertical: 1;
+    }
+    """
+
+    def __init__(self, title: str, page: Content) -> None:
+        super().__init__()
+        self._page_title = title
+        self._page = page
+
+    def compose(self) -> ComposeResult:
+        """The page in its frame."""
+        frame = VerticalScroll(Static(self._page))
+        frame.border_title = self._page_title
+        frame.border_subtitle = "esc closes"
+        yield frame
+
+    def action_scroll(self, by: int) -> None:
+        """Move by a line."""
+        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+
+
+def help_page() -> Content:
+    """Every key in a sentence, then what the signs mean, then the healthy bands."""
+    rows = [_heading("keys")]
+    rows += [Content.assemble((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help) for key in KEYS]
+    rows += [Content(""), _heading("services")]
+    states = list(SERVICE_GLYPHS.items())
+    for start in range(0, len(states), 3):
+        rows.append(Content("  " + "".join(f"{glyph} {state:<18}" for state, glyph in states[start : start + 3])))
+    rows += [Content(""), _heading("healthy bands: ✓ inside, ▲ above, ▼ below")]
+    rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
+    rows += [
+        Content(""),
+        _heading("files"),
+        Content("  Logs, metrics.jsonl and state.json stand in the run's folder; tail -f works on them."),
+    ]
+    return Content("\n").join(rows)
+
+
+def warnings_page(state: ViewState) -> Content:
+    """Every warning with its cause and hint."""
+    if not state.warnings:
+        return Content("Nothing to worry about: every service and metric is as it should be.")
+    rows: list[Content] = []
+    for warning in state.warnings:
+        rows += [
+            Content.assemble((f"{SEVERITY_GLYPHS[warning.severity]} {warning.text}", "bold")),
+            *([Content.assemble("  → ", warning.hint)] if warning.hint else []),
+            Content(""),
+        ]
+    return Content("\n").join(rows[:-1])
+
+
+def _heading(text: str) -> Content:
+    return Content.styled(text, "bold underline")

@@ -1,0 +1,60 @@
+"""The first line: which run, how it stands, for how long, at which step, and whether its daemon answers."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from grpo_engine.wire.supervisor import RunState
+from grpo_tui.ui.glyphs import RUN_GLYPHS
+from grpo_tui.ui.widgets.lines import Lines, Styled, spread
+from grpo_tui.view.format import clock_text
+from grpo_tui.view.state import Connection, ViewState
+
+RUN_STYLES = {
+    RunState.STARTING: ".busy",
+    RunState.RUNNING: ".ok",
+    RunState.DEGRADED: ".warning",
+    RunState.FINISHED: ".ok",
+    RunState.FAILED: ".error",
+    RunState.STOPPED: ".muted",
+}
+CONNECTION_WORDS: dict[Connection, Styled] = {
+    Connection.CONNECTING: ("  connecting …", ".busy"),
+    Connection.LIVE: ("", ""),
+    Connection.LOST: ("  ✗ no supervisor", ".error"),
+    Connection.ENDED: ("", ""),
+}
+
+
+class HeaderLine(Lines):
+    """One line over everything."""
+
+    DEFAULT_CSS = """
+    HeaderLine { height: 1; background: $panel; padding: 0 1; }
+    """
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """`run  profile  ● running` and at the right `step 123  up 12m05s`."""
+        left: list[str | Styled] = [(state.run, ".strong")]
+        right: list[str | Styled] = []
+        if state.status is not None:
+            left += [("  " + state.status.profile, ".muted")]
+            word = f"  {RUN_GLYPHS[state.status.state]} {state.status.state}"
+            left += [(word, RUN_STYLES[state.status.state])]
+            right += _step(state)
+            right += [(f"  up {clock_text(_age_s(state))}", ".muted")]
+        left += [CONNECTION_WORDS[state.connection]]
+        return [spread(width, left, right)]
+
+
+def _age_s(state: ViewState) -> float | None:
+    """Seconds that the run has lasted, or lasted until it ended."""
+    if state.status is None or state.status.started_at is None:
+        return None
+    return (state.status.ended_at or state.now) - state.status.started_at
+
+
+def _step(state: ViewState) -> list[str | Styled]:
+    if state.history.last is None:
+        return []
+    return [("  step ", ".muted"), (f"{state.history.last.step:,}", ".strong")]

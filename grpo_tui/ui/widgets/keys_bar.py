@@ -1,0 +1,46 @@
+"""The last line: what the keys do. A click does it too."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.style import Style
+
+from grpo_engine.wire.supervisor import ServiceState
+from grpo_tui.ui.keys import KEYS, Key
+from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.view.state import ViewState
+
+STOPPED_STATES = frozenset({ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
+
+
+class KeysBar(Lines):
+    """One line under everything."""
+
+    DEFAULT_CSS = """
+    KeysBar { height: 1; background: $panel; padding: 0 1; }
+    KeysBar > .key { color: $text-accent; text-style: bold; }
+    """
+    COMPONENT_CLASSES = {"key"}
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.auto_links = False  # a row of underlined words would be the loudest thing on the screen
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """As many keys as fit, two spaces apart, or one where that is what it takes."""
+        items = [_item(key, state) for key in KEYS if key.is_in_footer]
+        total = sum(item.cell_length for item in items)
+        gap = 2 if total + 2 * (len(items) - 1) <= width else 1
+        row = items[0]
+        for item in items[1:]:
+            row = row + Content(" " * gap) + item
+        return [row.truncate(width)]
+
+
+def _item(key: Key, state: ViewState) -> Content:
+    label = key.label
+    if key.action == "app.start_or_stop":
+        service = state.service(state.selected)
+        label = "start" if service is not None and service.state in STOPPED_STATES else "stop"
+    item = Content.assemble((key.shown, ".key"), " ", (label, ".muted"))
+    return item.stylize(Style.from_meta({"@click": key.action}))

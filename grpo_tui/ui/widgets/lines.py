@@ -1,0 +1,131 @@
+"""A widget that is a list of lines drawn from the state, and repaints only the lines that changed.
+
+Each part of the main screen is one. Styles are component classes, so that themes, light or dark, reach every line.
+"""
+
+from __future__ import annotations
+
+from rich.cells import cell_len, set_cell_size
+from textual import events
+from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.visual import Visual
+from textual.widget import Widget
+
+from grpo_tui.view.state import ViewState
+
+Styled = tuple[str, str]
+"""Text and the name of its style, `.ok` for instance."""
+NUM_SHARES = 8
+"""Styles `.share-0` … for the parts of a bar."""
+STYLES = frozenset(
+    {"ok", "busy", "warning", "error", "muted", "faint", "strong", "title", "accent", "selected", "others", "spark"}
+    | {f"share-{number}" for number in range(NUM_SHARES)}
+)
+
+
+class Lines(Widget):
+    """Base of the parts; a part says its lines for a state and a size."""
+
+    COMPONENT_CLASSES = set(STYLES)
+    ALLOW_SELECT = False
+    DEFAULT_CSS = """
+    Lines { height: auto; width: 1fr; text-wrap: nowrap; }
+    Lines > .ok { color: $text-success; }
+    Lines > .busy { color: $text-primary; }
+    Lines > .warning { color: $text-warning; }
+    Lines > .error { color: $text-error; text-style: bold; }
+    Lines > .muted { color: $foreground 65%; }
+    Lines > .faint { color: $foreground 35%; }
+    Lines > .strong { text-style: bold; }
+    Lines > .title { color: $foreground 65%; text-style: bold; }
+    Lines > .accent { color: $text-accent; }
+    Lines > .selected { background: $primary 25%; }
+    Lines > .spark { color: $text-primary 75%; }
+    Lines > .others { color: $text-warning; }
+    Lines > .share-0 { color: $primary; }
+    Lines > .share-1 { color: $success; }
+    Lines > .share-2 { color: $accent; }
+    Lines > .share-3 { color: $secondary-lighten-2; }
+    Lines > .share-4 { color: $primary-lighten-3; }
+    Lines > .share-5 { color: $success-lighten-2; }
+    Lines > .share-6 { color: $accent-darken-2; }
+    Lines > .share-7 { color: $secondary; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._state: ViewState | None = None
+        self._lines: list[Content] = []
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """What to show; at most `height` lines of at most `width` cells."""
+        raise NotImplementedError
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state; only lines that differ are painted."""
+        self._state = state
+        width, height = self.size
+        if not width or not height:
+            return
+        before, self._lines = self._lines, self.lines(state, width, height)[:height]
+        for y in range(max(len(before), len(self._lines))):
+            old = before[y] if y < len(before) else None
+            new = self._lines[y] if y < len(self._lines) else None
+            if old is None or new is None or not old.is_same(new):
+                self.refresh(Region(0, y, width, 1))
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Say the lines anew for the new size."""
+        self._lines = []
+        if self._state is not None:
+            self.draw(self._state)
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """Paint one line."""
+        width = self.size.width
+        if y >= len(self._lines):
+            return Strip.blank(width, self.rich_style)
+        strips = Visual.to_strips(self, self._lines[y], width, 1, self.visual_style, pad=True)
+        return strips[0].adjust_cell_length(width, self.rich_style) if strips else Strip.blank(width, self.rich_style)
+
+    @property
+    def plain_lines(self) -> list[str]:
+        """The lines as text, for tests."""
+        return [line.plain for line in self._lines]
+
+
+def fit(text: str, width: int, *, right: bool = False) -> str:
+    """`text` in exactly `width` cells: cut with an ellipsis, or padded on the right (or left)."""
+    length = cell_len(text)
+    if length > width:
+        return set_cell_size(text, width - 1) + "…" if width > 0 else ""
+    padding = " " * (width - length)
+    return padding + text if right else text + padding
+
+
+def line(*parts: str | Styled) -> Content:
+    """One line of styled pieces."""
+    return Content.assemble(*(part for part in parts if part and part != ("", "")), end="")
+
+
+def spread(width: int, left: list[str | Styled], right: list[str | Styled]) -> Content:
+    """Pieces at the left edge and pieces at the right edge; where both do not fit, the left is cut."""
+    left_part, right_part = line(*left), line(*right)
+    room = width - right_part.cell_length
+    if room <= 0:
+        return left_part.truncate(width, ellipsis=True)
+    return left_part.truncate(room, ellipsis=True).pad_right(max(0, room - left_part.cell_length)) + right_part
+
+
+def rule(width: int, title: str, note: str = "") -> Content:
+    """A quiet title over a part: `─ log trainer ───────────── following ─`."""
+    end = f" {note} ─" if note else ""
+    start = f"─ {title} "
+    dashes = "─" * max(0, width - cell_len(start) - cell_len(end))
+    return line(
+        ("─ ", ".faint"), (f"{title} ", ".title"), (dashes, ".faint"), (f" {note}" if note else "", ".muted"),
+        (" ─" if note else "", ".faint"),
+    ).truncate(width)  # fmt: skip

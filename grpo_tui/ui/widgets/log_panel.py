@@ -1,0 +1,142 @@
+"""The log of the selected service: its title, and its lines, following their end or standing still to be read."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from grpo_tui.ui.messages import FollowingChanged
+from grpo_tui.ui.widgets.lines import Lines, rule
+from grpo_tui.view.log_tail import without_colours
+from grpo_tui.view.state import FollowChanged, LogView, ViewState
+
+SHIFT_COLUMNS = 20
+
+
+class LogTitle(Lines):
+    """Whose log it is, and whether it follows."""
+
+    DEFAULT_CSS = """
+    LogTitle { height: 1; padding: 0 1; }
+    """
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """`─ log vllm ──────────────── following ─`."""
+        if state.selected is None:
+            return [rule(width, "log")]
+        note = "following" if state.is_following else "held: f follows again"
+        return [rule(width, f"log {state.selected}", note)]
+
+
+class LogLines(ScrollView, can_focus=False):
+    """The lines in memory, painted only where they are in sight."""
+
+    DEFAULT_CSS = """
+    LogLines { height: 1fr; padding: 0 1; overflow-x: hidden; overflow-y: auto; scrollbar-size-vertical: 1; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._log = LogView()
+        self._is_following = True
+        self._longest = 0
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state of the log, and keep what is being read in its place."""
+        before, self._log = self._log, state.log
+        was_following, self._is_following = self._is_following, state.is_following
+        if before is not state.log:
+            self._measure(before)
+            num_lines = len(self._log.lines) + bool(self._log.open_line)
+            self.virtual_size = Size(self._longest, num_lines)
+            self.refresh()
+        if self._is_following and (before is not state.log or not was_following):
+            self.scroll_end(animate=False, immediate=True, x_axis=False)
+        elif before.service == self._log.service and self._log.num_dropped > before.num_dropped:
+            dropped = self._log.num_dropped - before.num_dropped
+            self.scroll_to(y=max(0, self.scroll_offset.y - dropped), animate=False, immediate=True)
+
+    def on_resize(self) -> None:
+        """Stay at the end when the room changes."""
+        if self._is_following:
+            self.scroll_end(animate=False, immediate=True, x_axis=False)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Scrolling back lets go of the end; reaching it takes hold again."""
+        super().watch_scroll_y(old_value, new_value)
+        is_at_end = new_value >= self.max_scroll_y
+        if new_value < old_value and self._is_following and not is_at_end:
+            self.post_message(FollowingChanged(FollowChanged(is_following=False)))
+        elif new_value > old_value and not self._is_following and is_at_end:
+            self.post_message(FollowingChanged(FollowChanged(is_following=True)))
+
+    def shift(self, by: int) -> None:
+        """Move sideways along long lines."""
+        furthest = max(0, self._longest - self.scrollable_content_region.width)
+        self.scroll_to(x=min(max(0, self.scroll_offset.x + by * SHIFT_COLUMNS), furthest), animate=False, force=True)
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """Paint one line of the log, in its own colours."""
+        width = self.scrollable_content_region.width
+        place = y + self.scroll_offset.y
+        shown = self._line(place)
+        if shown is None:
+            shown = self._words_for_nothing() if place == 0 else ""
+        text = Text.from_ansi(shown, no_wrap=True, end="") if "\x1b" in shown else Text(shown, no_wrap=True, end="")
+        text.stylize_before(self.rich_style)
+        strip = Strip(text.render(self.app.console), cell_len(text.plain))
+        left, right = self.scroll_offset.x, self.scroll_offset.x + width
+        if strip.cell_length <= right:
+            return strip.crop_extend(left, right, self.rich_style)
+        cut_sign = Strip([Segment("…", self.rich_style)], 1)
+        return Strip.join([strip.crop_extend(left, right - 1, self.rich_style), cut_sign])
+
+    @property
+    def plain_lines(self) -> list[str]:
+        """The lines in sight as text, for tests."""
+        return [self.render_line(y).text.rstrip() for y in range(self.size.height)]
+
+    def _line(self, place: int) -> str | None:
+        lines = self._log.lines
+        if place < len(lines):
+            return lines[place]
+        return self._log.open_line if place == len(lines) and self._log.open_line else None
+
+    def _words_for_nothing(self) -> str:
+        if self._log.service is None or self._log.lines or self._log.open_line:
+            return ""
+        return f"{self._log.service} has written nothing yet"
+
+    def _measure(self, before: LogView) -> None:
+        """Keep the width of the longest line; only lines that are new are measured."""
+        is_same_file = before.service == self._log.service and self._log.num_dropped >= before.num_dropped
+        known = before.num_dropped + len(before.lines) - self._log.num_dropped if is_same_file else 0
+        fresh = self._log.lines[max(0, known) :] if is_same_file else self._log.lines
+        longest = max((len(text if "\x1b" not in text else without_colours(text)) for text in fresh), default=0)
+        self._longest = max(self._longest if is_same_file else 0, longest, len(self._log.open_line))
+
+
+class LogPanel(Vertical):
+    """Title and lines."""
+
+    DEFAULT_CSS = """
+    LogPanel { height: 1fr; width: 1fr; }
+    """
+
+    def compose(self) -> ComposeResult:
+        """Stack them."""
+        yield LogTitle()
+        yield LogLines()
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state."""
+        self.query_one(LogTitle).draw(state)
+        self.query_one(LogLines).draw(state)

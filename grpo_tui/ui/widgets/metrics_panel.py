@@ -1,0 +1,172 @@
+"""The metrics of training: value, verdict against the healthy band, and a sparkline over the whole run.
+
+Bars of the sparkline that lie outside the band have the colour of a warning; the verdict is a sign too (✓, ▲ above the
+band, ▼ below it), so that nothing is said by colour alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.content import Content
+
+from grpo_engine.wire.metrics import HEALTHY_BANDS, Band
+from grpo_tui.ui.glyphs import SPARK_BARS
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.view.format import duration_text, number_text
+from grpo_tui.view.history import MetricHistory, bar_heights, bucketed
+from grpo_tui.view.state import ViewState
+
+PRIMARY_METRICS = (
+    "reward/mean", "grpo/mean_ratio", "grpo/clipped_fraction", "alignment/diff_mean", "alignment/diff_abs_mean",
+    "train/loss", "train/grad_norm", "grpo/entropy", "train/tokens_per_second",
+)  # fmt: skip
+"""Always shown, in this order."""
+OTHER_METRICS = (
+    "reward/std", "reward/frac_zero_std", "grpo/kl", "grpo/ess", "alignment/diff_max", "rollout/length_mean",
+    "rollout/truncated_fraction", "rollout/staleness_mean", "rollout/staleness_max", "train/lr", "train/step_time",
+    "train/sync_time", "train/data_fetch_time", "train/gpu_memory_gb", "logprobs/training_mean",
+    "logprobs/inference_mean",
+)  # fmt: skip
+"""Shown as far as there is room, where they are measured."""
+SHORT_NAMES = {
+    "reward/mean": "reward/mean",
+    "reward/std": "reward/std",
+    "reward/frac_zero_std": "equal_rewards",
+    "train/tokens_per_second": "tokens/s",
+    "rollout/truncated_fraction": "truncated",
+    "logprobs/training_mean": "training_logprob",
+    "logprobs/inference_mean": "infer_logprob",
+}
+"""Where the last part of a name is too long, or says too little, for a narrow column."""
+VALUE_WIDTH = 8
+BAND_WIDTH = 10
+GAP = 2
+FULL_NAME_COLUMNS = 64
+"""Width of a column from which names are written out and bands stand in numbers."""
+LONGEST_NAME = max(len(name) for name in (*PRIMARY_METRICS, *OTHER_METRICS))
+LONGEST_SHORT_NAME = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a value stands to its band."""
+
+    sign: str
+    style: str
+
+
+class MetricsPanel(Lines):
+    """One metric a cell, in one column or two."""
+
+    DEFAULT_CSS = """
+    MetricsPanel { padding: 0 1; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.num_columns = 1
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """A title with the newest step, then the metrics, the most telling first."""
+        if not height:
+            return []
+        title = rule(width, "metrics", _pace(state))
+        if state.history.last is None:
+            return [title, line(("  no step yet: metrics appear when the trainer has done its first", ".muted"))]
+        names = shown_metrics(state)[: (height - 1) * self.num_columns]
+        cell_width = (width - GAP * (self.num_columns - 1)) // self.num_columns
+        num_rows = -(-len(names) // self.num_columns)
+        cells = [_cell(name, state.history, cell_width) for name in names]
+        rows = [cells[row::num_rows] for row in range(num_rows)]
+        return [title, *(_joined(row) for row in rows)]
+
+
+def shown_metrics(state: ViewState) -> list[str]:
+    """Names in the order of the panel: the primary ones always, the others where measured."""
+    return [*PRIMARY_METRICS, *(name for name in OTHER_METRICS if state.history.has(name))]
+
+
+def judge(value: float | None, band: Band | None) -> Verdict:
+    """The sign and the style of a value in its band."""
+    if value is None or band is None:
+        return Verdict(sign=" ", style="")
+    if band.holds(value):
+        return Verdict(sign="✓", style=".ok")
+    is_above = band.high is not None and value > band.high
+    return Verdict(sign="▲" if is_above else "▼", style=".warning")
+
+
+def band_text(band: Band | None) -> str:
+    """`0.8 – 1.2`, `≤ 0.3`, `± 0.1`; nothing without a band."""
+    if band is None:
+        return ""
+    if band.low is None or band.high is None:
+        return f"≤ {band.high:g}" if band.low is None else f"≥ {band.low:g}"
+    return f"± {band.high:g}" if band.low == -band.high else f"{band.low:g} – {band.high:g}"
+
+
+def _cell(name: str, history: MetricHistory, width: int) -> Content:
+    assert history.last is not None
+    band = HEALTHY_BANDS.get(name)
+    value = history.last.metrics.get(name)
+    verdict = judge(value, band)
+    is_roomy = width >= FULL_NAME_COLUMNS
+    name_width = LONGEST_NAME if is_roomy else LONGEST_SHORT_NAME
+    shown_name = name if is_roomy else _short_name(name)
+    pieces: list[str | Styled] = [
+        (fit(shown_name, name_width), ".muted"),
+        (" " + fit(number_text(value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
+        (f" {verdict.sign} ", verdict.style),
+    ]
+    if is_roomy:
+        pieces.append((fit(band_text(band), BAND_WIDTH), ".muted"))
+    spark_width = width - name_width - VALUE_WIDTH - 4 - (BAND_WIDTH if is_roomy else 0)
+    pieces += _sparkline(history.series(name), spark_width, band)
+    return line(*pieces).truncate(width, pad=True)
+
+
+def _short_name(name: str) -> str:
+    return SHORT_NAMES.get(name, name.rpartition("/")[-1])
+
+
+def _sparkline(series: list[tuple[int, float]], width: int, band: Band | None) -> list[Styled]:
+    values = bucketed(series, width)
+    heights = bar_heights(values, len(SPARK_BARS), shown=_ends(band))
+    pieces: list[Styled] = []
+    for value, height in zip(values, heights, strict=True):
+        bar = " " if height is None else SPARK_BARS[height]
+        is_outside = band is not None and value is not None and not band.holds(value)
+        style = ".warning" if is_outside else ".spark"
+        if pieces and pieces[-1][1] == style:
+            pieces[-1] = (pieces[-1][0] + bar, style)
+        else:
+            pieces.append((bar, style))
+    return pieces
+
+
+def _ends(band: Band | None) -> list[float]:
+    """What the scale of a sparkline reaches at least: a band open below begins at 0."""
+    if band is None:
+        return []
+    return [band.low if band.low is not None else 0.0, *([band.high] if band.high is not None else [])]
+
+
+def _joined(cells: list[Content]) -> Content:
+    row = cells[0]
+    for cell in cells[1:]:
+        row = row + Content(" " * GAP) + cell
+    return row
+
+
+def _pace(state: ViewState) -> str:
+    """How the newest step went: `policy 12 · 2.3s a step`."""
+    last = state.history.last
+    if last is None:
+        return ""
+    parts = [f"step {last.step:,}", f"policy {last.policy_version:,}"]
+    if "train/step_time" in last.metrics:
+        parts.append(f"{duration_text(last.metrics['train/step_time'])} a step")
+    if state.num_bad_metric_lines:
+        parts.append(f"{state.num_bad_metric_lines} unreadable lines")
+    return " · ".join(parts)
