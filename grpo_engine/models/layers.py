@@ -1,0 +1,57 @@
+"""Choosing transformer layers by index: to train only those, or to put adapters only on those.
+
+Assumes the naming that every decoder of the transformers library has: `….layers.<index>.…` (`….h.<index>.…` in GPT-2's
+line). Reading the text form (`0-3,28-31`) is in `config.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from grpo_engine.errors import ModelError
+
+_LAYER_OF_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def freeze_except_layers(model: nn.Module, indices: Iterable[int]) -> None:
+    """Let only the parameters of these layers learn; embeddings, final norm and head are frozen as well.
+
+    Raises:
+        ModelError: no index, or one that the model does not have; nothing is frozen then.
+    """
+    chosen = require_layers(model, indices)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(layer_of(name) in chosen)
+
+
+def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:
+    """`indices` as a set, if the model has all of those layers.
+
+    Raises:
+        ModelError: no index, or one that the model does not have.
+    """
+    chosen, present = frozenset(indices), frozenset(_layers(model))
+    if not chosen:
+        raise ModelError("layer indices: none given, so nothing would learn; leave the filter out to train all layers")
+    if missing := sorted(chosen - present):
+        raise ModelError(
+            f"layer indices: {', '.join(map(str, missing))} not in this model, which has {len(present)} layers, "
+            f"0 to {len(present) - 1}"
+        )
+    return chosen
+
+
+def layer_of(parameter_name: str) -> int | None:
+    """The index of the layer that a parameter belongs to; None for embeddings, final norm and head."""
+    match = _LAYER_OF_NAME.search(parameter_name)
+    return int(match[1]) if match else None
+
+
+def _layers(model: nn.Module) -> Iterator[int]:
+    for name, _ in model.named_parameters():
+        index = layer_of(name)
+        if index is not None:
+            yield index
