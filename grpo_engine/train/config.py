@@ -11,12 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from grpo_engine.bridges import AnyBridge
-from grpo_engine.bridges.none import CheckpointReload
+from grpo_engine.algo.loss_config import Preset
+from grpo_engine.bridges import AnyBridge, CheckpointReload
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
-
-LossPreset = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "ppo_dual_clip"]
 
 
 class TrainConfig(Config):
@@ -51,7 +49,7 @@ class TrainConfig(Config):
     """Gradients are scaled down to this norm."""
 
     # Loss
-    loss: LossPreset = "grpo"
+    loss: Preset = "grpo"
     """Preset that the settings below refine."""
     clip_eps: float = Field(0.2, gt=0)
     """Ratios outside 1 ± clip_eps stop acting; for presets with a band of their own, set clip_low and clip_high."""
