@@ -1,0 +1,233 @@
+"""Where groups come from: the trainer's client of the rollout API.
+
+Fetches one batch at a time, so that nothing goes stale in a drawer here, and acknowledges it when it asks for the next:
+a batch whose step was never finished is offered again to the trainer that comes after. Outlives a restart of the API,
+also one that has forgotten the registration. How old a group may be is the loop's to decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import httpx
+from pydantic import ValidationError
+
+from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.wire.rollouts import TOKEN_VARIABLE, BatchResponse, RegisterRequest, ScoredGroup
+
+log = logging.getLogger(__name__)
+
+_MIN_POLL_S = 0.02
+_MAX_POLL_S = 0.25
+"""Between two questions: short right after a batch was wanted, when it is probably about to form, longer later."""
+_REQUEST_TIMEOUT_S = 60.0
+"""A batch may be hundreds of megabytes; a connection that is refused says so at once."""
+_SAY_AGAIN_S = 15.0
+"""Between two log lines about the same trouble."""
+
+
+class RolloutSource:
+    """A trainer's place at a rollout API."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        reach_timeout_s: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            token: bearer token; absent: $GRPO_API_TOKEN, if set.
+            reach_timeout_s: how long the API may take to appear, at the start and after it was lost.
+        """
+        self.url = url.rstrip("/")
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        # Uncompressed: on loopback unpacking costs more than sending.
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=_REQUEST_TIMEOUT_S, transport=transport, trust_env=False
+        )
+        self._reach_timeout_s = reach_timeout_s
+        self._registration: RegisterRequest | None = None
+        self._lease = ""
+        self._said: tuple[str, float] = ("", 0.0)
+
+    def __enter__(self) -> RolloutSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.acknowledge()
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; a batch that was not acknowledged is offered again."""
+        self._http.close()
+
+    def wait_until_reachable(self, timeout_s: float | None = None) -> None:
+        """Wait for the API to answer.
+
+        Raises:
+            PeerUnavailable: it did not, within `timeout_s` (absent: `reach_timeout_s`).
+        """
+        limit = self._reach_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        pause_s = _MIN_POLL_S
+        while True:
+            try:
+                if self._http.get("/info", timeout=2.0).status_code == httpx.codes.OK:
+                    log.info("[Trainer] ✓ Atropos API server is reachable at %s", self.url)
+                    return
+                trouble = "it answers, but not as a rollout API does"
+            except httpx.TransportError as error:
+                trouble = str(error) or type(error).__name__
+            if time.monotonic() >= deadline:
+                log.warning("[Trainer] ⚠ Warning: Atropos API server not reachable at %s", self.url)
+                raise PeerUnavailable(
+                    f"Atropos API not reachable at {self.url} within {limit:g} s ({trouble}): "
+                    "start it first (grpo-engine api), or correct --atropos-url"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+
+    def register(
+        self,
+        *,
+        batch_size: int,
+        max_token_len: int,
+        checkpoint_dir: str,
+        save_checkpoint_interval: int,
+        starting_step: int,
+        num_steps: int,
+        wandb_group: str = "",
+        wandb_project: str = "",
+    ) -> None:
+        """Announce a run, once the API answers.
+
+        Raises:
+            PeerUnavailable: it does not.
+            PeerError: it refuses.
+        """
+        self._registration = RegisterRequest(
+            wandb_group=wandb_group,
+            wandb_project=wandb_project,
+            batch_size=batch_size,
+            max_token_len=max_token_len,
+            checkpoint_dir=checkpoint_dir,
+            save_checkpoint_interval=save_checkpoint_interval,
+            starting_step=starting_step,
+            num_steps=num_steps,
+        )
+        self.wait_until_reachable()
+        self._send_registration(self._registration)
+
+    def poll(self) -> list[ScoredGroup] | None:
+        """Ask once for the next batch, which acknowledges the one before; None while there is none.
+
+        Raises:
+            PeerUnavailable: the API does not answer; asking again later is safe.
+            PeerError: it answers something else than a batch.
+        """
+        try:
+            answer = self._http.get("/batch", params={"ack": self._lease})
+        except httpx.TransportError as error:
+            raise PeerUnavailable(f"{self.url}/batch: {str(error) or type(error).__name__}") from None
+        if answer.status_code >= 500:
+            raise PeerUnavailable(f"{self.url}/batch: {answer.status_code} {answer.text[:200]}")
+        if answer.status_code != httpx.codes.OK:
+            raise PeerError(f"{self.url}/batch: refused with {answer.status_code} {answer.text[:200]}")
+        try:
+            response = BatchResponse.model_validate_json(answer.content)
+        except ValidationError as error:
+            fault = error.errors(include_input=False)[0]
+            where = ".".join(str(part) for part in fault["loc"])
+            raise PeerError(f"{self.url}/batch: not a batch: {where}: {fault['msg']}") from None
+        if response.status == "error":
+            self._register_again(response.message or "no reason given")
+            return None
+        if response.message:
+            self._say(f"{self.url}: {response.message}")
+        if not response.batch:
+            return None
+        self._lease = response.lease or ""
+        return response.batch
+
+    def next_batch(self, timeout_s: float, *, stop: Callable[[], bool] = lambda: False) -> list[ScoredGroup] | None:
+        """Wait for the next batch; None when `stop()` became true first.
+
+        Raises:
+            PeerUnavailable: none came within `timeout_s`, or the API stayed away for longer than it may.
+            PeerError: the API answers something outside the protocol.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = _MIN_POLL_S
+        lost_at: float | None = None
+        while not stop():
+            now = time.monotonic()
+            try:
+                batch = self.poll()
+                lost_at = None
+            except PeerUnavailable as error:
+                batch = None
+                lost_at = lost_at or now
+                self._say(f"{error}; asking again for up to {self._reach_timeout_s:g} s")
+                if now - lost_at > self._reach_timeout_s:
+                    raise
+            if batch is not None:
+                return batch
+            if now >= deadline:
+                raise PeerUnavailable(
+                    f"no batch from {self.url} within {timeout_s:g} s: look at the environments' logs, and at "
+                    f"{self.url}/status for what waits"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _MAX_POLL_S)
+        return None
+
+    def acknowledge(self) -> None:
+        """Say that the last batch was used, without asking for another; an API that is gone is left alone."""
+        if not self._lease:
+            return
+        try:
+            self._http.post("/acknowledge", params={"lease": self._lease}, timeout=2.0)
+        except httpx.TransportError as error:
+            log.warning("%s: last batch not acknowledged: %s", self.url, error)
+        self._lease = ""
+
+    def _send_registration(self, registration: RegisterRequest) -> None:
+        try:
+            answer = self._http.post("/register", json=registration.model_dump())
+        except httpx.TransportError as error:
+            raise PeerUnavailable(f"{self.url}/register: {str(error) or type(error).__name__}") from None
+        if answer.status_code != httpx.codes.OK:
+            raise PeerError(f"{self.url}/register: refused with {answer.status_code} {answer.text[:500]}")
+        body = answer.json()
+        if not isinstance(body, dict) or "uuid" not in body:
+            raise PeerError(f"{self.url}/register: answers without a uuid: {answer.text[:200]}")
+        log.info("[Trainer] ✓ Registered with Atropos API at %s (uuid: %s)", self.url, body["uuid"])
+        if body.get("changes"):
+            log.info("%s: %s", self.url, body["changes"])
+
+    def _register_again(self, reason: str) -> None:
+        """The API was reset, or restarted without its database."""
+        if self._registration is None:
+            raise PeerError(f"{self.url}/batch: {reason}: call register() first")
+        log.warning("%s: %s; registering again", self.url, reason)
+        self._lease = ""
+        self._send_registration(self._registration)
+
+    def _say(self, text: str) -> None:
+        said, when = self._said
+        now = time.monotonic()
+        if text != said or now - when > _SAY_AGAIN_S:
+            log.warning("%s", text)
+            self._said = (text, now)

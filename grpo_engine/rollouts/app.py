@@ -1,0 +1,271 @@
+"""The rollout API over HTTP: the Atropos trajectory API as stock clients speak it, and what it leaves out.
+
+Beyond the stock routes: `/batch?ack=` and `POST /acknowledge` for clients that say what arrived, `/metrics`, and
+reasons in words. Bodies of groups pass through as bytes: read once at entry, joined at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
+
+from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.counters import as_text
+from grpo_engine.rollouts.entry import CheckedGroup, Refusal, decompressed, read_group, read_groups
+from grpo_engine.rollouts.exchange import Exchange
+from grpo_engine.rollouts.guard import Guard
+from grpo_engine.rollouts.store import Store
+from grpo_engine.wire.rollouts import RegisterEnvironmentRequest, RegisterRequest
+
+_COMPRESS_FROM_BYTES = 1000
+"""Answers from here on are compressed for clients that ask, as the stock API does."""
+_THREAD_FROM_BYTES = 256 * 1024
+"""Bodies from here on are read and compressed in a thread: below, the hop costs more than the work."""
+_COMPRESS_LEVEL = 1
+"""Level 9 takes ten times as long for a tenth fewer bytes; loopback needs neither."""
+
+EMPTY_EXAMPLE: dict[str, list[object]] = {
+    "tokens": [],
+    "masks": [],
+    "scores": [],
+    "advantages": [],
+    "ref_logprobs": [],
+    "generation_params": [],
+    "inference_logprobs": [],
+    "messages": [],
+    "images": [],
+}
+"""What `/latest_example` answers before there is one."""
+
+
+class EnvironmentId(BaseModel):
+    """Body of the routes that are about one environment."""
+
+    env_id: int
+
+
+def make_app(config: ApiConfig, store: Store) -> FastAPI:
+    """The application; it owns `store` from its start to its end."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        exchange = app.state.exchange = Exchange(config, store, store.load())
+        yield
+        await exchange.close_store()
+
+    app = FastAPI(title="Rollout API", lifespan=lifespan)
+    app.add_middleware(Guard, token=config.token)
+
+    @app.exception_handler(Refusal)
+    async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
+        _exchange(request).counters.refused[refusal.reason] += 1
+        headers = {"Retry-After": "5"} if refusal.status == 503 else None
+        return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
+
+    @app.get("/")
+    async def root() -> dict[str, str]:
+        return {"message": "GRPO rollout API"}
+
+    _add_trainer_routes(app)
+    _add_environment_routes(app, config)
+    _add_observer_routes(app)
+    return app
+
+
+def _add_trainer_routes(app: FastAPI) -> None:
+    @app.post("/register")
+    async def register(request: Request, body: RegisterRequest) -> dict[str, Any]:
+        registered = await _exchange(request).register(body)
+        # Below 2^53, so that readers with double-precision numbers keep it whole.
+        return {"uuid": random.getrandbits(52), "changes": registered.changes}
+
+    @app.get("/info")
+    async def info(request: Request) -> dict[str, int]:
+        run = _exchange(request).ledger.run
+        return {
+            "batch_size": run.request.batch_size if run else -1,
+            "max_token_len": run.request.max_token_len if run else -1,
+        }
+
+    @app.get("/wandb_info")
+    async def wandb_info(request: Request) -> dict[str, str | None]:
+        run = _exchange(request).ledger.run
+        return {
+            "group": run.request.wandb_group if run else None,
+            "project": run.request.wandb_project if run else None,
+        }
+
+    @app.get("/batch")
+    async def batch(request: Request) -> Response:
+        exchange = _exchange(request)
+        if exchange.ledger.run is None:
+            message = "Trainer not registered: POST /register first"
+            return JSONResponse({"status": "error", "message": message, "batch": []})
+        await request.body()
+        peer = request.client.host if request.client else "unknown"
+        client = f"{peer} {request.headers.get('user-agent', '')}".strip()
+        delivery = await exchange.next_batch(client=client, ack=request.query_params.get("ack"))
+        if delivery is None:
+            problem = exchange.problem()
+            return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
+        if await request.is_disconnected():
+            exchange.take_back(delivery)
+        lease = json.dumps(delivery.lease.id).encode()
+        return await _json(request, b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}")
+
+    @app.post("/acknowledge")
+    async def acknowledge(request: Request, lease: Annotated[str, Query()]) -> dict[str, str]:
+        await _exchange(request).acknowledge(lease)
+        return {"status": "success"}
+
+
+def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
+    @app.post("/register-env")
+    async def register_env(request: Request, body: RegisterEnvironmentRequest) -> dict[str, Any]:
+        exchange = _exchange(request)
+        record = await exchange.register_environment(body)
+        run = exchange.ledger.run
+        if record is None or run is None:
+            return {"status": "wait for trainer to start"}
+        return {
+            "status": "success",
+            "env_id": record.id,
+            "wandb_name": record.name,
+            "checkpoint_dir": run.request.checkpoint_dir,
+            "starting_step": run.step,
+            "checkpoint_interval": run.request.save_checkpoint_interval,
+            "num_steps": run.request.num_steps,
+        }
+
+    @app.get("/status-env")
+    async def status_env(request: Request) -> Response:
+        body = await request.body() or json.dumps({"env_id": request.query_params.get("env_id")}).encode()
+        try:
+            env_id = EnvironmentId.model_validate_json(body).env_id
+        except ValueError:
+            raise Refusal(422, 'the body must be {"env_id": <integer>}, also with GET', "malformed") from None
+        status = _exchange(request).environment_status(env_id)
+        if status is None:
+            raise Refusal(404, f"environment {env_id} is not registered here: POST /register-env", "unknown_id")
+        return Response(status.model_dump_json(), media_type="application/json")
+
+    @app.post("/scored_data")
+    async def scored_data(request: Request) -> dict[str, Any]:
+        exchange = _exchange(request)
+        body = await _body(request, config.max_body_bytes)
+        names = exchange.environment_names
+        if len(body) < _THREAD_FROM_BYTES:
+            group = read_group(body, names)
+        else:
+            group = await asyncio.to_thread(read_group, body, names)
+        (placed,) = await exchange.add([group])
+        if _is_odd(exchange, group):
+            return {"status": "buffered", "buffer_size": placed.num_buffered}
+        return {"status": "received"}
+
+    @app.post("/scored_data_list")
+    async def scored_data_list(request: Request) -> dict[str, Any]:
+        exchange = _exchange(request)
+        body = await _body(request, config.max_body_bytes)
+        names = exchange.environment_names
+        if len(body) < _THREAD_FROM_BYTES:
+            groups = read_groups(body, names)
+        else:
+            groups = await asyncio.to_thread(read_groups, body, names)
+        placed = await exchange.add(groups)
+        odd = [p.num_buffered for p, group in zip(placed, groups, strict=True) if _is_odd(exchange, group)]
+        buffered = {"buffered": len(odd), "last_buffer_size": odd[-1]} if odd else {}
+        return {"status": "received", "groups_processed": len(groups), **buffered}
+
+    @app.post("/disconnect-env")
+    async def disconnect_env(request: Request, body: EnvironmentId) -> dict[str, str]:
+        if await _exchange(request).disconnect(body.env_id) is None:
+            return {"status": "failure", "error": f"environment {body.env_id} is not registered here"}
+        return {"status": "success"}
+
+
+def _add_observer_routes(app: FastAPI) -> None:
+    @app.get("/status")
+    async def status(request: Request) -> dict[str, Any]:
+        exchange = _exchange(request)
+        ledger = exchange.ledger
+        return {
+            "current_step": ledger.run.step if ledger.run else 0,
+            "queue_size": len(ledger.queue),
+            "queued_sequences": ledger.num_waiting_sequences(),
+            "environments": [record.name for record in ledger.live_environments(time.time())],
+            "problem": exchange.problem(),
+        }
+
+    @app.get("/latest_example")
+    async def latest_example(request: Request) -> Response:
+        latest = _exchange(request).latest_body
+        return await _json(request, latest) if latest is not None else JSONResponse(EMPTY_EXAMPLE)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> PlainTextResponse:
+        exchange = _exchange(request)
+        return PlainTextResponse(
+            as_text(exchange.counters, exchange.ledger, num_held=exchange.num_held, now=time.time())
+        )
+
+    @app.get("/reset_data")
+    async def reset_data(request: Request, force: bool = False) -> PlainTextResponse:
+        exchange = _exchange(request)
+        run = exchange.ledger.run
+        if run is not None and exchange.ledger.is_run_active(time.time()) and not force:
+            return PlainTextResponse(
+                f"Not reset: a run is active at step {run.step} of {run.request.num_steps}, and its trainer asked for "
+                "a batch lately. To forget it all the same: /reset_data?force=true\n",
+                409,
+            )
+        await exchange.reset()
+        return PlainTextResponse("Reset successful")
+
+
+def _exchange(request: Request) -> Exchange:
+    exchange: Exchange = request.app.state.exchange
+    return exchange
+
+
+def _is_odd(exchange: Exchange, group: CheckedGroup) -> bool:
+    """Whether a group went by way of its environment's buffer, being smaller than the others."""
+    environment = exchange.ledger.environments.get(group.env_id) if group.env_id is not None else None
+    return environment is not None and group.num_sequences < environment.group_size
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    """The request's body, decompressed, and never more of it than allowed."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise Refusal(413, f"the body is longer than {max_bytes} bytes: send fewer groups at once", "too_large")
+        parts.append(part)
+    encoding, body = request.headers.get("content-encoding"), b"".join(parts)
+    if len(body) < _THREAD_FROM_BYTES:
+        return decompressed(body, encoding, max_bytes=max_bytes)
+    return await asyncio.to_thread(decompressed, body, encoding, max_bytes=max_bytes)
+
+
+async def _json(request: Request, body: bytes) -> Response:
+    """An answer of ready JSON, compressed for those who ask."""
+    if len(body) < _COMPRESS_FROM_BYTES or "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(body, media_type="application/json")
+    if len(body) < _THREAD_FROM_BYTES:
+        packed = gzip.compress(body, _COMPRESS_LEVEL)
+    else:
+        packed = await asyncio.to_thread(gzip.compress, body, _COMPRESS_LEVEL)
+    headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+    return Response(packed, media_type="application/json", headers=headers)

@@ -1,0 +1,263 @@
+"""The rollout API without HTTP: the ledger's rules, written down by one thread, with waiting where there is no room.
+
+The event loop changes the ledger and queues the write in the same breath, and the writer works in that order, so the
+file always tells a state that the ledger was in. Answers go out after the write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.counters import Counters
+from grpo_engine.rollouts.entry import CheckedGroup, Refusal
+from grpo_engine.rollouts.ledger import Handout, Ledger, Placed, Registered
+from grpo_engine.rollouts.records import EnvironmentRecord, Lease
+from grpo_engine.rollouts.store import Store, Stored
+from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, RegisterRequest
+
+log = logging.getLogger("grpo_engine.rollouts")
+
+ResultT = TypeVar("ResultT")
+
+MAX_HELD_POSTS = 256
+"""Posts that may wait for room at the same time: each holds its body in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A batch on its way out."""
+
+    lease: Lease
+    bodies: list[bytes]
+    is_repeated: bool
+
+
+class Exchange:
+    """One rollout API's state and what can be done with it. Made inside a running event loop."""
+
+    def __init__(self, config: ApiConfig, store: Store, stored: Stored) -> None:
+        self._config = config
+        self._store = store
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
+        self.ledger = Ledger(stored, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
+        self.counters = Counters()
+        self.latest_body = stored.latest_body
+        self._room = asyncio.Condition()
+        self._num_held = 0
+        self._is_closing = False
+        self._reported_problem: str | None = None
+        self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def environment_names(self) -> dict[int, str]:
+        """Names by id, for messages."""
+        return {record.id: record.name for record in self.ledger.environments.values()}
+
+    # --- trainer ---------------------------------------------------------------------------------------------------
+
+    async def register(self, request: RegisterRequest) -> Registered:
+        """Begin or continue a run."""
+        registered = self.ledger.register(request)
+        run = self.ledger.run
+        assert run is not None
+        _event(logging.INFO, "trainer registered", changes=registered.changes, batch_size=request.batch_size)
+        self._reported_problem = None
+        await self._write(lambda: self._store.save_run(run, dropped=registered.dropped))
+        await self._tell_room()
+        return registered
+
+    async def next_batch(self, *, client: str, ack: str | None) -> Delivery | None:
+        """The next batch, or None while there is none; a trainer must be registered."""
+        handout = self.ledger.next_batch(client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time())
+        bodies = await self._write_handout(handout) if handout.changed_anything else []
+        if handout.lease is None:
+            self._report_problem()
+            return None
+        await self._tell_room()
+        run = self.ledger.run
+        self.counters.batches_repeated += handout.is_repeated
+        self.counters.batches += not handout.is_repeated
+        _event(
+            logging.WARNING if handout.is_repeated else logging.INFO,
+            "batch offered again" if handout.is_repeated else "batch delivered",
+            step=run.step if run else None,
+            groups=len(bodies),
+            sequences=handout.lease.num_sequences,
+            groups_waiting=len(self.ledger.queue),
+            client=client,
+        )
+        return Delivery(lease=handout.lease, bodies=bodies, is_repeated=handout.is_repeated)
+
+    async def acknowledge(self, lease_id: str) -> None:
+        """Forget a batch that arrived, without asking for another."""
+        acknowledged = self.ledger.acknowledge(lease_id)
+        if acknowledged:
+            await self._write_handout(Handout(lease=None, acknowledged=acknowledged, returned=()))
+
+    def take_back(self, delivery: Delivery) -> None:
+        """Offer a batch again whose client has gone."""
+        _event(logging.WARNING, "client gone before its batch was sent", client=delivery.lease.client)
+        self.ledger.take_back(delivery.lease.id)
+
+    # --- environments ----------------------------------------------------------------------------------------------
+
+    async def register_environment(self, request: RegisterEnvironmentRequest) -> EnvironmentRecord | None:
+        """Let an environment in, or None while the trainer has not asked for a batch."""
+        record = self.ledger.register_environment(request, time.time())
+        if record is not None:
+            _event(logging.INFO, "environment registered", environment=record.name, group_size=record.group_size)
+            await self._write(lambda: self._store.save_environment(record))
+        return record
+
+    async def disconnect(self, env_id: int) -> EnvironmentRecord | None:
+        """Note that an environment left."""
+        record = self.ledger.disconnect(env_id)
+        if record is not None:
+            _event(logging.INFO, "environment left", environment=record.name)
+            await self._write(lambda: self._store.save_environment(record))
+        return record
+
+    def environment_status(self, env_id: int) -> EnvironmentStatus | None:
+        """What an environment steers by."""
+        return self.ledger.environment_status(env_id, time.time())
+
+    async def add(self, groups: Sequence[CheckedGroup]) -> list[Placed]:
+        """Queue or buffer groups, as soon as there is room.
+
+        Raises:
+            Refusal: 503 when there was none for `hold_s`, or the disk refuses.
+        """
+        if not groups:
+            return []
+        await self._wait_for_room()
+        now = time.time()
+        placed = [self.ledger.place(g.env_id, g.num_sequences, len(g.body), now) for g in groups]
+        rows = [(p.group, p.place, g.body) for p, g in zip(placed, groups, strict=True)]
+        own = {p.group.id for p in placed}
+        released = [id_ for p in placed for id_ in p.released]
+        try:
+            await self._write(lambda: self._store.add_groups(rows, released))
+        except sqlite3.Error as error:
+            self.ledger.forget_groups(own)
+            _event(logging.ERROR, "group not stored", error=str(error))
+            raise Refusal(503, f"the group cannot be stored: {error}: is the disk full?", "store") from None
+        self.latest_body = groups[-1].body
+        names = self.environment_names
+        for group in groups:
+            name = names.get(group.env_id, "unknown") if group.env_id is not None else "none"
+            self.counters.took_in(name, group.num_sequences, len(group.body))
+            self._warn_about(group, name)
+        return placed
+
+    async def reset(self) -> None:
+        """Forget everything, as at the first start."""
+        _event(logging.WARNING, "reset: everything is forgotten")
+        config = self._config
+        nothing = Stored(run=None, environments=[], leases=[], groups=[], latest_body=None)
+        self.ledger = Ledger(nothing, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
+        self.latest_body = None
+        await self._write(self._store.clear)
+        await self._tell_room()
+
+    def problem(self) -> str | None:
+        """Why no batch can ever form as things are."""
+        return self.ledger.why_no_batch(time.time())
+
+    @property
+    def num_held(self) -> int:
+        """Posts that wait for room."""
+        return self._num_held
+
+    async def close(self) -> None:
+        """Turn waiting posts away, so that the server can end at once."""
+        self._is_closing = True
+        await self._tell_room()
+
+    async def close_store(self) -> None:
+        """Finish the writes and let go of the file."""
+        await self._write(self._store.close)
+        self._writer.shutdown()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _write_handout(self, handout: Handout) -> list[bytes]:
+        run = self.ledger.run
+        assert run is not None
+        return await self._write(
+            lambda: self._store.hand_out(
+                run, acknowledged=handout.acknowledged, returned=handout.returned, lease=handout.lease
+            )
+        )
+
+    async def _write(self, action: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, action)
+
+    def _has_room(self) -> bool:
+        config, run = self._config, self.ledger.run
+        # However low the limit: less than two batches would let none ever form beside another's leftovers.
+        limit = max(config.max_queued_sequences, 2 * run.request.batch_size if run else 0)
+        sequences = self.ledger.num_waiting_sequences()
+        return sequences < limit and (sequences == 0 or self.ledger.num_waiting_bytes() < config.max_queued_bytes)
+
+    async def _wait_for_room(self) -> None:
+        if self._has_room():
+            return
+        if self._num_held >= MAX_HELD_POSTS or self._is_closing:
+            raise self._full()
+        self._num_held += 1
+        self.counters.held += 1
+        try:
+            async with self._room:
+                await asyncio.wait_for(
+                    self._room.wait_for(lambda: self._is_closing or self._has_room()), self._config.hold_s
+                )
+        except TimeoutError:
+            raise self._full() from None
+        finally:
+            self._num_held -= 1
+        if self._is_closing:
+            raise self._full()
+
+    def _full(self) -> Refusal:
+        waiting = self.ledger.num_waiting_sequences()
+        return Refusal(503, f"{waiting} sequences wait for the trainer, and more have no room: send it later", "full")
+
+    async def _tell_room(self) -> None:
+        async with self._room:
+            self._room.notify_all()
+
+    def _report_problem(self) -> None:
+        """Say once, and again when it changes, that no batch can ever form."""
+        problem = self.problem()
+        if problem != self._reported_problem and problem is not None:
+            _event(logging.WARNING, "no batch can form", why=problem)
+        self._reported_problem = problem
+
+    def _warn_about(self, group: CheckedGroup, name: str) -> None:
+        faults = {
+            "its groups carry no inference_logprobs, which GRPO needs: use a server type that returns them": (
+                not group.has_logprobs
+            ),
+            "its masks are not labels: a trained position must hold the token itself, any other -100": (
+                not group.has_labels
+            ),
+        }
+        for fault, is_there in faults.items():
+            if is_there and (name, fault) not in self._warned:
+                self._warned.add((name, fault))
+                _event(logging.WARNING, "questionable group", environment=name, why=fault)
+
+
+def _event(level: int, event: str, **fields: object) -> None:
+    """Log one event with its fields; `main` decides what a line looks like."""
+    if log.isEnabledFor(level):
+        log.log(level, event, extra={"fields": fields})

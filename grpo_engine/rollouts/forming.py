@@ -1,0 +1,193 @@
+"""Which groups make the next batch: whole groups, the oldest first, that add up to exactly `batch_size` sequences.
+
+Pure. Sums are sets of bits in Python integers (bit s set: s sequences can be made), so that one shift adds a group to
+every sum at once; everything is divided by the sizes' common divisor first. Environments with a guaranteed share are
+kept apart, because their part of the sum has a lower bound.
+
+Example: groups of 3, 1, 2 and 2 sequences and a batch of 4 → the groups of 3 and 1, and next time 2 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedGroup:
+    """A group that waits; its body is in the store."""
+
+    id: int
+    """Rises with every arrival."""
+    env_id: int | None
+    num_sequences: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supplier:
+    """An environment that goes on sending groups of one size."""
+
+    env_id: int
+    name: str
+    group_size: int
+
+
+def form_batch(
+    queue: Sequence[QueuedGroup], batch_size: int, shares: Mapping[int, float] | None = None
+) -> list[QueuedGroup] | None:
+    """The next batch out of `queue` (oldest first), or None when no combination fits.
+
+    It is made of the fewest oldest groups that allow a batch at all, and among those prefers older to newer ones.
+
+    Args:
+        shares: least share of the batch, by environment; those above 1 in sum are scaled down.
+    """
+    minima = least_sequences(batch_size, shares or {})
+    divisor = math.gcd(*(group.num_sequences for group in queue))
+    if divisor == 0 or batch_size % divisor:
+        return None
+    target = batch_size // divisor
+    sizes = [group.num_sequences // divisor for group in queue]
+    owners = [group.env_id if group.env_id in minima else None for group in queue]
+    needed = {env_id: -(-least // divisor) for env_id, least in minima.items()}
+    length = _shortest_prefix(sizes, owners, target, needed)
+    if length is None:
+        return None
+    chosen = _oldest_choice(sizes[:length], owners[:length], target, needed)
+    return [queue[index] for index in chosen]
+
+
+def oldest_combination(sizes: Sequence[int], target: int) -> list[int] | None:
+    """Indices of the oldest of `sizes` that add up to `target` exactly; None when none do."""
+    queue = [QueuedGroup(id=index, env_id=None, num_sequences=size) for index, size in enumerate(sizes)]
+    batch = form_batch(queue, target)
+    return None if batch is None else [group.id for group in batch]
+
+
+def least_sequences(batch_size: int, shares: Mapping[int, float]) -> dict[int, int]:
+    """Sequences that each environment with a share contributes at least, as the stock API counts them."""
+    scale = max(1.0, sum(shares.values()))
+    least = {env_id: int(batch_size * share / scale) for env_id, share in shares.items()}
+    return {env_id: count for env_id, count in least.items() if count > 0}
+
+
+def why_unreachable(
+    queue: Iterable[QueuedGroup],
+    suppliers: Sequence[Supplier],
+    batch_size: int,
+    shares: Mapping[int, float] | None = None,
+) -> str | None:
+    """Why no batch can ever form, however long one waits; None when one can, or when nobody sends anything yet.
+
+    Every supplier may send any number of groups of its size; the groups that wait count once.
+    """
+    waiting = list(queue)
+    if not waiting and not suppliers:
+        return None
+    minima = least_sequences(batch_size, shares or {})
+    limit = (
+        1 << (2 * batch_size + max([g.num_sequences for g in waiting] + [s.group_size for s in suppliers]) + 1)
+    ) - 1
+    sums: dict[int | None, int] = {None: 1, **dict.fromkeys(minima, 1)}
+    for group in waiting:
+        owner = group.env_id if group.env_id in minima else None
+        sums[owner] |= (sums[owner] << group.num_sequences) & limit
+    for supplier in suppliers:
+        owner = supplier.env_id if supplier.env_id in minima else None
+        step = supplier.group_size
+        while step < limit.bit_length():
+            sums[owner] |= (sums[owner] << step) & limit
+            step *= 2
+    reachable = _combined(sums, minima, limit)
+    if reachable >> batch_size & 1:
+        return None
+    below = (reachable & ((1 << batch_size) - 1)).bit_length() - 1
+    above = reachable >> batch_size
+    nearest = [below] if below > 0 else []
+    if above:
+        nearest.append(batch_size + (above & -above).bit_length() - 1)
+    sizes = sorted({group.num_sequences for group in waiting})
+    parts = [f"{s.name} sends groups of {s.group_size}" for s in suppliers]
+    parts += [f"groups of {', '.join(map(str, sizes))} wait"] if sizes else []
+    parts += ["shares ask for at least " + ", ".join(map(str, minima.values()))] if minima else []
+    advice = f"reachable are {' and '.join(map(str, nearest))}" if nearest else "nothing is reachable"
+    return f"batch_size {batch_size} can never be made of whole groups ({'; '.join(parts)}): {advice}"
+
+
+def _shortest_prefix(
+    sizes: Sequence[int], owners: Sequence[int | None], target: int, needed: Mapping[int, int]
+) -> int | None:
+    """How many of the oldest groups must be looked at before a batch is possible."""
+
+    def allows(length: int) -> bool:
+        sums: dict[int | None, int] = {None: 1, **dict.fromkeys(needed, 1)}
+        for size, owner in zip(sizes[:length], owners[:length], strict=True):
+            sums[owner] |= (sums[owner] << size) & limit
+        return bool(_combined(sums, needed, limit) >> target & 1)
+
+    limit = (1 << (target + 1)) - 1
+    total, impossible = 0, 0
+    for size in sizes:
+        if total >= target:
+            break
+        total += size
+        impossible += 1
+    if total < target:
+        return None
+    high = impossible
+    impossible -= 1
+    while not allows(high):
+        if high == len(sizes):
+            return None
+        impossible, high = high, min(2 * high, len(sizes))
+    while high - impossible > 1:
+        middle = (high + impossible) // 2
+        if allows(middle):
+            high = middle
+        else:
+            impossible = middle
+    return high
+
+
+def _oldest_choice(
+    sizes: Sequence[int], owners: Sequence[int | None], target: int, needed: Mapping[int, int]
+) -> list[int]:
+    """Go from old to new and take each group with which the rest can still complete the batch."""
+    limit = (1 << (target + 1)) - 1
+    after: list[int] = [0] * len(sizes)
+    sums: dict[int | None, int] = {None: 1, **dict.fromkeys(needed, 1)}
+    for index in range(len(sizes) - 1, -1, -1):
+        owner = owners[index]
+        after[index] = sums[owner]
+        sums[owner] |= (sums[owner] << sizes[index]) & limit
+    missing, chosen = dict(needed), []
+    for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        if size <= target:
+            rest = {**sums, owner: after[index]}
+            lacking = {**missing, owner: max(0, missing[owner] - size)} if owner in missing else missing
+            if _combined(rest, lacking, limit) >> (target - size) & 1:
+                chosen.append(index)
+                target, missing = target - size, lacking
+        sums[owner] = after[index]
+    return chosen
+
+
+def _combined(sums: Mapping[int | None, int], minima: Mapping[int, int], limit: int) -> int:
+    """Sums that can be made of one sum an owner, each at least its minimum."""
+    total = 1
+    for owner, reachable in sums.items():
+        least = minima.get(owner, 0) if owner is not None else 0
+        total = _pairwise_sums(total, reachable >> least << least) & limit
+    return total
+
+
+def _pairwise_sums(left: int, right: int) -> int:
+    few, many = (left, right) if left.bit_count() < right.bit_count() else (right, left)
+    total = 0
+    while few:
+        lowest = few & -few
+        total |= many << (lowest.bit_length() - 1)
+        few ^= lowest
+    return total

@@ -1,0 +1,351 @@
+"""Who registered, what waits, what was handed out: the rules of the rollout API, without clock, disk or network.
+
+Every method takes the time it happens at and returns what has to be written down; `exchange` does that. Bodies of
+groups are not here.
+
+Registration rule: a registration continues the run before it when it names the same `checkpoint_dir` and that run has
+steps left. Then the queue stays, batches that were not acknowledged are offered again, and the step stays too unless
+`starting_step` says otherwise (stock trainers always say 0). Anything else begins a run: the step is `starting_step`,
+and what the run before it left behind is dropped. Groups that came before any registration are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_engine.rollouts.forming import (
+    QueuedGroup,
+    Supplier,
+    form_batch,
+    least_sequences,
+    oldest_combination,
+    why_unreachable,
+)
+from grpo_engine.rollouts.records import EnvironmentRecord, Lease, RunRecord
+from grpo_engine.rollouts.store import BUFFER, QUEUE, Stored
+from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, RegisterRequest
+
+MIN_ENVIRONMENT_WEIGHT = 0.01
+"""Nobody's share of the generation falls below it, as in the stock API."""
+
+BUFFER_LIMIT = 4
+"""Group sizes that wait in an environment's buffer; beyond it the oldest odd groups are queued as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """What a registration changed."""
+
+    changes: str
+    """In words, for the answer and the log."""
+    dropped: tuple[int, ...]
+    """Groups of the run before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where a group went."""
+
+    group: QueuedGroup
+    place: str
+    released: tuple[int, ...]
+    """Groups that left the buffer for the queue with it."""
+    num_buffered: int
+    """Sequences of this environment that still wait for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handout:
+    """What a request for a batch changed; `lease` is None when there is none."""
+
+    lease: Lease | None
+    acknowledged: tuple[str, ...]
+    returned: tuple[int, ...]
+    """Groups that went back into the queue, because their batch no longer has the right size."""
+    is_repeated: bool = False
+    has_started_now: bool = False
+
+    @property
+    def changed_anything(self) -> bool:
+        """Whether there is something to write down."""
+        return bool(self.lease or self.acknowledged or self.returned or self.has_started_now)
+
+
+class Ledger:
+    """The state of one rollout API."""
+
+    def __init__(self, stored: Stored, *, lease_s: float, liveness_s: float, now: float) -> None:
+        self._lease_s = lease_s
+        self._liveness_s = liveness_s
+        self.run = stored.run
+        self.environments = {environment.id: environment for environment in stored.environments}
+        self.last_seen = dict.fromkeys(self.environments, now)
+        self.trainer_seen: float | None = None
+        self.leases = {lease.id: lease for lease in stored.leases}
+        self.queue = {group.id: group for group, place in stored.groups if place == QUEUE}
+        self.buffers: dict[int, list[QueuedGroup]] = {}
+        self._lent: dict[int, QueuedGroup] = {}
+        for group, place in stored.groups:
+            if place == BUFFER and group.env_id is not None:
+                self.buffers.setdefault(group.env_id, []).append(group)
+            elif place != QUEUE:
+                self._lent[group.id] = group
+        self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
+        self._is_formable = True
+
+    # --- trainer ---------------------------------------------------------------------------------------------------
+
+    def register(self, request: RegisterRequest) -> Registered:
+        """Let the newest registration rule."""
+        before = self.run
+        self._is_formable = True
+        if before is None:
+            self.run = RunRecord(request=request, step=request.starting_step)
+            return Registered(changes=f"first registration; {len(self.queue)} groups wait", dropped=())
+        if before.request.checkpoint_dir == request.checkpoint_dir and not before.is_over:
+            step = request.starting_step or before.step
+            self.run = replace(before, request=request, step=step)
+            self.leases = {id_: replace(lease, is_open=True) for id_, lease in self.leases.items()}
+            changed = [
+                f"{name} {old} → {new}"
+                for name, old in before.request.model_dump().items()
+                if (new := getattr(request, name)) != old
+            ]
+            changes = f"continues at step {step}; {len(self.queue)} groups kept"
+            return Registered(changes=f"{changes}; changed: {', '.join(changed) or 'nothing'}", dropped=())
+        dropped = (*self.queue, *self._lent, *(group.id for buffer in self.buffers.values() for group in buffer))
+        self.queue, self.leases, self._lent, self.buffers = {}, {}, {}, {}
+        self.run = RunRecord(request=request, step=request.starting_step)
+        reason = "the one before it is over" if before.is_over else "another checkpoint_dir"
+        return Registered(changes=f"new run ({reason}); {len(dropped)} groups dropped", dropped=dropped)
+
+    def next_batch(self, *, client: str, ack: str | None, lease_id: str, now: float) -> Handout:
+        """Hand out the next batch, oldest first; a registration must be there.
+
+        Args:
+            ack: what an explicit client acknowledges ("" for nothing yet); None from a stock client, whose asking again
+                says that the last batch arrived.
+            lease_id: name of the lease, should a new one be made.
+        """
+        assert self.run is not None
+        has_started_now = not self.run.has_started
+        self.trainer_seen = now
+        self.run = replace(self.run, has_started=True)
+        acknowledged = [lease.id for lease in self.leases.values() if _is_acknowledged(lease, client, ack)]
+        self._forget(acknowledged)
+        returned: list[int] = []
+        for lease in list(self.leases.values()):
+            is_lost = lease.is_explicit and ack is not None
+            has_expired = lease.client != client and now - lease.delivered_at > self._lease_s
+            if not (lease.is_open or is_lost or has_expired):
+                continue
+            if lease.num_sequences == self.run.request.batch_size:
+                again = replace(lease, client=client, is_explicit=ack is not None, delivered_at=now, is_open=False)
+                self.leases[lease.id] = again
+                return Handout(
+                    lease=again,
+                    acknowledged=tuple(acknowledged),
+                    returned=tuple(returned),
+                    is_repeated=True,
+                    has_started_now=has_started_now,
+                )
+            del self.leases[lease.id]
+            acknowledged.append(lease.id)
+            returned += lease.group_ids
+            self._put_back(lease.group_ids)
+        new = self._new_lease(client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
+        return Handout(
+            lease=new, acknowledged=tuple(acknowledged), returned=tuple(returned), has_started_now=has_started_now
+        )
+
+    def acknowledge(self, lease_id: str) -> tuple[str, ...]:
+        """Forget a batch that arrived; an unknown one was acknowledged before."""
+        known = [lease_id] if lease_id in self.leases else []
+        self._forget(known)
+        return tuple(known)
+
+    def take_back(self, lease_id: str) -> None:
+        """Offer a batch again whose client was gone before it could be sent."""
+        if lease_id in self.leases:
+            self.leases[lease_id] = replace(self.leases[lease_id], is_open=True)
+
+    # --- environments ----------------------------------------------------------------------------------------------
+
+    def register_environment(self, request: RegisterEnvironmentRequest, now: float) -> EnvironmentRecord | None:
+        """Let an environment in, or None while the trainer has not asked for a batch."""
+        if self.run is None or not self.run.has_started:
+            return None
+        id_ = len(self.environments)
+        namesakes = sum(other.desired_name == request.desired_name for other in self.environments.values())
+        record = EnvironmentRecord(
+            id=id_,
+            desired_name=request.desired_name,
+            name=f"{request.desired_name}_{namesakes}",
+            weight=request.weight,
+            group_size=request.group_size,
+            max_token_length=request.max_token_length,
+            min_batch_allocation=request.min_batch_allocation,
+        )
+        self.environments[id_] = record
+        self.last_seen[id_] = now
+        self._is_formable = True
+        return record
+
+    def disconnect(self, env_id: int) -> EnvironmentRecord | None:
+        """Note that an environment left; None when there is none of that id."""
+        record = self.environments.get(env_id)
+        if record is None:
+            return None
+        self.environments[env_id] = replace(record, is_connected=False)
+        self._is_formable = True
+        return self.environments[env_id]
+
+    def live_environments(self, now: float) -> list[EnvironmentRecord]:
+        """Those that are connected and said something lately; the share of every other one has lapsed."""
+        return [
+            record
+            for record in self.environments.values()
+            if record.is_connected and now - self.last_seen[record.id] <= self._liveness_s
+        ]
+
+    def place(self, env_id: int | None, num_sequences: int, num_bytes: int, now: float) -> Placed:
+        """Put a group into the queue, or into its environment's buffer while it is smaller than the others."""
+        group = QueuedGroup(id=self._next_group, env_id=env_id, num_sequences=num_sequences, num_bytes=num_bytes)
+        self._next_group += 1
+        environment = self.environments.get(env_id) if env_id is not None else None
+        if environment is not None:
+            self.last_seen[environment.id] = now
+        if environment is None or num_sequences >= environment.group_size:
+            self.queue[group.id] = group
+            self._is_formable = True
+            return Placed(group=group, place=QUEUE, released=(), num_buffered=0)
+        buffer = [*self.buffers.get(environment.id, []), group]
+        full = oldest_combination([other.num_sequences for other in buffer], environment.group_size) or []
+        leaving = [buffer[index] for index in full]
+        staying = [other for index, other in enumerate(buffer) if index not in set(full)]
+        while sum(other.num_sequences for other in staying) > BUFFER_LIMIT * environment.group_size:
+            leaving.append(staying.pop(0))
+        self.buffers[environment.id] = staying
+        self._put_in(leaving)
+        return Placed(
+            group=group,
+            place=QUEUE if group in leaving else BUFFER,
+            released=tuple(other.id for other in leaving if other is not group),
+            num_buffered=sum(other.num_sequences for other in staying),
+        )
+
+    def forget_groups(self, ids: Iterable[int]) -> None:
+        """Drop groups that could not be written down."""
+        gone = set(ids)
+        self.queue = {id_: group for id_, group in self.queue.items() if id_ not in gone}
+        self.buffers = {e: [g for g in buffer if g.id not in gone] for e, buffer in self.buffers.items()}
+
+    def environment_status(self, env_id: int, now: float) -> EnvironmentStatus | None:
+        """What an environment steers by; None when there is none of that id."""
+        asker = self.environments.get(env_id)
+        if asker is None:
+            return None
+        self.last_seen[env_id] = now
+        if not asker.is_connected:
+            asker = self.environments[env_id] = replace(asker, is_connected=True)
+        live = self.live_environments(now)
+        shares = _shares(live)
+        batch_size = self.run.request.batch_size if self.run else 0
+        least = least_sequences(batch_size, shares)
+        sequences: dict[int | None, int] = {}
+        for group in self.queue.values():
+            sequences[group.env_id] = sequences.get(group.env_id, 0) + group.num_sequences
+        largest = max((group.num_sequences for group in self.queue.values()), default=1)
+        own = sequences.pop(env_id, 0)
+        others = sum(
+            max(0, math.ceil(count / largest) * largest - (least.get(other, 0) if other is not None else 0))
+            for other, count in sequences.items()
+        )
+        claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
+        total = sum(claims.values())
+        weight = claims[env_id] / total if total > 0 else 1 / len(live)
+        return EnvironmentStatus(
+            current_step=self.run.step if self.run else 0,
+            queue_size=(own + others) // asker.group_size,
+            unallocated_fraction=1.0 - min(1.0, sum(shares.values())),
+            self_queue_size=own // asker.group_size,
+            max_group_size=largest,
+            env_weight=max(MIN_ENVIRONMENT_WEIGHT, weight),
+        )
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def num_waiting_sequences(self) -> int:
+        """Sequences in the queue and in the buffers."""
+        return sum(group.num_sequences for group in self._waiting())
+
+    def num_waiting_bytes(self) -> int:
+        """Bytes of JSON in the queue and in the buffers."""
+        return sum(group.num_bytes for group in self._waiting())
+
+    def is_run_active(self, now: float) -> bool:
+        """Whether a trainer with steps left has asked for a batch lately."""
+        is_fed = self.run is not None and self.run.has_started and not self.run.is_over
+        return is_fed and self.trainer_seen is not None and now - self.trainer_seen <= self._liveness_s
+
+    def why_no_batch(self, now: float) -> str | None:
+        """Why no batch can ever form as things are; None while one can."""
+        if self.run is None:
+            return None
+        live = self.live_environments(now)
+        suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live]
+        return why_unreachable(self.queue.values(), suppliers, self.run.request.batch_size, _shares(live))
+
+    def _new_lease(self, *, client: str, is_explicit: bool, lease_id: str, now: float) -> Lease | None:
+        assert self.run is not None
+        shares = _shares(self.live_environments(now))
+        if not self.queue or not self._is_formable:
+            return None
+        batch = form_batch(list(self.queue.values()), self.run.request.batch_size, shares)
+        # A queue that gave nothing gives nothing until it changes; only a lapsing share can come with time alone.
+        self._is_formable = batch is not None or bool(shares)
+        if batch is None:
+            return None
+        for group in batch:
+            del self.queue[group.id]
+            self._lent[group.id] = group
+        self.run = replace(self.run, step=self.run.step + 1)
+        lease = Lease(
+            id=lease_id,
+            group_ids=tuple(group.id for group in batch),
+            num_sequences=self.run.request.batch_size,
+            client=client,
+            is_explicit=is_explicit,
+            delivered_at=now,
+        )
+        self.leases[lease.id] = lease
+        return lease
+
+    def _forget(self, lease_ids: Sequence[str]) -> None:
+        for id_ in lease_ids:
+            for group_id in self.leases.pop(id_).group_ids:
+                self._lent.pop(group_id, None)
+
+    def _put_back(self, ids: Iterable[int]) -> None:
+        self._put_in(self._lent.pop(id_) for id_ in ids)
+
+    def _put_in(self, groups: Iterable[QueuedGroup]) -> None:
+        """Add to the queue, which stays in order of arrival."""
+        together = [*self.queue.values(), *groups]
+        self.queue = {group.id: group for group in sorted(together, key=lambda group: group.id)}
+        self._is_formable = True
+
+    def _waiting(self) -> list[QueuedGroup]:
+        return [*self.queue.values(), *(group for buffer in self.buffers.values() for group in buffer)]
+
+
+def _is_acknowledged(lease: Lease, client: str, ack: str | None) -> bool:
+    if ack is not None:
+        return lease.id == ack
+    return not lease.is_explicit and not lease.is_open and lease.client == client
+
+
+def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:
+    return {e.id: e.min_batch_allocation for e in live if e.min_batch_allocation is not None}

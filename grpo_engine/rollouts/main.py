@@ -1,0 +1,127 @@
+"""Run the rollout API until SIGTERM or SIGINT, which it answers within a second."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+import uvicorn
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.rollouts.app import make_app
+from grpo_engine.rollouts.config import DEFAULT_DATABASE, ApiConfig
+from grpo_engine.rollouts.store import Store
+from grpo_engine.wire.rollouts import TOKEN_VARIABLE
+
+_LINGER_S = 1
+"""Seconds that open requests have once the end was asked for; posts that wait for room are turned away before."""
+
+
+def run(config: ApiConfig) -> int:
+    """Serve until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: the port is taken, or the database is not ours to use.
+    """
+    _log_events(config.log_level)
+    config = config.model_copy(update={"token": config.token or os.environ.get(TOKEN_VARIABLE)})
+    listener = _listen(config.host, config.port)
+    path = config.database or DEFAULT_DATABASE
+    if str(path) != ":memory:":
+        path.parent.mkdir(parents=True, exist_ok=True)
+    store = Store(path)
+    if config.fresh:
+        store.clear()
+    _say_what_is_there(store, path)
+    # uvicorn raises the signal again once it has ended, so that its caller notices; here the end is the answer to it.
+    previous = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server = _Server(
+            uvicorn.Config(
+                make_app(config, store),
+                host=config.host,
+                port=config.port,
+                log_level=config.log_level,
+                access_log=config.access_log,
+                timeout_graceful_shutdown=_LINGER_S,
+                ws="none",
+            )
+        )
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        listener.close()
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, except that posts which wait for room do not keep it from ending."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End: first those who wait, then the rest."""
+        await self.config.app.state.exchange.close()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object an event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The event with its time, level and fields."""
+        fields = getattr(record, "fields", {})
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        line = {"time": stamp, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _log_events(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logger = logging.getLogger("grpo_engine.rollouts")
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; "
+            "end who uses it, or choose another port"
+        ) from None
+    return listener
+
+
+def _say_what_is_there(store: Store, path: object) -> None:
+    stored = store.load()
+    if stored.run is None and not stored.groups:
+        return
+    step = stored.run.step if stored.run else 0
+    logging.getLogger("grpo_engine.rollouts").info(
+        "resumed; --fresh would forget it",
+        extra={
+            "fields": {
+                "database": str(path),
+                "step": step,
+                "groups": len(stored.groups),
+                "environments": len(stored.environments),
+            }
+        },
+    )
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    return None

@@ -1,0 +1,56 @@
+"""What the rollout API remembers of a run, an environment and a batch that it handed out. Immutable; kept as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_engine.wire.rollouts import RegisterRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A trainer's registration and how far it got."""
+
+    request: RegisterRequest
+    step: int
+    """`starting_step` plus the batches that were handed out; a batch that is offered again counts once."""
+    has_started: bool = False
+    """Whether the trainer has asked for a batch: only then environments are let in."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the trainer has had as many batches as it announced."""
+        return 0 < self.request.num_steps <= self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentRecord:
+    """An environment's registration."""
+
+    id: int
+    """Consecutive from 0, valid across restarts."""
+    desired_name: str
+    name: str
+    """`desired_name` with the number of environments of that name before it."""
+    weight: float
+    group_size: int
+    max_token_length: int
+    min_batch_allocation: float | None
+    is_connected: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A batch that was handed out and is not known to have arrived."""
+
+    id: str
+    group_ids: tuple[int, ...]
+    num_sequences: int
+    client: str
+    """Address and user agent of who got it."""
+    is_explicit: bool
+    """Whether that client acknowledges in words; stock ones do it by asking for the next batch."""
+    delivered_at: float
+    """Unix seconds."""
+    is_open: bool = False
+    """Whether it is to be offered again at once."""
