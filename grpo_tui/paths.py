@@ -18,6 +18,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 STATE_FILE = "state.json"
 RESOLVED_FILE = "resolved.json"
+PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 SUPERVISOR_LOG = "supervisor.log"

@@ -69,6 +69,8 @@ class Service:
     """The last answer of its probe, in words."""
     last_lines: tuple[str, ...] = ()
     """The end of its log when it failed."""
+    is_killed: bool = False
+    """Whether SIGKILL was asked for in this attempt."""
     is_refused: bool = False
     """Whether it was not started because a stranger holds what it needs."""
 
@@ -164,8 +166,10 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _stop(service, now_s, launch, AfterStop.REST, "stopped by request")
         case StopAsked(), S.STOPPING:
             return replace(service, after_stop=AfterStop.REST), ()
-        case KillAsked(), S.STARTING | S.READY | S.UNHEALTHY | S.STOPPING:
-            return _kill(_enter(service, S.STOPPING, now_s, reason="killed by request"), now_s)
+        case KillAsked(), S.STARTING | S.READY | S.UNHEALTHY:
+            return _kill(_enter(service, S.STOPPING, now_s, reason="killed by request"), now_s, AfterStop.REST)
+        case KillAsked(), S.STOPPING if not service.is_killed:
+            return _kill(service, now_s, AfterStop.REST)
         case Admitted(), S.WAITING:
             return _start(service, now_s, launch)
         case Spawned(), _ if service.has_process:
@@ -218,6 +222,7 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         has_process=True,
         is_running=False,
         was_ready=False,
+        is_killed=False,
         exit_code=None,
         answer=None,
         last_lines=(),
@@ -271,17 +276,16 @@ def _stop(service: Service, now_s: float, launch: Launch, after: AfterStop, reas
     return replace(stopping, deadline_s=now_s + launch.stop_grace_s + KILL_MARGIN_S), (Effect.STOP,)
 
 
-def _kill(service: Service, now_s: float) -> Step:
-    return replace(service, after_stop=AfterStop.REST, deadline_s=now_s + UNKILLABLE_AFTER_S), (Effect.KILL,)
+def _kill(service: Service, now_s: float, after: AfterStop) -> Step:
+    killed = replace(service, after_stop=after, is_killed=True, deadline_s=now_s + UNKILLABLE_AFTER_S)
+    return killed, (Effect.KILL,)
 
 
 def _press_on(service: Service, now_s: float) -> Step:
     """The grace is over and it is still there: kill it; it was killed and is still there: say so and go on."""
-    if service.after_stop is AfterStop.REST and service.reason == "killed by request":
-        return _settle(service, S.FAILED, now_s, "its process did not end after SIGKILL: stuck in the kernel"), ()
-    after = service.after_stop
-    killed, effects = _kill(replace(service, reason="killed by request"), now_s)
-    return replace(killed, after_stop=after), effects
+    if service.is_killed:
+        return _settle(service, S.FAILED, now_s, "its processes did not end after SIGKILL: stuck in the kernel"), ()
+    return _kill(service, now_s, service.after_stop)
 
 
 def _refused(service: Service, words: str, now_s: float) -> Service:

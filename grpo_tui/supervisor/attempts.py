@@ -1,0 +1,214 @@
+"""The hands of the supervisor: does to one service's processes what `core.py` decided, and tells what came of it.
+
+One of these a service, working off its effects one after another, so that a start and a stop never overlap. It keeps no
+state of its own besides the keeper of the attempt at hand, and decides nothing: every answer is an event for the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from grpo_engine.errors import GrpoError
+from grpo_tui.services.base import Launch, Probe
+from grpo_tui.supervisor import teardown
+from grpo_tui.supervisor.machine import Answered, Effect, Event, Exited, Refused, Spawned
+from grpo_tui.supervisor.probes import Answer, Prober
+from grpo_tui.supervisor.processes import ExitReport, Keeper, start_keeper
+from grpo_tui.supervisor.sampling import Sampler
+
+LAST_LINES = 8
+LAST_BYTES = 8192
+LAST_LINE_CHARS = 400
+log = logging.getLogger(__name__)
+
+Post = Callable[[str, Event], None]
+Severity = Literal["info", "warning", "error"]
+Notice = Callable[[Severity, str, str | None], None]
+"""Takes a severity, a text, and the service it is about."""
+
+
+class Attempts:
+    """Starts, probes, stops and clears away the attempts of one service."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        run: str,
+        run_folder: Path,
+        tasks: asyncio.TaskGroup,
+        post: Post,
+        notice: Notice,
+        sampler: Sampler,
+    ) -> None:
+        self._launch = launch
+        self._run = run
+        self._run_folder = run_folder
+        self._log = run_folder / f"{launch.name}.log"
+        self._tasks = tasks
+        self._post = post
+        self._notice = notice
+        self._sampler = sampler
+        self._effects: asyncio.Queue[tuple[Effect, int]] = asyncio.Queue()
+        self._is_ready = False
+        self._life: asyncio.Task[None] | None = None
+        self.keeper: Keeper | None = None
+        """Of the attempt at hand."""
+        self.started_at: float | None = None
+        """Unix time at which the last attempt started."""
+
+    def do(self, effect: Effect, attempt: int) -> None:
+        """Have an effect carried out, after those before it."""
+        self._effects.put_nowait((effect, attempt))
+
+    async def work(self) -> None:
+        """Carry effects out, until cancelled."""
+        while True:
+            effect, attempt = await self._effects.get()
+            match effect:
+                case Effect.SPAWN:
+                    await self._spawn(attempt)
+                case Effect.STOP if self.keeper is not None:
+                    self.keeper.stop()
+                case Effect.KILL if self.keeper is not None:
+                    self.keeper.kill()
+
+    def adopt(self, keeper: Keeper, *, is_ready: bool) -> None:
+        """Go on with an attempt that an earlier daemon started."""
+        self._is_ready = is_ready
+        self._follow(keeper)
+
+    def bury(self, attempt: int, report: ExitReport) -> None:
+        """Tell the core of an attempt that ended while no daemon was there."""
+        self._tasks.create_task(self._tell_end(attempt, 0, report), name=f"end of {self._launch.name}")
+
+    def let_go(self) -> None:
+        """Wait no longer for an attempt that is stuck in the kernel."""
+        if self._life is not None:
+            self._life.cancel()
+
+    # --- one attempt -----------------------------------------------------------------------------------------------
+
+    async def _spawn(self, attempt: int) -> None:
+        name = self._launch.name
+        in_the_way = await self._pre_flight()
+        if in_the_way:
+            self._tell(Refused(in_the_way))
+            return
+        try:
+            keeper = await start_keeper(self._launch, run=self._run, attempt=attempt, run_folder=self._run_folder)
+        except GrpoError as error:
+            log.error("%s: %s", name, error)
+            self._tell(Exited(code=None, error=str(error), jitter=random.random()))
+            return
+        self._is_ready = False
+        self._follow(keeper)
+        if keeper.main_pid is not None:
+            self._tell(Spawned())
+
+    async def _pre_flight(self) -> str | None:
+        """Clear the declared ports of what is ours; who else holds them, in words."""
+        if not self._launch.ports:
+            return None
+        _, stuck, strangers = await teardown.clear_ports(
+            self._run, self._launch.name, ports=self._launch.ports, report=self._report
+        )
+        faults = [
+            *(holder.words() for holder in strangers),
+            *(f"{words} holds a port, and does not end" for words in stuck),
+        ]
+        return "; ".join(faults) or None
+
+    def _follow(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.started_at = keeper.started_at
+        words = f"attempt {keeper.attempt} of {self._launch.name}"
+        self._life = self._tasks.create_task(self._live(keeper), name=words)
+
+    async def _live(self, keeper: Keeper) -> None:
+        """Probe the attempt while it lives; clear away what is left of it; tell the core."""
+        probing = self._tasks.create_task(self._probe(keeper), name=f"probing {self._launch.name}")
+        try:
+            report = await keeper.exited()
+        finally:
+            probing.cancel()
+        if report.code == 0 and not self._is_ready:
+            await self._ask_once_more(keeper)
+        self.keeper = None
+        await self._tell_end(keeper.attempt, keeper.log_offset, report)
+
+    async def _tell_end(self, attempt: int, log_offset: int, report: ExitReport) -> None:
+        name = self._launch.name
+        for words in report.ended:
+            log.info("%s: attempt %d left %s behind: ended", name, attempt, words)
+        for words in report.unkillable:
+            self._notice("error", f"{words} does not end after SIGKILL: it hangs in the kernel", name)
+        if report.keeper_lost or self._launch.ports or self._sampler.gpus:
+            await teardown.sweep(
+                self._run,
+                name,
+                ports=self._launch.ports,
+                report=self._report,
+                ledger=self._sampler.processes(name),
+                gpu_memory=self._sampler.gpu_memory_reader(name),
+            )
+        lines = await asyncio.to_thread(last_lines, self._log, log_offset)
+        self._tell(Exited(code=report.code, error=report.error, last_lines=lines, jitter=random.random()))
+
+    # --- probes ----------------------------------------------------------------------------------------------------
+
+    async def _probe(self, keeper: Keeper) -> None:
+        """Ask whether it is ready until it is, and from then on whether it lives."""
+        if self._launch.ready is not None and not self._is_ready:
+            prober = self._prober(self._launch.ready, keeper)
+            while not (answer := await prober.ask()).passed:
+                self._tell(_answered(keeper, answer))
+                await asyncio.sleep(self._launch.ready.interval_s)
+            self._is_ready = True
+            self._tell(_answered(keeper, answer))
+        if self._launch.live is not None:
+            prober = self._prober(self._launch.live, keeper)
+            while True:
+                await asyncio.sleep(self._launch.live.interval_s)
+                self._tell(_answered(keeper, await prober.ask()))
+
+    async def _ask_once_more(self, keeper: Keeper) -> None:
+        """A command that does its work between two questions and ends has been ready if what it left says so."""
+        ready = self._launch.ready
+        if ready is not None and (ready.log is not None or ready.file is not None):
+            self._tell(_answered(keeper, await self._prober(ready, keeper).ask()))
+
+    def _prober(self, probe: Probe, keeper: Keeper) -> Prober:
+        launch = self._launch
+        return Prober(probe, log=self._log, log_offset=keeper.log_offset, cwd=launch.cwd, env=launch.env)
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        self._post(self._launch.name, event)
+
+    def _report(self, line: str) -> None:
+        self._notice("info", line, self._launch.name)
+
+
+def _answered(keeper: Keeper, answer: Answer) -> Answered:
+    return Answered(attempt=keeper.attempt, passed=answer.passed, words=answer.words)
+
+
+def last_lines(path: Path, offset: int) -> tuple[str, ...]:
+    """The last lines that an attempt wrote, from `offset` in its log on; what a progress bar overwrote is left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(min(offset, size), size - LAST_BYTES)
+            file.seek(start)
+            text = file.read(LAST_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ()
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return tuple(line[:LAST_LINE_CHARS] for line in lines if line)[-LAST_LINES:]

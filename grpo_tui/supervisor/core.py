@@ -1,0 +1,427 @@
+"""A run, from its first start to nothing left. Read `Supervisor.run` for the story.
+
+One queue of events, one writer of state: whatever happens (a process ended, a probe answered, a person asked) comes as
+an event, `machine.step` and `order` decide, and `attempts` does it. Reads no profile and knows no kind of service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    Notice,
+    RunChanged,
+    RunState,
+    RunStatus,
+    ServiceChanged,
+    ServiceStatus,
+    SupervisorInfo,
+    Warning,
+)
+from grpo_engine.wire.supervisor import ServiceState as S
+from grpo_tui.profile.plan_file import Plan
+from grpo_tui.supervisor import order, teardown
+from grpo_tui.supervisor.attempts import Attempts
+from grpo_tui.supervisor.broadcast import Broadcast
+from grpo_tui.supervisor.machine import (
+    RUNNING,
+    Admitted,
+    AfterStop,
+    Effect,
+    Event,
+    KillAsked,
+    RestartAsked,
+    Service,
+    StopAsked,
+    Tick,
+    adopted,
+    step,
+)
+from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper
+from grpo_tui.supervisor.sampling import Sampler
+from grpo_tui.supervisor.state_file import (
+    Ledger,
+    StateDocument,
+    StateWriter,
+    from_ledger,
+    last_attempt,
+    to_ledger,
+)
+from grpo_tui.supervisor.words import why
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Holds a run: every service's place in its life, and the hands that move it."""
+
+    def __init__(self, plan: Plan, *, run_folder: Path, predecessor: StateDocument | None) -> None:
+        self.run_name = run_folder.name
+        self.broadcast = Broadcast()
+        self._plan = plan
+        self._run_folder = run_folder
+        self._predecessor = predecessor
+        self._launches = {launch.name: launch for launch in plan.launches}
+        self._services = {name: Service(name=name, since_s=time.monotonic()) for name in self._launches}
+        self._hands: dict[str, Attempts] = {}
+        self._ready_at: dict[str, float | None] = {}
+        self._events: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
+        self._ending: order.Ending | None = None
+        self._has_been_up = False
+        self._state = RunState.STARTING
+        self._started_at = time.time() if predecessor is None else predecessor.started_at or time.time()
+        self._ended_at: float | None = None
+        self._me: SupervisorInfo | None = SupervisorInfo(pid=os.getpid(), started_at=time.time())
+        self._changed = asyncio.Event()
+        self._writer = StateWriter(run_folder, self.document)
+        self._sampler = Sampler(self.broadcast, self.keeper_pids, self._retell)
+
+    # --- the story of a run ----------------------------------------------------------------------------------------
+
+    async def run(self) -> RunState:
+        """Bring the services up, keep them up, take them down; how the run ended.
+
+        Cancelled, it leaves every service running: the next daemon of this run goes on with them.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            helpers = self._take_hands(tasks)
+            self._take_over()
+            await self._writer.write()
+            helpers += [tasks.create_task(self._writer.run()), tasks.create_task(self._sampler.run())]
+            while not self._is_over():
+                self._decide()
+                self._publish()
+                if not self._is_over():
+                    await self._next_event()
+            for helper in helpers:
+                helper.cancel()
+            for hands in self._hands.values():
+                hands.let_go()
+        await self._leave_nothing()
+        return self._state
+
+    def _take_hands(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        for name, launch in self._launches.items():
+            self._hands[name] = Attempts(
+                launch,
+                run=self.run_name,
+                run_folder=self._run_folder,
+                tasks=tasks,
+                post=self.post,
+                notice=self.notice,
+                sampler=self._sampler,
+            )
+        return [tasks.create_task(hands.work(), name=f"hands of {name}") for name, hands in self._hands.items()]
+
+    def _take_over(self) -> None:
+        """Find what an earlier daemon left: living services go on, ended ones are told, none starts twice."""
+        now_s = time.monotonic()
+        ledger = None if self._predecessor is None else self._predecessor.ledger
+        if ledger is not None:
+            self._has_been_up = ledger.has_been_up
+        for name in self._launches:
+            entry = ledger.services.get(name) if ledger is not None else None
+            service = self._services[name] if entry is None else from_ledger(name, entry, now_s)
+            self._ready_at[name] = entry.ready_at if entry is not None else None
+            attempt = max(service.attempt, last_attempt(self._run_folder, name))
+            found = adopt_keeper(self._run_folder, name, attempt) if attempt else None
+            self._services[name] = self._adopt(service, attempt, found, now_s)
+            if self._services[name].has_process:
+                log.info("%s: taken over in attempt %d: %s", name, attempt, self._services[name].state)
+        if ledger is not None and ledger.ending is not None:
+            self.end(ledger.ending)
+
+    def _adopt(self, service: Service, attempt: int, found: Keeper | ExitReport | None, now_s: float) -> Service:
+        name, hands = service.name, self._hands[service.name]
+        if isinstance(found, Keeper):
+            taken = adopted(self._as_of(service, attempt), now_s, self._launches[name])
+            hands.adopt(found, is_ready=taken.was_ready)
+            if taken.state is S.STOPPING:
+                hands.do(Effect.STOP, attempt)
+            return taken
+        if not service.has_process and service.attempt == attempt:
+            return service
+        lost = ExitReport(code=None, ended_at=time.time(), error="its keeper left no trace", keeper_lost=True)
+        hands.bury(attempt, found or lost)
+        return adopted(self._as_of(service, attempt), now_s, self._launches[name])
+
+    def _as_of(self, service: Service, attempt: int) -> Service:
+        """The service in the attempt that was found, which may be newer than what its last daemon came to write."""
+        return service if service.attempt == attempt else Service(name=service.name, attempt=attempt)
+
+    def _decide(self) -> None:
+        """Everything that follows from where the services stand now."""
+        now_s = time.monotonic()
+        if self._ending is None and (state := order.verdict(self._services, self._launches)):
+            self.end(state)
+        if self._ending is not None:
+            self._wind_down(self._ending, now_s)
+            return
+        for name in order.admissible(self._services, self._launches):
+            self._admit(name)
+
+    def _admit(self, name: str) -> None:
+        """Start a service, once everybody that has to follow its restart has made way."""
+        in_the_way = [f for f in order.restart_group(name, self._launches) if self._services[f].has_process]
+        if self._services[name].attempt and in_the_way:
+            for follower in reversed(in_the_way):
+                if self._services[follower].state in RUNNING:
+                    self._apply(follower, RestartAsked(f"restarted because {name} is"))
+            return
+        self._apply(name, Admitted())
+
+    def _wind_down(self, ending: order.Ending, now_s: float) -> None:
+        """Ask whose turn has come to stop; kill whoever is left when the time is up."""
+        turns = order.stop_times_s(ending, self._services, self._launches)
+        for name, service in self._services.items():
+            is_due = service.state in RUNNING and now_s >= turns.get(name, 0.0)
+            is_restarting = service.state is S.STOPPING and service.after_stop is not AfterStop.REST
+            if is_due or is_restarting or service.state in {S.WAITING, S.BACKOFF}:
+                self._apply(name, StopAsked())
+        if now_s >= ending.kill_at_s:
+            for name in turns:
+                self._apply(name, KillAsked())
+
+    async def _next_event(self) -> None:
+        """Wait for an event or the next deadline, and apply what came."""
+        wake_at_s = self._wake_at_s()
+        try:
+            async with asyncio.timeout_at(wake_at_s):
+                name, event = await self._events.get()
+        except TimeoutError:
+            for name in self._launches:
+                self._apply(name, Tick())
+            return
+        self._apply(name, event)
+        while not self._events.empty():
+            self._apply(*self._events.get_nowait())
+
+    def _wake_at_s(self) -> float | None:
+        times = [service.deadline_s for service in self._services.values() if service.deadline_s is not None]
+        if self._ending is not None:
+            now_s = time.monotonic()
+            turns = [*order.stop_times_s(self._ending, self._services, self._launches).values(), self._ending.kill_at_s]
+            times += [turn for turn in turns if turn > now_s]
+        return min(times, default=None)
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left that could end; what is stuck in the kernel has been told, and is not awaited."""
+        is_open = any(service.has_process and service.state is not S.FAILED for service in self._services.values())
+        return self._ending is not None and not is_open
+
+    async def _leave_nothing(self) -> None:
+        """The second net below all services, then the last words."""
+        assert self._ending is not None
+        ports = [port for launch in self._launches.values() for port in launch.ports]
+        await teardown.sweep(self.run_name, None, ports=(), report=lambda line: self.notice("info", line, None))
+        log.info("run %s is over: %s; ports %s are free", self.run_name, self._ending.state, ports or "(none)")
+        self._ended_at = time.time()
+        self._me = None
+        self._set_state(self._ending.state)
+        await self._writer.write()
+        self._pulse()
+
+    # --- what others may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run is being ended."""
+        return self._ending is not None
+
+    @property
+    def state(self) -> RunState:
+        """Where the run stands."""
+        return self._state
+
+    @property
+    def service_names(self) -> list[str]:
+        """Every service, in start order."""
+        return list(self._launches)
+
+    def service(self, name: str) -> Service:
+        """Where a service stands."""
+        return self._services[name]
+
+    def post(self, name: str, event: Event) -> None:
+        """Queue an event for a service; it is applied in turn."""
+        self._events.put_nowait((name, event))
+
+    def restart(self, name: str) -> list[str]:
+        """Restart a service and those that must follow; who follows."""
+        followers = [f for f in order.restart_group(name, self._launches) if self._services[f].has_process]
+        for follower in reversed(followers):
+            self.post(follower, RestartAsked(f"restarted because {name} is"))
+        self.post(name, RestartAsked())
+        return followers
+
+    def end(self, state: RunState, *, budget_s: float | None = None) -> None:
+        """End the run; a second call may only shorten the time that services get."""
+        longest_s = order.ending_budget_s(self._services, self._launches)
+        budget_s = longest_s if budget_s is None else min(budget_s, longest_s)
+        now_s = time.monotonic()
+        if self._ending is None:
+            log.info("ending the run as %s; services get %.1f s together", state, budget_s)
+            self._ending = order.Ending(state=state, since_s=now_s, budget_s=budget_s)
+        elif now_s + budget_s < self._ending.kill_at_s:
+            since_s = self._ending.since_s
+            self._ending = order.Ending(state=self._ending.state, since_s=since_s, budget_s=now_s + budget_s - since_s)
+        self._events.put_nowait((next(iter(self._launches)), Tick()))
+
+    async def wait_until(self, holds: Callable[[Supervisor], bool]) -> None:
+        """Return once `holds` does; asked after every change."""
+        while not holds(self):
+            await self._changed.wait()
+
+    def keeper_pids(self) -> dict[str, int]:
+        """The keeper of each running service: whatever the service is, is below it."""
+        return {name: hands.keeper.identity.pid for name, hands in self._hands.items() if hands.keeper is not None}
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def notice(self, severity: Literal["info", "warning", "error"], text: str, service: str | None) -> None:
+        """Tell everybody who watches, and the log."""
+        levels = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+        log.log(levels[severity], "%s", text)
+        at = time.time()
+        self.broadcast.send(lambda n: Notice(number=n, time=at, severity=severity, service=service, text=text))
+
+    def _apply(self, name: str, event: Event) -> None:
+        before, launch = self._services[name], self._launches[name]
+        after, effects = step(before, event, time.monotonic(), launch)
+        self._services[name] = after
+        for effect in effects:
+            self._hands[name].do(effect, after.attempt)
+        if after.state is not before.state:
+            self._note_change(before, after)
+        if _shown(after) != _shown(before):
+            self._tell_service(name)
+            for other, service in self._services.items():
+                if service.state is S.WAITING and name in self._launches[other].needs:
+                    self._tell_service(other)
+
+    def _note_change(self, before: Service, after: Service) -> None:
+        name = after.name
+        if after.state is S.READY and not before.was_ready:
+            self._ready_at[name] = time.time()
+        elif after.state is S.STARTING:
+            self._ready_at[name] = None
+        words = f"{name}: {before.state} → {after.state}" + (f" ({after.reason})" if after.reason else "")
+        log.log(logging.WARNING if after.state in {S.FAILED, S.UNHEALTHY, S.BACKOFF} else logging.INFO, "%s", words)
+        if after.state is S.FAILED:
+            self.notice("error", f"{name} failed: {why(name, self._services, self._launches, time.monotonic())}", name)
+        if before.state is S.STOPPING and not after.has_process:
+            seconds = time.monotonic() - before.since_s
+            self.notice("info", f"{name} ended in {seconds:.2f} s ({_how(after)})", name)
+        if after.state is S.BACKOFF:
+            for follower in order.restart_group(name, self._launches):
+                if self._services[follower].state in RUNNING:
+                    self.post(follower, RestartAsked(f"restarted because {name} is"))
+
+    def _tell_service(self, name: str) -> None:
+        status, at = self.service_status(name), time.time()
+        self.broadcast.send(lambda n: ServiceChanged(number=n, time=at, service=status))
+        self._writer.mark()
+
+    def _retell(self) -> None:
+        """Tell the services again whose explanation counts seconds."""
+        for name, service in self._services.items():
+            if service.state in {S.WAITING, S.STARTING, S.STOPPING}:
+                self._tell_service(name)
+
+    def _publish(self) -> None:
+        """Tell what became of the run, and wake whoever waits for a change."""
+        if self._ending is None:
+            state = order.run_state(self._services, self._launches, has_been_up=self._has_been_up)
+            self._has_been_up = self._has_been_up or state is RunState.RUNNING
+            self._set_state(state)
+        self._pulse()
+
+    def _set_state(self, state: RunState) -> None:
+        if state is self._state:
+            return
+        self._state, at = state, time.time()
+        log.info("run %s: %s", self.run_name, state)
+        self.broadcast.send(lambda n: RunChanged(number=n, time=at, state=state))
+        self._writer.mark()
+
+    def _pulse(self) -> None:
+        waiting, self._changed = self._changed, asyncio.Event()
+        waiting.set()
+
+    # --- the status document ---------------------------------------------------------------------------------------
+
+    def status(self) -> RunStatus:
+        """Where the run stands now. Metrics are added by whoever reads: they are a file, not ours."""
+        warnings = []
+        if self._writer.fault is not None:
+            hint = "free some space; services go on, and the state is written again at the next change"
+            warnings.append(Warning(id="state-file", severity="error", text=self._writer.fault, hint=hint))
+        return RunStatus(
+            run=self.run_name,
+            profile=self._plan.profile_name,
+            state=self._state,
+            supervisor=self._me,
+            services=[self.service_status(name) for name in self._launches],
+            gpus=self._sampler.gpus,
+            gpu_note=self._sampler.gpu_note,
+            warnings=warnings,
+            started_at=self._started_at,
+            ended_at=self._ended_at,
+        )
+
+    def service_status(self, name: str) -> ServiceStatus:
+        """One service, for the status document."""
+        service, launch, hands = self._services[name], self._launches[name], self._hands[name]
+        pid = hands.keeper.main_pid if hands.keeper is not None else None
+        usage = self._sampler.usage.get(name) if service.has_process else None
+        return ServiceStatus(
+            name=name,
+            kind=launch.kind,
+            state=service.state,
+            health=service.answer,
+            pid=pid,
+            pgid=pid,
+            started_at=hands.started_at,
+            ready_at=self._ready_at.get(name),
+            attempt=service.attempt,
+            restarts=max(0, service.attempt - 1),
+            exit_code=service.exit_code,
+            ports=list(launch.ports),
+            gpus=list(launch.gpus),
+            cpu_percent=usage.cpu_percent if usage else None,
+            rss_bytes=usage.rss_bytes if usage else None,
+            gpu_memory_bytes=self._sampler.gpu_memory_bytes.get(name) if service.has_process else None,
+            log=str(self._run_folder / f"{name}.log"),
+            why=why(name, self._services, self._launches, time.monotonic()),
+        )
+
+    def document(self) -> StateDocument:
+        """The status and the ledger, for `state.json`."""
+        now_s = time.monotonic()
+        ledger = Ledger(
+            ending=self._ending.state if self._ending is not None and self._state not in ENDED_RUN_STATES else None,
+            has_been_up=self._has_been_up,
+            services={
+                name: to_ledger(
+                    service, now_s, started_at=self._hands[name].started_at, ready_at=self._ready_at.get(name)
+                )
+                for name, service in self._services.items()
+            },
+        )
+        return StateDocument(**dict(self.status()), ledger=ledger)
+
+
+def _shown(service: Service) -> tuple[object, ...]:
+    """The part of a service that people see."""
+    return (service.state, service.answer, service.reason, service.attempt, service.is_running, service.exit_code)
+
+
+def _how(service: Service) -> str:
+    return "no process" if service.exit_code is None else f"exit code {service.exit_code}"

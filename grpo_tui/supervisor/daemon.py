@@ -1,0 +1,160 @@
+"""The daemon of one run: `python -m grpo_tui.supervisor.daemon RUN_FOLDER`. It detaches, listens, and supervises.
+
+It reads `plan.json` from the run folder and takes over whatever an earlier daemon of this run left alive. It ends when
+the run is over. SIGTERM, SIGINT and its own death leave every service running, so that a log-out script, an upgrade or
+a mistake ends no training; `grpo-tui down` ends a run. A second daemon on the same run folder leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import MAX_LINE_BYTES
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
+from grpo_tui.paths import PLAN_FILE, SUPERVISOR_LOG, socket_path
+from grpo_tui.profile.plan_file import Plan
+from grpo_tui.supervisor.core import Supervisor
+from grpo_tui.supervisor.handlers import converse
+from grpo_tui.supervisor.lock import ADDRESS_FILE, read_address, take_lock, write_address
+from grpo_tui.supervisor.state_file import StateDocument, read_state
+
+SOCKET_CHECK_S = 10.0
+"""Between two looks at whether the socket file is still there: log-outs and cleaners of /tmp remove it."""
+BACKLOG = 64
+FAREWELL_S = 0.2
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Detach from whoever started this, and supervise; 0 also when another daemon is at it already."""
+    if len(sys.argv) != 2:
+        sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER\n")
+        return 2
+    run_folder = Path(sys.argv[1]).resolve()
+    plan = Plan.from_json((run_folder / PLAN_FILE).read_text())
+    _detach(run_folder / SUPERVISOR_LOG)
+    lock = take_lock(run_folder)
+    if lock is None:
+        log.info("another daemon supervises %s: nothing to do", run_folder.name)
+        return 0
+    predecessor = _predecessor(run_folder)
+    if predecessor is not None and predecessor.state in ENDED_RUN_STATES:
+        log.info("run %s is over: %s", run_folder.name, predecessor.state)
+        return 0
+    try:
+        asyncio.run(_serve(plan, run_folder, predecessor))
+    except Exception:
+        log.exception("the daemon ends by a defect of its own; services go on, and the next daemon takes them over")
+        return 1
+    return 0
+
+
+def _detach(log_file: Path) -> None:
+    """Leave the terminal, the session and the parent; from here on stderr is the supervisor's log."""
+    if os.fork() > 0:
+        os._exit(0)
+    os.setsid()
+    for number in (signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.umask(0o022)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    output = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
+    os.close(nothing)
+    os.close(output)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s", force=True
+    )
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _predecessor(run_folder: Path) -> StateDocument | None:
+    try:
+        return read_state(run_folder)
+    except PeerError as error:
+        log.error("%s; going on with what the keepers say", error)
+        return None
+
+
+async def _serve(plan: Plan, run_folder: Path, predecessor: StateDocument | None) -> None:
+    """Listen and supervise until the run is over, or a signal says to leave."""
+    supervisor = Supervisor(plan, run_folder=run_folder, predecessor=predecessor)
+    log.info("daemon %d supervises run %s of profile %s", os.getpid(), run_folder.name, plan.profile_name)
+    listening = asyncio.create_task(_listen(supervisor, run_folder), name="listening")
+    supervising = asyncio.create_task(supervisor.run(), name="supervising")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _leave, number, supervising)
+    try:
+        await asyncio.wait({listening, supervising}, return_when=asyncio.FIRST_COMPLETED)
+        if not supervising.done():
+            listening.result()
+        with suppress(asyncio.CancelledError):
+            await supervising
+    finally:
+        supervising.cancel()
+        listening.cancel()
+        await asyncio.gather(listening, supervising, return_exceptions=True)
+
+
+def _leave(number: int, supervising: asyncio.Task[object]) -> None:
+    log.info("%s: the daemon leaves, services go on", signal.Signals(number).name)
+    supervising.cancel()
+
+
+async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
+    """Accept clients on the run's socket, and put it back when somebody removed it; cancelled, say farewell."""
+    conversations: set[asyncio.Task[None]] = set()
+    count = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        task = asyncio.current_task()
+        assert task is not None
+        conversations.add(task)
+        task.add_done_callback(conversations.discard)
+        await converse(supervisor, reader, writer, f"client {count}")
+
+    path = socket_path(run_folder)
+    server: asyncio.Server | None = None
+    try:
+        while True:
+            if server is None or not path.exists():
+                path, before = socket_path(run_folder), server
+                path.unlink(missing_ok=True)
+                server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
+                path.chmod(0o600)
+                write_address(run_folder, path)
+                if before is not None:
+                    log.warning("the socket was removed: listening anew on %s", path)
+                    before.close()
+            await asyncio.sleep(SOCKET_CHECK_S)
+    finally:
+        path.unlink(missing_ok=True)
+        address = read_address(run_folder)
+        if address is not None and address.pid == os.getpid():
+            (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
+        if supervisor.state in ENDED_RUN_STATES:
+            supervisor.broadcast.farewell(Bye(state=supervisor.state))
+        await _farewell(conversations)
+
+
+async def _farewell(conversations: set[asyncio.Task[None]]) -> None:
+    """Let last lines get out and clients hang up, for a moment; then end what is left."""
+    if conversations:
+        await asyncio.wait(set(conversations), timeout=FAREWELL_S)
+    for task in set(conversations):
+        task.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What clients may ask of the daemon: one function a command, and the conversation around them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from grpo_engine.errors import GrpoError, PeerError
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    PROTOCOL_VERSION,
+    Command,
+    Hello,
+    Reply,
+    RunState,
+    Snapshot,
+    Subscribe,
+    read_from_client,
+)
+from grpo_engine.wire.supervisor import ServiceState as S
+from grpo_tui.exit_codes import ExitCode
+from grpo_tui.supervisor.broadcast import Client
+from grpo_tui.supervisor.core import Supervisor
+from grpo_tui.supervisor.machine import KillAsked, StartAsked, StopAsked
+
+log = logging.getLogger(__name__)
+
+
+class CommandRefused(GrpoError):
+    """A command that cannot be carried out now."""
+
+    def __init__(self, text: str, exit_code: ExitCode) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+async def converse(
+    supervisor: Supervisor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str
+) -> None:
+    """Talk with one client until it leaves, is let go, or the run is over."""
+    client = Client(name)
+    supervisor.broadcast.clients.add(client)
+    client.say(Hello(run=supervisor.run_name, pid=os.getpid()))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(_write(client, writer))
+            dropping = tasks.create_task(client.dropped.wait())
+            reading = tasks.create_task(_read(supervisor, client, reader, tasks))
+            await asyncio.wait({writing, dropping, reading}, return_when=asyncio.FIRST_COMPLETED)
+            raise _Over
+    except* (_Over, ConnectionError):
+        pass
+    finally:
+        supervisor.broadcast.clients.discard(client)
+        writer.transport.abort() if client.is_dropped else writer.close()
+
+
+class _Over(Exception):
+    """Ends the tasks of a conversation."""
+
+
+async def _write(client: Client, writer: asyncio.StreamWriter) -> None:
+    while (line := await client.lines.get()) is not None:
+        writer.write(line)
+        await writer.drain()
+
+
+async def _read(supervisor: Supervisor, client: Client, reader: asyncio.StreamReader, tasks: asyncio.TaskGroup) -> None:
+    while True:
+        try:
+            line = await reader.readline()
+            if not line:
+                return
+            message = read_from_client(line)
+        except (PeerError, ValueError) as error:
+            log.warning("%s says what is no protocol, and is let go: %s", client.name, error)
+            client.say(Reply(id=0, ok=False, error=str(error), exit_code=ExitCode.USAGE))
+            await asyncio.sleep(0)
+            return
+        match message:
+            case Hello(version=version):
+                if version != PROTOCOL_VERSION:
+                    log.warning("%s speaks protocol %d, this is %d", client.name, version, PROTOCOL_VERSION)
+            case Subscribe():
+                client.say(Snapshot(number=supervisor.broadcast.number, status=supervisor.status()))
+                supervisor.broadcast.watch(client)
+            case Command():
+                tasks.create_task(_answer(supervisor, client, message), name=f"{message.do} for {client.name}")
+
+
+async def _answer(supervisor: Supervisor, client: Client, command: Command) -> None:
+    """Carry one command out, and reply once."""
+    try:
+        async with asyncio.timeout(None if command.do == "down" else command.timeout_s):
+            await _carry_out(supervisor, command)
+    except CommandRefused as refusal:
+        reply = Reply(id=command.id, ok=False, error=str(refusal), exit_code=refusal.exit_code)
+    except TimeoutError:
+        error = f"{command.do} of {command.service or supervisor.run_name}: not done in {command.timeout_s:g} s"
+        reply = Reply(id=command.id, ok=False, error=error, exit_code=ExitCode.NOT_IN_TIME)
+    else:
+        reply = Reply(id=command.id, ok=True)
+    client.say(reply.model_copy(update={"status": supervisor.status()}))
+
+
+async def _carry_out(supervisor: Supervisor, command: Command) -> None:
+    match command.do:
+        case "status":
+            return
+        case "down":
+            await _down(supervisor, command)
+        case "start":
+            await _start(supervisor, _name(supervisor, command), command.wait)
+        case "restart":
+            await _restart(supervisor, _name(supervisor, command), command.wait)
+        case "stop" | "kill":
+            await _stop(supervisor, _name(supervisor, command), command)
+
+
+async def _down(supervisor: Supervisor, command: Command) -> None:
+    """End the run; its `timeout_s` is what the services get, and after it whoever is left is killed."""
+    supervisor.end(RunState.STOPPED, budget_s=command.timeout_s)
+    if command.wait:
+        await supervisor.wait_until(lambda s: s.state in ENDED_RUN_STATES)
+
+
+async def _start(supervisor: Supervisor, name: str, wait: bool) -> None:
+    attempt = supervisor.service(name).attempt
+    is_up = supervisor.service(name).has_process
+    supervisor.post(name, StartAsked())
+    if wait:
+        await _ready(supervisor, name, attempt if is_up else attempt + 1)
+
+
+async def _restart(supervisor: Supervisor, name: str, wait: bool) -> None:
+    attempt = supervisor.service(name).attempt
+    followers = supervisor.restart(name)
+    if followers:
+        supervisor.notice("info", f"{name} is restarted, and after it {', '.join(followers)}", name)
+    if wait:
+        await _ready(supervisor, name, attempt + 1)
+
+
+async def _stop(supervisor: Supervisor, name: str, command: Command) -> None:
+    supervisor.post(name, StopAsked() if command.do == "stop" else KillAsked())
+    if command.wait:
+        settled = {S.STOPPED, S.FINISHED, S.FAILED}
+        await supervisor.wait_until(lambda s: s.service(name).state in settled and not s.service(name).has_process)
+
+
+async def _ready(supervisor: Supervisor, name: str, attempt: int) -> None:
+    """Wait until this attempt or a later one is ready, or has ended for good."""
+    ends = {S.READY, S.FINISHED, S.FAILED, S.STOPPED}
+    await supervisor.wait_until(
+        lambda s: s.is_ending or (s.service(name).attempt >= attempt and s.service(name).state in ends)
+    )
+    service = supervisor.service(name)
+    if service.state not in {S.READY, S.FINISHED}:
+        words = next(each.why for each in supervisor.status().services if each.name == name)
+        exit_code = ExitCode.REFUSED if service.is_refused else ExitCode.FAILED
+        raise CommandRefused(f"{name} is {service.state}: {words or 'the run is ending'}", exit_code)
+
+
+def _name(supervisor: Supervisor, command: Command) -> str:
+    """The service that a command is about, if there is one and the run goes on."""
+    if command.service not in supervisor.service_names:
+        names = ", ".join(supervisor.service_names)
+        raise CommandRefused(
+            f"{command.service!r} is not a service of {supervisor.run_name}; it has {names}", ExitCode.USAGE
+        )
+    if supervisor.is_ending:
+        raise CommandRefused(
+            f"run {supervisor.run_name} is ending: nothing is started or stopped any more", ExitCode.REFUSED
+        )
+    return command.service

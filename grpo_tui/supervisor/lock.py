@@ -1,0 +1,59 @@
+"""One daemon a run: a lock on a file that the kernel lets go of when its holder dies, however it dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from grpo_engine.wire.codec import Message, from_line, write_json_atomically
+
+LOCK_FILE = "daemon.lock"
+ADDRESS_FILE = "daemon.json"
+
+
+class Address(Message):
+    """Where a daemon listens; in a file, since `$XDG_RUNTIME_DIR` may be another one when somebody comes back."""
+
+    pid: int
+    socket: str
+
+
+def take_lock(run_folder: Path) -> int | None:
+    """Take the run's lock for the life of this process; None when another daemon has it."""
+    descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def has_daemon(run_folder: Path) -> bool:
+    """Whether a daemon holds the run's lock."""
+    try:
+        descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def write_address(run_folder: Path, socket: Path) -> None:
+    """Say where this daemon listens."""
+    write_json_atomically(run_folder / ADDRESS_FILE, Address(pid=os.getpid(), socket=str(socket)), mode=0o600)
+
+
+def read_address(run_folder: Path) -> Address | None:
+    """Where the run's daemon listens, or listened."""
+    path = run_folder / ADDRESS_FILE
+    try:
+        return from_line(Address, path.read_bytes(), peer=str(path))
+    except FileNotFoundError:
+        return None
