@@ -41,13 +41,14 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
         case "adamw_8bit":
             return _adamw_8bit(trained, settings)
         case "adafactor":
-            return Adafactor(
+            adafactor: torch.optim.Optimizer = Adafactor(
                 trained,
                 lr=None if settings.adafactor_relative_step else settings.lr,
                 weight_decay=settings.weight_decay,
                 scale_parameter=settings.adafactor_scale_parameter,
                 relative_step=settings.adafactor_relative_step,
             )
+            return adafactor
         case _:
             assert_never(settings.name)
 

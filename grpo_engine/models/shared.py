@@ -42,9 +42,13 @@ def load_model_on_shared(
             on one side only; each is named.
     """
     aliases = aliases or {}
+    if not tensors:
+        raise ModelError("the shared weights hold no tensors: the server that offers them has not loaded its model")
+    if dangling := [f"{name} → {source}" for name, source in aliases.items() if source not in tensors]:
+        raise ModelError(f"the shared weights have aliases of tensors that are not given: {_shown(dangling)}")
     model = _empty_model(config, attn_implementation)
     tied_names = _tied_groups(model)
-    given = {**tensors, **{name: tensors[source] for name, source in aliases.items() if source in tensors}}
+    given = {**tensors, **{name: tensors[source] for name, source in aliases.items()}}
     _check(model, tied_names, given)
     device = next(iter(tensors.values())).device
     for names in tied_names:

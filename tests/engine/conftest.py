@@ -1,0 +1,22 @@
+"""What several tests of the engine share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Models in tests are so small that a second thread costs more than it brings."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir() -> Path:
+    """The folder of `local/tiny`, in the usual cache: made at most once a machine, which takes 15 s."""
+    from grpo_engine.models.loading import resolve_model
+
+    return Path(resolve_model("local/tiny"))
