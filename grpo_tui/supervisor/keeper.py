@@ -178,6 +178,10 @@ class Keeper:
         return 0 if self._is_saved else 1
 
     def _become_keeper(self) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:  # the daemon's own inheritance, such as a pipe that an ssh waits for the end of
+                with suppress(OSError):
+                    os.close(int(name))
         if os.getsid(0) != os.getpid():
             os.setsid()
         libc = ctypes.CDLL(None, use_errno=True)
@@ -198,7 +202,7 @@ class Keeper:
         log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._started_at))
         gap = "" if ends_with_newline(spec.log) else "\n"
-        write_line(log, f"{gap}=== attempt {spec.attempt} · {when} · {shlex.join(spec.argv)}")
+        write_line(log, f"{gap}=== attempt {spec.attempt} · {when} · {on_one_line(spec.argv)}")
         self._log_offset = os.fstat(log).st_size
         failure, failure_write = os.pipe2(os.O_CLOEXEC)
         self._main_pid = os.fork()
@@ -370,6 +374,11 @@ def why_not_started(program: str, error: OSError) -> tuple[int, str]:
         where = "no such file" if "/" in program else f"not found in PATH ({os.environ.get('PATH', '')})"
         return EXIT_NOT_FOUND, f"cannot start {program}: {where}"
     return EXIT_NOT_STARTED, f"cannot start {program}: {error.strerror}"
+
+
+def on_one_line(argv: list[str]) -> str:
+    """A command line as one would type it, with the line breaks inside arguments shown as escapes."""
+    return shlex.join(argv).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def ends_with_newline(path: str) -> bool:

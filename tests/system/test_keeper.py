@@ -1,0 +1,385 @@
+"""Keepers with real processes that do what services should not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
+
+from grpo_engine.errors import GrpoError
+from grpo_tui.supervisor.keeper import read_stat
+from grpo_tui.supervisor.proc import descendants, identify
+from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper, start_keeper
+
+POLITE = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("up", flush=True)
+while True: signal.pause()
+"""
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True: signal.pause()
+"""
+DAEMON = """
+import asyncio, os, pickle, signal, sys
+from pathlib import Path
+from grpo_tui.supervisor.processes import start_keeper
+async def main():
+    for launch in pickle.loads(sys.stdin.buffer.read()):
+        await start_keeper(launch, run="earlier", attempt=1, run_folder=Path(sys.argv[1]))
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+"""A daemon that starts services and is killed."""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as opened:
+        yield opened
+
+
+async def test_a_polite_service_ends_at_the_stop_signal_with_its_own_exit_code(stage: Stage) -> None:
+    keeper = await stage.start(*python(POLITE, stage.token))
+    await stage.says("up")
+    keeper.stop()
+    report = await keeper.exited()
+    assert (report.code, report.ended, report.error, report.keeper_lost) == (5, (), None, False)
+
+
+async def test_the_stop_signal_is_the_one_that_was_declared(stage: Stage) -> None:
+    keeper = await stage.start(*python(DEAF, stage.token), stop_signal=signal.SIGINT)
+    await stage.says("up")
+    keeper.stop()
+    assert (await keeper.exited()).code in (-signal.SIGINT, 1)  # 1: Python turns it into KeyboardInterrupt
+
+
+@pytest.mark.slow
+async def test_a_stop_escalates_to_kill_after_the_grace_period(stage: Stage) -> None:
+    keeper = await stage.start(*python(DEAF, stage.token), stop_grace_s=0.2)
+    await stage.says("up")
+    keeper.stop()
+    report = await keeper.exited()
+    assert report.code == -signal.SIGKILL
+    assert [words.split()[-1] for words in report.ended] == ["SIGKILL"]
+
+
+async def test_a_kill_does_not_wait_for_the_grace_period(stage: Stage) -> None:
+    keeper = await stage.start(*python(DEAF, stage.token), stop_grace_s=3600)
+    await stage.says("up")
+    keeper.kill()
+    assert (await keeper.exited()).code == -signal.SIGKILL
+
+
+async def test_a_kill_overtakes_a_stop_that_is_still_waiting(stage: Stage) -> None:
+    keeper = await stage.start(*python(DEAF, stage.token), stop_grace_s=3600)
+    await stage.says("up")
+    keeper.stop()
+    keeper.kill()
+    assert (await keeper.exited()).code == -signal.SIGKILL
+
+
+async def test_a_suspended_service_hears_the_stop(stage: Stage) -> None:
+    keeper = await stage.start(*python(POLITE, stage.token), stop_grace_s=3600)
+    await stage.says("up")
+    assert keeper.main_pid is not None
+    os.kill(keeper.main_pid, signal.SIGSTOP)
+    keeper.stop()
+    assert (await keeper.exited()).code == 5
+
+
+@pytest.mark.slow
+async def test_a_stop_ends_deaf_children_in_own_groups_and_sessions_double_forked_and_with_clean_environments(
+    stage: Stage,
+) -> None:
+    keeper = await stage.start_family(5, stop_grace_s=0.3)
+    family = descendants(keeper.identity.pid)
+    assert len(family) == 6
+    assert len({each.session for each in family}) == 4
+    keeper.stop()
+    report = await keeper.exited()
+    assert report.code == -signal.SIGTERM
+    assert sum("by SIGKILL" in words for words in report.ended) == 5
+    assert not stage.survivors()
+    assert not any(map(is_open, stage.ports))
+
+
+@pytest.mark.slow
+async def test_when_the_leader_is_killed_its_deaf_workers_are_ended_too(stage: Stage) -> None:
+    keeper = await stage.start_family(3, stop_grace_s=3600)
+    assert keeper.main_pid is not None
+    os.kill(keeper.main_pid, signal.SIGKILL)
+    report = await keeper.exited()
+    assert report.code == -signal.SIGKILL
+    assert len(report.ended) == 3
+    assert not any(map(is_open, stage.ports))
+
+
+@pytest.mark.slow
+async def test_the_rest_of_the_group_has_the_whole_grace_to_finish_when_a_shell_around_it_dies_at_once(
+    stage: Stage,
+) -> None:
+    saving = """
+import signal, sys, time
+def save(*_):
+    time.sleep(0.5)  # longer than leftovers get
+    open(sys.argv[1], "w").write("saved"); sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True: signal.pause()
+"""
+    saved = stage.folder / "checkpoint"
+    shell = 'trap - TERM; "$@" & wait'
+    keeper = await stage.start("sh", "-c", shell, "sh", *python(saving, saved, stage.token), stop_grace_s=15.0)
+    await stage.says("up")
+    keeper.stop()
+    report = await keeper.exited()
+    assert saved.read_text() == "saved"
+    assert report.ended == ()
+
+
+@pytest.mark.slow
+async def test_two_hundred_short_lived_orphans_are_all_buried(stage: Stage) -> None:
+    orphans = """
+import os
+for _ in range(200):
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0: os._exit(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+print("up", flush=True)
+input_end, _ = os.pipe()
+os.read(input_end, 1)
+"""
+    keeper = await stage.start(*python(orphans, stage.token))
+    await stage.says("up")
+    await until(lambda: [each.pid for each in descendants(keeper.identity.pid)] == [keeper.main_pid])
+    keeper.stop()
+    assert (await keeper.exited()).ended == ()
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        ("no-such-command", 127, "cannot start no-such-command: not found in PATH"),
+        ("./absent", 127, "cannot start ./absent: no such file"),
+        ("./plain", 126, "cannot start ./plain: Permission denied"),
+        ("./orphaned", 126, "cannot start ./orphaned: the interpreter in its first line does not exist"),
+    ],
+)
+async def test_what_cannot_be_executed_says_so_in_words(stage: Stage, program: str, code: int, words: str) -> None:
+    (stage.folder / "plain").write_text("text")
+    script = stage.folder / "orphaned"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    keeper = await stage.start(program)
+    report = await keeper.exited()
+    assert keeper.main_pid is None
+    assert report.code == code
+    assert report.error is not None
+    assert report.error.startswith(words)
+    assert f"grpo-tui: {words}" in stage.log()
+    assert "Traceback" not in stage.log()
+
+
+async def test_a_working_directory_that_is_missing_is_named(stage: Stage) -> None:
+    report = await (await stage.start("true", cwd=Path("/no/such/folder"))).exited()
+    assert report.code == 126
+    assert report.error == "cannot enter the working directory /no/such/folder: No such file or directory"
+
+
+async def test_a_keeper_that_cannot_be_started_is_an_error_that_names_the_folder(stage: Stage) -> None:
+    absent = stage.folder / "deleted"
+    with pytest.raises(GrpoError, match=r"a: no keeper could be started in .*deleted"):
+        await start_keeper(stage.launch("true"), run=stage.run, attempt=1, run_folder=absent)
+
+
+async def test_each_attempt_opens_the_log_with_a_line_of_its_own(stage: Stage) -> None:
+    (stage.folder / "a.log").write_text("cut off in the mid")
+    keeper = await stage.start("sh", "-c", "echo out; echo err >&2", attempt=2)
+    await keeper.exited()
+    first, header, *lines = stage.log().splitlines()
+    assert first == "cut off in the mid"
+    assert header.startswith("=== attempt 2 · 20")
+    assert header.endswith(" · sh -c 'echo out; echo err >&2'")
+    assert lines == ["out", "err"]
+    assert (stage.folder / "a.log").read_bytes()[keeper.log_offset :] == b"out\nerr\n"
+
+
+async def test_the_service_leads_its_group_in_the_session_of_its_keeper_with_nothing_on_stdin(stage: Stage) -> None:
+    keeper = await stage.start(*python(POLITE, stage.token))
+    assert keeper.main_pid is not None
+    service, kept_by = read_stat(keeper.main_pid), read_stat(keeper.identity.pid)
+    assert service is not None
+    assert kept_by is not None
+    assert (service.group, service.session, service.parent) == (service.pid, kept_by.pid, kept_by.pid)
+    assert kept_by.session == kept_by.pid
+    assert os.readlink(f"/proc/{service.pid}/fd/0") == os.devnull
+    assert sorted(os.listdir(f"/proc/{service.pid}/fd")) == ["0", "1", "2"]
+    keeper.kill()
+    await keeper.exited()
+
+
+async def test_ignored_and_blocked_signals_are_not_inherited(stage: Stage) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
+    try:
+        keeper = await stage.start("grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")
+        await keeper.exited()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGHUP, before)
+    blocked_then, ignored_then = (int(line.split()[1], 16) for line in stage.log().splitlines()[1:])
+    of_the_c_library = 1 << 31 | 1 << 32  # signals 32 and 33, which nobody else may touch
+    assert (blocked_then, ignored_then & ~of_the_c_library) == (0, 0)
+
+
+async def test_the_environment_reaches_the_service_and_never_the_disk(stage: Stage) -> None:
+    shown = 'echo "$GRPO_TUI_RUN $GRPO_TUI_SERVICE $GRPO_TUI_ATTEMPT $PYTHONUNBUFFERED ${#SECRET}"'
+    keeper = await stage.start("sh", "-c", shown, env={"SECRET": "hf_never_written"}, attempt=3)
+    await keeper.exited()
+    assert stage.log().splitlines()[1] == f"{stage.run} a 3 1 16"
+    written = [path for path in stage.folder.rglob("*") if path.is_file()]
+    assert len(written) == 3
+    assert not any(b"hf_never_written" in path.read_bytes() for path in written)
+
+
+@pytest.mark.slow
+async def test_services_outlive_a_killed_daemon_and_the_next_one_reads_their_exit_codes(stage: Stage) -> None:
+    told_to_go = stage.folder / "go"
+    waiting = f"while [ ! -e {told_to_go} ]; do sleep 0.02; done; exit 7"
+    launches = [
+        stage.launch("sh", "-c", waiting),
+        stage.launch("sh", "-c", "exit 3", name="b"),
+    ]
+    daemon = subprocess.run(  # noqa: ASYNC221 - nothing else is to happen meanwhile
+        [sys.executable, "-c", DAEMON, str(stage.folder)], input=pickle.dumps(launches), timeout=60, check=False
+    )
+    assert daemon.returncode == -signal.SIGKILL
+    kept = adopt_keeper(stage.folder, "a", 1)
+    assert isinstance(kept, Keeper)
+    os.kill(kept.identity.pid, signal.SIGHUP)
+    assert kept.identity.is_alive()
+    told_to_go.touch()
+    assert (await kept.exited()).code == 7
+    assert adopt_keeper(stage.folder, "a", 1) == await kept.exited()
+    ended = adopt_keeper(stage.folder, "b", 1)
+    ended = await ended.exited() if isinstance(ended, Keeper) else ended
+    assert isinstance(ended, ExitReport)
+    assert (ended.code, ended.keeper_lost) == (3, False)
+    assert adopt_keeper(stage.folder, "a", 2) is None
+
+
+async def test_no_zombie_of_a_keeper_stays_even_if_nobody_asks_for_its_end(stage: Stage) -> None:
+    keeper = await stage.start("true")
+    await until(lambda: read_stat(keeper.identity.pid) is None)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(stage: Stage) -> None:
+    starting = asyncio.create_task(stage.start(*python(DEAF, stage.token)))
+    await until(lambda: starting.done() or bool(stage.survivors()))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await until(lambda: not stage.survivors())
+
+
+async def test_when_files_cannot_be_replaced_the_state_is_overwritten_in_place(stage: Stage) -> None:
+    keeper = await stage.start(*python(POLITE, stage.token))
+    await stage.says("up")
+    (stage.folder / "keepers" / "a.1.json.tmp").mkdir()  # as good as a full disk: no new file can be written
+    keeper.stop()
+    report = await keeper.exited()
+    assert (report.code, report.keeper_lost) == (5, False)
+
+
+async def test_a_run_folder_deleted_under_a_live_service_hinders_neither_stop_nor_report(stage: Stage) -> None:
+    keeper = await stage.start(*python(POLITE, stage.token), cwd=Path("/"))
+    await stage.says("up")
+    shutil.rmtree(stage.folder)
+    keeper.stop()
+    report = await keeper.exited()
+    assert report.code is None
+    assert report.keeper_lost
+    assert report.error is not None
+    assert "missing or damaged" in report.error
+    stage.folder.mkdir()
+
+
+async def test_a_reused_pid_is_neither_adopted_nor_signalled(stage: Stage) -> None:
+    keeper = await stage.start(*python(DEAF, stage.token))
+    await stage.says("up")
+    assert keeper.main_pid is not None
+    state_file = stage.folder / "keepers" / "a.1.json"
+    state = json.loads(state_file.read_text())
+    other = identify(keeper.main_pid)
+    assert other is not None
+    state["keeper"] = {"pid": other.pid, "start_ticks": other.start_ticks - 1}
+    real, faked = state_file.read_bytes(), json.dumps(state)
+    state_file.write_text(faked)
+    adopted = adopt_keeper(stage.folder, "a", 1)
+    assert isinstance(adopted, ExitReport)
+    assert adopted.keeper_lost
+    state_file.write_bytes(real)
+    keeper.identity, identity = type(other)(other.pid, other.start_ticks - 1), keeper.identity
+    keeper.kill()
+    assert other.is_alive()
+    keeper.identity = identity
+    keeper.kill()
+    await keeper.exited()
+
+
+async def test_a_damaged_state_file_is_a_lost_keeper_in_words(stage: Stage) -> None:
+    (stage.folder / "keepers").mkdir()
+    (stage.folder / "keepers" / "a.1.json").write_text('{"service": "a", "att')
+    report = adopt_keeper(stage.folder, "a", 1)
+    assert isinstance(report, ExitReport)
+    assert report.keeper_lost
+    assert report.error is not None
+    assert report.error.endswith("a.1.json is missing or damaged: nobody knows how this attempt ended")
+
+
+@pytest.mark.slow
+async def test_a_keeper_is_small_and_sleeps_until_something_happens(stage: Stage) -> None:
+    def counted(name: str) -> int:
+        lines = Path(f"/proc/{keeper.identity.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    keeper = await stage.start(*python(POLITE, stage.token))
+    await stage.says("up")
+    await until(lambda: read_stat(keeper.identity.pid).state == "S")  # type: ignore[union-attr]
+    before = counted("voluntary_ctxt_switches")
+    await asyncio.sleep(1.0)  # what is measured: a second in which nothing happens
+    assert counted("voluntary_ctxt_switches") == before
+    assert counted("VmRSS") < 15 * 1024
+    keeper.kill()
+    await keeper.exited()
+
+
+async def test_state_files_say_who_and_when(stage: Stage) -> None:
+    [port] = free_ports(1)
+    keeper = await stage.start(*python(HOLDER, port, stage.token))
+    state_file = stage.folder / "keepers" / "a.1.json"
+    running = json.loads(state_file.read_text())
+    assert (running["state"], running["main"]["pid"], running["exit_code"]) == ("running", keeper.main_pid, None)
+    keeper.stop()
+    await keeper.exited()
+    gone = json.loads(state_file.read_text())
+    assert (gone["state"], gone["exit_code"], gone["unkillable"]) == ("gone", -signal.SIGTERM, [])
+    assert gone["started_at"] <= gone["ended_at"]
+    assert stat.S_IMODE(state_file.stat().st_mode) & 0o022 == 0
