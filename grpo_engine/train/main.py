@@ -47,7 +47,7 @@ def run(config: TrainConfig) -> int:
         show_times=config.benchmark,
         trackers=build_trackers(config, folder.name),
     )
-    with recorder, RolloutSource(config.atropos_url) as source:
+    with recorder, RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source:
         try:
             train(config, source, bridge, recorder, decode=decode, save_path=save_path.absolute(), stop=stop)
         finally:

@@ -20,7 +20,7 @@ from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
-from grpo_engine.models.lora import freeze_except_layers
+from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
@@ -48,8 +48,7 @@ class Trainee:
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._masters = MasterWeights(trainable)
+        self._masters = MasterWeights(self.model.named_parameters(), are_shared=attached.is_shared)
         self._optimizer = build_optimizer(
             self._masters.parameters,
             OptimizerSettings(
@@ -62,7 +61,8 @@ class Trainee:
         )
         self._bad_steps = 0
         self.model.train()
-        log.info("training %d of %d parameters", sum(p.numel() for p in trainable.values()), self._num_parameters())
+        num_trained = sum(master.numel() for master in self._masters.parameters)
+        log.info("training %d of %d parameters", num_trained, sum(p.numel() for p in self.model.parameters()))
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph.
@@ -146,9 +146,6 @@ class Trainee:
         if self.device.type != "cuda":
             return {}
         return {"train/gpu_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9}
-
-    def _num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
 
 
 def loss_config(config: TrainConfig) -> LossConfig:
