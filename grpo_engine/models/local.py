@@ -82,7 +82,7 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
             log.info("making %s in %s (once; later starts use it)", name, folder)
             make(unfinished)
             unfinished.rename(folder)
-    except PermissionError as error:
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise ModelError(f"{name}: cannot be made in {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
     return folder
 

@@ -1,0 +1,112 @@
+"""Adapters and layer filters: what learns, what is saved, and what others can load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpo_engine.errors import ModelError
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.layers import freeze_except_layers
+from grpo_engine.models.lora import add_lora, save_adapter
+
+TOKEN_IDS = torch.arange(20).view(1, -1)
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def trained_names(model: torch.nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_a_fresh_adapter_changes_nothing_and_alone_learns() -> None:
+    model = small_model()
+    before = model(TOKEN_IDS).logits
+    adapted = add_lora(model, LoraSettings(rank=4, alpha=8))
+    torch.testing.assert_close(adapted(TOKEN_IDS).logits, before, rtol=0, atol=0)
+    names = trained_names(adapted)
+    assert len(names) == 4 * 2 * 2  # layers, target modules, factors
+    assert all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in names)
+
+
+def test_an_adapter_without_dropout_computes_the_same_in_training_mode() -> None:
+    adapted = add_lora(small_model(), LoraSettings())
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    evaluated = adapted.eval()(TOKEN_IDS).logits
+    torch.testing.assert_close(adapted.train()(TOKEN_IDS).logits, evaluated, rtol=0, atol=0)
+
+
+def test_adapter_parameters_are_fp32_on_a_bf16_model() -> None:
+    adapted = add_lora(small_model(torch.bfloat16), LoraSettings())
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_an_adapter_can_be_kept_to_some_layers() -> None:
+    names = trained_names(add_lora(small_model(), LoraSettings(layer_indices="1,3", target_modules=("o_proj",))))
+    assert len(names) == 2 * 2
+    assert all(".layers.1." in name or ".layers.3." in name for name in names)
+
+
+def test_targets_and_layers_that_are_not_there_are_named() -> None:
+    with pytest.raises(ModelError, match=r"c_attn are not in this model; it has .*q_proj"):
+        add_lora(small_model(), LoraSettings(target_modules=("q_proj", "c_attn")))
+    with pytest.raises(ModelError, match="4, 5 not in this model, which has 4 layers, 0 to 3"):
+        add_lora(small_model(), LoraSettings(layer_indices="3-5"))
+
+
+def test_a_saved_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path: Path) -> None:
+    adapted = add_lora(small_model(), LoraSettings(rank=4))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    folder = tmp_path / "adapters" / "policy_000001"
+    save_adapter(adapted, folder)
+    loaded = PeftModel.from_pretrained(small_model(), folder).eval()
+    torch.testing.assert_close(loaded(TOKEN_IDS).logits, adapted.eval()(TOKEN_IDS).logits, rtol=0, atol=0)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_saving_an_adapter_again_replaces_it_but_never_something_else(tmp_path: Path) -> None:
+    folder = tmp_path / "final"
+    save_adapter(add_lora(small_model(), LoraSettings(rank=4)), folder)
+    save_adapter(add_lora(small_model(), LoraSettings(rank=8)), folder)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ModelError, match="exists and is no adapter"):
+        save_adapter(add_lora(small_model(), LoraSettings()), tmp_path / "notes")
+
+
+def test_only_the_chosen_layers_learn() -> None:
+    model = small_model()
+    freeze_except_layers(model, (0, 3))
+    names = trained_names(model)
+    assert len(names) == 2 * 9
+    assert all(name.startswith(("model.layers.0.", "model.layers.3.")) for name in names)
+
+
+def test_a_layer_that_is_not_there_freezes_nothing() -> None:
+    model = small_model()
+    for indices in ((), (4,)):
+        with pytest.raises(ModelError, match="layer indices"):
+            freeze_except_layers(model, indices)
+    assert all(parameter.requires_grad for parameter in model.parameters())
