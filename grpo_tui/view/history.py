@@ -46,11 +46,17 @@ def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> Metric
             lines.pop()
         lines.append(line)
     stride = history.stride
-    while len(lines) > MAX_LINES:
-        stride *= 2
-        old, recent = lines[:-RECENT_LINES], lines[-RECENT_LINES:]
-        lines = [line for line in old if line.step % stride == 0] + recent
+    if len(lines) > MAX_LINES:
+        lines = _thinned(lines, stride)
+        while len(lines) > MAX_LINES * 3 // 4:
+            stride *= 2
+            lines = _thinned(lines, stride)
     return MetricHistory(lines=tuple(lines), stride=stride)
+
+
+def _thinned(lines: Sequence[MetricsLine], stride: int) -> list[MetricsLine]:
+    old, recent = lines[:-RECENT_LINES], lines[-RECENT_LINES:]
+    return [*(line for line in old if line.step % stride == 0), *recent]
 
 
 def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[float | None]:

@@ -28,6 +28,7 @@ _NOT_A_COLOUR = re.compile(
     r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"  # two-character escapes
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOUR_OR_TAB = re.compile(r"(\x1b\[[0-9;:]*m|\t)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;:]*m)")
 
 
@@ -121,6 +122,21 @@ def _as_text(line: bytes) -> str:
     """One line as it would stand on a terminal once written: the latest state of a progress bar, no cursor movement."""
     latest = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
     text = latest[: 4 * MAX_LINE_CHARACTERS].decode("utf-8", errors="replace")
-    text = _NOT_A_COLOUR.sub("", text).expandtabs(8)
-    text = _CONTROL.sub("", text)
+    text = _CONTROL.sub("", _NOT_A_COLOUR.sub("", text))
+    if "\t" in text:
+        text = _with_tabs_expanded(text)
     return text if len(text) <= MAX_LINE_CHARACTERS else text[:MAX_LINE_CHARACTERS] + "…"
+
+
+def _with_tabs_expanded(text: str) -> str:
+    """Tabs to the next multiple of eight columns; colours take no column."""
+    pieces: list[str] = []
+    column = 0
+    for piece in _COLOUR_OR_TAB.split(text):
+        if piece == "\t":
+            pieces.append(" " * (8 - column % 8))
+            column += len(pieces[-1])
+        else:
+            pieces.append(piece)
+            column += 0 if piece.startswith("\x1b") else len(piece)
+    return "".join(pieces)

@@ -1,0 +1,189 @@
+"""Diagnosis on made-up runs: each trouble is named once, with its cause and the flag that mends it."""
+
+import pytest
+from screen_fakes import GIB, gpu, metrics_line, run_status, service
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.supervisor import Warning
+from grpo_tui.view.diagnosis import diagnose
+
+
+def steps(num: int = 20, *, since: int = 0, **changes: float | None) -> list[MetricsLine]:
+    """A run of `num` steps that is healthy up to `since` and then has `changes`."""
+    return [metrics_line(step, **(changes if step > since else {})) for step in range(1, num + 1)]
+
+
+def only(warnings: list[Warning]) -> Warning:
+    assert len(warnings) == 1, [warning.text for warning in warnings]
+    return warnings[0]
+
+
+def test_a_healthy_run_has_no_warnings() -> None:
+    assert diagnose(steps(), run_status()) == []
+
+
+def test_no_metrics_and_no_status_is_no_trouble() -> None:
+    assert diagnose([], None) == []
+
+
+@pytest.mark.parametrize(("ratio", "is_bad"), [(0.79, True), (0.8, False), (1.2, False), (1.21, True)])
+def test_the_mean_ratio_is_judged_by_its_documented_band(ratio: float, is_bad: bool) -> None:
+    found = diagnose(steps(grpo__mean_ratio=ratio), None)
+    assert [warning.id for warning in found] == (["mean-ratio"] if is_bad else [])
+
+
+def test_a_single_odd_step_is_not_a_trouble() -> None:
+    assert diagnose([*steps(19), metrics_line(20, grpo__mean_ratio=1.9)], None) == []
+
+
+def test_a_ratio_out_of_band_names_the_learning_rate() -> None:
+    hint = only(diagnose(steps(grpo__mean_ratio=1.5, since=10), None)).hint
+    assert hint is not None
+    assert "--lr" in hint
+    assert "--warmup-steps 20" in hint
+
+
+def test_a_ratio_that_follows_from_misalignment_says_so() -> None:
+    found = diagnose(steps(grpo__mean_ratio=1.5, alignment__diff_abs_mean=0.4, alignment__diff_mean=0.38), None)
+    assert [warning.id for warning in found] == ["alignment", "mean-ratio"]
+    assert found[1].hint == "mend the alignment first"
+
+
+@pytest.mark.parametrize(("share", "is_bad"), [(0.29, False), (0.3, True), (0.46, True)])
+def test_clipping_is_too_much_from_thirty_percent(share: float, is_bad: bool) -> None:
+    found = diagnose(steps(grpo__clipped_fraction=share), None)
+    assert [warning.id for warning in found] == (["clipped-fraction"] if is_bad else [])
+
+
+def test_a_one_sided_disagreement_from_the_first_step_points_at_the_temperature_convention() -> None:
+    warning = only(diagnose(steps(alignment__diff_abs_mean=0.3, alignment__diff_mean=-0.28), None))
+    assert "since the first step" in warning.text
+    assert "temperature" in warning.text
+    assert warning.hint is not None
+    assert "--logprobs-mode" in warning.hint
+
+
+def test_a_two_sided_disagreement_from_the_first_step_points_at_the_weights() -> None:
+    warning = only(diagnose(steps(alignment__diff_abs_mean=0.3, alignment__diff_mean=0.01), None))
+    assert warning.hint is not None
+    assert "--enforce-eager" in warning.hint
+    assert "--weight-bridge-mode" in warning.hint
+
+
+def test_a_growing_disagreement_points_at_stale_weights() -> None:
+    warning = only(diagnose(steps(alignment__diff_abs_mean=0.3, since=12), None))
+    assert "drift" in warning.text
+    assert warning.hint is not None
+    assert "--vllm-restart-interval" in warning.hint
+
+
+def test_a_growing_disagreement_of_old_rollouts_points_at_their_age() -> None:
+    warning = only(diagnose(steps(alignment__diff_abs_mean=0.3, rollout__staleness_mean=3.0, since=12), None))
+    assert warning.hint is not None
+    assert "--max-staleness" in warning.hint
+
+
+def test_positive_inference_logprobs_are_no_logprobs() -> None:
+    warning = only(diagnose(steps(logprobs__inference_mean=0.85), None))
+    assert warning.severity == "error"
+    assert warning.hint is not None
+    assert "--openai.server_type vllm" in warning.hint
+
+
+@pytest.mark.parametrize(("reward", "cause"), [(0.97, "too easy"), (0.0, "no answer is ever rewarded"), (0.5, "alike")])
+def test_equal_rewards_are_explained_by_their_level(reward: float, cause: str) -> None:
+    warning = only(diagnose(steps(reward__frac_zero_std=0.98, reward__mean=reward), None))
+    assert cause in warning.text
+
+
+def test_equal_rewards_at_a_middling_level_name_the_temperature() -> None:
+    hint = only(diagnose(steps(reward__frac_zero_std=0.98, reward__mean=0.5), None)).hint
+    assert hint is not None
+    assert "--temperature" in hint
+
+
+def test_entropy_that_collapses_is_told_and_entropy_that_was_always_low_is_not() -> None:
+    assert only(diagnose(steps(grpo__entropy=0.01, since=8), None)).id == "entropy"
+    assert diagnose(steps(grpo__entropy=0.01), None) == []
+
+
+def test_a_metric_that_is_missing_from_the_newest_step_was_not_finite() -> None:
+    warning = only(diagnose([*steps(19), metrics_line(20, train__grad_norm=None)], None))
+    assert warning.text.startswith("train/grad_norm is not finite in step 20")
+
+
+def test_a_jump_of_the_gradient_is_told() -> None:
+    warning = only(diagnose(steps(train__grad_norm=25.0, since=15), None))
+    assert warning.id == "grad-norm"
+    assert "25" in warning.text
+
+
+def test_a_jump_from_tiny_to_small_gradients_is_not_huge() -> None:
+    found = diagnose([metrics_line(s, train__grad_norm=0.001 if s < 16 else 0.1) for s in range(1, 21)], None)
+    assert found == []
+
+
+def test_a_loss_that_ran_away_is_an_error() -> None:
+    assert only(diagnose(steps(train__loss=-11.0), None)).severity == "error"
+
+
+def test_truncated_completions_name_the_token_limit() -> None:
+    hint = only(diagnose(steps(rollout__truncated_fraction=0.4), None)).hint
+    assert hint is not None
+    assert "--max-tokens" in hint
+
+
+def test_old_rollouts_are_told() -> None:
+    warning = only(diagnose(steps(rollout__staleness_mean=6.0, rollout__staleness_max=11.0), None))
+    assert warning.id == "staleness"
+    assert "11" in warning.text
+
+
+def test_a_failed_service_is_told_with_its_why_and_its_log() -> None:
+    warning = only(diagnose([], run_status(services=[service("trainer", state="failed", why="no data", pid=None)])))
+    assert warning.text == "trainer failed: no data"
+    assert warning.hint is not None
+    assert "trainer.log" in warning.hint
+
+
+def test_a_failure_without_words_names_its_exit() -> None:
+    status = run_status(services=[service("env", state="failed", exit_code=-9)])
+    warning = only(diagnose([], status))
+    assert "signal 9" in warning.text
+    assert warning.hint is not None
+    assert "dmesg" in warning.hint
+
+
+def test_out_of_memory_names_the_flags_that_save_memory() -> None:
+    status = run_status(services=[service("vllm", state="failed", why="torch.OutOfMemoryError: CUDA out of memory")])
+    hint = only(diagnose([], status)).hint
+    assert hint is not None
+    assert "--gpu-memory-utilization 0.4" in hint
+    assert "--optimizer adafactor" in hint
+
+
+def test_an_unhealthy_service_is_told() -> None:
+    status = run_status(services=[service("vllm", state="unhealthy", health="no answer for 60 s")])
+    assert "no answer for 60 s" in only(diagnose([], status)).text
+
+
+def test_a_service_in_backoff_is_told_with_its_count() -> None:
+    status = run_status(services=[service("env", state="backoff", restarts=1, exit_code=3)])
+    text = only(diagnose([], status)).text
+    assert "1 restart)" in text
+    assert "exit code 3" in text
+
+
+def test_memory_of_strangers_is_told_and_a_display_is_not() -> None:
+    assert "12.0G" in only(diagnose([], run_status(gpus=[gpu(other=12 * GIB)]))).text
+    assert diagnose([], run_status(gpus=[gpu(other=200 << 20)])) == []
+
+
+def test_a_gpu_that_is_nearly_full_is_told() -> None:
+    full = gpu().model_copy(update={"memory_used_bytes": 79 * GIB})
+    assert only(diagnose([], run_status(gpus=[full]))).id == "gpu-full:0"
+
+
+def test_the_gravest_trouble_comes_first() -> None:
+    status = run_status(gpus=[gpu(other=12 * GIB)], services=[service("env", state="failed")])
+    assert [warning.severity for warning in diagnose([], status)] == ["error", "warning"]

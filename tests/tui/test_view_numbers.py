@@ -1,0 +1,109 @@
+"""Numbers as people read them, sparklines, and bars."""
+
+import itertools
+
+import pytest
+from screen_fakes import metrics_line
+
+from grpo_tui.view.bars import split_cells
+from grpo_tui.view.format import bytes_text, clock_text, duration_text, number_text, percent_text, shortened
+from grpo_tui.view.history import MAX_LINES, RECENT_LINES, MetricHistory, bar_heights, bucketed, extended
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0, "0B"), (812, "812B"), (9 * 1024, "9K"), (int(9.5 * 1024**2), "9.5M"), (180 << 20, "180M"),
+     (int(36.2 * 1024**3), "36.2G"), (1 << 40, "1.0T")],
+)  # fmt: skip
+def test_bytes_are_short_and_unknown_is_a_dash(value: int | None, text: str) -> None:
+    assert bytes_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "–"), (0.42, "0.4s"), (9.96, "10s"), (59.6, "1m00s"), (185, "3m05s"), (3725, "1h02m"), (183_600, "2d03h")],
+)
+def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_a_clock_shows_whole_seconds() -> None:
+    assert [clock_text(4.9), clock_text(12.2), clock_text(-1)] == ["4s", "12s", "0s"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0"), (0.87312, "0.8731"), (1.41, "1.410"), (-0.0213, "-0.0213"), (212.0, "212.0"),
+     (11_873.4, "11,873"), (1e-5, "1.0e-05"), (2.5e7, "2.5e+07")],
+)  # fmt: skip
+def test_metrics_show_four_digits_that_matter(value: float | None, text: str) -> None:
+    assert number_text(value) == text
+    assert len(text) <= 8
+
+
+def test_unknown_percent_is_not_zero() -> None:
+    assert (percent_text(None), percent_text(0.0), percent_text(1523.4)) == ("–", "0%", "1523%")
+
+
+def test_text_is_cut_with_an_ellipsis() -> None:
+    assert [shortened("abcdef", 6), shortened("abcdef", 4), shortened("abcdef", 1)] == ["abcdef", "abc…", "…"]
+
+
+def test_buckets_are_means_over_equal_spans_of_steps() -> None:
+    series = [(1, 1.0), (2, 3.0), (7, 10.0), (8, 20.0)]
+    assert bucketed(series, 4) == [2.0, None, None, 15.0]
+
+
+def test_a_young_run_has_one_bucket_a_step() -> None:
+    assert bucketed([(1, 1.0), (2, 3.0)], 40) == [1.0, 3.0]
+
+
+def test_bars_reach_from_least_to_greatest() -> None:
+    assert bar_heights([0.0, None, 0.5, 1.0], 8) == [0, None, 4, 7]
+
+
+def test_a_flat_series_is_a_quiet_line() -> None:
+    assert bar_heights([0.3, 0.3], 8) == [0, 0]
+
+
+def test_noise_inside_a_band_looks_as_small_as_it_is() -> None:
+    heights = bar_heights([0.99, 1.01, 1.0], 8, shown=[0.8, 1.2])
+    assert set(heights) <= {3, 4}
+
+
+def test_a_resumed_trainer_replaces_the_steps_that_it_repeats() -> None:
+    history = extended(MetricHistory(), [metrics_line(step) for step in (1, 2, 3, 4)])
+    history = extended(history, [metrics_line(3, reward__mean=0.5)])
+    assert [line.step for line in history.lines] == [1, 2, 3]
+    assert history.lines[-1].metrics["reward/mean"] == 0.5
+
+
+def test_a_long_run_is_thinned_evenly_and_its_newest_steps_are_kept() -> None:
+    num_steps = 3 * MAX_LINES
+    template = metrics_line(1)
+    history = MetricHistory()
+    for start in range(1, num_steps + 1, 500):
+        history = extended(history, [template.model_copy(update={"step": step}) for step in range(start, start + 500)])
+    kept = [line.step for line in history.lines]
+    assert len(kept) <= MAX_LINES
+    assert kept[-RECENT_LINES:] == list(range(num_steps - RECENT_LINES + 1, num_steps + 1))
+    assert kept == sorted(kept)
+    old = kept[: -MAX_LINES // 2]
+    assert len(old) > 100
+    assert {later - earlier for earlier, later in itertools.pairwise(old)} == {history.stride}
+    assert kept[0] <= history.stride
+
+
+@pytest.mark.parametrize(
+    ("parts", "total", "num_cells", "cells"),
+    [
+        ([36, 22, 1], 80, 40, [18, 11, 1]),
+        ([1, 79], 80, 10, [1, 9]),
+        ([50, 50], 100, 10, [5, 5]),
+        ([0, 3], 10, 10, [0, 3]),
+        ([5], 0, 10, [0]),
+        ([120], 100, 10, [10]),
+    ],
+)
+def test_a_bar_is_shared_out_to_the_cell(parts: list[int], total: int, num_cells: int, cells: list[int]) -> None:
+    assert split_cells(parts, total, num_cells) == cells
