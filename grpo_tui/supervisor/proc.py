@@ -116,10 +116,11 @@ def command_line(pid: int) -> str:
 
 
 def uid_of(pid: int) -> int | None:
-    """The user a process runs as, or None when it is gone."""
+    """The effective user of a process, or None when it is gone."""
     try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except FileNotFoundError:
+        with open(f"/proc/{pid}/status") as file:  # not the folder's owner, which is root for whoever changed its user
+            return next(int(line.split()[2]) for line in file if line.startswith("Uid:"))
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 
 

@@ -1,0 +1,291 @@
+"""The second net: what a lost keeper leaves, who holds a port, and strangers who are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
+
+from grpo_tui.supervisor.ports import port_holders
+from grpo_tui.supervisor.proc import ProcessId, descendants, identify
+from grpo_tui.supervisor.processes import Keeper
+from grpo_tui.supervisor.teardown import SweepReport, sweep
+from grpo_tui.supervisor.usage import UsageReader
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as opened:
+        yield opened
+
+
+class Squatter:
+    """A holder of a port that no keeper started."""
+
+    def __init__(self, stage: Stage, *, program: str = HOLDER, **marks: str) -> None:
+        [self.port] = free_ports(1)
+        environment = {**os.environ, **marks}
+        self.process = subprocess.Popen(
+            python(program, self.port, stage.token), env=environment, start_new_session=True
+        )
+
+    async def __aenter__(self) -> Squatter:
+        try:
+            await until(lambda: is_open(self.port))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+
+async def swept(stage: Stage, *ports: int, service: str | None = "a", **more: object) -> tuple[SweepReport, list[str]]:
+    """A sweep and what it reported."""
+    lines: list[str] = []
+    report = await sweep(stage.run, service, ports=ports, report=lines.append, **more)  # type: ignore[arg-type]
+    return report, lines
+
+
+async def lose_keeper(keeper: Keeper) -> None:
+    os.kill(keeper.identity.pid, signal.SIGKILL)
+    report = await keeper.exited()
+    assert (report.code, report.keeper_lost, report.error) == (
+        None,
+        True,
+        "its keeper was killed: nobody saw how it ended",
+    )
+
+
+@pytest.mark.slow
+async def test_what_a_killed_keeper_leaves_is_found_by_the_marker_and_below_marked_parents(stage: Stage) -> None:
+    keeper = await stage.start_family(4)
+    await lose_keeper(keeper)
+    assert all(map(is_open, stage.ports))
+    report, lines = await swept(stage, *stage.ports)
+    assert len(report.ended) == 5
+    assert (report.unkillable, report.strangers) == ((), ())
+    assert not any(map(is_open, stage.ports))
+    assert lines[0].startswith("a: ended 5 left processes in 0.")
+
+
+@pytest.mark.slow
+async def test_an_orphan_without_parent_and_marker_is_found_through_the_ledger(stage: Stage) -> None:
+    keeper = await stage.start_family(5)
+    usage = UsageReader().sample({"a": keeper.identity.pid})["a"]
+    assert usage.cpu_percent is None
+    assert len(usage.processes) == 6
+    assert usage.rss_bytes > 6 * 4e6
+    await lose_keeper(keeper)
+    report, _ = await swept(stage, ledger=usage.processes)
+    assert len(report.ended) == 6
+    assert not any(map(is_open, stage.ports))
+
+
+async def test_a_sweep_after_a_keeper_that_did_its_work_finds_nothing_and_says_nothing(stage: Stage) -> None:
+    keeper = await stage.start("true")
+    await keeper.exited()
+    report, lines = await swept(stage)
+    assert (report.ended, lines) == ((), [])
+
+
+async def test_another_service_of_the_same_run_is_not_touched(stage: Stage) -> None:
+    [port] = free_ports(1)
+    other = await stage.start(*python(HOLDER, port, stage.token), name="b")
+    await until(lambda: is_open(port))
+    report, lines = await swept(stage, port)
+    assert other.identity.is_alive()
+    assert is_open(port)
+    assert [holder.port for holder in report.strangers] == [port]
+    assert f"port {port} is held by pid {other.main_pid}" in lines[0]
+    assert lines[0].endswith("it is left alone")
+    other.kill()
+    await other.exited()
+
+
+async def test_the_end_of_a_run_takes_every_service_of_it(stage: Stage) -> None:
+    [port] = free_ports(1)
+    other = await stage.start(*python(HOLDER, port, stage.token), name="b")
+    report, _ = await swept(stage, service=None)
+    assert len(report.ended) == 2  # its keeper too
+    await other.exited()
+
+
+async def test_a_stranger_on_the_port_is_named_and_left_alone(stage: Stage) -> None:
+    async with Squatter(stage) as squatter:
+        [holder] = port_holders([squatter.port])
+        start = f"port {squatter.port} is held by pid {squatter.process.pid} (user "
+        assert holder.words().startswith(start)
+        assert stage.token in holder.words()
+        report, lines = await swept(stage, squatter.port)
+        assert squatter.is_running()
+        assert report.strangers == (holder,)
+        assert lines == [f"{holder.words()}; it is left alone"]
+
+
+async def test_a_stranger_is_ended_on_explicit_word(stage: Stage) -> None:
+    async with Squatter(stage) as squatter:
+        report, lines = await swept(stage, squatter.port, take_ports=True)
+        assert squatter.process.wait() == -signal.SIGKILL
+        assert [words.split()[1] for words in report.ended] == [str(squatter.process.pid)]
+        assert report.strangers == ()
+        assert lines[0].endswith("it is ended")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+async def test_another_users_process_is_never_ended(stage: Stage) -> None:
+    program = "import os, signal, socket; os.setuid(65534)\n" + HOLDER
+    async with Squatter(stage, program=program, GRPO_TUI_RUN=stage.run, GRPO_TUI_SERVICE="a") as squatter:
+        report, _ = await swept(stage, squatter.port, take_ports=True)
+        assert squatter.is_running()
+        [holder] = report.strangers
+        assert "(user nobody)" in holder.words() or "(user 65534)" in holder.words()
+
+
+async def test_what_an_earlier_run_of_ours_left_is_named_and_ended(stage: Stage) -> None:
+    marks = {"GRPO_TUI_RUN": "tiny-cpu-1121-0415", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": "/no/more"}
+    async with Squatter(stage, **marks) as squatter:
+        report, lines = await swept(stage, squatter.port)
+        assert squatter.process.wait() == -signal.SIGKILL
+        assert len(report.ended) == 1
+        assert f"pid {squatter.process.pid}, left by run tiny-cpu-1121-0415 of this project: " in lines[0]
+
+
+async def test_another_run_that_is_still_supervised_keeps_its_port(stage: Stage) -> None:
+    supervisor = {"pid": os.getpid(), "started_at": time.time()}
+    state = {"run": "other", "profile": "p", "state": "running", "supervisor": supervisor, "services": []}
+    (stage.folder / "state.json").write_text(json.dumps(state))
+    marks = {"GRPO_TUI_RUN": "other", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
+    async with Squatter(stage, **marks) as squatter:
+        report, lines = await swept(stage, squatter.port, take_ports=True)
+        assert squatter.is_running()
+        assert len(report.strangers) == 1
+        assert "service vllm of run other, which is still supervised (`grpo-tui down other` ends it)" in lines[0]
+        state["supervisor"] = {"pid": os.getpid(), "started_at": 1e9}  # an earlier process with our pid
+        (stage.folder / "state.json").write_text(json.dumps(state))
+        await swept(stage, squatter.port)
+        assert squatter.process.wait() == -signal.SIGKILL
+
+
+async def test_a_ledger_entry_whose_pid_was_used_again_is_left_alone(stage: Stage) -> None:
+    async with Squatter(stage) as stranger:
+        now = identify(stranger.process.pid)
+        assert now is not None
+        report, _ = await swept(stage, ledger=[ProcessId(now.pid, now.start_ticks - 1)])
+        assert stranger.is_running()
+        assert report.ended == ()
+
+
+@pytest.mark.slow
+async def test_a_sweep_does_not_end_whoever_sweeps(stage: Stage) -> None:
+    program = "import asyncio, os; from grpo_tui.supervisor.teardown import sweep\n" + (
+        "print(asyncio.run(sweep(os.environ['GRPO_TUI_RUN'], None, ports=[], report=print)).ended)"
+    )
+    sweeper = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        program,
+        env={**os.environ, "GRPO_TUI_RUN": stage.run},
+        stdout=subprocess.PIPE,
+    )
+    output, _ = await sweeper.communicate()
+    assert (sweeper.returncode, output) == (0, b"()\n")
+
+
+async def test_shared_memory_of_the_run_is_removed_at_its_end_and_no_other(stage: Stage) -> None:
+    ours, sibling = (Path(f"/dev/shm/grpo-{run}-rank0") for run in (stage.run, f"x{stage.run}"))
+    folder = Path(f"/dev/shm/grpo-{stage.run}-adapters")
+    try:
+        ours.write_bytes(b"weights")
+        sibling.write_bytes(b"weights")
+        os.mkdir(folder)
+        (folder / "v1").touch()
+        await swept(stage)
+        assert ours.exists()
+        report, lines = await swept(stage, service=None)
+        assert sorted(report.removed) == sorted([str(ours), str(folder)])
+        assert not ours.exists()
+        assert str(folder) not in map(str, Path("/dev/shm").glob("grpo-*"))
+        assert sibling.exists()
+        assert lines[0].startswith(f"run {stage.run}: removed 2 shared-memory files: ")
+    finally:
+        sibling.unlink()
+        ours.unlink(missing_ok=True)
+
+
+async def test_the_sweep_waits_until_the_driver_has_taken_back_the_memory(stage: Stage) -> None:
+    figures = iter([66_000_000_000, 0])
+
+    async def gpu_memory() -> int | None:
+        return next(figures)
+
+    report, lines = await swept(stage, gpu_memory=gpu_memory)
+    assert report.gpu_memory_bytes == 0
+    assert lines[0].startswith("a: 66.0 GB of GPU memory free again after 0.")
+
+
+async def test_unknown_gpu_memory_is_not_waited_for(stage: Stage) -> None:
+    async def gpu_memory() -> int | None:
+        return None
+
+    report, lines = await swept(stage, gpu_memory=gpu_memory)
+    assert (report.gpu_memory_bytes, lines) == (None, [])
+
+
+async def test_gpu_memory_that_stays_is_told_when_the_limit_is_over(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gpu_memory() -> int | None:
+        return 16_060_000_000
+
+    monkeypatch.setattr("grpo_tui.supervisor.teardown.GPU_LIMIT_S", 0.0)
+    report, lines = await swept(stage, gpu_memory=gpu_memory)
+    assert report.gpu_memory_bytes == 16_060_000_000
+    assert lines == ["a: 16.1 GB of GPU memory still held after 0.0 s: who else maps it?"]
+
+
+@pytest.mark.slow
+async def test_usage_counts_the_cpu_of_all_below_the_keeper_in_percent_of_a_core(stage: Stage) -> None:
+    burning = """
+import os, signal
+print("up", flush=True)
+while os.times().user < 0.3: pass
+print("done", flush=True)
+signal.pause()
+"""
+    keeper = await stage.start("sh", "-c", '"$@"; exit', "sh", *python(burning, stage.token))
+    reader = UsageReader()
+    await stage.says("up")
+    reader.sample({"a": keeper.identity.pid}, now=100.0)
+    await stage.says("done")
+    usage = reader.sample({"a": keeper.identity.pid}, now=101.0)["a"]
+    assert usage.cpu_percent is not None
+    assert usage.cpu_percent > 15.0
+    keeper.kill()
+    await keeper.exited()
+    assert reader.sample({"a": keeper.identity.pid}, now=102.0)["a"].rss_bytes == 0
+
+
+async def test_a_port_on_ipv6_is_found_too(stage: Stage) -> None:
+    [port] = free_ports(1)
+    program = HOLDER.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("127.0.0.1", "::1")
+    keeper = await stage.start(*python(program, port, stage.token))
+    await until(lambda: bool(port_holders([port])))
+    assert [holder.process and holder.process.pid for holder in port_holders([port])] == [keeper.main_pid]
+    assert [each.pid for each in descendants(keeper.identity.pid)] == [keeper.main_pid]
+    keeper.kill()
+    await keeper.exited()
