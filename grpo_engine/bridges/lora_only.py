@@ -10,17 +10,16 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
 from grpo_engine.bridges.saving import save_model, trainable_device
 from grpo_engine.bridges.server_client import ServerClient
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
-from grpo_engine.models.config import LoraSettings, parse_layer_indices
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from peft import PeftModel
 
 _KEPT_ADAPTERS = 2
 """The one that is served and the one before it, which a request may still be using."""
@@ -52,18 +51,19 @@ class LoraOnlyBridge:
         self._version: int | None = None
         """What was handed over last."""
         self._kept: list[Path] = []
-        self._model: PreTrainedModel
+        self._model: PeftModel
 
     def attach(self) -> BridgeModel:
         """Load the base model and put an adapter on it that changes nothing yet."""
         from grpo_engine.models.loading import load_model
+        from grpo_engine.models.lora import add_lora
 
         info = self._client.info()
         self._instance = info.instance
         base = load_model(
             self._context.model_name, dtype=self._context.dtype, device=trainable_device(self._context.device)
         )
-        self._model = _with_adapter(base, self._context.lora)
+        self._model = add_lora(base, self._context.lora)
         return BridgeModel(
             model=self._model,
             is_shared=False,
@@ -94,12 +94,13 @@ class LoraOnlyBridge:
         self._forget_all_but(1)
 
     def _hand_over(self) -> None:
+        from grpo_engine.models.lora import save_adapter
+
         assert self._version is not None
         name = f"policy@{self._version:06d}"
         path = self._folder / name
         self._kept = [kept for kept in self._kept if kept != path]
-        shutil.rmtree(path, ignore_errors=True)
-        self._model.save_pretrained(path)
+        save_adapter(self._model, path)
         self._kept.append(path)
         self._client.load_adapter(path, name, self._version)
         self._instance = self._client.info().instance
@@ -109,18 +110,3 @@ class LoraOnlyBridge:
         for path in self._kept[:-count]:
             shutil.rmtree(path, ignore_errors=True)
         self._kept = self._kept[-count:]
-
-
-def _with_adapter(base: PreTrainedModel, settings: LoraSettings) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    layers = None if settings.layer_indices is None else sorted(parse_layer_indices(settings.layer_indices))
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=list(settings.target_modules),
-        layers_to_transform=layers,
-    )
-    return get_peft_model(base, config)

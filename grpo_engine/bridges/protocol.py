@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from grpo_engine.models.config import DtypeName, LoraSettings
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
@@ -39,7 +40,7 @@ class BridgeContext:
 class BridgeModel:
     """A model to train."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | PeftModel
     """Its parameters are what is handed over; with adapters it is PEFT's wrapper."""
     is_shared: bool
     """Whether writing into a parameter changes what inference reads."""

@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 
-def save_model(model: PreTrainedModel, model_name: str, folder: Path) -> None:
+def save_model(model: PreTrainedModel | PeftModel, model_name: str, folder: Path) -> None:
     """Write a model (an adapter alone, where PEFT wraps it) with the tokenizer of `model_name`."""
     from grpo_engine.models.loading import load_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    if hasattr(model, "get_base_model"):
+        # Embeddings are never part of these adapters, and looking whether they are would ask the hub.
+        model.save_pretrained(folder, save_embedding_layers=False)
+    else:
+        model.save_pretrained(folder)
     load_tokenizer(model_name).save_pretrained(folder)
 
 

@@ -41,6 +41,8 @@ _LONGEST_GATHERING_S = 0.02
 _POLL_S = 0.25
 """How often a pause's owner is looked at."""
 _FENCE_POLL_S = 0.002
+_LEAVE_LOADING_AFTER_S = 0.5
+"""A model that is still loading when the server is asked to end is not waited for: the process takes it along."""
 
 ResultT = TypeVar("ResultT")
 
@@ -62,6 +64,8 @@ class TorchEngine:
         self._running: list[Job] = []
         self._pause: Pause | None = None
         self._is_closing = False
+        self._is_exporting = False
+        """Shared memory is being made: the thread must be waited for, or the memory stays behind."""
         self._weights: ServedWeights | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
@@ -125,8 +129,12 @@ class TorchEngine:
             self._changed.notify_all()
         try:
             return await asyncio.wrap_future(job.future)
-        finally:
-            job.is_cancelled = True
+        except asyncio.CancelledError:
+            with self._changed:
+                job.is_cancelled = True
+                if job not in self._running and job in self._waiting:
+                    self._waiting.remove(job)
+            raise
 
     async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
         owner = None if owner_pid is None else ProcessIdentity.of(owner_pid)
@@ -154,11 +162,12 @@ class TorchEngine:
     async def close(self) -> None:
         with self._changed:
             self._is_closing = True
+            must_wait = self._weights is not None or self._is_exporting
             for job in (*self._running, *self._waiting):
                 job.is_cancelled = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, None if must_wait else _LEAVE_LOADING_AFTER_S)
 
     def _loaded(self) -> ServedWeights:
         if self._failure is not None:
@@ -186,7 +195,12 @@ class TorchEngine:
             torch.set_num_threads(self._config.threads)
         weights = None
         try:
-            weights = open_weights(self._config, instance=self._instance, environment=self._environment)
+            weights = open_weights(
+                self._config,
+                instance=self._instance,
+                environment=self._environment,
+                before_export=self._before_export,
+            )
             self._decoder = self._make_decoder(weights)
             self._tokenizer = tokenizer_for_another_thread(weights.tokenizer)
             self._set(weights=weights)
@@ -199,6 +213,12 @@ class TorchEngine:
             if weights is not None:
                 weights.close()
             self._refuse_all()
+
+    def _before_export(self) -> None:
+        with self._changed:
+            if self._is_closing:
+                raise EngineUnavailable("the server is shutting down")
+            self._is_exporting = True
 
     def _turn(self, weights: ServedWeights) -> bool:
         """Run one command or one batch; False when there is nothing more to do."""
@@ -321,7 +341,8 @@ class TorchEngine:
         self._drop(jobs, error)
 
     def _refuse_all(self) -> None:
-        error = EngineUnavailable("the server is shutting down")
+        failure = self._failure
+        error = EngineUnavailable(f"the engine has stopped: {failure}" if failure else "the server is shutting down")
         self._refuse_waiting(error)
         with self._changed:
             commands, self._commands = list(self._commands), deque()

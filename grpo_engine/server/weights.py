@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,13 @@ class ServedWeights:
             self._announced = None
 
 
-def open_weights(config: ServerConfig, *, instance: str, environment: Mapping[str, str]) -> ServedWeights:
+def open_weights(
+    config: ServerConfig, *, instance: str, environment: Mapping[str, str], before_export: Callable[[], None]
+) -> ServedWeights:
     """Load the model, or adopt the memory of this server's predecessor, and share it where that is asked for.
+
+    Args:
+        before_export: called before anything that outlives the process is made; may raise to prevent it.
 
     Raises:
         ModelError: no such model.
@@ -127,12 +132,14 @@ def open_weights(config: ServerConfig, *, instance: str, environment: Mapping[st
     fingerprint = _fingerprint(config)
     adopted = adopt(path, owner, fingerprint)
     if adopted is not None:
+        before_export()
         model = _on_adopted(config.model_name, adopted.tensors, adopted.file.aliases)
         fence, manifest, aliases = adopted.fence, adopted.file.tensors, adopted.file.aliases
         logger.info("Took over the weights of version %d from shared memory", fence.read().policy_version)
     else:
         model = load_model(config.model_name, dtype=config.dtype, device=str(device))
         aliases = _aliases_of(model)
+        before_export()
         fence, manifest, shared = export(_parameters_of(model), owner)
         for name, parameter in model.named_parameters():
             parameter.data = shared[name]

@@ -1,0 +1,237 @@
+"""What happens to inference when trainers and servers die at the worst moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from serving import RunningServer, our_segments, running_server, save_tiny_model, wait_healthy
+from test_bridges_contract import PROMPT, assert_agreement, make_bridge, shift
+
+from grpo_engine.bridges.bridge_files import read_bridge_file
+from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.shared_tensors import map_tensors, segments_of, unlink_segments
+from grpo_engine.errors import BridgeError, PeerUnavailable
+
+pytestmark = pytest.mark.slow
+_TRAINER = """
+import os, sys
+from grpo_engine.bridges.bridge_files import read_bridge_file
+from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.server_client import ServerClient
+from grpo_engine.bridges.shared_tensors import map_tensors
+from pathlib import Path
+url, path, how = sys.argv[1:]
+ServerClient(url, patience_s=30).pause(300)
+if how == "mid-write":
+    file = read_bridge_file(Path(path))
+    tensors = map_tensors(file.tensors)
+    with Fence.attach(file.fence_segment).writing(9):
+        next(iter(tensors.values())).zero_()
+        os.kill(os.getpid(), 9)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    torch.set_num_threads(1)
+    before = our_segments()
+    yield
+    assert our_segments() == before
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
+
+
+def sharing(model: Path, tmp_path: Path, **more: object) -> RunningServer:
+    flags = ("--shared-weights", "--bridge-file", str(tmp_path / "bridge.json"))
+    return running_server(model, *flags, folder=tmp_path, **more)
+
+
+def attach(model: Path, server: RunningServer, tmp_path: Path):
+    settings = {"mode": "shared_vllm", "config_path": tmp_path / "bridge.json"}
+    return make_bridge(settings, model, server.url, tmp_path)
+
+
+def kill_a_trainer(server: RunningServer, tmp_path: Path, how: str) -> None:
+    code = subprocess.run(
+        [sys.executable, "-c", _TRAINER, server.url, str(tmp_path / "bridge.json"), how], check=False, timeout=60
+    ).returncode
+    assert code == -signal.SIGKILL
+
+
+def test_a_trainer_that_dies_while_paused_stops_nobody(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server:
+        kill_a_trainer(server, tmp_path, "paused")
+        answer = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=2)
+        assert answer["policy_version"] == 0
+        with server.client as client:
+            assert client.get("/bridge/is_paused").json() == {"paused": False}
+        assert "paused and died" in server.log.read_text()
+
+
+def test_a_pause_ends_at_its_time_limit_and_holds_requests_until_then(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server, server.client as client:
+        assert client.post("/bridge/pause", json={"timeout_s": 1.0}).json()["status"] == "paused"
+        began = time.monotonic()
+        server.generate(prompt="a", max_tokens=1)
+        assert time.monotonic() - began > 0.5
+        assert client.post("/bridge/pause", json={"owner_pid": os.getpid()}).status_code == 200
+        other = client.post("/bridge/pause", json={"owner_pid": server.process.pid})
+        assert other.status_code == 409
+        assert str(os.getpid()) in other.json()["detail"]
+        assert client.post("/bridge/pause", json={"owner_pid": 2**22 + 1}).status_code == 400
+        assert client.post("/bridge/resume").json()["status"] == "resumed"
+
+
+def test_half_written_weights_are_never_served_and_the_next_trainer_mends_them(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with sharing(model_folder, tmp_path) as server:
+        kill_a_trainer(server, tmp_path, "mid-write")
+        with server.client as client:
+            for path in ("/health", "/health_generate"):
+                assert client.get(path).status_code == 503
+            refused = client.post("/generate", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert "half-written" in refused.json()["detail"]
+        bridge = attach(model_folder, server, tmp_path)
+        model = bridge.attach().model
+        assert_agreement(server, model, 0)
+        assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
+        bridge.publish(1, shift(model, 1))
+        assert_agreement(server, model, 1)
+        bridge.close()
+
+
+def test_a_writer_that_does_not_pause_only_costs_the_batch(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server:
+        file = read_bridge_file(tmp_path / "bridge.json")
+        fence, tensors = Fence.attach(file.fence_segment), map_tensors(file.tensors)
+        with ExitStack() as stack, server.client as client:
+            request = subprocess.Popen(
+                [
+                    *(sys.executable, "-c"),
+                    "import sys, httpx; print(httpx.post(sys.argv[1] + '/generate', timeout=120, trust_env=False, json="
+                    "{'prompt': 'abc', 'n': 64, 'max_tokens': 240, 'ignore_eos': True, 'logprobs': 0}).text)",
+                    server.url,
+                ],
+                stdout=subprocess.PIPE,
+            )
+            stack.callback(request.wait)
+            version = 0
+            while request.poll() is None and "decoded again" not in server.log.read_text():
+                version += 1
+                with fence.writing(version):
+                    for tensor in tensors.values():
+                        tensor.mul_(1.01)
+                time.sleep(0.05)  # some batches begin between two writes
+            output, _ = request.communicate(timeout=120)
+            answer = json.loads(output)
+            assert "decoded again" in server.log.read_text()
+            assert {v for versions in answer["policy_versions"] for v in versions} == {version}
+            assert client.get("/bridge/info").json()["policy_version"] == version
+        fence.close()
+
+
+def test_under_a_supervisor_a_restarted_server_keeps_the_newest_weights(model_folder: Path, tmp_path: Path) -> None:
+    environment = {"GRPO_TUI_RUN": f"test{os.getpid()}"}
+    segments: set[str] = set()
+    try:
+        with sharing(model_folder, tmp_path, environment=environment) as server:
+            bridge = attach(model_folder, server, tmp_path)
+            model = bridge.attach().model.eval()
+            bridge.publish(5, shift(model, 1))
+            file = read_bridge_file(tmp_path / "bridge.json")
+            segments = {file.fence_segment} | segments_of(file.tensors)
+            assert all(name.startswith(f"grpo-test{os.getpid()}-") for name in segments)
+            server.stop(signal.SIGKILL)
+        with sharing(model_folder, tmp_path, environment=environment, port=int(server.url[-5:].lstrip(":"))) as again:
+            assert_agreement(again, model, 5)
+            assert "Took over the weights of version 5" in again.log.read_text()
+            bridge.ensure_current()
+            bridge.publish(6, shift(model, 2))
+            assert_agreement(again, model, 6)
+            now = read_bridge_file(tmp_path / "bridge.json")
+            assert {now.fence_segment} | segments_of(now.tensors) == segments
+        bridge.close()
+        assert segments <= our_segments()
+    finally:
+        unlink_segments(segments)
+
+
+def test_a_server_run_by_hand_clears_away_what_a_killed_one_left(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server:
+        server.stop(signal.SIGKILL)
+    left = read_bridge_file(tmp_path / "bridge.json")
+    assert left.fence_segment in our_segments()
+    with sharing(model_folder, tmp_path) as again:
+        now = read_bridge_file(tmp_path / "bridge.json")
+        assert now.instance != left.instance
+        assert left.fence_segment not in our_segments()
+        bridge = attach(model_folder, again, tmp_path)
+        assert_agreement(again, bridge.attach().model, 0)
+        bridge.close()
+    assert not (tmp_path / "bridge.json").exists()
+
+
+def test_a_living_servers_bridge_file_is_not_taken(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path):
+        with pytest.raises(AssertionError, match="belongs to a living inference server"):
+            sharing(model_folder, tmp_path).__enter__()
+        assert read_bridge_file(tmp_path / "bridge.json")
+
+
+def test_a_trainer_says_what_is_missing(model_folder: Path, tmp_path: Path) -> None:
+    with running_server(model_folder, folder=tmp_path) as server:
+        bridge = attach(model_folder, server, tmp_path)
+        with pytest.raises(BridgeError, match=r"does not share its weights; start it with --shared-weights"):
+            bridge.attach()
+        bridge.close()
+    lonely = make_bridge({"mode": "none"}, model_folder, "http://127.0.0.1:9", tmp_path)
+    lonely._client._patience_s = 0.5
+    with pytest.raises(PeerUnavailable, match=r"http://127.0.0.1:9/bridge/info.*is the inference server up"):
+        lonely.attach()
+    lonely.close()
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(model_folder: Path, tmp_path: Path) -> None:
+    with running_server(model_folder, folder=tmp_path) as server, server.client as client:
+        wait_healthy(server)
+        before = server.generate(prompt="abc", temperature=0, max_tokens=8, logprobs=0)
+        for path, word in (
+            (tmp_path / "nowhere", "nowhere"),
+            (tmp_path, "no config.json"),
+            (Path("here"), "absolute"),
+        ):
+            answer = client.post("/bridge/reload", json={"path": str(path), "policy_version": 3})
+            assert answer.status_code == 400, answer.text
+            assert word in answer.json()["detail"]
+        assert server.generate(prompt="abc", temperature=0, max_tokens=8, logprobs=0) == before
+
+
+def test_sigterm_ends_a_busy_server_at_once(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server:
+        body = "{'prompt': 'a', 'n': 4096, 'max_tokens': 250, 'ignore_eos': True}"  # minutes of work
+        code = f"import sys, httpx; httpx.post(sys.argv[1] + '/generate', timeout=120, trust_env=False, json={body})"
+        asks = [subprocess.Popen([sys.executable, "-c", code, server.url], stderr=subprocess.DEVNULL) for _ in range(2)]
+        process = psutil.Process(server.process.pid)
+        while sum(connection.status == "ESTABLISHED" for connection in process.net_connections()) < len(asks):
+            time.sleep(0.05)
+        assert server.stop() == 0
+        for ask in asks:
+            ask.wait(60)
+    assert not (tmp_path / "bridge.json").exists()
