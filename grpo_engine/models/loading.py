@@ -103,7 +103,7 @@ def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
     try:
         return read(source)
     except (OSError, ValueError, KeyError, ImportError) as error:  # all that transformers raises for a bad source
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
         advice = (
             "check the files in that folder"
             if Path(source).is_dir()
