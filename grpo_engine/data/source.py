@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 _MIN_POLL_S = 0.02
 _MAX_POLL_S = 0.25
-"""Between two questions: short right after a batch was wanted, when it is probably about to form, longer later."""
+"""Between two questions to an API that answers at once."""
+_HOLD_S = 1.0
+"""For how long the API may hold an answer: a request to stop is noticed that late."""
 _REQUEST_TIMEOUT_S = 60.0
 """A batch may be hundreds of megabytes; a connection that is refused says so at once."""
 _SAY_AGAIN_S = 15.0
@@ -130,15 +132,18 @@ class RolloutSource:
         self.wait_until_reachable()
         self._send_registration(self._registration)
 
-    def poll(self) -> list[ScoredGroup] | None:
+    def poll(self, wait_s: float = 0.0) -> list[ScoredGroup] | None:
         """Ask once for the next batch, which acknowledges the one before; None while there is none.
+
+        Args:
+            wait_s: how long the API may hold its answer until there is one; stock servers answer at once.
 
         Raises:
             PeerUnavailable: the API does not answer; asking again later is safe.
             PeerError: it answers something else than a batch.
         """
         try:
-            answer = self._http.get("/batch", params={"ack": self._lease})
+            answer = self._http.get("/batch", params={"ack": self._lease, "wait_s": wait_s})
         except httpx.TransportError as error:
             raise PeerUnavailable(f"{self.url}/batch: {str(error) or type(error).__name__}") from None
         if answer.status_code >= 500:
@@ -174,7 +179,7 @@ class RolloutSource:
         while not stop():
             now = time.monotonic()
             try:
-                batch = self.poll()
+                batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)))
                 lost_at = None
             except PeerUnavailable as error:
                 batch = None
@@ -189,8 +194,9 @@ class RolloutSource:
                     f"no batch from {self.url} within {timeout_s:g} s: look at the environments' logs, and at "
                     f"{self.url}/status for what waits"
                 )
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _MAX_POLL_S)
+            if time.monotonic() - now < pause_s:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _MAX_POLL_S)
         return None
 
     def acknowledge(self) -> None:

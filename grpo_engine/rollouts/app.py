@@ -1,7 +1,8 @@
 """The rollout API over HTTP: the Atropos trajectory API as stock clients speak it, and what it leaves out.
 
-Beyond the stock routes: `/batch?ack=` and `POST /acknowledge` for clients that say what arrived, `/metrics`, and
-reasons in words. Bodies of groups pass through as bytes: read once at entry, joined at exit.
+Beyond the stock routes: `/batch?ack=` and `POST /acknowledge` for clients that say what arrived, `wait_s` for those
+that would rather wait than ask again, `/metrics`, and reasons in words. Bodies of groups pass through as bytes: read
+once at entry, joined at exit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.counters import as_text
@@ -48,10 +49,23 @@ EMPTY_EXAMPLE: dict[str, list[object]] = {
 """What `/latest_example` answers before there is one."""
 
 
+MAX_WAIT_S = 20.0
+"""Longest that a question is held for an answer that is not there yet."""
+
+
 class EnvironmentId(BaseModel):
     """Body of the routes that are about one environment."""
 
     env_id: int
+
+
+class StatusQuestion(EnvironmentId):
+    """Body of `/status-env`; stock environments send the id alone and are answered at once."""
+
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+    """Hold the answer for so long while nothing differs from the two numbers below."""
+    current_step: int | None = None
+    queue_size: int | None = None
 
 
 def make_app(config: ApiConfig, store: Store) -> FastAPI:
@@ -106,7 +120,11 @@ def _add_trainer_routes(app: FastAPI) -> None:
         }
 
     @app.get("/batch")
-    async def batch(request: Request) -> Response:
+    async def batch(
+        request: Request,
+        ack: str | None = None,
+        wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+    ) -> Response:
         exchange = _exchange(request)
         if exchange.ledger.run is None:
             message = "Trainer not registered: POST /register first"
@@ -114,7 +132,7 @@ def _add_trainer_routes(app: FastAPI) -> None:
         await request.body()
         peer = request.client.host if request.client else "unknown"
         client = f"{peer} {request.headers.get('user-agent', '')}".strip()
-        delivery = await exchange.next_batch(client=client, ack=request.query_params.get("ack"))
+        delivery = await exchange.next_batch(client=client, ack=ack, wait_s=wait_s)
         if delivery is None:
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
@@ -151,12 +169,17 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
     async def status_env(request: Request) -> Response:
         body = await request.body() or json.dumps({"env_id": request.query_params.get("env_id")}).encode()
         try:
-            env_id = EnvironmentId.model_validate_json(body).env_id
+            question = StatusQuestion.model_validate_json(body)
         except ValueError:
             raise Refusal(422, 'the body must be {"env_id": <integer>}, also with GET', "malformed") from None
-        status = _exchange(request).environment_status(env_id)
+        known = None
+        if question.current_step is not None and question.queue_size is not None:
+            known = (question.current_step, question.queue_size)
+        status = await _exchange(request).environment_status(question.env_id, wait_s=question.wait_s, known=known)
         if status is None:
-            raise Refusal(404, f"environment {env_id} is not registered here: POST /register-env", "unknown_id")
+            raise Refusal(
+                404, f"environment {question.env_id} is not registered here: POST /register-env", "unknown_id"
+            )
         return Response(status.model_dump_json(), media_type="application/json")
 
     @app.post("/scored_data")

@@ -51,7 +51,7 @@ class Exchange:
         self.ledger = Ledger(stored, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
         self.counters = Counters()
         self.latest_body = stored.latest_body
-        self._room = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._num_held = 0
         self._is_closing = False
         self._reported_problem: str | None = None
@@ -72,17 +72,26 @@ class Exchange:
         _event(logging.INFO, "trainer registered", changes=registered.changes, batch_size=request.batch_size)
         self._reported_problem = None
         await self._write(lambda: self._store.save_run(run, dropped=registered.dropped))
-        await self._tell_room()
+        await self._tell()
         return registered
 
-    async def next_batch(self, *, client: str, ack: str | None) -> Delivery | None:
-        """The next batch, or None while there is none; a trainer must be registered."""
+    async def next_batch(self, *, client: str, ack: str | None, wait_s: float = 0.0) -> Delivery | None:
+        """The next batch, or None when there is none within `wait_s`; a trainer must be registered."""
+        delivery = await self._hand_out(client=client, ack=ack)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while delivery is None and await self._comes_true(self.ledger.could_form, deadline):
+            if self._is_closing or self.ledger.run is None:
+                return None
+            delivery = await self._hand_out(client=client, ack=ack)
+        return delivery
+
+    async def _hand_out(self, *, client: str, ack: str | None) -> Delivery | None:
         handout = self.ledger.next_batch(client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time())
         bodies = await self._write_handout(handout) if handout.changed_anything else []
         if handout.lease is None:
             self._report_problem()
             return None
-        await self._tell_room()
+        await self._tell()
         run = self.ledger.run
         self.counters.batches_repeated += handout.is_repeated
         self.counters.batches += not handout.is_repeated
@@ -126,8 +135,22 @@ class Exchange:
             await self._write(lambda: self._store.save_environment(record))
         return record
 
-    def environment_status(self, env_id: int) -> EnvironmentStatus | None:
-        """What an environment steers by."""
+    async def environment_status(
+        self, env_id: int, *, wait_s: float = 0.0, known: tuple[int, int] | None = None
+    ) -> EnvironmentStatus | None:
+        """What an environment steers by; None when there is none of that id.
+
+        Args:
+            wait_s: hold the answer for so long while step and queue are as `known` (current_step, queue_size).
+        """
+        deadline = asyncio.get_running_loop().time() + wait_s
+
+        def is_news() -> bool:
+            status = self.ledger.environment_status(env_id, time.time())
+            return status is None or (status.current_step, status.queue_size) != known
+
+        if wait_s > 0 and not is_news():
+            await self._comes_true(is_news, deadline)
         return self.ledger.environment_status(env_id, time.time())
 
     async def add(self, groups: Sequence[CheckedGroup]) -> list[Placed]:
@@ -151,6 +174,7 @@ class Exchange:
             _event(logging.ERROR, "group not stored", error=str(error))
             raise Refusal(503, f"the group cannot be stored: {error}: is the disk full?", "store") from None
         self.latest_body = groups[-1].body
+        await self._tell()
         names = self.environment_names
         for group in groups:
             name = names.get(group.env_id, "unknown") if group.env_id is not None else "none"
@@ -166,7 +190,7 @@ class Exchange:
         self.ledger = Ledger(nothing, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
         self.latest_body = None
         await self._write(self._store.clear)
-        await self._tell_room()
+        await self._tell()
 
     def problem(self) -> str | None:
         """Why no batch can ever form as things are."""
@@ -178,9 +202,9 @@ class Exchange:
         return self._num_held
 
     async def close(self) -> None:
-        """Turn waiting posts away, so that the server can end at once."""
+        """Turn away whoever waits, so that the server can end at once."""
         self._is_closing = True
-        await self._tell_room()
+        await self._tell()
 
     async def close_store(self) -> None:
         """Finish the writes and let go of the file."""
@@ -201,6 +225,15 @@ class Exchange:
     async def _write(self, action: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._writer, action)
 
+    async def _comes_true(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until something changed and `condition` holds; False when it did not by `deadline`."""
+        try:
+            async with asyncio.timeout_at(deadline), self._changed:
+                await self._changed.wait_for(lambda: self._is_closing or condition())
+        except TimeoutError:
+            return False
+        return True
+
     def _has_room(self) -> bool:
         config, run = self._config, self.ledger.run
         # However low the limit: less than two batches would let none ever form beside another's leftovers.
@@ -216,12 +249,9 @@ class Exchange:
         self._num_held += 1
         self.counters.held += 1
         try:
-            async with self._room:
-                await asyncio.wait_for(
-                    self._room.wait_for(lambda: self._is_closing or self._has_room()), self._config.hold_s
-                )
-        except TimeoutError:
-            raise self._full() from None
+            deadline = asyncio.get_running_loop().time() + self._config.hold_s
+            if not await self._comes_true(self._has_room, deadline):
+                raise self._full()
         finally:
             self._num_held -= 1
         if self._is_closing:
@@ -231,9 +261,9 @@ class Exchange:
         waiting = self.ledger.num_waiting_sequences()
         return Refusal(503, f"{waiting} sequences wait for the trainer, and more have no room: send it later", "full")
 
-    async def _tell_room(self) -> None:
-        async with self._room:
-            self._room.notify_all()
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _report_problem(self) -> None:
         """Say once, and again when it changes, that no batch can ever form."""

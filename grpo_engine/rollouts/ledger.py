@@ -277,6 +277,10 @@ class Ledger:
 
     # --- both ------------------------------------------------------------------------------------------------------
 
+    def could_form(self) -> bool:
+        """Whether a batch may be there that was not there when one was last asked for."""
+        return bool(self.queue) and self._is_formable
+
     def num_waiting_sequences(self) -> int:
         """Sequences in the queue and in the buffers."""
         return sum(group.num_sequences for group in self._waiting())

@@ -1,0 +1,201 @@
+"""The two servers that an environment talks to: the rollout API and the inference server.
+
+A server that is away is waited for, without limit and with a log line now and then: the supervisor decides what is too
+long. An answer that refuses is an error at once, because asking again would not change it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from grpo_engine.environments.groups import Completions
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.inference import GenerateRequest
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    RegisterEnvironmentRequest,
+    RegisterEnvironmentResponse,
+    ScoredGroup,
+)
+
+log = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", bound=BaseModel)
+
+_MIN_PAUSE_S = 0.1
+_MAX_PAUSE_S = 2.0
+"""Between two attempts at a server that is away."""
+_SAY_EVERY_S = 10.0
+_COMPRESS_FROM_BYTES = 1024
+_REGISTER_EVERY_S = 0.25
+_ANSWER_S = 60.0
+"""The API may hold a post for some time when its queue is full."""
+
+
+class UnknownEnvironment(PeerError):
+    """The rollout API does not know our id: it was reset, or lost its database."""
+
+
+class BatchLimits(BaseModel):
+    """Answer of `GET /info`; -1 before a trainer registered."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class RolloutApi:
+    """The rollout API, as an environment sees it."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def limits(self) -> BatchLimits:
+        """Batch size and longest sequence; waits until the API answers."""
+        return _read(BatchLimits, await self._ask("GET", "/info"))
+
+    async def register(self, request: RegisterEnvironmentRequest) -> RegisterEnvironmentResponse:
+        """Register, as soon as the trainer has asked for its first batch."""
+        is_said = False
+        while True:
+            answer = _read(RegisterEnvironmentResponse, await self._ask("POST", "/register-env", json=request))
+            if answer.status == "success" and answer.env_id is not None:
+                return answer
+            if not is_said:
+                log.info("waiting for the trainer (%s: %s)", self._http.base_url, answer.status)
+                is_said = True
+            await asyncio.sleep(_REGISTER_EVERY_S)
+
+    async def status(
+        self, env_id: int, *, known: EnvironmentStatus | None = None, wait_s: float = 0.0
+    ) -> EnvironmentStatus:
+        """Step and queue; the API may hold its answer for `wait_s` while they are as `known`.
+
+        Raises:
+            UnknownEnvironment: register again.
+        """
+        body: dict[str, float | int] = {"env_id": env_id}
+        if known is not None and wait_s > 0:
+            body |= {"wait_s": wait_s, "current_step": known.current_step, "queue_size": known.queue_size}
+
+        async def ask() -> httpx.Response:
+            return await self._http.request("GET", "/status-env", json=body, timeout=_ANSWER_S)
+
+        return _read(EnvironmentStatus, await _patiently(ask, "rollout API"))
+
+    async def post(self, groups: Sequence[ScoredGroup]) -> None:
+        """Hand over groups, one or several, compressed when that makes them smaller."""
+        bodies = [group.model_dump_json(exclude_none=True).encode() for group in groups]
+        path, body = ("/scored_data", bodies[0]) if len(bodies) == 1 else ("/scored_data_list", _array(bodies))
+        headers = {"Content-Type": "application/json"}
+        if len(body) >= _COMPRESS_FROM_BYTES:
+            packed = gzip.compress(body, 1)
+            if len(packed) < len(body):
+                body, headers = packed, {**headers, "Content-Encoding": "gzip"}
+
+        async def send() -> httpx.Response:
+            return await self._http.post(path, content=body, headers=headers, timeout=_ANSWER_S)
+
+        await _patiently(send, "rollout API")
+
+    async def disconnect(self, env_id: int) -> None:
+        """Say goodbye, so that our share lapses at once; an API that is gone is left alone."""
+        try:
+            await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=0.5)
+        except httpx.TransportError as error:
+            log.info("left without goodbye: %s", error or type(error).__name__)
+
+    async def _ask(self, method: str, path: str, json: BaseModel | None = None) -> httpx.Response:
+        content = json.model_dump_json().encode() if json else None
+        headers = {"Content-Type": "application/json"} if content else None
+        return await _patiently(
+            lambda: self._http.request(method, path, content=content, headers=headers, timeout=_ANSWER_S), "rollout API"
+        )
+
+
+class InferenceServer:
+    """The inference server, as an environment sees it."""
+
+    def __init__(self, http: httpx.AsyncClient, *, timeout_s: float) -> None:
+        self._http = http
+        self._timeout_s = timeout_s
+
+    async def wait_until_healthy(self) -> None:
+        """Wait for `/health` to say 200."""
+        await _patiently(lambda: self._http.get("/health", timeout=5.0), "inference server")
+
+    async def generate(self, request: GenerateRequest) -> Completions:
+        """Sample; an answer that was cut off by the server is asked for again.
+
+        Raises:
+            PeerError: it refuses the request, or answers something else.
+        """
+        body = request.model_dump_json(exclude_defaults=True).encode()
+        headers = {"Content-Type": "application/json"}
+        while True:
+            answer = await _patiently(
+                lambda: self._http.post("/generate", content=body, headers=headers, timeout=self._timeout_s),
+                "inference server",
+            )
+            completions = _read(Completions, answer)
+            if "abort" not in completions.finish_reasons:
+                return completions
+
+
+async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: str) -> httpx.Response:
+    """Ask until an answer below 500 comes.
+
+    Raises:
+        UnknownEnvironment: it is 404 and about an environment.
+        PeerError: it refuses for any other reason.
+    """
+    began = said_at = time.monotonic()
+    pause_s = _MIN_PAUSE_S
+    is_away = False
+    while True:
+        try:
+            answer = await ask()
+            trouble = f"{answer.status_code} {answer.text[:200]}" if answer.status_code >= 500 else None
+        except httpx.TransportError as error:
+            answer, trouble = None, str(error) or type(error).__name__
+        if answer is not None and trouble is None:
+            if is_away:
+                log.info("%s is back after %.1f s", peer, time.monotonic() - began)
+            return _accepted(answer, peer)
+        now = time.monotonic()
+        if now - said_at > _SAY_EVERY_S or (not is_away and now - began > 1.0):
+            log.warning("%s does not answer since %.0f s (%s); asking again", peer, now - began, trouble)
+            said_at, is_away = now, True
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _MAX_PAUSE_S)
+
+
+def _accepted(answer: httpx.Response, peer: str) -> httpx.Response:
+    if answer.status_code < 400:
+        return answer
+    request = answer.request
+    if answer.status_code == httpx.codes.NOT_FOUND and request.url.path.endswith("/status-env"):
+        raise UnknownEnvironment(answer.text[:200])
+    raise PeerError(
+        f"{peer}: {request.method} {request.url} was refused with {answer.status_code}: {answer.text[:500]}"
+    )
+
+
+def _read(kind: type[MessageT], answer: httpx.Response) -> MessageT:
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError as error:
+        fault = error.errors(include_input=False)[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise PeerError(f"{answer.request.url}: not a {kind.__name__}: {where}: {fault['msg']}") from None
+
+
+def _array(bodies: Sequence[bytes]) -> bytes:
+    return b"[" + b",".join(bodies) + b"]"

@@ -1,0 +1,207 @@
+"""The environment's loop: keep as many groups in the making as the trainer will want, and post those that are done.
+
+One task asks the rollout API how far the trainer is and starts makers; each maker turns one item into one group; one
+task posts what is done, several groups at once when several are. All prompts for which there is room are asked at the
+same time, so that the inference server decodes them together. Evaluation is not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.groups import scored_group
+from grpo_engine.environments.peers import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
+from grpo_engine.environments.progress import Progress
+from grpo_engine.environments.prompts import Tokenizer, prompt_tokens
+from grpo_engine.environments.tasks.base import Item
+from grpo_engine.errors import ConfigError, GrpoError
+from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
+from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
+
+log = logging.getLogger(__name__)
+
+_MIN_ASK_S = 0.02
+"""Between two questions for the state of the queue, however much happens."""
+_HOLD_S = 5.0
+"""For how long the API may hold its answer while nothing changes."""
+_ASK_EVERY_S = 0.1
+"""Between two questions to an API that answers at once, as stock ones do."""
+_MAX_GROUPS_A_POST = 64
+_MAX_SKIPPED_ITEMS = 100
+"""Items in a row that are too long; more of them means that the limit, not the item, is wrong."""
+
+
+class Runner:
+    """One environment at work."""
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer, api: RolloutApi, inference: InferenceServer
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._api = api
+        self._inference = inference
+        self._items: Iterator[Item] = config.task.items(config.seed)
+        self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
+        self._env_id: int | None = None
+        self._makers: set[asyncio.Task[None]] = set()
+        self._done: asyncio.Queue[ScoredGroup] = asyncio.Queue()
+        self._num_unposted = 0
+        """Groups in the making, or made and not yet posted."""
+        self._has_news = asyncio.Event()
+        self._progress = Progress()
+
+    async def run(self) -> None:
+        """Work until `total_steps` are reached; cancel it to end sooner.
+
+        Raises:
+            GrpoError: a server refuses, or a setting cannot work with the trainer's.
+        """
+        config = self._config
+        await self._api.limits()
+        await self._inference.wait_until_healthy()
+        log.info("environment ready: %s, group size %d", config.registered_name(), config.group_size)
+        await self._join()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                posting = tasks.create_task(self._post_what_is_done())
+                await self._keep_making(tasks)
+                posting.cancel()
+                for maker in self._makers:
+                    maker.cancel()
+        except* GrpoError as group:
+            raise group.exceptions[0] from None
+        finally:
+            if self._env_id is not None:
+                await self._api.disconnect(self._env_id)
+
+    async def _join(self) -> None:
+        """Register, and learn the trainer's limits."""
+        config = self._config
+        answer = await self._api.register(
+            RegisterEnvironmentRequest(
+                max_token_length=config.max_token_length,
+                desired_name=config.registered_name(),
+                weight=config.weight,
+                group_size=config.group_size,
+                min_batch_allocation=config.min_batch_allocation,
+            )
+        )
+        self._env_id = answer.env_id
+        log.info("registered as %s (id %s), step %s", answer.wandb_name, answer.env_id, answer.starting_step)
+        await self._learn_limits()
+
+    async def _learn_limits(self) -> None:
+        self._limits = await self._api.limits()
+        if 0 < self._limits.batch_size < self._config.group_size:
+            raise ConfigError(
+                f"group_size ({self._config.group_size}) is more than the trainer's batch_size "
+                f"({self._limits.batch_size}): no group fits into a batch; lower the one or raise the other"
+            )
+
+    # --- making ----------------------------------------------------------------------------------------------------
+
+    async def _keep_making(self, tasks: asyncio.TaskGroup) -> None:
+        status: EnvironmentStatus | None = None
+        while True:
+            asked_at = time.monotonic()
+            before, status = status, await self._status(status)
+            total_steps = self._config.total_steps
+            if total_steps is not None and status.current_step >= total_steps:
+                log.info("trainer is at step %d of %d: done", status.current_step, total_steps)
+                return
+            if before is not None and before.current_step != status.current_step:
+                await self._learn_limits()
+            for _ in range(self._room(status)):
+                self._num_unposted += 1
+                maker = tasks.create_task(self._make(*self._next_prompt()))
+                self._makers.add(maker)
+                maker.add_done_callback(self._makers.discard)
+            self._progress.say_now_and_then(status)
+            await self._pause(asked_at, is_unchanged=before == status)
+
+    async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
+        """Ask for the state of the queue; while groups are in the making, their end is news too."""
+        assert self._env_id is not None
+        wait_s = _HOLD_S if known is not None and self._num_unposted == 0 else 0.0
+        try:
+            return await self._api.status(self._env_id, known=known, wait_s=wait_s)
+        except UnknownEnvironment:
+            log.warning("the rollout API no longer knows this environment; registering again")
+            await self._join()
+            return await self._api.status(self._env_id)
+
+    async def _pause(self, asked_at: float, *, is_unchanged: bool) -> None:
+        """Let something happen before the next question."""
+        self._has_news.clear()
+        passed = time.monotonic() - asked_at
+        await asyncio.sleep(max(0.0, _MIN_ASK_S - passed))
+        if is_unchanged and passed < _ASK_EVERY_S and not self._has_news.is_set():
+            try:
+                async with asyncio.timeout(_ASK_EVERY_S):
+                    await self._has_news.wait()
+            except TimeoutError:
+                return
+
+    def _room(self, status: EnvironmentStatus) -> int:
+        """Groups to start now: up to `max_batches_offpolicy` batches ahead, counting those in the making."""
+        config = self._config
+        wanted = config.max_batches_offpolicy * self._limits.batch_size // config.group_size
+        workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
+        return max(0, min(wanted - status.queue_size - self._num_unposted, workers - len(self._makers)))
+
+    def _next_prompt(self) -> tuple[Item, list[int], int]:
+        """The next item, its prompt, and the tokens that are left for a completion."""
+        config, longest = self._config, self._config.max_token_length
+        if self._limits.max_token_len > 0:
+            # Stock clients drop a sequence that is as long as the trainer's limit.
+            longest = min(longest, self._limits.max_token_len - 1)
+        for _ in range(_MAX_SKIPPED_ITEMS):
+            item = next(self._items)
+            prompt = prompt_tokens(config, self._tokenizer, item.question)
+            if len(prompt) < longest:
+                return item, prompt, longest - len(prompt)
+            self._progress.num_too_long += 1
+        raise ConfigError(
+            f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
+            f"(the last has {len(prompt)}): raise it, or the trainer's seq_len"
+        )
+
+    async def _make(self, item: Item, prompt: list[int], room: int) -> None:
+        """Turn one item into one group."""
+        config = self._config
+        answer = await self._inference.generate(
+            GenerateRequest(
+                prompt=TokenPrompt(prompt_token_ids=prompt),
+                n=config.group_size,
+                max_tokens=min(config.max_tokens, room),
+                temperature=config.temperature,
+                top_p=config.top_p,
+                stop=list(config.stop) or None,
+                logprobs=0,
+            )
+        )
+        scores = [config.task.score(item, text) for text in answer.text]
+        group = scored_group(prompt, answer, scores, temperature=config.temperature)
+        if config.ensure_scores_are_not_same and len(set(scores)) == 1:
+            self._progress.num_dropped += 1
+            self._num_unposted -= 1
+            self._has_news.set()
+            return
+        self._done.put_nowait(group)
+
+    # --- posting ---------------------------------------------------------------------------------------------------
+
+    async def _post_what_is_done(self) -> None:
+        while True:
+            groups = [await self._done.get()]
+            while len(groups) < _MAX_GROUPS_A_POST and not self._done.empty():
+                groups.append(self._done.get_nowait())
+            await self._api.post([group.model_copy(update={"env_id": self._env_id}) for group in groups])
+            self._num_unposted -= len(groups)
+            self._has_news.set()
+            self._progress.posted(groups)
