@@ -1,0 +1,176 @@
+"""GPU figures from a driver that is absent, complete, tight-lipped, or hanging.
+
+The driver is a short fake of the nine functions that are used: what it answers is what the real one answers on those
+machines, and dividing memory among services, words and time limits are ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_tui.supervisor.gpus import GpuReader, Nvml, load_pynvml
+
+GB = 10**9
+
+
+class NvmlError(Exception):
+    pass
+
+
+class NotSupported(NvmlError):
+    pass
+
+
+class LibraryNotFound(NvmlError):
+    pass
+
+
+@dataclass
+class FakeNvml:
+    """One GPU of 141 GB, with processes as (pid, bytes or None); `failing` says what initialisation raises."""
+
+    compute: list[tuple[int, int | None]] | None = None
+    graphics: list[tuple[int, int | None]] | None = None
+    failing: Exception | None = None
+    answers: threading.Event = field(default_factory=threading.Event)
+    num_inits: int = 0
+
+    NVMLError: type[Exception] = NvmlError
+    NVMLError_LibraryNotFound: type[Exception] = LibraryNotFound
+    NVMLError_DriverNotLoaded: type[Exception] = LibraryNotFound
+    NVMLError_NotSupported: type[Exception] = NotSupported
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    def nvmlInit(self) -> None:
+        self.num_inits += 1
+        if self.failing:
+            raise self.failing
+
+    def nvmlDeviceGetCount(self) -> int:
+        self.answers.wait()
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return "GPU-1"
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        return SimpleNamespace(used=80 * GB, total=141 * GB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        return SimpleNamespace(gpu=97)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        return self._listed(self.compute)
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> list[Any]:
+        return self._listed(self.graphics)
+
+    def _listed(self, processes: list[tuple[int, int | None]] | None) -> list[Any]:
+        if processes is None:
+            raise NotSupported("Not Supported")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
+
+
+def reader_of(nvml: FakeNvml, **more: Any) -> GpuReader:
+    return GpuReader(lambda: nvml, is_visible=lambda pid: pid < 1000, **more)
+
+
+async def test_memory_is_divided_among_services_and_the_rest_is_others() -> None:
+    nvml = FakeNvml(compute=[(10, 50 * GB), (11, 10 * GB), (12, 15 * GB), (99, 4 * GB)], graphics=[(12, 15 * GB)])
+    sample = await reader_of(nvml).sample({"vllm": {10, 11}, "trainer": {12, 13}, "env": {14}})
+    [gpu] = sample.gpus
+    assert sample.note is None
+    assert gpu.by_service == {"vllm": 60 * GB, "trainer": 15 * GB}
+    assert gpu.other_bytes == 5 * GB
+    assert (gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.utilization_percent) == (80 * GB, 141 * GB, 97.0)
+    assert (gpu.index, gpu.uuid, gpu.name) == (0, "GPU-1", "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        FakeNvml(),
+        FakeNvml(compute=[(10, None)], graphics=[]),
+        FakeNvml(compute=[(4_000_000, 50 * GB)], graphics=[]),
+    ],
+    ids=["no lists", "no shares", "pids of another namespace"],
+)
+async def test_a_driver_that_does_not_tell_who_uses_what_leaves_shares_unknown_not_0(nvml: FakeNvml) -> None:
+    sample = await reader_of(nvml).sample({"vllm": {10}})
+    [gpu] = sample.gpus
+    assert (gpu.by_service, gpu.other_bytes, gpu.memory_used_bytes) == ({}, None, 80 * GB)
+    assert sample.note is not None
+    assert sample.note.startswith("GPU memory by service is unknown")
+
+
+async def test_a_gpu_that_nobody_uses_is_all_others() -> None:
+    [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[])).sample({"vllm": {10}})).gpus
+    assert (gpu.by_service, gpu.other_bytes) == ({}, 80 * GB)
+
+
+async def test_without_a_driver_it_says_so_and_tries_again_only_after_a_minute() -> None:
+    now = [0.0]
+    nvml = FakeNvml(compute=[], graphics=[], failing=LibraryNotFound())
+    reader = reader_of(nvml, clock=lambda: now[0])
+    for _ in range(3):
+        sample = await reader.sample({})
+        assert (sample.gpus, sample.note) == ([], "no NVIDIA driver")
+    assert nvml.num_inits == 1
+    now[0], nvml.failing = 60.0, None
+    assert len((await reader.sample({})).gpus) == 1
+    assert nvml.num_inits == 2
+
+
+async def test_another_failure_of_the_driver_is_told_in_its_own_words() -> None:
+    sample = await reader_of(FakeNvml(failing=NvmlError("GPU is lost"))).sample({})
+    assert (sample.gpus, sample.note) == ([], "NVML fails: GPU is lost")
+
+
+async def test_a_hanging_driver_leaves_the_last_figures_with_their_age_until_it_answers_again() -> None:
+    now = [100.0]
+    nvml = FakeNvml(compute=[(10, 50 * GB)], graphics=[])
+    reader = reader_of(nvml, clock=lambda: now[0], limit_s=0.02)
+    assert (await reader.sample({"vllm": {10}})).note is None
+    nvml.answers.clear()
+    now[0] = 107.0
+    for _ in range(2):
+        sample = await reader.sample({"vllm": {10}})
+        assert sample.note == "GPU figures are 7 s old: the driver does not answer"
+        assert sample.gpus[0].by_service == {"vllm": 50 * GB}
+    nvml.answers.set()
+    while (sample := await reader.sample({"vllm": {10}})).note is not None:
+        pass
+    assert sample.gpus[0].by_service == {"vllm": 50 * GB}
+
+
+async def test_a_driver_that_hangs_from_the_start_gives_no_figures() -> None:
+    nvml = FakeNvml()
+    nvml.answers.clear()
+    sample = await reader_of(nvml, limit_s=0.02).sample({})
+    assert (sample.gpus, sample.note) == ([], "no GPU figures yet: the driver does not answer")
+    nvml.answers.set()
+
+
+def test_the_real_bindings_have_all_that_is_used() -> None:
+    real = load_pynvml()
+    used = [name for name in dir(Nvml) if name.startswith("nvml")] + list(Nvml.__annotations__)
+    assert len(used) == 13
+    assert all(hasattr(real, name) for name in used)
+
+
+async def test_this_machine_is_read_without_an_exception_whatever_it_has() -> None:
+    sample = await GpuReader().sample({})
+    assert sample.gpus or sample.note
