@@ -78,6 +78,8 @@ class ServiceStatus(Message):
     """Path of its log file."""
     why: str | None = None
     """In words, why it is not running (or what it is waiting for); null when there is nothing to explain."""
+    is_refused: bool = False
+    """Whether it was not started because a stranger holds what it needs, e.g. a port."""
 
 
 class GpuStatus(Message):

@@ -129,7 +129,8 @@ class Supervisor:
         for name in self._launches:
             entry = ledger.services.get(name) if ledger is not None else None
             service = self._services[name] if entry is None else from_ledger(name, entry, now_s)
-            self._ready_at[name] = entry.ready_at if entry is not None else None
+            if entry is not None:
+                self._ready_at[name], self._hands[name].started_at = entry.ready_at, entry.started_at
             attempt = max(service.attempt, last_attempt(self._run_folder, name))
             found = adopt_keeper(self._run_folder, name, attempt) if attempt else None
             self._services[name] = self._adopt(service, attempt, found, now_s)
@@ -184,7 +185,7 @@ class Supervisor:
             is_due = service.state in RUNNING and now_s >= turns.get(name, 0.0)
             is_restarting = service.state is S.STOPPING and service.after_stop is not AfterStop.REST
             if is_due or is_restarting or service.state in {S.WAITING, S.BACKOFF}:
-                self._apply(name, StopAsked())
+                self._apply(name, StopAsked("ended with the run"))
         if now_s >= ending.kill_at_s:
             for name in turns:
                 self._apply(name, KillAsked())
@@ -400,6 +401,7 @@ class Supervisor:
             gpu_memory_bytes=self._sampler.gpu_memory_bytes.get(name) if service.has_process else None,
             log=str(self._run_folder / f"{name}.log"),
             why=why(name, self._services, self._launches, time.monotonic()),
+            is_refused=service.is_refused,
         )
 
     def document(self) -> StateDocument:

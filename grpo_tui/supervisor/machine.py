@@ -87,6 +87,8 @@ class StartAsked:
 class StopAsked:
     """Somebody wants it down."""
 
+    reason: str = "stopped by request"
+
 
 @dataclass(frozen=True, slots=True)
 class RestartAsked:
@@ -160,10 +162,10 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return replace(service, after_stop=AfterStop.RESTART), ()
         case RestartAsked(reason), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.RESTART, reason)
-        case StopAsked(), S.WAITING | S.BACKOFF:
-            return _settle(service, S.STOPPED, now_s, "stopped before it was started"), ()
-        case StopAsked(), S.STARTING | S.READY | S.UNHEALTHY:
-            return _stop(service, now_s, launch, AfterStop.REST, "stopped by request")
+        case StopAsked(reason), S.WAITING | S.BACKOFF:
+            return _settle(service, S.STOPPED, now_s, f"{reason}, before it was started"), ()
+        case StopAsked(reason), S.STARTING | S.READY | S.UNHEALTHY:
+            return _stop(service, now_s, launch, AfterStop.REST, reason)
         case StopAsked(), S.STOPPING:
             return replace(service, after_stop=AfterStop.REST), ()
         case KillAsked(), S.STARTING | S.READY | S.UNHEALTHY:

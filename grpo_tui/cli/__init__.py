@@ -1,0 +1,122 @@
+"""The command line: `grpo-tui`. stdout is data, stderr is talk; exit codes are in `grpo_tui.exit_codes`.
+
+Each command is loaded when it is asked for, so that `status` never pays for profiles or the screen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from grpo_engine.errors import ConfigError, GrpoError
+from grpo_tui.exit_codes import ExitCode
+
+COMMANDS = {
+    "up": "up",
+    "attach": "screen",
+    "ps": "look",
+    "status": "look",
+    "metrics": "follow",
+    "logs": "follow",
+    "start": "act",
+    "stop": "act",
+    "restart": "act",
+    "down": "act",
+    "plan": "planning",
+    "doctor": "planning",
+    "profiles": "planning",
+}
+"""Each command with the module of this package that registers it."""
+
+
+class LazyGroup(TyperGroup):
+    """Loads the module of a command when that command, or the list of all, is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Every command, in the order of a run's life."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, from its module."""
+        module = COMMANDS.get(cmd_name)
+        if module is None:
+            return None
+        own = typer.Typer(rich_markup_mode=None)
+        own.callback()(lambda: None)
+        importlib.import_module(f"grpo_tui.cli.{module}").register(own)
+        return typer.main.get_group(own).commands[cmd_name]
+
+
+def build_app() -> typer.Typer:
+    """The whole command line."""
+    app = typer.Typer(
+        cls=LazyGroup,
+        invoke_without_command=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_screen)
+    return app
+
+
+def _screen(
+    ctx: typer.Context,
+    profile: Annotated[
+        str | None, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, repeatable.")
+    ] = None,
+) -> None:
+    """Bring up, watch and take down a whole GRPO training stack.
+
+    `grpo-tui --profile NAME` starts the profile, or joins its run, and opens the screen; `q` leaves it running.
+    """
+    if ctx.invoked_subcommand is not None:
+        if profile is not None or set_:
+            raise typer.BadParameter(
+                f"--profile and --set come after the command: {ctx.invoked_subcommand} --profile …"
+            )
+        return
+    if profile is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(ExitCode.USAGE)
+    from grpo_tui.cli.screen import start_and_show
+
+    raise typer.Exit(start_and_show(profile, set_ or []))
+
+
+def main() -> NoReturn:
+    """Run the command line; errors for people go to stderr in one piece, with the exit code of their kind."""
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        build_app()(prog_name="grpo-tui")
+    except GrpoError as error:
+        print(error, file=sys.stderr)
+        sys.exit(_exit_code(error))
+    sys.exit(ExitCode.OK)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave on Ctrl-C without a traceback; every `finally` on the way runs."""
+    sys.exit(ExitCode.INTERRUPTED)
+
+
+def _exit_code(error: GrpoError) -> ExitCode:
+    from grpo_tui.client.local import NoSuchRun
+
+    match error:
+        case ConfigError():
+            return ExitCode.USAGE
+        case NoSuchRun():
+            return ExitCode.NO_SUCH_RUN
+        case _:
+            return ExitCode.FAILED

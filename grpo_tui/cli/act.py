@@ -1,0 +1,114 @@
+"""`grpo-tui start | stop | restart | down`: ask the daemon of a run, a new one if the run has lost its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Annotated, Literal
+
+import typer
+
+from grpo_engine.errors import PeerUnavailable
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, Notice, Reply, RunState
+from grpo_tui.cli.arguments import RunAndService, RunArgument, run_to_act_on, split
+from grpo_tui.client.api import Daemon, NoSuchRun, Run, daemon_of, look_at, runs, stored_status, until_gone
+from grpo_tui.exit_codes import ExitCode
+
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done: ready, or gone.")]
+TimeoutOption = Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("start")(start_command)
+    app.command("stop")(stop_command)
+    app.command("restart")(restart_command)
+    app.command("down")(down_command)
+
+
+def start_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
+    """Start a service that is stopped, finished or failed."""
+    _act("start", words, wait, timeout)
+
+
+def stop_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
+    """Stop a service: its stop signal, its grace, then SIGKILL to all that is left of it."""
+    _act("stop", words, wait, timeout)
+
+
+def restart_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
+    """Stop a service and start it again, and those that must follow; counts as no failure."""
+    _act("restart", words, wait, timeout)
+
+
+def down_command(
+    run: RunArgument = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every live run of this folder.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.0, help="Seconds that services get before SIGKILL.")
+    ] = None,
+) -> None:
+    """End a run and leave nothing of it; says what it ended and how long each part took."""
+    targets = [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]
+    if not targets:
+        raise NoSuchRun("no run lives here")
+    for target in targets:
+        asyncio.run(_down(target, timeout))
+
+
+def _act(do: Literal["start", "stop", "restart"], words: list[str], wait: bool, timeout: float | None) -> None:
+    prefix, service = split(words)
+    run = run_to_act_on(prefix)
+    started = time.monotonic()
+    reply = asyncio.run(daemon_of(run.folder).command(do, service, wait=wait, timeout_s=timeout))
+    if not reply.ok:
+        print(reply.error, file=sys.stderr)
+        raise typer.Exit(reply.exit_code)
+    state = _state_of(reply, service)
+    took = f" in {time.monotonic() - started:.1f} s" if wait else ""
+    print(f"{service}: {do} {'done' if wait else 'asked'}{took}; it is {state}", file=sys.stderr)
+
+
+def _state_of(reply: Reply, service: str) -> str:
+    services = reply.status.services if reply.status else []
+    return next((str(each.state) for each in services if each.name == service), "unknown")
+
+
+def _live(run: Run) -> Run:
+    if not run.is_live:
+        raise NoSuchRun(f"run {run.id} has ended: {stored_status(run).state}")
+    return run
+
+
+async def _down(run: Run, timeout_s: float | None) -> None:
+    """Ask for the end, and print what the daemon says until it is gone."""
+    started = time.monotonic()
+    daemon = await asyncio.to_thread(daemon_of, run.folder)
+    listening = asyncio.create_task(_print_notices(daemon, started))
+    try:
+        await asyncio.sleep(0)
+        reply = await daemon.command("down", wait=True, timeout_s=timeout_s)
+        if not reply.ok:
+            print(reply.error, file=sys.stderr)
+            raise typer.Exit(reply.exit_code)
+        await listening
+    except PeerUnavailable:
+        await listening
+    await until_gone(run.folder)
+    state = stored_status(look_at(run.folder)).state
+    print(f"{run.id}: {state} in {time.monotonic() - started:.2f} s; nothing is left")
+    if state not in ENDED_RUN_STATES:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+async def _print_notices(daemon: Daemon, started: float) -> RunState | None:
+    try:
+        async for message in daemon.events():
+            if isinstance(message, Notice):
+                print(f"{time.monotonic() - started:6.2f} s  {message.text}")
+            elif isinstance(message, Bye):
+                return message.state
+    except PeerUnavailable:
+        pass  # it was gone before we listened; its files say the rest
+    return None

@@ -1,0 +1,39 @@
+"""Arguments that several commands share: `[RUN]`, `[RUN] SERVICE`, and which run is meant."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from grpo_tui.client.api import Run, find_run
+
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Run id or unique prefix; left out: the newest live run here.")
+]
+RunAndService = Annotated[
+    list[str],
+    typer.Argument(metavar="[RUN] SERVICE", help="The service, after the run id or a unique prefix of it if need be."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+def split(words: list[str]) -> tuple[str | None, str]:
+    """`SERVICE` or `RUN SERVICE`."""
+    if len(words) > 2:
+        raise typer.BadParameter(f"expected [RUN] SERVICE, not {' '.join(words)}")
+    return (None, words[0]) if len(words) == 1 else (words[0], words[1])
+
+
+def run_to_read(prefix: str | None) -> Run:
+    """The run to read from: a live one if nothing is said, else the newest, with a note on stderr."""
+    run = find_run(prefix, also_ended=True)
+    if prefix is None and not run.is_live:
+        print(f"no run lives here; this is {run.id}, which has ended", file=sys.stderr)
+    return run
+
+
+def run_to_act_on(prefix: str | None) -> Run:
+    """The live run to act on."""
+    return find_run(prefix, also_ended=False)

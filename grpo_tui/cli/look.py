@@ -1,0 +1,121 @@
+"""`grpo-tui ps | status`: which runs there are, and where one stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import typer
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.supervisor import RunStatus
+from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
+from grpo_tui.client.api import Run, run_status, runs
+from grpo_tui.client.local import age_words, stored_status
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("ps")(ps_command)
+    app.command("status")(status_command)
+
+
+def ps_command(as_json: JsonOption = False) -> None:
+    """List the runs of this folder, the newest first."""
+    rows = [(run, _stored(run)) for run in runs()]
+    if as_json:
+        print(json.dumps([_summary(run, status) for run, status in rows], indent=1))
+        return
+    lines = [("RUN", "STATE", "SERVICES", "AGE", "SUPERVISOR")]
+    for run, status in rows:
+        if status is None:
+            lines.append((run.id, "unknown", "-", "-", "alive" if run.has_daemon else "none"))
+            continue
+        up = sum(service.pid is not None for service in status.services)
+        supervisor = f"pid {status.supervisor.pid}" if run.has_daemon and status.supervisor else "none"
+        age = age_words(status.started_at, status.ended_at)
+        lines.append((run.id, status.state, f"{up}/{len(status.services)}", age, supervisor))
+    print(_table(lines))
+
+
+def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:
+    """Show where a run stands: its services, GPUs, latest metrics, and what is wrong."""
+    found = run_to_read(run)
+    status = _with_diagnosis(found, run_status(found))
+    if as_json:
+        print(status.model_dump_json(indent=1))
+        return
+    print(f"{status.run}  {status.state}  {age_words(status.started_at, status.ended_at)}\n")
+    lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS")]
+    for service in status.services:
+        cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"
+        ports = " ".join(str(port) for port in service.ports) or "-"
+        lines.append(
+            (service.name, service.state, service.health or "-", str(service.pid or "-"), str(service.restarts), cpu,
+             _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports)
+        )  # fmt: skip
+    print(_table(lines))
+    for service in status.services:
+        if service.why is not None:
+            print(f"\n{service.name}: {service.why}")
+    _print_rest(status)
+
+
+def _print_rest(status: RunStatus) -> None:
+    for gpu in status.gpus:
+        shares = ", ".join(f"{name} {_bytes(held)}" for name, held in gpu.by_service.items()) or "none of ours"
+        used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
+        print(f"\nGPU {gpu.index} {gpu.name}: {used} of {total} ({shares})")
+    if status.gpu_note is not None:
+        print(f"\nGPUs: {status.gpu_note}")
+    if status.metrics:
+        values = "  ".join(f"{name} {value:.5g}" for name, value in status.metrics.items())
+        print(f"\n{values}")
+    for warning in status.warnings:
+        print(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
+
+
+def _with_diagnosis(run: Run, status: RunStatus) -> RunStatus:
+    """Add what the latest metrics and the services show, in words."""
+    from grpo_tui.paths import METRICS_FILE
+    from grpo_tui.view.diagnosis import diagnose
+    from grpo_tui.view.metrics_tail import MetricsTail
+
+    history = MetricsTail(run.folder / METRICS_FILE).read().lines
+    known = {warning.id for warning in status.warnings}
+    found = [warning for warning in diagnose(history, status) if warning.id not in known]
+    return status.model_copy(update={"warnings": [*status.warnings, *found]})
+
+
+def _stored(run: Run) -> RunStatus | None:
+    try:
+        return stored_status(run) if not run.has_daemon else run_status(run)
+    except PeerError:
+        return None
+
+
+def _summary(run: Run, status: RunStatus | None) -> dict[str, object]:
+    return {
+        "run": run.id,
+        "profile": status.profile if status else None,
+        "state": status.state if status else None,
+        "is_live": run.is_live,
+        "supervisor": status.supervisor.model_dump() if status and status.supervisor else None,
+        "started_at": status.started_at if status else None,
+        "ended_at": status.ended_at if status else None,
+        "folder": str(run.folder),
+    }
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
+def _table(lines: Sequence[tuple[str, ...]]) -> str:
+    """Left-aligned columns; nothing to load, so it costs nothing."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

@@ -1,0 +1,36 @@
+"""`grpo-tui --profile …` and `grpo-tui attach`: open the screen on a run. The only module here that loads Textual."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from grpo_tui.cli.arguments import RunArgument, run_to_act_on
+from grpo_tui.client.api import ensure_daemon, open_run
+from grpo_tui.client.local import NoSuchRun
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command("attach")(attach_command)
+
+
+def attach_command(run: RunArgument = None) -> None:
+    """Open the screen on a run; `q` leaves it running."""
+    from grpo_tui.ui.app import open_screen
+
+    folder = run_to_act_on(run).folder
+    if not ensure_daemon(folder):
+        raise NoSuchRun(f"run {folder.name} is over: `grpo-tui status {folder.name}` shows how it ended")
+    raise typer.Exit(open_screen(folder))
+
+
+def start_and_show(profile: str, overrides: list[str]) -> int:
+    """Start the profile or join its run, and open the screen; the screen's exit code."""
+    from grpo_tui.ui.app import open_screen
+
+    opened = open_run(profile, overrides)
+    if opened.note is not None:
+        print(opened.note, file=sys.stderr)
+    return open_screen(opened.folder)

@@ -1,0 +1,78 @@
+"""What the command line and the screen call: open a run, find one, ask and watch it. Says nothing, prints nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.wire.supervisor import RunStatus, Warning
+from grpo_tui.client.launch import OpenedRun, StartFailed, ensure_daemon, open_run
+from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
+from grpo_tui.client.socket import Daemon
+from grpo_tui.supervisor.lock import has_daemon
+
+__all__ = [
+    "Daemon",
+    "NoSuchRun",
+    "OpenedRun",
+    "Run",
+    "StartFailed",
+    "daemon_of",
+    "ensure_daemon",
+    "find_run",
+    "latest_metrics",
+    "look_at",
+    "open_run",
+    "run_status",
+    "runs",
+    "stored_status",
+    "until_gone",
+]
+
+STATUS_LIMIT_S = 3.0
+GONE_POLL_S = 0.005
+
+
+def daemon_of(run_folder: Path) -> Daemon:
+    """The daemon of a live run, a new one if it has lost its own.
+
+    Raises:
+        NoSuchRun: the run is over.
+        StartFailed: a new daemon was needed and did not come up.
+    """
+    if not ensure_daemon(run_folder):
+        raise NoSuchRun(f"run {run_folder.name} is over")
+    return Daemon(run_folder)
+
+
+async def until_gone(run_folder: Path) -> None:
+    """Return once the daemon's process has ended, which is a moment after its last words."""
+    while True:
+        if not has_daemon(run_folder):
+            return
+        await asyncio.sleep(GONE_POLL_S)
+
+
+def run_status(run: Run) -> RunStatus:
+    """Where a run stands: from its daemon if it answers, else from its files; with its latest metrics.
+
+    Raises:
+        PeerError: neither says anything.
+    """
+    status = asyncio.run(_ask(run)) if run.has_daemon else stored_status(run)
+    return status.model_copy(update={"metrics": latest_metrics(run.folder)})
+
+
+async def _ask(run: Run) -> RunStatus:
+    try:
+        async with asyncio.timeout(STATUS_LIMIT_S):
+            reply = await Daemon(run.folder).command("status")
+    except (PeerUnavailable, TimeoutError) as error:
+        text = f"the supervisor does not answer ({error or f'nothing in {STATUS_LIMIT_S:g} s'}); this is from its files"
+        stored = stored_status(run)
+        warning = Warning(id="supervisor-silent", severity="error", text=text, hint=f"see {run.folder}/supervisor.log")
+        return stored.model_copy(update={"warnings": [warning, *stored.warnings]})
+    if reply.status is None:
+        raise PeerError(f"the supervisor of {run.id} answered without a status")
+    return reply.status

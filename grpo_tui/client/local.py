@@ -1,0 +1,197 @@
+"""Runs as their folders tell them, without a daemon: which there are, which live, where one stands, its latest metrics.
+
+Reads only. What a dead daemon left in `state.json` is checked against the keepers, and marked as seen by nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from grpo_engine.errors import GrpoError, PeerError
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
+from grpo_tui.paths import KEEPERS, LOGS, METRICS_FILE, PLAN_FILE, STATE_FILE
+from grpo_tui.supervisor.lock import has_daemon
+from grpo_tui.supervisor.processes import KeeperState
+from grpo_tui.supervisor.state_file import StateDocument, read_state
+
+TAIL_BYTES = 64 * 1024
+"""Some hundred steps of metrics: enough for the latest value of names that do not come with every step."""
+MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
+
+
+class NoSuchRun(GrpoError):
+    """No run has this name, or several do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's folder, and whether anything of it lives."""
+
+    folder: Path
+    has_daemon: bool
+    has_services: bool
+    """Whether a keeper lives, with or without a daemon."""
+
+    @property
+    def id(self) -> str:
+        """The name of the run."""
+        return self.folder.name
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is something to attach to, or to end."""
+        return self.has_daemon or self.has_services
+
+
+def runs(logs: Path = LOGS) -> list[Run]:
+    """All runs below a folder, the newest first."""
+    folders = [path.parent for path in logs.glob(f"*/{PLAN_FILE}")] if logs.is_dir() else []
+    return [look_at(folder) for folder in sorted(folders, key=_born_at, reverse=True)]
+
+
+def look_at(folder: Path) -> Run:
+    """See what lives of a run."""
+    supervised = has_daemon(folder)
+    return Run(folder=folder.resolve(), has_daemon=supervised, has_services=supervised or any(living_keepers(folder)))
+
+
+def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
+    """The run that a person means: by id or unique prefix; by nothing, the newest live one.
+
+    Args:
+        also_ended: whether the newest ended run will do when nothing is said and none lives.
+
+    Raises:
+        NoSuchRun: none, or several, answer to it.
+    """
+    known = runs(logs)
+    if prefix is not None:
+        found = [run for run in known if run.id == prefix] or [run for run in known if run.id.startswith(prefix)]
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(run.id for run in (found or known)[:8]) or f"none in {logs.resolve()}"
+        raise NoSuchRun(f"run {prefix!r}: {'several begin so' if found else 'no such run'}; there are: {names}")
+    live = [run for run in known if run.is_live]
+    if live or (also_ended and known):
+        return (live or known)[0]
+    hint = f"the newest, {known[0].id}, has ended" if known else "none was ever started here"
+    raise NoSuchRun(f"no run lives in {logs.resolve()}: {hint}")
+
+
+def living_keepers(folder: Path) -> Iterator[KeeperState]:
+    """Keepers of a run that live."""
+    for state in _keeper_states(folder):
+        if state.state != "gone" and state.keeper.identity().is_alive():
+            yield state
+
+
+def _keeper_states(folder: Path) -> Iterator[KeeperState]:
+    for path in (folder / KEEPERS).glob("*.json"):
+        if path.name.endswith(".spec.json"):
+            continue
+        try:
+            yield KeeperState.model_validate_json(path.read_bytes())
+        except (ValidationError, FileNotFoundError):
+            continue  # being written, or damaged: the daemon that takes over says so
+
+
+def _born_at(folder: Path) -> float:
+    return (folder / PLAN_FILE).stat().st_mtime
+
+
+# --- the status document without a daemon --------------------------------------------------------------------------
+
+
+def stored_status(run: Run) -> RunStatus:
+    """Where a run stands by its files.
+
+    Raises:
+        PeerError: `state.json` is missing or damaged.
+    """
+    document = read_state(run.folder)
+    if document is None:
+        raise PeerError(f"{run.folder / STATE_FILE}: missing: the run has not begun, or its folder was emptied")
+    status = RunStatus(**{name: getattr(document, name) for name in RunStatus.model_fields})
+    return status if status.state in ENDED_RUN_STATES else _unsupervised(run, document, status)
+
+
+def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunStatus:
+    """The status of a run whose daemon died: services as their keepers show them."""
+    keepers = {(state.service, state.attempt): state for state in _keeper_states(run.folder)}
+    services = [_seen(service, keepers.get((service.name, service.attempt))) for service in status.services]
+    num_living = sum(service.state in MOVING for service in services)
+    if num_living:
+        text = f"the supervisor of this run is gone; {num_living} services go on without it"
+        hint = f"`grpo-tui attach {run.id}` (or start, stop, down) starts a supervisor that takes them over"
+    else:
+        text, hint = "the supervisor of this run and all its services are gone", f"look at {run.folder}/supervisor.log"
+    warning = Warning(id="no-supervisor", severity="error", text=text, hint=hint)
+    return status.model_copy(
+        update={
+            "state": status.state if num_living else RunState.FAILED,
+            "supervisor": None,
+            "services": services,
+            "warnings": [warning, *status.warnings],
+        }
+    )
+
+
+def _seen(service: ServiceStatus, keeper: KeeperState | None) -> ServiceStatus:
+    """A service that was moving when its daemon died, as its keeper shows it now."""
+    if service.state not in MOVING:
+        return service
+    if keeper is not None and keeper.state != "gone" and keeper.keeper.identity().is_alive():
+        return service.model_copy(update={"pid": keeper.main.pid if keeper.main else None})
+    code = keeper.exit_code if keeper is not None else None
+    seen = {
+        "state": ServiceState.FINISHED if code == 0 else ServiceState.FAILED,
+        "pid": None,
+        "pgid": None,
+        "exit_code": code,
+        "cpu_percent": None,
+        "rss_bytes": None,
+        "gpu_memory_bytes": None,
+        "why": f"ended while no supervisor was there, exit code {'unknown' if code is None else code}",
+    }
+    return service.model_copy(update=seen)
+
+
+def latest_metrics(folder: Path) -> dict[str, float]:
+    """The latest value of every metric, and `step`; empty before the first step. Reads the end of the file alone."""
+    latest: dict[str, float] = {}
+    for line in _last_lines(folder / METRICS_FILE):
+        try:
+            record = json.loads(line)
+            values = {name: float(value) for name, value in record["metrics"].items()}
+            step = float(record["step"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # the first line of the tail is cut, and the last may be half-written
+        latest |= {name: value for name, value in values.items() if math.isfinite(value)}
+        latest["step"] = step
+    return latest
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            return file.read(TAIL_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def age_words(started_at: float | None, ended_at: float | None) -> str:
+    """How long a run lasted, or lasts: `42 s`, `5 min`, `3.2 h`."""
+    if started_at is None:
+        return "-"
+    seconds = max(0.0, (ended_at or time.time()) - started_at)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,116 @@
+"""The daemon's unix socket from the client's side: one connection a question, one for the stream of events.
+
+Starts no daemon; `launch.py` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.wire.codec import MAX_LINE_BYTES, to_line
+from grpo_engine.wire.supervisor import (
+    PROTOCOL_VERSION,
+    Bye,
+    Command,
+    Event,
+    Hello,
+    Reply,
+    Snapshot,
+    Subscribe,
+    read_from_daemon,
+)
+from grpo_tui.paths import socket_path
+from grpo_tui.supervisor.lock import read_address
+
+HELLO_LIMIT_S = 5.0
+Do = Literal["status", "start", "stop", "restart", "kill", "down"]
+
+
+class Daemon:
+    """The daemon of one run, as far as it answers."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.run_folder = run_folder
+
+    async def hello(self) -> Hello:
+        """Ask who is there.
+
+        Raises:
+            PeerUnavailable: nobody answers.
+            PeerError: it speaks another protocol.
+        """
+        async with self._connected() as (hello, _, _):
+            return hello
+
+    async def command(
+        self, do: Do, service: str | None = None, *, wait: bool = False, timeout_s: float | None = None
+    ) -> Reply:
+        """Ask for an action; the reply comes when it was taken up, or when it is done if `wait`.
+
+        Raises:
+            PeerUnavailable: nobody answers, or the daemon dies before it does.
+        """
+        async with self._connected() as (_, reader, writer):
+            writer.write(to_line(Command(id=1, do=do, service=service, wait=wait, timeout_s=timeout_s)))
+            await writer.drain()
+            while line := await reader.readline():
+                message = read_from_daemon(line)
+                if isinstance(message, Reply):
+                    return message
+        raise PeerUnavailable(f"the supervisor of {self.run_folder.name} hung up before it answered {do}")
+
+    async def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
+        """A snapshot and every event after it, until the daemon hangs up; `Bye` comes last when the run is over.
+
+        Raises:
+            PeerUnavailable: nobody answers.
+        """
+        async with self._connected() as (_, reader, writer):
+            writer.write(to_line(Subscribe()))
+            await writer.drain()
+            while line := await reader.readline():
+                message = read_from_daemon(line)
+                if not isinstance(message, Hello | Reply):
+                    yield message
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[tuple[Hello, asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Connect and compare protocols; the daemon's death in the middle of a line is an end like any other."""
+        address = read_address(self.run_folder)
+        path = Path(address.socket) if address is not None else socket_path(self.run_folder)
+        name = self.run_folder.name
+        try:
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+        except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
+            raise PeerUnavailable(f"the supervisor of {name} does not answer on {path}: {error.strerror}") from None
+        try:
+            hello = await self._shake_hands(reader, writer)
+            yield hello, reader, writer
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise PeerUnavailable(f"the supervisor of {name} hung up: {error}") from None
+        finally:
+            writer.transport.abort()
+
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
+        name = self.run_folder.name
+        writer.write(to_line(Hello(run=name, pid=0)))
+        try:
+            async with asyncio.timeout(HELLO_LIMIT_S):
+                line = await reader.readline()
+        except TimeoutError:
+            raise PeerUnavailable(f"the supervisor of {name} says nothing for {HELLO_LIMIT_S:g} s") from None
+        if not line:
+            raise PeerUnavailable(f"the supervisor of {name} hung up at once")
+        hello = read_from_daemon(line)
+        if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
+            version = hello.version if isinstance(hello, Hello) else "none"
+            raise PeerError(
+                f"the supervisor of {name} speaks protocol {version}, this program {PROTOCOL_VERSION}: "
+                "use the version of grpo-tui that started the run, or end the run with it"
+            )
+        return hello
