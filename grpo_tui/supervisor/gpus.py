@@ -7,6 +7,7 @@ never an exception. Unknown is None, never 0. NVML is loaded with the first samp
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 import time
@@ -30,13 +31,16 @@ class Nvml(Protocol):
     NVMLError_LibraryNotFound: type[Exception]
     NVMLError_DriverNotLoaded: type[Exception]
     NVMLError_NotSupported: type[Exception]
+    NVMLError_FunctionNotFound: type[Exception]
+    nvmlMemory_v2: int
+    """Version of the memory figures that tells used memory from what the driver keeps for itself."""
 
     def nvmlInit(self) -> None: ...
     def nvmlDeviceGetCount(self) -> int: ...
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
     def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
     def nvmlDeviceGetName(self, handle: Any) -> str: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any: ...
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
@@ -114,19 +118,20 @@ class GpuReader:
 
     def _sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
         last = self._last
+        ours = frozenset().union(*pids_by_service.values())
         note = last.failure
         if self._is_late:
             age = f"GPU figures are {self._clock() - last.read_at:.0f} s old" if last.devices else "no GPU figures yet"
             note = f"{age}: the driver does not answer"
-        elif any(self._hides_processes(device) for device in last.devices):
+        elif any(self._hides_processes(device, ours) for device in last.devices):
             note = "GPU memory by service is unknown: the driver does not tell which of our processes uses what"
-        return GpuSample(gpus=[self._divided(device, pids_by_service) for device in last.devices], note=note)
+        return GpuSample(gpus=[self._divided(device, pids_by_service, ours) for device in last.devices], note=note)
 
-    def _divided(self, device: _Device, pids_by_service: Mapping[str, Set[int]]) -> GpuStatus:
+    def _divided(self, device: _Device, pids_by_service: Mapping[str, Set[int]], ours: Set[int]) -> GpuStatus:
         """One GPU with its memory divided among the services; nothing is divided when shares are unknown."""
         by_service: dict[str, int] = {}
         other_bytes = None
-        if device.bytes_by_pid is not None and not self._hides_processes(device):
+        if device.bytes_by_pid is not None and not self._hides_processes(device, ours):
             for service, pids in pids_by_service.items():
                 shares = [share for pid, share in device.bytes_by_pid.items() if pid in pids and share is not None]
                 if shares:
@@ -144,12 +149,17 @@ class GpuReader:
             other_bytes=other_bytes,
         )
 
-    def _hides_processes(self, device: _Device) -> bool:
-        """Whether shares cannot be told: some are withheld, or all pids are those of another namespace."""
+    def _hides_processes(self, device: _Device, ours: Set[int]) -> bool:
+        """Whether shares cannot be told: some are withheld, or all pids are those of another namespace.
+
+        One of ours that has ended and whose memory the driver has not taken back yet is listed and not visible.
+        """
         listed = device.bytes_by_pid
         if listed is None:
             return True
-        return None in listed.values() or (bool(listed) and not any(map(self._is_visible, listed)))
+        return None in listed.values() or (
+            bool(listed) and not any(pid in ours or self._is_visible(pid) for pid in listed)
+        )
 
     # --- in the thread ---------------------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class GpuReader:
 
 def _read_device(nvml: Nvml, index: int) -> _Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _if_supported(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = _if_supported(nvml, functools.partial(_memory, nvml), handle)
     rates = _if_supported(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     return _Device(
         index=index,
@@ -190,6 +200,14 @@ def _read_device(nvml: Nvml, index: int) -> _Device:
             _if_supported(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
         ),
     )
+
+
+def _memory(nvml: Nvml, handle: Any) -> Any:
+    """Memory figures as nvidia-smi shows them: an idle H200 uses 0 bytes, not the 0.6 GB that its driver keeps."""
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError_FunctionNotFound:  # drivers before 510
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def _bytes_by_pid(compute: Iterable[Any] | None, graphics: Iterable[Any] | None) -> Mapping[int, int | None] | None:

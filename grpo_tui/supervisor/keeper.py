@@ -277,8 +277,11 @@ class Keeper:
         """Send the service's stop signal to the group of its main process, which is not reaped yet."""
         asked = [process for process in self._below() if process.group == self._main_pid]
         self._asked.update((process.pid, process.start_ticks) for process in asked)
-        os.killpg(self._main_pid, self._spec.stop_signal)
-        os.killpg(self._main_pid, signal.SIGCONT)  # a suspended process hears nothing before it goes on
+        for number in (self._spec.stop_signal, signal.SIGCONT):  # a suspended process hears nothing before it goes on
+            with suppress(ProcessLookupError, PermissionError):  # it left its group, or became another user's (sudo)
+                os.killpg(self._main_pid, number)
+            if self._main is not None and not any(process.pid == self._main_pid for process in asked):
+                send_signal(self._main, number)
 
     def _ask_rest(self) -> None:
         """Send TERM to whoever outlived the main process and has not been asked yet."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.codec import Message, write_atomically
+from grpo_engine.wire.codec import Message
 from grpo_tui.paths import KEEPERS
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import keeper as keeper_script
@@ -197,7 +197,7 @@ def _spawn(spec: keeper_script.Spec, environment: dict[str, str], report: int) -
     spec_file = Path(spec.state).with_suffix(".spec.json")
     spec_file.parent.mkdir(exist_ok=True)
     Path(spec.state).unlink(missing_ok=True)
-    write_atomically(spec_file, json.dumps(spec._asdict()).encode())
+    spec_file.write_text(json.dumps(spec._asdict()))
     log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         return os.posix_spawn(

@@ -111,7 +111,8 @@ async def clear_ports(
 
     holders = await asyncio.to_thread(port_holders, wanted)
     for holder in holders:
-        report(f"{holder.words()}; {'it is ended' if may_end(holder) else 'it is left alone'}")
+        refusal = "another user's process is never ended" if take and holder.is_other_users else "it is left alone"
+        report(f"{holder.words()}; {'it is ended' if may_end(holder) else refusal}")
     if not any(map(may_end, holders)):
         return [], [], holders
     ended, stuck = await _end_all(ours)

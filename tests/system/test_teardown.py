@@ -150,9 +150,10 @@ async def test_a_stranger_is_ended_on_explicit_word(stage: Stage) -> None:
 async def test_another_users_process_is_never_ended(stage: Stage) -> None:
     program = "import os, signal, socket; os.setuid(65534)\n" + HOLDER
     async with Squatter(stage, program=program, GRPO_TUI_RUN=stage.run, GRPO_TUI_SERVICE="a") as squatter:
-        report, _ = await swept(stage, squatter.port, take_ports=True)
+        report, lines = await swept(stage, squatter.port, take_ports=True)
         assert squatter.is_running()
         [holder] = report.strangers
+        assert lines[0].endswith("; another user's process is never ended")
         assert "(user nobody)" in holder.words() or "(user 65534)" in holder.words()
 
 
@@ -188,6 +189,19 @@ async def test_a_ledger_entry_whose_pid_was_used_again_is_left_alone(stage: Stag
         report, _ = await swept(stage, ledger=[ProcessId(now.pid, now.start_ticks - 1)])
         assert stranger.is_running()
         assert report.ended == ()
+
+
+async def test_what_does_not_end_after_sigkill_is_named_and_not_waited_for(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Squatter(stage, GRPO_TUI_RUN=stage.run, GRPO_TUI_SERVICE="a") as stuck:
+        with monkeypatch.context() as patched:  # as deaf to SIGKILL as one that hangs in a driver
+            patched.setattr("grpo_tui.supervisor.proc.send_signal", lambda *_: None)
+            patched.setattr("grpo_tui.supervisor.teardown.UNKILLABLE_AFTER_S", 0.0)
+            report, lines = await swept(stage)
+        assert report.ended == ()
+        assert [words.split()[1] for words in report.unkillable] == [str(stuck.process.pid)]
+        assert lines[0].endswith("does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
 
 
 @pytest.mark.slow

@@ -26,6 +26,10 @@ class NotSupported(NvmlError):
     pass
 
 
+class FunctionNotFound(NvmlError):
+    pass
+
+
 class LibraryNotFound(NvmlError):
     pass
 
@@ -38,12 +42,15 @@ class FakeNvml:
     graphics: list[tuple[int, int | None]] | None = None
     failing: Exception | None = None
     answers: threading.Event = field(default_factory=threading.Event)
+    is_old: bool = False
     num_inits: int = 0
 
     NVMLError: type[Exception] = NvmlError
     NVMLError_LibraryNotFound: type[Exception] = LibraryNotFound
     NVMLError_DriverNotLoaded: type[Exception] = LibraryNotFound
     NVMLError_NotSupported: type[Exception] = NotSupported
+    NVMLError_FunctionNotFound: type[Exception] = FunctionNotFound
+    nvmlMemory_v2: int = 2
 
     def __post_init__(self) -> None:
         self.answers.set()
@@ -66,7 +73,11 @@ class FakeNvml:
     def nvmlDeviceGetName(self, handle: Any) -> str:
         return "NVIDIA H200"
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+        if version is None:
+            return SimpleNamespace(used=81 * GB, total=141 * GB)  # with what the driver keeps for itself
+        if self.is_old:
+            raise FunctionNotFound
         return SimpleNamespace(used=80 * GB, total=141 * GB)
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
@@ -121,6 +132,16 @@ async def test_a_gpu_that_nobody_uses_is_all_others() -> None:
     assert (gpu.by_service, gpu.other_bytes) == ({}, 80 * GB)
 
 
+async def test_one_of_ours_that_has_ended_still_counts_until_the_driver_takes_its_memory_back() -> None:
+    [gpu] = (await reader_of(FakeNvml(compute=[(5000, 50 * GB)], graphics=[])).sample({"vllm": {5000}})).gpus
+    assert gpu.by_service == {"vllm": 50 * GB}
+
+
+async def test_an_old_driver_that_cannot_leave_out_its_own_memory_is_read_with_it() -> None:
+    [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[], is_old=True)).sample({})).gpus
+    assert gpu.memory_used_bytes == 81 * GB
+
+
 async def test_without_a_driver_it_says_so_and_tries_again_only_after_a_minute() -> None:
     now = [0.0]
     nvml = FakeNvml(compute=[], graphics=[], failing=LibraryNotFound())
@@ -167,7 +188,7 @@ async def test_a_driver_that_hangs_from_the_start_gives_no_figures() -> None:
 def test_the_real_bindings_have_all_that_is_used() -> None:
     real = load_pynvml()
     used = [name for name in dir(Nvml) if name.startswith("nvml")] + list(Nvml.__annotations__)
-    assert len(used) == 13
+    assert len(used) == 15
     assert all(hasattr(real, name) for name in used)
 
 
