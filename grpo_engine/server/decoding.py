@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_engine.server.engine import LOWEST_LOGPROB, FinishReason, TopLogprobs
+from grpo_engine.server.growing_cache import new_cache
 from grpo_engine.server.sampling import RowTable, TokenCounts, draw, process_logits
 from grpo_engine.server.stop_strings import StopWatch, Tokenizer
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
@@ -97,7 +98,7 @@ class Decoder:
     def prompt_logprobs(self, prompt: list[int], num_extra: int) -> list[list[tuple[int, float]] | None]:
         """Log-probabilities of a prompt's own tokens, always before temperature; None at the first position."""
         ids_1T = torch.tensor([prompt], device=self._device)
-        cache = _new_cache(self._model)
+        cache = new_cache(self._model.config)
         answer: list[list[tuple[int, float]] | None] = [None]
         for start in range(0, len(prompt) - 1, _PROMPT_CHUNK):
             chunk_1T = ids_1T[:, start : min(start + _PROMPT_CHUNK, len(prompt) - 1)]
@@ -118,7 +119,7 @@ class Decoder:
         is_padded = any(len(work.prompt) != longest for work in works)
         positions_RT = torch.arange(longest, device=self._device) - (longest - lengths_R)[:, None]
         mask_RT = (positions_RT >= 0).long() if is_padded else None
-        cache = _new_cache(self._model)
+        cache = new_cache(self._model.config)
         logits_RV = self._model(
             ids_RT,
             attention_mask=mask_RT,
@@ -328,9 +329,3 @@ def _seeded_generators(works: Sequence[Work], rows: list[tuple[int, int]]) -> di
             seed = (work.params.seed + work.first_copy + copy) % 2**63
             generators[row] = torch.Generator().manual_seed(seed)
     return generators
-
-
-def _new_cache(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)

@@ -7,6 +7,7 @@ code 1.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import logging
 import os
@@ -96,6 +97,8 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.run()
+        # Nothing is left to clean up, and looking through all of torch and transformers for it takes a second.
+        gc.freeze()
         return self._exit_code or (0 if self.started else 1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -77,6 +77,28 @@ def test_prompts_of_different_lengths_share_a_batch_without_touching_each_other(
             torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
 
 
+def test_long_rows_go_on_truly_after_short_ones_are_dropped(server: RunningServer, model: torch.nn.Module) -> None:
+    lengths = [3, 150, 40, 90]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(
+                lambda length: server.generate(
+                    prompt={"prompt_token_ids": PROMPT * (1 + length % 4)},
+                    logprobs=0,
+                    n=2,
+                    max_tokens=length,
+                    ignore_eos=True,
+                ),
+                lengths,
+            )
+        )
+    for length, answer in zip(lengths, answers, strict=True):
+        for index, tokens in enumerate(answer["token_ids"]):
+            assert len(tokens) == length
+            expected = model_logprobs(model, PROMPT * (1 + length % 4), tokens)
+            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+
+
 def test_greedy_text_is_what_the_model_ranks_first(server: RunningServer, model: torch.nn.Module) -> None:
     tokens = list(PROMPT)
     with torch.no_grad():
