@@ -32,14 +32,10 @@ from grpo_tui.supervisor.attempts import Attempts
 from grpo_tui.supervisor.broadcast import Broadcast
 from grpo_tui.supervisor.machine import (
     RUNNING,
-    Admitted,
-    AfterStop,
     Effect,
     Event,
-    KillAsked,
     RestartAsked,
     Service,
-    StopAsked,
     Tick,
     adopted,
     step,
@@ -162,33 +158,8 @@ class Supervisor:
         now_s = time.monotonic()
         if self._ending is None and (state := order.verdict(self._services, self._launches)):
             self.end(state)
-        if self._ending is not None:
-            self._wind_down(self._ending, now_s)
-            return
-        for name in order.admissible(self._services, self._launches):
-            self._admit(name)
-
-    def _admit(self, name: str) -> None:
-        """Start a service, once everybody that has to follow its restart has made way."""
-        in_the_way = [f for f in order.restart_group(name, self._launches) if self._services[f].has_process]
-        if self._services[name].attempt and in_the_way:
-            for follower in reversed(in_the_way):
-                if self._services[follower].state in RUNNING:
-                    self._apply(follower, RestartAsked(f"restarted because {name} is"))
-            return
-        self._apply(name, Admitted())
-
-    def _wind_down(self, ending: order.Ending, now_s: float) -> None:
-        """Ask whose turn has come to stop; kill whoever is left when the time is up."""
-        turns = order.stop_times_s(ending, self._services, self._launches)
-        for name, service in self._services.items():
-            is_due = service.state in RUNNING and now_s >= turns.get(name, 0.0)
-            is_restarting = service.state is S.STOPPING and service.after_stop is not AfterStop.REST
-            if is_due or is_restarting or service.state in {S.WAITING, S.BACKOFF}:
-                self._apply(name, StopAsked("ended with the run"))
-        if now_s >= ending.kill_at_s:
-            for name in turns:
-                self._apply(name, KillAsked())
+        for name, event in order.decisions(self._services, self._launches, self._ending, now_s):
+            self._apply(name, event)
 
     async def _next_event(self) -> None:
         """Wait for an event or the next deadline, and apply what came."""

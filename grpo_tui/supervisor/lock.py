@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from grpo_engine.wire.codec import Message, from_line, write_json_atomically
@@ -19,15 +20,27 @@ class Address(Message):
     socket: str
 
 
+TAKE_LIMIT_S = 0.5
+TAKE_POLL_S = 0.01
+
+
 def take_lock(run_folder: Path) -> int | None:
-    """Take the run's lock for the life of this process; None when another daemon has it."""
+    """Take the run's lock for the life of this process; None when another daemon has it.
+
+    Whoever asks `has_daemon` holds the lock for a moment, so one refusal is no proof of a daemon.
+    """
     descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    deadline = time.monotonic() + TAKE_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(TAKE_POLL_S)
+        else:
+            return descriptor
 
 
 def has_daemon(run_folder: Path) -> bool:

@@ -299,6 +299,8 @@ def _refused(service: Service, words: str, now_s: float) -> Service:
 
 def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Service:
     gone = replace(service, has_process=False, is_running=False, exit_code=exit_.code)
+    if service.state is S.FAILED:
+        return gone  # the kernel let go of it after all
     if service.state is S.STOPPING and service.after_stop is not AfterStop.FAILURE:
         return _after_stop(gone, now_s)
     gone = replace(gone, last_lines=exit_.last_lines)

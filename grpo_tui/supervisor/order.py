@@ -5,13 +5,22 @@ Assumes that `needs` has no cycle, which a profile is checked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_engine.wire.supervisor import RunState
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.services.base import Launch, NeedCondition
-from grpo_tui.supervisor.machine import Service
+from grpo_tui.supervisor.machine import (
+    RUNNING,
+    Admitted,
+    AfterStop,
+    Event,
+    KillAsked,
+    RestartAsked,
+    Service,
+    StopAsked,
+)
 
 Services = Mapping[str, Service]
 Launches = Mapping[str, Launch]
@@ -34,6 +43,15 @@ class Ending:
     def kill_at_s(self) -> float:
         """When whoever is left is killed."""
         return self.since_s + self.budget_s
+
+
+def decisions(services: Services, launches: Launches, ending: Ending | None, now_s: float) -> list[tuple[str, Event]]:
+    """What follows from where all services stand now: who starts, or, when the run is ending, who stops."""
+    if ending is None:
+        return [
+            decision for name in admissible(services, launches) for decision in _admission(name, services, launches)
+        ]
+    return list(_winding_down(services, launches, ending, now_s))
 
 
 # --- starting ------------------------------------------------------------------------------------------------------
@@ -74,6 +92,15 @@ def is_hopeless(name: str, services: Services, launches: Launches) -> bool:
     )
 
 
+def _admission(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:
+    """Start a service; if it is not the first time, once everybody that follows its restart has made way."""
+    in_the_way = [each for each in restart_group(name, launches) if services[each].has_process]
+    if services[name].attempt == 0 or not in_the_way:
+        return [(name, Admitted())]
+    running = [follower for follower in reversed(in_the_way) if services[follower].state in RUNNING]
+    return [(follower, RestartAsked(f"restarted because {name} is")) for follower in running]
+
+
 def restart_group(name: str, launches: Launches) -> list[str]:
     """Services that must be restarted after `name` was, and those after them, in order."""
     group: list[str] = []
@@ -103,6 +130,18 @@ def verdict(services: Services, launches: Launches) -> RunState | None:
     if not open_:
         return RunState.FINISHED
     return RunState.FAILED if all(is_hopeless(name, services, launches) for name in open_) else None
+
+
+def _winding_down(services: Services, launches: Launches, ending: Ending, now_s: float) -> Iterator[tuple[str, Event]]:
+    """Ask whose turn has come to stop; kill whoever is left when the time is up."""
+    turns = stop_times_s(ending, services, launches)
+    for name, service in services.items():
+        is_due = service.state in RUNNING and now_s >= turns.get(name, 0.0)
+        is_restarting = service.state is S.STOPPING and service.after_stop is not AfterStop.REST
+        if is_due or is_restarting or service.state in {S.WAITING, S.BACKOFF}:
+            yield name, StopAsked("ended with the run")
+        if now_s >= ending.kill_at_s and service.has_process and not service.is_killed:
+            yield name, KillAsked()
 
 
 def ending_budget_s(services: Services, launches: Launches) -> float:

@@ -1,0 +1,484 @@
+"""The life of services and runs is pure, so its tests need no process, no clock and no sleep."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_engine.wire.supervisor import RunState
+from grpo_engine.wire.supervisor import ServiceState as S
+from grpo_tui.services.base import Launch, NeedCondition, Probe, RestartPolicy
+from grpo_tui.supervisor import order
+from grpo_tui.supervisor.machine import (
+    MAX_BACKOFF_S,
+    UNKILLABLE_AFTER_S,
+    Admitted,
+    Answered,
+    Effect,
+    Event,
+    Exited,
+    KillAsked,
+    Refused,
+    RestartAsked,
+    Service,
+    Spawned,
+    StartAsked,
+    StopAsked,
+    Tick,
+    adopted,
+    backoff_s,
+    step,
+)
+from grpo_tui.supervisor.words import why
+
+READY_WITHIN_60_S = Probe(http="http://127.0.0.1:1/health", within_s=60)
+READY, STARTED, FINISHED = NeedCondition.READY, NeedCondition.STARTED, NeedCondition.FINISHED
+
+
+def launch(name: str = "vllm", **changes: Any) -> Launch:
+    """A service that restarts on failure and has a readiness probe, unless a test says otherwise."""
+    settings_of: dict[str, Any] = {
+        "name": name,
+        "kind": "command",
+        "argv": ("true",),
+        "cwd": Path("/"),
+        "needs": {},
+        "ready": READY_WITHIN_60_S,
+        "live": None,
+        "restart": RestartPolicy.ON_FAILURE,
+        "restart_unhealthy": False,
+        "max_restarts": 2,
+        "restart_window_s": 600.0,
+        "backoff_s": 1.0,
+        "stop_grace_s": 10.0,
+        "stop_signal": signal.SIGTERM,
+        "ports": (),
+        "gpus": (),
+        "ends_run": None,
+    }
+    return Launch(**{**settings_of, **changes})
+
+
+def launches(*made: Launch) -> Mapping[str, Launch]:
+    return {each.name: each for each in made}
+
+
+def play(how: Launch, *timed: tuple[float, Event], service: Service | None = None) -> tuple[Service, list[Effect]]:
+    service = service or Service(name=how.name)
+    effects: list[Effect] = []
+    for now_s, event in timed:
+        service, new = step(service, event, now_s, how)
+        effects += new
+    return service, effects
+
+
+def passed(attempt: int = 1) -> Answered:
+    return Answered(attempt=attempt, passed=True, words="/health answers 200")
+
+
+def refused(attempt: int = 1) -> Answered:
+    return Answered(attempt=attempt, passed=False, words="/health answers 503")
+
+
+UP = ((0.0, Admitted()), (0.1, Spawned()), (5.0, passed()))
+
+
+def test_a_service_is_ready_when_its_probe_says_so() -> None:
+    service, effects = play(launch(), (0.0, Admitted()), (0.1, Spawned()), (1.0, refused()))
+    assert (service.state, service.answer) == (S.STARTING, "/health answers 503")
+    service, _ = play(launch(), (5.0, passed()), service=service)
+    assert service.state is S.READY
+    assert effects == [Effect.SPAWN]
+
+
+def test_a_service_without_a_probe_is_ready_as_soon_as_it_runs() -> None:
+    service, _ = play(launch(ready=None), (0.0, Admitted()))
+    assert service.state is S.STARTING
+    service, _ = play(launch(ready=None), (0.1, Spawned()), service=service)
+    assert service.state is S.READY
+
+
+def test_a_late_answer_about_an_earlier_attempt_changes_nothing() -> None:
+    how = launch()
+    service, _ = play(how, *UP, (6.0, RestartAsked()), (7.0, Exited(code=0)), (7.0, Admitted()), (7.1, passed(1)))
+    assert (service.state, service.attempt) == (S.STARTING, 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "state"),
+    [
+        (RestartPolicy.NEVER, 0, S.FINISHED),
+        (RestartPolicy.NEVER, 3, S.FAILED),
+        (RestartPolicy.ON_FAILURE, 0, S.FINISHED),
+        (RestartPolicy.ON_FAILURE, 3, S.BACKOFF),
+        (RestartPolicy.ON_FAILURE, None, S.BACKOFF),
+        (RestartPolicy.ON_FAILURE, -9, S.BACKOFF),
+        (RestartPolicy.ALWAYS, 0, S.BACKOFF),
+        (RestartPolicy.ALWAYS, 3, S.BACKOFF),
+    ],
+)
+def test_the_restart_policy_decides_what_an_end_means(policy: RestartPolicy, code: int | None, state: S) -> None:
+    service, _ = play(launch(restart=policy), *UP, (9.0, Exited(code=code)))
+    assert service.state is state
+
+
+def test_back_off_doubles_up_to_a_minute_and_is_spread_by_a_quarter() -> None:
+    delays = [backoff_s(launch(), number, 0.0) for number in range(8)]
+    assert delays == [1, 2, 4, 8, 16, 32, MAX_BACKOFF_S, MAX_BACKOFF_S]
+    assert backoff_s(launch(), 2, 1.0) == 5.0
+
+
+def test_it_fails_once_its_restarts_are_used_up_and_says_so() -> None:
+    how = launch(max_restarts=2)
+    service, now_s = Service(name="vllm"), 0.0
+    for _ in range(3):
+        service, _ = play(how, (now_s, Admitted()), (now_s, Exited(code=3, last_lines=("boom",))), service=service)
+        now_s = service.deadline_s or now_s
+        service, _ = step(service, Tick(), now_s, how)
+    assert (service.state, service.attempt) == (S.FAILED, 3)
+    assert service.reason == "exit code 3 after 2 restarts"
+    words = why("vllm", {"vllm": service}, launches(how), now_s)
+    assert words == "exit code 3 after 2 restarts; last lines:\n  boom"
+
+
+def test_restarts_before_the_window_no_longer_count() -> None:
+    how = launch(max_restarts=1, restart_window_s=100.0)
+    service, _ = play(how, (0.0, Admitted()), (0.0, Exited(code=1)), (1.0, Tick()), (1.0, Admitted()))
+    late, _ = play(how, (200.0, Exited(code=1)), service=service)
+    soon, _ = play(how, (50.0, Exited(code=1)), service=service)
+    assert (late.state, soon.state) == (S.BACKOFF, S.FAILED)
+
+
+def test_never_becoming_ready_is_a_failure_with_its_own_reason() -> None:
+    how = launch(restart=RestartPolicy.NEVER)
+    timed = ((0.0, Admitted()), (1.0, refused()), (59.9, Tick()), (60.0, Tick()), (61.0, Exited(code=-15)))
+    service, effects = play(how, *timed)
+    assert effects == [Effect.SPAWN, Effect.STOP]
+    assert service.state is S.FAILED
+    assert service.reason == "not ready within 60 s: /health answers 503"
+
+
+def test_a_live_probe_without_a_good_answer_makes_it_unhealthy_until_there_is_one() -> None:
+    how = launch(live=Probe(http="http://127.0.0.1:1/health", within_s=30))
+    service, effects = play(how, *UP, (20.0, passed()), (36.0, Tick()))
+    assert service.state is S.READY
+    service, effects = play(how, (49.0, refused()), (50.0, Tick()), service=service)
+    assert (service.state, effects) == (S.UNHEALTHY, [])
+    assert service.reason == "no good answer for 30 s: /health answers 503"
+    service, _ = play(how, (55.0, passed()), service=service)
+    assert service.state is S.READY
+
+
+def test_an_unhealthy_service_is_restarted_where_the_policy_says_so() -> None:
+    how = launch(live=Probe(tcp="a:1", within_s=30), restart_unhealthy=True)
+    service, effects = play(how, *UP, (35.0, Tick()))
+    assert effects == [Effect.SPAWN, Effect.STOP]
+    service, _ = play(how, (36.0, Exited(code=-15)), service=service)
+    assert service.state is S.BACKOFF
+
+
+def test_a_restart_by_hand_counts_as_no_failure() -> None:
+    how = launch(restart=RestartPolicy.NEVER)
+    service, effects = play(how, *UP, (6.0, RestartAsked()), (7.0, Exited(code=-15)))
+    assert (service.state, service.restarted_at_s) == (S.WAITING, ())
+    assert effects == [Effect.SPAWN, Effect.STOP]
+
+
+def test_a_stop_while_it_restarts_wins() -> None:
+    service, _ = play(launch(), *UP, (6.0, RestartAsked()), (6.5, StopAsked()), (7.0, Exited(code=-15)))
+    assert service.state is S.STOPPED
+
+
+def test_a_start_while_it_stops_is_done_after_the_stop() -> None:
+    service, effects = play(launch(), *UP, (6.0, StopAsked()), (6.5, StartAsked()), (7.0, Exited(code=-15)))
+    assert service.state is S.WAITING
+    assert effects == [Effect.SPAWN, Effect.STOP]
+
+
+def test_a_stop_escalates_when_even_the_keeper_hangs_and_gives_up_on_what_the_kernel_holds() -> None:
+    how = launch(stop_grace_s=10.0)
+    service, effects = play(how, *UP, (6.0, StopAsked()), (17.9, Tick()), (18.0, Tick()))
+    assert effects == [Effect.SPAWN, Effect.STOP, Effect.KILL]
+    service, effects = play(how, (18.0 + UNKILLABLE_AFTER_S, Tick()), service=service)
+    assert (service.state, service.has_process, effects) == (S.FAILED, True, [])
+    service, effects = play(how, (99.0, StartAsked()), (99.0, Admitted()), service=service)
+    assert (service.state, effects) == (S.FAILED, [])
+    service, effects = play(how, (120.0, Exited(code=-9)), service=service)
+    assert (service.state, service.has_process, effects) == (S.FAILED, False, [])
+
+
+def test_a_stranger_on_the_port_fails_it_whatever_the_policy_says() -> None:
+    how = launch(restart=RestartPolicy.ALWAYS)
+    service, _ = play(how, (0.0, Admitted()), (0.1, Refused("port 9001 is held by pid 7 (user eve): nc")))
+    assert (service.state, service.is_refused, service.has_process) == (S.FAILED, True, False)
+    assert service.reason == "port 9001 is held by pid 7 (user eve): nc"
+
+
+def test_an_adopted_service_goes_on_in_the_state_its_last_supervisor_saw() -> None:
+    how = launch()
+    ready, _ = play(how, *UP)
+    assert adopted(ready, 100.0, how).state is S.READY
+    unseen = adopted(Service(name="vllm", attempt=2), 100.0, how)
+    assert (unseen.state, unseen.deadline_s, unseen.has_process) == (S.STARTING, 160.0, True)
+
+
+# --- needs, endings, standing --------------------------------------------------------------------------------------
+
+CHAIN = launches(
+    launch("api"),
+    launch("vllm", needs={"api": READY}),
+    launch("trainer", needs={"vllm": READY}, ends_run=True, restart=RestartPolicy.NEVER),
+)
+
+
+def standing(**states: S) -> dict[str, Service]:
+    alive = {S.STARTING, S.READY, S.UNHEALTHY, S.STOPPING}
+    return {
+        name: Service(name=name, state=state, has_process=state in alive, is_running=state in alive, attempt=1)
+        for name, state in states.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("condition", "needed", "expected"),
+    [
+        (STARTED, Service(name="a", state=S.STARTING), False),
+        (STARTED, Service(name="a", state=S.STARTING, is_running=True), True),
+        (STARTED, Service(name="a", state=S.FINISHED), True),
+        (STARTED, Service(name="a", state=S.STOPPING, is_running=True), False),
+        (READY, Service(name="a", state=S.STARTING, is_running=True), False),
+        (READY, Service(name="a", state=S.READY), True),
+        (READY, Service(name="a", state=S.UNHEALTHY), False),
+        (READY, Service(name="a", state=S.FINISHED, was_ready=True), True),
+        (READY, Service(name="a", state=S.FINISHED), False),
+        (FINISHED, Service(name="a", state=S.READY), False),
+        (FINISHED, Service(name="a", state=S.FINISHED), True),
+        (FINISHED, Service(name="a", state=S.FAILED), False),
+    ],
+)
+def test_a_need_is_met_when_its_condition_holds(condition: NeedCondition, needed: Service, expected: bool) -> None:
+    assert order.is_met(condition, needed) is expected
+
+
+def test_services_start_as_soon_as_all_they_need_is_there() -> None:
+    assert order.admissible(standing(api=S.WAITING, vllm=S.WAITING, trainer=S.WAITING), CHAIN) == ["api"]
+    assert order.admissible(standing(api=S.READY, vllm=S.WAITING, trainer=S.WAITING), CHAIN) == ["vllm"]
+
+
+def test_a_run_is_over_when_the_service_that_ends_it_has_finished() -> None:
+    assert order.verdict(standing(api=S.READY, vllm=S.READY, trainer=S.READY), CHAIN) is None
+    assert order.verdict(standing(api=S.READY, vllm=S.READY, trainer=S.FINISHED), CHAIN) is RunState.FINISHED
+
+
+def test_a_run_has_failed_when_what_ends_it_can_never_start() -> None:
+    waiting = standing(api=S.READY, vllm=S.FAILED, trainer=S.WAITING)
+    assert order.verdict(waiting, CHAIN) is RunState.FAILED
+    assert order.verdict({**waiting, **standing(trainer=S.READY)}, CHAIN) is None
+    assert order.verdict({**waiting, **standing(vllm=S.STOPPED)}, CHAIN) is None
+
+
+def test_without_a_word_those_that_nobody_needs_end_the_run() -> None:
+    pair = launches(launch("a"), launch("b", needs={"a": READY}), launch("c"))
+    assert order.run_enders(pair) == ["b", "c"]
+    assert order.verdict(standing(a=S.READY, b=S.FINISHED, c=S.READY), pair) is None
+    assert order.verdict(standing(a=S.READY, b=S.FINISHED, c=S.FINISHED), pair) is RunState.FINISHED
+    assert order.verdict(standing(a=S.READY, b=S.FINISHED, c=S.FAILED), pair) is RunState.FAILED
+    assert order.run_enders(launches(launch("a", ends_run=False))) == []
+
+
+def test_a_failure_beside_the_point_leaves_a_run_degraded() -> None:
+    services = standing(api=S.READY, vllm=S.READY, trainer=S.READY, monitor=S.FAILED)
+    all_ = {**CHAIN, **launches(launch("monitor", ends_run=False))}
+    assert order.verdict(services, all_) is None
+    assert order.run_state(services, all_, has_been_up=True) is RunState.DEGRADED
+
+
+def test_a_stack_is_stopped_from_the_top_and_a_deaf_one_gets_no_more_than_one_budget() -> None:
+    services = standing(api=S.READY, vllm=S.READY, trainer=S.READY)
+    ending = order.Ending(state=RunState.STOPPED, since_s=100.0, budget_s=9.0)
+    assert order.stop_times_s(ending, services, CHAIN) == {"trainer": 0.0, "vllm": 103.0, "api": 106.0}
+    assert order.decisions(services, CHAIN, ending, 100.0) == [("trainer", StopAsked("ended with the run"))]
+    gone = {**services, **standing(trainer=S.STOPPED)}
+    assert order.stop_times_s(ending, gone, CHAIN) == {"vllm": 0.0, "api": 106.0}
+    last = [name for name, event in order.decisions(services, CHAIN, ending, 109.0) if isinstance(event, KillAsked)]
+    assert last == ["api", "vllm", "trainer"]
+
+
+def test_independent_services_are_stopped_at_once() -> None:
+    free = launches(launch("a"), launch("b"), launch("c"))
+    ending = order.Ending(state=RunState.STOPPED, since_s=0.0, budget_s=10.0)
+    assert set(order.stop_times_s(ending, standing(a=S.READY, b=S.READY, c=S.READY), free).values()) == {0.0}
+
+
+def test_a_service_is_not_started_again_before_its_followers_have_made_way() -> None:
+    shared = launches(launch("vllm", followers=("trainer",)), launch("trainer", needs={"vllm": READY}))
+    services = standing(vllm=S.WAITING, trainer=S.READY)
+    assert order.decisions(services, shared, None, 0.0) == [("trainer", RestartAsked("restarted because vllm is"))]
+    services |= standing(trainer=S.STOPPING)
+    assert order.decisions(services, shared, None, 0.0) == []
+    services |= standing(trainer=S.WAITING)
+    assert order.decisions(services, shared, None, 0.0) == [("vllm", Admitted())]
+
+
+def test_why_a_service_waits_is_said_in_words() -> None:
+    services = standing(api=S.READY, vllm=S.STARTING, trainer=S.WAITING)
+    services["vllm"] = replace(services["vllm"], answer="/health answers 503", since_s=2.0)
+    words = why("trainer", services, CHAIN, 40.0)
+    assert words == "waits for vllm to be ready: starting for 38 s, /health answers 503"
+    assert why("vllm", services, CHAIN, 40.0) == "starting for 38 s, /health answers 503 (limit 60 s)"
+    services["vllm"] = replace(services["vllm"], state=S.FAILED, reason="exit code 3")
+    assert why("trainer", services, CHAIN, 40.0) == "cannot start without vllm to be ready: failed, exit code 3"
+
+
+# --- histories -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """Processes as the kernel would have them: obedient, or deaf to all but SIGKILL."""
+
+    launches: Mapping[str, Launch]
+    deaf: frozenset[str] = frozenset()
+    services: dict[str, Service] = field(default_factory=dict)
+    alive: set[str] = field(default_factory=set)
+    dying: set[str] = field(default_factory=set)
+    is_down: set[str] = field(default_factory=set)
+    """Services whose last command was a stop that was obeyed."""
+    ending: order.Ending | None = None
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.services = {name: Service(name=name) for name in self.launches}
+
+    def apply(self, name: str, event: Event) -> None:
+        self.services[name], effects = step(self.services[name], event, self.now_s, self.launches[name])
+        for effect in effects:
+            match effect:
+                case Effect.SPAWN:
+                    assert name not in self.alive, f"two processes of {name}"
+                    assert name not in self.is_down, f"{name} was started after an obeyed stop"
+                    self.alive.add(name)
+                case Effect.STOP if name not in self.deaf:
+                    self.dying.add(name)
+                case Effect.KILL:
+                    self.dying.add(name)
+                case Effect.STOP:
+                    pass
+        assert (name in self.alive) == self.services[name].has_process
+        if self.services[name].state is S.STOPPED:
+            self.is_down.add(name)
+
+    def decide(self) -> None:
+        if self.ending is None and (state := order.verdict(self.services, self.launches)):
+            self.end(state)
+        for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s):
+            self.apply(name, event)
+
+    def end(self, state: RunState) -> None:
+        budget_s = order.ending_budget_s(self.services, self.launches)
+        self.ending = order.Ending(state=state, since_s=self.now_s, budget_s=budget_s)
+
+    def die(self, name: str, code: int) -> None:
+        if name in self.alive:
+            self.alive.discard(name)
+            self.dying.discard(name)
+            self.apply(name, Exited(code=code))
+
+    def command(self, name: str, event: Event) -> None:
+        if isinstance(event, StartAsked | RestartAsked):
+            self.is_down.discard(name)
+        self.apply(name, event)
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        for name in self.launches:
+            self.apply(name, Tick())
+
+
+POLICIES = st.sampled_from(list(RestartPolicy))
+CONDITIONS = st.sampled_from(list(NeedCondition))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    names = ["a", "b", "c", "d"][: draw(st.integers(1, 4))]
+    made = []
+    for index, name in enumerate(names):
+        needs = {other: draw(CONDITIONS) for other in names[:index] if draw(st.booleans())}
+        followers = tuple(other for other in names[index + 1 :] if draw(st.integers(0, 5)) == 0)
+        made.append(
+            launch(
+                name,
+                needs=needs,
+                followers=followers,
+                restart=draw(POLICIES),
+                ready=draw(st.sampled_from([None, READY_WITHIN_60_S])),
+                live=draw(st.sampled_from([None, Probe(tcp="a:1", within_s=30)])),
+                restart_unhealthy=draw(st.booleans()),
+                max_restarts=draw(st.integers(0, 2)),
+            )
+        )
+    return World(launches(*made), deaf=frozenset(name for name in names if draw(st.integers(0, 3)) == 0))
+
+
+HAPPENINGS = st.tuples(
+    st.sampled_from(["start", "stop", "restart", "kill", "spawned", "pass", "fail", "exit 0", "exit 1", "die", "time"]),
+    st.integers(0, 3),
+    st.sampled_from([0.1, 1.0, 13.0, 40.0, 70.0]),
+)
+
+
+def happen(world: World, what: str, index: int, seconds: float) -> None:
+    name = list(world.launches)[index % len(world.launches)]
+    attempt = world.services[name].attempt
+    match what:
+        case "start" | "stop" | "restart" | "kill" if world.ending is None:
+            asked: dict[str, Event] = {
+                "start": StartAsked(),
+                "stop": StopAsked(),
+                "restart": RestartAsked(),
+                "kill": KillAsked(),
+            }
+            world.command(name, asked[what])
+        case "spawned" if name in world.alive:
+            world.apply(name, Spawned())
+        case "pass" | "fail" if name in world.alive:
+            world.apply(name, Answered(attempt=attempt, passed=what == "pass", words=what))
+        case "exit 0" | "exit 1":
+            world.die(name, int(what[-1]))
+        case "die" if name in world.dying:
+            world.die(name, -15)
+        case "time" if seconds < UNKILLABLE_AFTER_S or not world.dying:
+            world.tick(seconds)  # whoever was killed dies within seconds: the kernel is not stuck in these worlds
+    world.decide()
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(world=worlds(), history=st.lists(HAPPENINGS, max_size=60))
+def test_no_history_runs_two_processes_or_starts_after_an_obeyed_stop_and_every_run_settles(
+    world: World, history: list[tuple[str, int, float]]
+) -> None:
+    world.decide()
+    for what, index, seconds in history:
+        happen(world, what, index, seconds)
+    if world.ending is None:
+        world.end(RunState.STOPPED)
+    started_s = world.now_s
+    while world.alive and world.now_s < started_s + 60:
+        world.decide()
+        for name in sorted(world.dying):
+            world.die(name, -9)
+        world.tick(0.5)
+    world.decide()
+    assert not world.alive
+    assert world.now_s - started_s <= 10.0 + 1.0, "the run took more than its budget"
+    settled = {S.STOPPED, S.FINISHED, S.FAILED}
+    assert {service.state for service in world.services.values()} <= settled
