@@ -294,13 +294,17 @@ class Keeper:
             send_signal(process, signal.SIGCONT)
 
     def _kill_rest(self) -> list[Stat]:
-        """Send SIGKILL to all that is below, the main group in one stroke first; whoever was still alive."""
-        left = [process for process in self._below() if not process.is_dead]
+        """Send SIGKILL to all that is below, the main group in one stroke first; who they are.
+
+        Zombies too: one whose main thread has ended may have others that hang in a driver.
+        """
+        left = self._below()
         if any(process.group == self._main_pid for process in left):
             with suppress(ProcessLookupError, PermissionError):  # ended since the look, or another user's
                 os.killpg(self._main_pid, signal.SIGKILL)
         for process in left:
-            self._ended[process.pid] = (process.comm, "SIGKILL")
+            if not process.is_dead:
+                self._ended[process.pid] = (process.comm, "SIGKILL")
             send_signal(process, signal.SIGKILL)
         return left
 

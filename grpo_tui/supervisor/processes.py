@@ -123,7 +123,8 @@ class Keeper:
             send_signal(stat, number)
 
     async def _follow(self) -> ExitReport:
-        await (end_of(self.identity) if self._reaping is None else asyncio.shield(self._reaping))
+        # An adopted keeper may be a child too: of the daemon that this process was before it replaced itself.
+        await (_reap(self.identity) if self._reaping is None else asyncio.shield(self._reaping))
         return _report(_read_state(self._state_file), self._state_file)
 
 
@@ -153,7 +154,11 @@ async def start_keeper(launch: Launch, *, run: str, attempt: int, run_folder: Pa
         raise
     finally:
         os.close(report)
-        reaping = asyncio.create_task(_reap(pid), name=f"reaping the keeper of {launch.name}")
+        stat = read_stat(pid)
+        assert stat is not None, "a child that is not reaped is in /proc"
+        reaping = asyncio.create_task(
+            _reap(ProcessId(pid, stat.start_ticks)), name=f"reaping the keeper of {launch.name}"
+        )
     if not content:
         await reaping
         raise GrpoError(f"{launch.name}: its keeper ended before it started anything; it says why in {spec.log}")
@@ -258,13 +263,11 @@ async def end_of(process: ProcessId) -> None:
         os.close(handle)
 
 
-async def _reap(pid: int) -> None:
-    """Wait for a child of ours and bury it."""
-    stat = read_stat(pid)
-    if stat is not None:
-        await end_of(ProcessId(pid, stat.start_ticks))
+async def _reap(process: ProcessId) -> None:
+    """Wait for a process, and bury it if it is a child of ours."""
+    await end_of(process)
     with suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
+        os.waitpid(process.pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
 
 
 async def _readable(descriptor: int) -> None:

@@ -73,14 +73,14 @@ async def sweep(
     whose = service or f"run {run}"
     ended, stuck = await _end_all(lambda: _left(run, service, ledger))
     if ended:
-        report(f"{whose}: ended {len(ended)} left processes in {_since(started)}: {', '.join(ended)}")
+        report(f"{whose}: ended what was left of it in {_since(started)}: {', '.join(ended)}")
     freed, held, strangers = await clear_ports(run, service, ports=ports, report=report, take=take_ports)
     for words in (*stuck, *held):
         report(f"{whose}: {words} does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
     removed = _remove_shared_memory(run) if service is None else []
     if removed:
-        report(f"{whose}: removed {len(removed)} shared-memory files: {', '.join(removed)}")
+        report(f"{whose}: removed from shared memory: {', '.join(removed)}")
     return SweepReport(
         ended=(*ended, *freed),
         unkillable=(*stuck, *held),
@@ -175,4 +175,4 @@ def _remove_shared_memory(run: str) -> list[str]:
 
 
 def _since(started: float) -> str:
-    return f"{time.monotonic() - started:.1f} s"
+    return f"{time.monotonic() - started:.2f} s"

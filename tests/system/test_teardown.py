@@ -80,7 +80,7 @@ async def test_what_a_killed_keeper_leaves_is_found_by_the_marker_and_below_mark
     assert len(report.ended) == 5
     assert (report.unkillable, report.strangers) == ((), ())
     assert not any(map(is_open, stage.ports))
-    assert lines[0].startswith("a: ended 5 left processes in 0.")
+    assert lines[0].startswith("a: ended what was left of it in 0.")
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ async def test_shared_memory_of_the_run_is_removed_at_its_end_and_no_other(stage
         assert not ours.exists()
         assert folder.name not in os.listdir("/dev/shm")
         assert sibling.exists()
-        assert lines[0].startswith(f"run {stage.run}: removed 2 shared-memory files: ")
+        assert lines[0].startswith(f"run {stage.run}: removed from shared memory: /dev/shm/grpo-")
     finally:
         sibling.unlink()
         ours.unlink(missing_ok=True)
@@ -269,7 +269,7 @@ async def test_gpu_memory_that_stays_is_told_when_the_limit_is_over(
     monkeypatch.setattr("grpo_tui.supervisor.teardown.GPU_LIMIT_S", 0.0)
     report, lines = await swept(stage, gpu_memory=gpu_memory)
     assert report.gpu_memory_bytes == 16_060_000_000
-    assert lines == ["a: 16.1 GB of GPU memory still held after 0.0 s: who else maps it?"]
+    assert lines == ["a: 16.1 GB of GPU memory still held after 0.00 s: who else maps it?"]
 
 
 @pytest.mark.slow
