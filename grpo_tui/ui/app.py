@@ -22,11 +22,12 @@ from textual.binding import Binding
 from textual.filter import LineFilter
 from textual.screen import Screen
 
-from grpo_engine.errors import PeerError
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, RunStatus, ServiceState
-from grpo_tui.paths import METRICS_FILE, STATE_FILE
+from grpo_engine.errors import GrpoError
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, ServiceState
+from grpo_tui.exit_codes import ExitCode
+from grpo_tui.paths import METRICS_FILE
 from grpo_tui.ui import messages
-from grpo_tui.ui.connection import RunConnection
+from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import AsciiOnly, wants_ascii
 from grpo_tui.ui.screens.confirm import ConfirmScreen
 from grpo_tui.ui.screens.main import MainScreen
@@ -103,18 +104,17 @@ class GrpoScreen(App[None]):
                     self.post_message(messages.RunSpoke(event))
                     if isinstance(event, Bye):
                         note = f"the run is over: {event.state}"
-            except (PeerError, OSError) as error:
+            except (GrpoError, OSError) as error:
                 note = str(error)
-            await self._read_state_file(note)
+            await self._look_at_files(note)
             await asyncio.sleep(RECONNECT_S)
 
-    async def _read_state_file(self, note: str) -> None:
-        """Take the state from its file, in the place of a daemon that is gone."""
+    async def _look_at_files(self, note: str) -> None:
+        """Take the state from the run's files, in the place of a daemon that is gone."""
         try:
-            content = await asyncio.to_thread((self.state.run_folder / STATE_FILE).read_bytes)
-            status = RunStatus.model_validate_json(content)
-        except (OSError, ValueError):
-            self.post_message(messages.RunFellSilent(view.ConnectionLost(note=f"{note}; and no {STATE_FILE} to read")))
+            status = await asyncio.to_thread(self._connection.stored_status)
+        except (GrpoError, OSError) as error:
+            self.post_message(messages.RunFellSilent(view.ConnectionLost(note=f"{note}; {error}")))
             return
         self.post_message(messages.StatusArrived(view.StatusRead(status=status)))
         is_over = status.state in ENDED_RUN_STATES
@@ -309,7 +309,7 @@ class GrpoScreen(App[None]):
         try:
             reply = await self._connection.command(do, service)
             error = None if reply.ok else (reply.error or "no reason given")
-        except (PeerError, OSError) as unreachable:
+        except (GrpoError, OSError) as unreachable:
             error = str(unreachable)
         if error is not None:
             refused = view.CommandRefused(do=do, service=service, error=error, time=self._clock())
@@ -327,18 +327,20 @@ class GrpoScreen(App[None]):
             loop.add_signal_handler(number, self.exit)
 
 
-def show(run_folder: Path, connection: RunConnection) -> int:
+def open_screen(run_folder: Path) -> int:
     """Show the run until the person leaves; the run goes on.
 
     Returns:
         The exit code: 1 if the run was seen to fail, else 0.
     """
-    app = GrpoScreen(run_folder.resolve(), connection, is_ascii=wants_ascii(os.environ))
+    folder = run_folder.resolve()
+    app = GrpoScreen(folder, LocalRun(folder), is_ascii=wants_ascii(os.environ))
     app.run()
     if app.return_code:
         return app.return_code
     sys.stderr.write(farewell(app.state) + "\n")
-    return 1 if app.state.status is not None and app.state.status.state is RunState.FAILED else 0
+    has_failed = app.state.status is not None and app.state.status.state is RunState.FAILED
+    return ExitCode.FAILED if has_failed else ExitCode.OK
 
 
 def farewell(state: view.ViewState) -> str:

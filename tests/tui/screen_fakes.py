@@ -42,6 +42,7 @@ class FakeConnection:
         self.asked: list[tuple[Do, str | None]] = []
         self.refusal: str | None = None
         self.is_there = True
+        self.stored: RunStatus | None = None
         self._events: asyncio.Queue[Snapshot | Event | Bye | None] = asyncio.Queue()
         self._number = 0
 
@@ -59,6 +60,11 @@ class FakeConnection:
             raise PeerUnavailable("no supervisor listens")
         while (event := await self._events.get()) is not None:
             yield event
+
+    def stored_status(self) -> RunStatus:
+        if self.stored is None:
+            raise PeerUnavailable("state.json: missing")
+        return self.stored
 
     async def command(self, do: Do, service: str | None = None) -> Reply:
         if not self.is_there:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
 from textual.content import Content
 
 from grpo_engine.wire.supervisor import RunState
 from grpo_tui.ui.glyphs import RUN_GLYPHS
-from grpo_tui.ui.widgets.lines import Lines, Styled, spread
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, spread
 from grpo_tui.view.format import clock_text
 from grpo_tui.view.state import Connection, ViewState
 
@@ -34,17 +35,21 @@ class HeaderLine(Lines):
     """
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """`run  profile  ● running` and at the right `step 123  up 12m05s`."""
-        left: list[str | Styled] = [(state.run, ".strong")]
+        """`run  profile  ● running` and at the right `step 123  up 12m05s`; names give way where room is scarce."""
+        stands: list[str | Styled] = [CONNECTION_WORDS[state.connection]]
         right: list[str | Styled] = []
+        profile = ""
         if state.status is not None:
-            left += [("  " + state.status.profile, ".muted")]
+            profile = f"  {state.status.profile}"
             word = f"  {RUN_GLYPHS[state.status.state]} {state.status.state}"
-            left += [(word, RUN_STYLES[state.status.state])]
-            right += _step(state)
-            right += [(f"  up {clock_text(_age_s(state))}", ".muted")]
-        left += [CONNECTION_WORDS[state.connection]]
-        return [spread(width, left, right)]
+            stands.insert(0, (word, RUN_STYLES[state.status.state]))
+            right = [*_step(state), (f"  up {clock_text(_age_s(state))}", ".muted")]
+        room = width - line(*stands, *right).cell_length - 1
+        run = state.run if cell_len(state.run) <= room else fit(state.run, room)
+        names: list[str | Styled] = [(run, ".strong")]
+        if cell_len(run) + cell_len(profile) <= room:
+            names.append((profile, ".muted"))
+        return [spread(width, [*names, *stands], right)]
 
 
 def _age_s(state: ViewState) -> float | None:

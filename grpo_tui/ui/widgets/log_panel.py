@@ -58,7 +58,7 @@ class LogLines(ScrollView, can_focus=False):
             self.virtual_size = Size(self._longest, num_lines)
             self.refresh()
         if self._is_following and (before is not state.log or not was_following):
-            self.scroll_end(animate=False, immediate=True, x_axis=False)
+            self._to_end()
         elif before.service == self._log.service and self._log.num_dropped > before.num_dropped:
             dropped = self._log.num_dropped - before.num_dropped
             self.scroll_to(y=max(0, self.scroll_offset.y - dropped), animate=False, immediate=True)
@@ -66,7 +66,7 @@ class LogLines(ScrollView, can_focus=False):
     def on_resize(self) -> None:
         """Stay at the end when the room changes."""
         if self._is_following:
-            self.scroll_end(animate=False, immediate=True, x_axis=False)
+            self._to_end()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Scrolling back lets go of the end; reaching it takes hold again."""
@@ -76,6 +76,10 @@ class LogLines(ScrollView, can_focus=False):
             self.post_message(FollowingChanged(FollowChanged(is_following=False)))
         elif new_value > old_value and not self._is_following and is_at_end:
             self.post_message(FollowingChanged(FollowChanged(is_following=True)))
+
+    def _to_end(self) -> None:
+        """Show the newest line; forced, because a log that was empty has no scrollbar yet."""
+        self.scroll_end(animate=False, force=True, immediate=True, x_axis=False)
 
     def shift(self, by: int) -> None:
         """Move sideways along long lines."""

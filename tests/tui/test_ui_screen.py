@@ -1,0 +1,455 @@
+"""The screen over a run without a daemon: what it shows at two sizes, and what each key asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from screen_fakes import (
+    NOW,
+    FakeConnection,
+    changed,
+    four_services,
+    gpu,
+    metrics_line,
+    run_status,
+    service,
+    without_gpus,
+    write_log,
+    write_metrics,
+)
+from textual.pilot import Pilot
+
+from grpo_engine.wire.supervisor import Bye, Notice, RunChanged, RunState, RunStatus, Snapshot
+from grpo_tui.ui.app import GrpoScreen, farewell
+from grpo_tui.ui.keys import KEYS
+from grpo_tui.ui.screens.confirm import ConfirmScreen
+from grpo_tui.ui.screens.main import MainScreen
+from grpo_tui.ui.screens.reading import ReadingScreen
+from grpo_tui.ui.widgets.activity_line import ActivityLine
+from grpo_tui.ui.widgets.gpu_panel import GpuPanel
+from grpo_tui.ui.widgets.header import HeaderLine
+from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.ui.widgets.log_panel import LogLines
+from grpo_tui.ui.widgets.metrics_panel import MetricsPanel
+from grpo_tui.ui.widgets.services_table import ServicesTable
+from grpo_tui.ui.widgets.warnings_bar import WarningsBar
+from grpo_tui.view.state import Connection
+
+pytestmark = pytest.mark.slow
+SMALL, LARGE = (80, 24), (200, 50)
+SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+
+
+class Shown:
+    """An open screen, and ways to wait for it and to read it."""
+
+    def __init__(self, app: GrpoScreen, pilot: Pilot[None], connection: FakeConnection) -> None:
+        self.app = app
+        self.pilot = pilot
+        self.connection = connection
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until the screen has come so far."""
+        async with asyncio.timeout(20):
+            while not is_so() or self.app._is_draw_due:
+                await self.pilot.pause(0.01)
+        await self.pilot.pause()
+
+    def lines(self, part: type[Lines] | type[LogLines]) -> list[str]:
+        return self.app.main.query_one(part).plain_lines
+
+    def text(self, part: type[Lines] | type[LogLines]) -> str:
+        return "\n".join(self.lines(part))
+
+
+@asynccontextmanager
+async def shown(
+    run_folder: Path,
+    size: tuple[int, int] = SMALL,
+    status: RunStatus | None = None,
+    *,
+    is_ascii: bool = False,
+    num_steps: int = 0,
+    **last_steps: float | None,
+) -> AsyncIterator[Shown]:
+    """Open a screen on a run whose daemon has said its snapshot."""
+    status = status or run_status(run=run_folder.name)
+    if num_steps:
+        write_metrics(run_folder, num_steps, **last_steps)
+    for one in status.services:
+        write_log(run_folder, one.name)
+    connection = FakeConnection()
+    connection.say(Snapshot(number=1, status=status))
+    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, is_ascii=is_ascii)
+    async with app.run_test(size=size) as pilot:
+        screen = Shown(app, pilot, connection)
+        await screen.until(lambda: isinstance(app.screen, MainScreen) and app.screen.is_mounted)
+        await screen.until(lambda: any("step 39" in text for text in screen.lines(LogLines)))
+        if num_steps:
+            await screen.until(lambda: "step" in screen.text(HeaderLine))
+        yield screen
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+@SIZES
+async def test_every_service_has_a_row_with_its_state_in_words(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with shown(tmp_path, size) as screen:
+        rows = screen.lines(ServicesTable)
+        assert [row.split()[:3] for row in rows[1:4]] == [
+            ["api", "●", "ready"],
+            ["vllm", "●", "ready"],
+            ["env", "●", "ready"],
+        ]
+        assert rows[4].split()[:4] == ["▌", "trainer", "●", "ready"]
+        for number in ("12m05s", "88%", "9.2G", "36.1G", "9001"):
+            assert number in rows[2]
+
+
+@SIZES
+async def test_no_line_is_wider_than_its_part(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with shown(tmp_path, size, num_steps=123) as screen:
+        for part in screen.app.main.query(Lines):
+            for line in part.plain_lines:
+                assert len(line) <= part.size.width, (type(part).__name__, line)
+
+
+@SIZES
+async def test_gpu_memory_is_shown_by_service(tmp_path: Path, size: tuple[int, int]) -> None:
+    status = run_status(run=tmp_path.name, gpus=[gpu(other=12 << 30)])
+    async with shown(tmp_path, size, status) as screen:
+        bar, legend = screen.lines(GpuPanel)
+        assert bar.startswith("GPU 0")
+        assert "71.2G of 80.0G" in bar
+        assert "97% busy" in bar
+        for words in ("vllm 36.1G", "trainer 22.4G", "others 12.0G"):
+            assert words in legend
+
+
+@SIZES
+async def test_without_a_driver_the_hosts_memory_is_shown_and_the_reason(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with shown(tmp_path, size, without_gpus()) as screen:
+        assert "no NVIDIA driver" in screen.text(GpuPanel)
+        assert "vllm 9.2G" in screen.text(GpuPanel)
+        assert "gpu" not in screen.lines(ServicesTable)[0]
+
+
+@SIZES
+async def test_metrics_show_value_and_verdict(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with shown(tmp_path, size, num_steps=40, grpo__mean_ratio=1.41) as screen:
+        text = screen.text(MetricsPanel)
+        ratio = next(line for line in screen.lines(MetricsPanel) if "mean_ratio" in line)
+        assert "1.410 ▲" in ratio
+        for name in ("reward/mean", "clipped_fraction", "diff_mean", "diff_abs_mean", "loss", "grad_norm", "entropy"):
+            assert name in text
+        assert "tokens" in text
+        assert "mean_ratio is 1.41" in screen.text(WarningsBar)
+
+
+async def test_a_large_screen_shows_bands_and_more_metrics(tmp_path: Path) -> None:
+    async with shown(tmp_path, LARGE, num_steps=40) as screen:
+        text = screen.text(MetricsPanel)
+        assert "0.8 – 1.2" in text
+        assert "rollout/staleness_mean" in text
+        assert screen.app.main.has_class("-wide")
+
+
+async def test_before_the_first_step_the_metrics_say_so(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        assert "no step yet" in screen.text(MetricsPanel)
+
+
+async def test_a_missing_metric_is_a_dash(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=6, grpo__entropy=None) as screen:
+        line = next(line for line in screen.lines(MetricsPanel) if "entropy" in line)
+        assert line.split("entropy")[1].split()[0] == "–"
+
+
+@SIZES
+async def test_the_log_follows_its_end(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with shown(tmp_path, size) as screen:
+        assert "step 39" in screen.text(LogLines)
+        assert "90%" in screen.text(LogLines)
+        with (tmp_path / "trainer.log").open("a") as file:
+            file.write("\nthe newest line\n")
+        await screen.until(lambda: "the newest line" in screen.text(LogLines))
+
+
+async def test_the_first_line_says_which_run_and_how_it_stands(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=123) as screen:
+        header = screen.text(HeaderLine)
+        assert tmp_path.name in header
+        assert "● running" in header
+        assert header.rstrip().endswith("up 12m05s")
+        assert "step 123" in header
+
+
+async def test_a_terminal_that_is_resized_is_arranged_anew(tmp_path: Path) -> None:
+    async with shown(tmp_path, SMALL, num_steps=40) as screen:
+        await screen.pilot.resize_terminal(*LARGE)
+        await screen.until(lambda: screen.app.main.has_class("-wide"))
+        assert screen.app.main.query_one(LogLines).region.x > 100
+        await screen.pilot.resize_terminal(*SMALL)
+        await screen.until(lambda: not screen.app.main.has_class("-wide"))
+        assert "step 39" in screen.text(LogLines)
+
+
+async def test_twelve_services_and_eight_gpus_leave_room_for_the_log(tmp_path: Path) -> None:
+    services = [service(f"worker{number:02d}", kind="command") for number in range(12)]
+    status = run_status(run=tmp_path.name, services=services, gpus=[gpu(index) for index in range(8)])
+    async with shown(tmp_path, SMALL, status) as screen:
+        assert screen.app.main.query_one(LogLines).size.height >= 4
+        assert "worker11" in screen.text(ServicesTable)
+        for _ in range(12):
+            await screen.pilot.press("up")
+        await screen.until(lambda: screen.app.state.selected == "worker00")
+        assert "worker00" in screen.text(ServicesTable)
+
+
+async def test_ascii_terminals_get_ascii_only(tmp_path: Path) -> None:
+    async with shown(tmp_path, is_ascii=True, num_steps=40) as screen:
+        svg = screen.app.export_screenshot()
+        assert all(glyph not in svg for glyph in "●▌▓█▁─…↑·")
+        assert "ready" in svg
+
+
+async def test_a_tick_without_news_repaints_nothing(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=40) as screen:
+        await screen.pilot.pause()
+        painted: list[Any] = []
+        for part in screen.app.main.query(Lines):
+            part.refresh = lambda *regions, **_: painted.append(regions)  # type: ignore[method-assign]
+        screen.app.main.draw(screen.app.state)
+        assert painted == []
+
+
+# --- what keys do ----------------------------------------------------------------------------------------------------
+
+
+async def test_v_restarts_the_inference_server_at_once_whatever_is_selected(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("v")
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert screen.connection.asked == [("restart", "vllm")]
+
+
+async def test_the_phases_of_a_restart_are_shown_with_their_seconds(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        screen.connection.say(
+            changed(2, NOW - 37, service("vllm", state="stopping")),
+            changed(3, NOW - 36.6, service("vllm", state="starting")),
+        )
+        await screen.until(lambda: "starting" in screen.text(ActivityLine))
+        assert "◑ stopping 0.4s → ◐ starting 37s …" in screen.text(ActivityLine)
+        assert "◐ starting 37s" in screen.text(ServicesTable)
+        screen.connection.say(changed(4, NOW, service("vllm")))
+        await screen.until(lambda: "ready" in screen.text(ActivityLine))
+        assert "◐ starting 37s → ● ready   in 37s" in screen.text(ActivityLine)
+
+
+async def test_v_without_an_inference_server_says_so(tmp_path: Path) -> None:
+    status = run_status(run=tmp_path.name, services=[service("web", kind="command")])
+    async with shown(tmp_path, status=status) as screen:
+        await screen.pilot.press("v")
+        await screen.until(lambda: "no inference server" in screen.text(ActivityLine))
+        assert screen.connection.asked == []
+
+
+async def test_r_restarts_the_selected_service(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("up", "r")
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert screen.connection.asked == [("restart", "env")]
+
+
+async def test_s_stops_what_runs_and_starts_what_does_not(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("up", "s")
+        await screen.until(lambda: bool(screen.connection.asked))
+        screen.connection.say(changed(2, NOW, service("env", state="stopped", pid=None)))
+        await screen.until(lambda: "■ stopped" in screen.text(ServicesTable))
+        assert "s start" in screen.text(KeysBar)
+        await screen.pilot.press("s")
+        await screen.until(lambda: len(screen.connection.asked) == 2)
+        assert screen.connection.asked == [("stop", "env"), ("start", "env")]
+
+
+async def test_stopping_the_trainer_is_asked_about_first(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("s")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
+        await screen.pilot.press("n")
+        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
+        assert screen.connection.asked == []
+
+
+async def test_ending_the_run_asks_first_and_names_every_process(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("D")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
+        picture = screen.app.export_screenshot().replace("&#160;", " ")
+        for one in four_services():
+            assert f"{one.name}, ready, pid {one.pid}" in picture
+        await screen.pilot.press("y")
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert screen.connection.asked == [("down", None)]
+
+
+async def test_a_refused_command_is_explained(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        screen.connection.refusal = "vllm is being restarted already"
+        await screen.pilot.press("v")
+        await screen.until(lambda: "was refused" in screen.text(ActivityLine))
+        assert "vllm is being restarted already" in screen.text(ActivityLine)
+
+
+async def test_another_service_shows_another_log(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("up")
+        await screen.until(lambda: "env: step 39" in screen.text(LogLines))
+        assert "trainer: step" not in screen.text(LogLines)
+
+
+async def test_a_click_selects_a_service(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.click(ServicesTable, offset=(6, 2))
+        await screen.until(lambda: screen.app.state.selected == "vllm")
+
+
+async def test_reading_back_holds_the_log_and_f_follows_again(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("pageup")
+        await screen.until(lambda: not screen.app.state.is_following)
+        before = screen.lines(LogLines)
+        with (tmp_path / "trainer.log").open("a") as file:
+            file.write("\nnews\n")
+        await screen.until(lambda: "news" in screen.app.state.log.lines)
+        assert screen.lines(LogLines) == before
+        await screen.pilot.press("f")
+        await screen.until(lambda: "news" in screen.text(LogLines))
+
+
+async def test_long_lines_can_be_shifted(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        assert screen.lines(LogLines)[0].endswith("…")
+        await screen.pilot.press("right", "right")
+        await screen.until(lambda: "ratio 1.00" in screen.text(LogLines))
+
+
+async def test_zoom_gives_the_body_to_the_log_and_back(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        log = screen.app.main.query_one(LogLines)
+        before = log.size.height
+        await screen.pilot.press("z")
+        await screen.until(lambda: log.size.height == 20)
+        await screen.pilot.press("z")
+        await screen.until(lambda: log.size.height == before)
+
+
+@pytest.mark.parametrize("key", ["question_mark", "w"])
+async def test_pages_open_and_close(tmp_path: Path, key: str) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press(key)
+        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
+        await screen.pilot.press("escape")
+        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
+async def test_leaving_detaches_and_asks_the_daemon_for_nothing(tmp_path: Path, key: str) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press(key)
+        assert screen.app._exit
+        assert screen.connection.asked == []
+
+
+def test_every_key_has_a_word_and_a_sentence() -> None:
+    bindings = [*MainScreen.BINDINGS, *ConfirmScreen.BINDINGS, *ReadingScreen.BINDINGS, *GrpoScreen.BINDINGS]
+    assert all(binding.description and binding.tooltip for binding in bindings)
+    assert len({key.key for key in KEYS}) == len(KEYS)
+
+
+@SIZES
+async def test_every_key_of_the_last_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with shown(tmp_path, size) as screen:
+        for label in ("v restart vLLM", "q detach", "D end", "? help"):
+            assert label in screen.text(KeysBar)
+
+
+# --- when the daemon goes, and comes back ----------------------------------------------------------------------------
+
+
+async def test_a_daemon_that_dies_leaves_the_last_state_from_the_files(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        last = run_status(run=tmp_path.name, services=[service("trainer", state="unhealthy")])
+        screen.connection.stored = last
+        screen.connection.is_there = False
+        screen.connection.hang_up()
+        await screen.until(lambda: screen.app.state.connection is Connection.LOST)
+        await screen.until(lambda: "unhealthy" in screen.text(ServicesTable))
+        assert "last known state, trying again" in screen.text(ActivityLine)
+        assert "no supervisor" in screen.text(HeaderLine)
+
+
+async def test_a_daemon_that_comes_back_is_heard_again(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        screen.connection.is_there = False
+        screen.connection.hang_up()
+        await screen.until(lambda: screen.app.state.connection is Connection.LOST)
+        screen.connection.say(Snapshot(number=1, status=run_status(run=tmp_path.name, state=RunState.DEGRADED)))
+        screen.connection.is_there = True
+        await screen.until(lambda: screen.app.state.connection is Connection.LIVE)
+        assert "degraded" in screen.text(HeaderLine)
+
+
+async def test_the_end_of_the_run_is_shown_and_the_screen_stays(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=30) as screen:
+        over = run_status(run=tmp_path.name, state=RunState.FINISHED, ended_at=NOW)
+        screen.connection.stored = over
+        screen.connection.is_there = False
+        screen.connection.say(RunChanged(number=2, time=NOW, state=RunState.FINISHED), Bye(state=RunState.FINISHED))
+        screen.connection.hang_up()
+        await screen.until(lambda: "q leaves" in screen.text(ActivityLine))
+        assert "✓ finished" in screen.text(HeaderLine)
+        assert screen.app.is_running
+        assert farewell(screen.app.state).startswith(f"{tmp_path.name} finished after 12m05s, step 30")
+
+
+async def test_detaching_from_a_live_run_says_how_to_come_back(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        assert farewell(screen.app.state) == (
+            f"detached from {tmp_path.name}; grpo-tui attach {tmp_path.name} comes back, "
+            f"grpo-tui down {tmp_path.name} ends it"
+        )
+
+
+async def test_stages_of_the_teardown_are_read_out(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        screen.connection.say(Notice(number=2, time=NOW, severity="info", service=None, text="vllm ended in 0.3 s"))
+        await screen.until(lambda: "vllm ended in 0.3 s" in screen.text(ActivityLine))
+
+
+async def test_a_run_folder_that_is_deleted_under_it_is_survived(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    async with shown(folder, num_steps=5) as screen:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        await screen.until(lambda: screen.app.state.history.last is None)
+        await screen.until(lambda: screen.app.state.log.lines == ())
+        assert screen.app.is_running
+
+
+async def test_steps_that_the_trainer_does_while_one_looks_appear(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=5) as screen:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(metrics_line(6).model_dump_json() + "\n")
+        await screen.until(lambda: "step 6" in screen.text(HeaderLine))
