@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_engine.algo.loss_config import KlEstimator, LossConfig, RatioLevel
 
-__all__ = ["MAX_LOG_RATIO", "LossConfig", "LossInputs", "LossOutputs", "policy_loss"]
+__all__ = ["MAX_LOG_RATIO", "LossConfig", "LossInputs", "LossOutputs", "drift_metrics", "policy_loss"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held to ±20: exp(89) is infinite in fp32, and infinity times a zero gradient or advantage is NaN.
@@ -139,7 +139,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
     with torch.no_grad():
         metrics |= _ratio_metrics(ratio, advantages, mask, config)
-        metrics |= _drift_metrics(logprobs - rollout, mask)
+        metrics |= drift_metrics(logprobs - rollout, mask)
         metrics["kl"] = metrics["kl_rollout"] if kl is None else _token_mean(kl, mask)
         metrics["entropy"] = _token_mean(-logprobs if entropy is None else entropy, mask)
         metrics["num_tokens"] = mask.sum()
@@ -259,8 +259,15 @@ def _ratio_metrics(ratio: Tensor, advantages: Tensor, mask: Tensor, config: Loss
     }
 
 
-def _drift_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the policy is from the one that sampled; `log_ratio` is log(pi / pi_rollout)."""
+def drift_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`ess` and `kl_rollout` of `LossOutputs.metrics`: how far the policy is from the one that sampled.
+
+    Of micro-batches only `kl_rollout` can be averaged; for the `ess` of a whole batch call this with all of it.
+
+    Args:
+        log_ratio: log(pi / pi_rollout), any shape; finite also outside the mask.
+        mask: bool, same shape: which tokens count.
+    """
     held = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weights = torch.where(mask, held.exp(), 0.0)
     ess = weights.sum().square() / (mask.sum() * weights.square().sum())

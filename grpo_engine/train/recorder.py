@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,8 +67,9 @@ class Recorder:
         )
         for tracker in self._trackers:
             tracker.log(finite, step)
-        for line in console_lines(step, self._total_steps, finite, show_times=self._show_times):
-            log.info("%s", line)
+        lines = console_lines(step, self._total_steps, finite, show_times=self._show_times)
+        sys.stdout.write("\n".join(["", *lines, ""]))  # bare lines: what reads them anchors its patterns at the start
+        sys.stdout.flush()
 
     def rollouts(self, lines: Sequence[RolloutLine]) -> None:
         """Record sampled groups for the viewer."""

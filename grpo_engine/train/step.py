@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_engine.algo.alignment import alignment_metrics
-from grpo_engine.algo.loss import LossInputs, policy_loss
+from grpo_engine.algo.loss import LossInputs, drift_metrics, policy_loss
 from grpo_engine.algo.schedule import learning_rate
 from grpo_engine.data.batching import Batch, batch_advantages, micro_batches
 from grpo_engine.train.trainee import Trainee
@@ -83,6 +83,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         total_steps=config.training_steps,
     )
     metrics = sums.means()
+    metrics["grpo/ess"] = float(drift_metrics(logprobs - batch.rollout_logprobs, batch.mask)["ess"])
     norm = trainee.update(rate, is_finite=math.isfinite(metrics["train/loss"]))
     metrics |= {"train/grad_norm": norm, "train/lr": rate, **rollout_metrics(batch, policy_version)}
     applied = math.isfinite(norm) and math.isfinite(metrics["train/loss"])

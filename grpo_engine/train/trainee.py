@@ -98,8 +98,9 @@ class Trainee:
         norm = float(nn.utils.clip_grad_norm_(self._masters.parameters, self.config.max_grad_norm))
         is_finite = is_finite and norm < float("inf")  # false for NaN too
         if is_finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
+            if not self.config.adafactor_relative_step:  # which chooses its own
+                for group in self._optimizer.param_groups:
+                    group["lr"] = rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)

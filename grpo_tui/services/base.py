@@ -5,6 +5,7 @@ A kind is a `Service` with settings of its own and a `launch()`. Nothing here st
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,6 +62,10 @@ class Probe(Config):
         asked = [name for name in ("http", "tcp", "log", "file", "command") if getattr(self, name) is not None]
         if len(asked) != 1:
             raise ValueError(f"a probe asks one of http, tcp, log, file, command; this one has {asked or 'none'}")
+        try:
+            re.compile(self.log or "")
+        except re.error as error:
+            raise ValueError(f"log = {self.log!r} is not a regular expression: {error}") from None
         return self
 
 

@@ -164,6 +164,11 @@ def test_a_probe_asks_exactly_one_question(tmp_path: Path) -> None:
     assert "a probe asks one of http, tcp, log, file, command" in text
 
 
+def test_a_log_probe_that_is_no_regular_expression_is_refused(tmp_path: Path) -> None:
+    text = fault(tmp_path, commands("a ready = { log = '(' }"))
+    assert "log = '(' is not a regular expression" in text
+
+
 def test_a_profile_of_commands_alone_needs_no_model(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, commands("a ports = [9000]", 'b needs = { a = "started" }')))
     assert loaded.profile.model is None

@@ -1,0 +1,146 @@
+"""The loop: what happens in which order, and that a run that was cut off goes on as if it had not been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model, weights_of
+
+from grpo_engine.errors import CheckpointError
+from grpo_engine.train import checkpoints
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.loop import train
+from grpo_engine.train.recorder import Recorder, console_lines
+from grpo_engine.wire.metrics import METRIC_NAMES, MetricsLine, RolloutLine
+
+
+def run(
+    folder: Path, config: TrainConfig, *, first_batch: int = 0, batches: int | None = None
+) -> tuple[int, ListeningBridge, ListedSource]:
+    """Train on batches `first_batch`, …; the source dries up after `batches` of them, as when a run is cut off."""
+    count = config.training_steps - first_batch if batches is None else batches
+    source = ListedSource([made_up_groups(seed) for seed in range(first_batch, first_batch + count)])
+    bridge = ListeningBridge(small_model())
+    with Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
+        steps = train(
+            config,
+            source,  # type: ignore[arg-type]
+            bridge,
+            recorder,
+            decode=lambda ids: " ".join(map(str, ids)),
+            save_path=folder / "checkpoints",
+        )
+    return steps, bridge, source
+
+
+def lines(folder: Path) -> list[MetricsLine]:
+    return [MetricsLine.model_validate_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_published_and_recorded_under_its_version(tmp_path: Path) -> None:
+    steps, bridge, source = run(tmp_path, settings())
+    assert steps == 6
+    assert [version for version, _ in bridge.published] == [0, 1, 2, 3, 4, 5, 6]
+    assert len({weight for _, weight in bridge.published}) == 7
+    assert [(line.step, line.policy_version) for line in lines(tmp_path)] == [(n, n) for n in range(1, 7)]
+    assert source.registered["batch_size"] == 8
+    assert source.registered["starting_step"] == 0
+
+
+def test_every_promised_metric_is_there_on_a_cpu(tmp_path: Path) -> None:
+    run(tmp_path, settings(training_steps=1))
+    [line] = lines(tmp_path)
+    assert set(METRIC_NAMES) - set(line.metrics) == {"train/gpu_memory_gb"}
+
+
+def test_sampled_groups_hold_both_log_probabilities_of_every_token(tmp_path: Path) -> None:
+    run(tmp_path, settings(training_steps=1, rollouts_groups=1))
+    [text] = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    line = RolloutLine.model_validate_json(text)
+    [group, _] = made_up_groups(0)
+    prompt_length = sum(label < 0 for label in group.masks[0])
+    assert line.prompt == " ".join(map(str, group.tokens[0][:prompt_length]))
+    for completion, tokens, score in zip(line.completions, group.tokens, group.scores, strict=True):
+        assert completion.token_ids == tokens[prompt_length:]
+        assert completion.reward == pytest.approx(score)
+        assert len(completion.inference_logprobs) == len(completion.training_logprobs) == len(completion.token_ids)
+        assert all(value < 0 for value in completion.training_logprobs)
+
+
+def test_a_run_that_was_cut_off_resumes_bit_for_bit(tmp_path: Path) -> None:
+    config = settings()
+    run(tmp_path / "whole", config)
+    run(tmp_path / "cut", config, batches=4)
+    steps, bridge, source = run(tmp_path / "cut", config, first_batch=4)
+    assert steps == 6
+    assert source.registered["starting_step"] == 4
+    assert bridge.published[0][0] == 4
+    whole, cut = weights_of(tmp_path / "whole/checkpoints/step_6"), weights_of(tmp_path / "cut/checkpoints/step_6")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+    def curve(folder: Path) -> list[dict[str, float]]:
+        return [{k: v for k, v in x.metrics.items() if k.startswith(("grpo/", "reward/"))} for x in lines(folder)]
+
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+
+
+def test_without_resume_a_run_starts_anew(tmp_path: Path) -> None:
+    run(tmp_path, settings())
+    _, bridge, _ = run(tmp_path, settings(resume=False))
+    assert bridge.published[0][0] == 0
+
+
+def test_a_polite_stop_saves_what_was_done(tmp_path: Path) -> None:
+    steps, _, _ = run(tmp_path, settings(), batches=3)
+    assert steps == 3
+    newest = checkpoints.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step_3"
+
+
+def test_old_checkpoints_are_pruned_and_half_written_ones_are_none(tmp_path: Path) -> None:
+    run(tmp_path, settings(checkpoint_interval=1, keep_checkpoints=2))
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_5", "step_6"]
+    (folder / "step_6" / checkpoints.MARKER).unlink()
+    newest = checkpoints.newest(folder)
+    assert newest is not None
+    assert newest.name == "step_5"
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_names(tmp_path: Path) -> None:
+    run(tmp_path, settings())
+    with pytest.raises(CheckpointError, match=r"of model 'test/model', but this run trains 'other/model'.*--no-resume"):
+        run(tmp_path, settings(model_name="other/model"))
+
+
+def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    _, bridge, _ = run(tmp_path, settings())
+    saved = weights_of(tmp_path / "checkpoints/step_6")
+    assert torch.equal(saved["model.embed_tokens.weight"], bridge.model.model.embed_tokens.weight)
+    marker = json.loads((tmp_path / "checkpoints/step_6" / checkpoints.MARKER).read_text())
+    assert (marker["step"], marker["policy_version"], marker["bridge"]) == (6, 6, "none")
+
+
+def test_the_console_lines_are_the_stock_trainers() -> None:
+    metrics = {
+        "train/loss": -0.003595,
+        "train/grad_norm": 0.4506,
+        "grpo/mean_ratio": 0.998,
+        "grpo/clipped_fraction": 0.012,
+        "train/step_time": 2.43,
+    }
+    shown = console_lines(3, 30, metrics, show_times=True)
+    assert shown[0] == "Step 3/30"
+    assert shown[1].startswith("  Loss: -0.003595, Grad norm: 0.4506, Step time: 2.43s, Sync time: 0.00s")
+    assert shown[2] == "    GRPO: ratio=0.998, clipped=1.2%"
+
+
+def test_a_metric_that_is_not_finite_stays_out_of_the_file(tmp_path: Path) -> None:
+    with Recorder(tmp_path, total_steps=1, show_times=False) as recorder:
+        recorder.step(1, 1, {"train/loss": float("nan"), "reward/mean": 0.5})
+    [line] = lines(tmp_path)
+    assert line.metrics == {"reward/mean": 0.5}
