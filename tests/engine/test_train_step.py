@@ -36,7 +36,7 @@ def test_the_update_does_not_depend_on_the_split_into_micro_batches(loss: str, b
     split = trainee(settings(loss=loss, batch_size=batch_size))
     first = gradient_step(whole, batch, step=0, policy_version=0)
     second = gradient_step(split, batch, step=0, policy_version=0)
-    # Adam's first step is about the learning rate (1e-2) in size whatever the gradient's: a hundredth of it is rounding.
+    # Adam's first step is as large as the learning rate (1e-2), whatever the gradient: a hundredth of it is rounding.
     torch.testing.assert_close(masters(whole), masters(split), rtol=0, atol=1e-4)
     assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-5)
     torch.testing.assert_close(first.logprobs, second.logprobs, rtol=1e-4, atol=1e-5)
