@@ -17,6 +17,10 @@ _LEAST_ROOM = 32
 """Positions; a third of the length where that is more, so that all growing together costs a few copies."""
 
 
+_WORTH_ROOM = 2**19
+"""Elements of a layer's keys; below it, copying is quicker than attending to views with gaps."""
+
+
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values (B, heads, T, head_dim), as views of buffers that are longer."""
 
@@ -33,6 +37,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
         end = length + key_states.shape[-2]
+        if self._buffers is None and key_states[..., 0, :].numel() * end < _WORTH_ROOM:
+            return super().update(key_states, value_states)  # type: ignore[no-any-return]
         if self._buffers is None or self._buffers[0].shape[-2] < end:
             self._buffers = (
                 _with_room(self.keys, key_states, length, end),
