@@ -1,7 +1,7 @@
 """Whether it learns: the tiny model on sort6 with a real engine, and that it does not when rewards are shuffled.
 
-Sampling, scoring, batching, loss and update are the real ones, in one process and on policy; servers and the bridge have
-tests of their own. Two hundred completions would do to see a rise of this size, and a step here has 128.
+Sampling, scoring, batching, loss and update are the real ones, in one process and on policy; servers and the bridge
+have tests of their own.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ def sampled_groups(trainee: Trainee, rng: random.Random, folder: Path) -> list[S
             new = out.sequences[row, len(prompt) :].tolist()
             end = new.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in new else len(new)
             completions.append(new[:end])
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
         groups.append(
             ScoredGroup(
                 tokens=[prompt + c for c in completions],
                 masks=[[-100] * len(prompt) + c for c in completions],
-                scores=[
-                    score("sort6", item.answer, tokenizer.decode(c, skip_special_tokens=True)) for c in completions
-                ],
+                scores=[score("sort6", item.answer, text) for text in texts],
                 inference_logprobs=[
                     [1.0] * len(prompt) + [float(logprobs[row, i, token]) for i, token in enumerate(c)]
                     for row, c in zip(rows, completions, strict=True)
