@@ -48,6 +48,13 @@ def clock_text(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else duration_text(seconds) if seconds >= 9.95 else f"{max(0, int(seconds))}s"
 
 
+def age_text(seconds: float | None) -> str:
+    """A duration that ticks once a minute after its first: `–`, `4s`, `12m`, `1h02m`; for rows that hold still."""
+    if seconds is None or seconds < MINUTE_S or seconds >= HOUR_S:
+        return clock_text(seconds)
+    return f"{int(seconds) // MINUTE_S}m"
+
+
 def percent_text(percent: float | None) -> str:
     """`–`, `0%`, `87%`, `1523%`; the argument is in percent already."""
     return UNKNOWN if percent is None else f"{percent:.0f}%"

@@ -32,6 +32,8 @@ from grpo_tui.view.history import MetricHistory, extended
 
 MAX_LOG_LINES = 5000
 MAX_NOTICES = 100
+FELT_SHARE = 0.002
+"""Changes of the host's memory below this share of it are not seen in a bar."""
 MAX_TRANSITIONS = 12
 INFERENCE_KIND = "inference"
 CONVENTIONAL_INFERENCE_NAME = "vllm"
@@ -247,7 +249,7 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             note = f"the run is over: {change.state}"
             return replace(state, connection=Connection.ENDED, connection_note=note, status=status)
         case Ticked():
-            return replace(state, now=change.now, host_memory=change.host_memory or state.host_memory)
+            return replace(state, now=change.now, host_memory=_felt(state.host_memory, change.host_memory))
         case ConnectionLost():
             connection = Connection.ENDED if change.is_over else Connection.LOST
             return replace(state, connection=connection, connection_note=change.note)
@@ -381,7 +383,8 @@ def _rediagnosed(state: ViewState) -> ViewState:
     by_id = {warning.id: warning for warning in (state.status.warnings if state.status else [])}
     for warning in (*diagnose((), state.status), *state.metric_warnings):
         by_id.setdefault(warning.id, warning)
-    return replace(state, warnings=tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity])))
+    warnings = tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
+    return state if warnings == state.warnings else replace(state, warnings=warnings)
 
 
 def _with_metrics(state: ViewState, read: MetricsRead) -> ViewState:
@@ -415,6 +418,14 @@ def _moved(state: ViewState, by: int) -> ViewState:
         return state
     place = names.index(state.selected) + by if state.selected in names else 0
     return _selecting(state, names[min(max(place, 0), len(names) - 1)])
+
+
+def _felt(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
+    """The newer measurement, unless it is the same to the eye: then the old one, so that nothing is drawn anew."""
+    if before is None or now is None:
+        return now or before
+    is_same = abs(now.available_bytes - before.available_bytes) < FELT_SHARE * before.total_bytes
+    return before if is_same else now
 
 
 def _asked(do: Do, service: str | None) -> str:

@@ -109,7 +109,7 @@ async def test_every_service_has_a_row_with_its_state_in_words(tmp_path: Path, s
             ["env", "●", "ready"],
         ]
         assert rows[4].split()[:4] == ["▌", "trainer", "●", "ready"]
-        for number in ("12m05s", "88%", "9.2G", "36.1G", "9001"):
+        for number in ("12m", "88%", "9.2G", "36.1G", "9001"):
             assert number in rows[2]
 
 

@@ -6,7 +6,7 @@ import pytest
 from screen_fakes import metrics_line
 
 from grpo_tui.view.bars import split_cells
-from grpo_tui.view.format import bytes_text, clock_text, duration_text, number_text, percent_text, shortened
+from grpo_tui.view.format import age_text, bytes_text, clock_text, duration_text, number_text, percent_text, shortened
 from grpo_tui.view.history import MAX_LINES, RECENT_LINES, MetricHistory, bar_heights, bucketed, extended
 
 
@@ -39,6 +39,11 @@ def test_a_clock_shows_whole_seconds() -> None:
 def test_metrics_show_four_digits_that_matter(value: float | None, text: str) -> None:
     assert number_text(value) == text
     assert len(text) <= 8
+
+
+def test_an_age_holds_still_between_minutes() -> None:
+    ages = [age_text(seconds) for seconds in (None, 4.2, 59.4, 61, 725, 3725)]
+    assert ages == ["–", "4s", "59s", "1m", "12m", "1h02m"]
 
 
 def test_unknown_percent_is_not_zero() -> None:

@@ -35,6 +35,7 @@ class MainScreen(Screen[None]):
         super().__init__()
         self._state = state
         self._layout_now: Layout | None = None
+        self._arranged_for: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
         """The parts from top to bottom; on a wide terminal the log stands to the right."""
@@ -76,6 +77,12 @@ class MainScreen(Screen[None]):
         state = self._state
         if not width or not height:
             return
+        names = tuple(state.history.last.metrics) if state.history.last else ()
+        num_gpus = len(state.status.gpus) if state.status else 0
+        asked = (width, height, len(state.services), num_gpus, names, state.warnings)
+        if asked == self._arranged_for:
+            return
+        self._arranged_for = asked
         left = arrange(width, height, _wanted(state, width)).left_columns
         layout = arrange(width, height, _wanted(state, left - PADDING))
         if layout == self._layout_now:
@@ -97,11 +104,12 @@ class MainScreen(Screen[None]):
 
 
 def _wanted(state: ViewState, width: int) -> Wanted:
+    has_steps = state.history.last is not None
     return Wanted(
         num_services=max(1, len(state.services)),
         gpu_rows=gpu_panel.rows_wanted(state),
-        num_primary_metrics=len(PRIMARY_METRICS),
-        num_metrics=len(shown_metrics(state)),
+        num_primary_metrics=len(PRIMARY_METRICS) if has_steps else 1,
+        num_metrics=len(shown_metrics(state)) if has_steps else 1,
         warning_rows=warnings_bar.rows_wanted(state, width),
         num_warnings=len(state.warnings),
     )

@@ -10,11 +10,13 @@ from grpo_tui.ui.widgets.lines import Lines, Styled, line
 from grpo_tui.ui.widgets.services_table import PASSING_STATES, STATE_STYLES
 from grpo_tui.ui.widgets.warnings_bar import SEVERITY_STYLES
 from grpo_tui.view.format import clock_text, duration_text
-from grpo_tui.view.state import Connection, ViewState, phases_of_restart
+from grpo_tui.view.state import Connection, Transition, ViewState, phases_of_restart
 
 SHOWN_AFTER_READY_S = 30.0
 """How long the phases of a finished restart stay."""
 SHOWN_OUTCOME_S = 30.0
+SHORTEST_SHOWN_S = 0.05
+"""A restarted service passes through `waiting` in no time."""
 QUIET_WORDS = "↑↓ choose a service, its log is shown · ? explains everything"
 
 
@@ -57,8 +59,16 @@ def _restart_in_view(state: ViewState) -> list[str | Styled]:
     return _phases(state, latest[1]) if latest else []
 
 
+def _seen_phases(phases: tuple[Transition, ...]) -> list[Transition]:
+    """Without the states that were passed through in no time."""
+    ends = [*(phase.time for phase in phases[1:]), None]
+    return [
+        phase for phase, end in zip(phases, ends, strict=True) if end is None or end - phase.time >= SHORTEST_SHOWN_S
+    ]
+
+
 def _phases(state: ViewState, service: str) -> list[str | Styled]:
-    phases = phases_of_restart(state, service)
+    phases = _seen_phases(phases_of_restart(state, service))
     pieces: list[str | Styled] = [(service, ".strong"), "  "]
     for place, phase in enumerate(phases):
         word = f"{SERVICE_GLYPHS[phase.state]} {phase.state}"

@@ -38,6 +38,10 @@ class GpuPanel(Lines):
     GpuPanel { padding: 0 1; }
     """
 
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Made anew with each sample of memory."""
+        return (state.status, state.host_memory)
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Bars, then the legend with what each service holds on all of them together."""
         if state.status is None or not height:
@@ -123,11 +127,13 @@ def _legend(parts: list[Part], width: int) -> Content:
     for part in parts:
         sums[part.name] = sums.get(part.name, 0) + part.num_bytes
         looks.setdefault(part.name, part)
-    pieces: list[str | Styled] = [" " * LABEL_WIDTH]
+    pieces: list[str | Styled] = []
     for name, num_bytes in sums.items():
         if num_bytes:
-            pieces += [(looks[name].fill, looks[name].style), f" {name} ", (f"{bytes_text(num_bytes)}   ", ".muted")]
-    return line(*pieces).truncate(width, ellipsis=True)
+            pieces += [(looks[name].fill, looks[name].style), f" {name} ", (f"{bytes_text(num_bytes)}  ", ".muted")]
+    legend = line(*pieces)
+    indent = LABEL_WIDTH if LABEL_WIDTH + legend.cell_length - 2 <= width else 0
+    return legend.pad_left(indent).truncate(width, ellipsis=True)
 
 
 def _names(state: ViewState) -> list[str]:

@@ -26,9 +26,18 @@ class KeysBar(Lines):
         super().__init__(id=id)
         self.auto_links = False  # a row of underlined words would be the loudest thing on the screen
 
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Only the word of the start and stop key depends on anything."""
+        return (self._is_stopped(state),)
+
+    @staticmethod
+    def _is_stopped(state: ViewState) -> bool:
+        service = state.service(state.selected)
+        return service is not None and service.state in STOPPED_STATES
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """As many keys as fit, two spaces apart, or one where that is what it takes."""
-        items = [_item(key, state) for key in KEYS if key.is_in_footer]
+        items = [_item(key, is_stopped=self._is_stopped(state)) for key in KEYS if key.is_in_footer]
         total = sum(item.cell_length for item in items)
         gap = 2 if total + 2 * (len(items) - 1) <= width else 1
         row = items[0]
@@ -37,10 +46,9 @@ class KeysBar(Lines):
         return [row.truncate(width)]
 
 
-def _item(key: Key, state: ViewState) -> Content:
+def _item(key: Key, *, is_stopped: bool) -> Content:
     label = key.label
     if key.action == "app.start_or_stop":
-        service = state.service(state.selected)
-        label = "start" if service is not None and service.state in STOPPED_STATES else "stop"
+        label = "start" if is_stopped else "stop"
     item = Content.assemble((key.shown, ".key"), " ", (label, ".muted"))
     return item.stylize(Style.from_meta({"@click": key.action}))

@@ -58,6 +58,11 @@ class Lines(Widget):
         super().__init__(id=id)
         self._state: ViewState | None = None
         self._lines: list[Content] = []
+        self._inputs: tuple[object, ...] | None = None
+
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """What the lines are made of: while these are the same objects, the lines are not made again."""
+        return (state,)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """What to show; at most `height` lines of at most `width` cells."""
@@ -69,6 +74,10 @@ class Lines(Widget):
         width, height = self.size
         if not width or not height:
             return
+        inputs = self.inputs(state)
+        if self._inputs is not None and all(now is then for now, then in zip(inputs, self._inputs, strict=True)):
+            return
+        self._inputs = inputs
         before, self._lines = self._lines, self.lines(state, width, height)[:height]
         for y in range(max(len(before), len(self._lines))):
             old = before[y] if y < len(before) else None
@@ -78,7 +87,7 @@ class Lines(Widget):
 
     def on_resize(self, event: events.Resize) -> None:
         """Say the lines anew for the new size."""
-        self._lines = []
+        self._lines, self._inputs = [], None
         if self._state is not None:
             self.draw(self._state)
         self.refresh()

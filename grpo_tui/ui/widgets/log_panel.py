@@ -27,6 +27,10 @@ class LogTitle(Lines):
     LogTitle { height: 1; padding: 0 1; }
     """
 
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Not the lines of the log."""
+        return (state.selected, state.is_following)
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """`─ log vllm ──────────────── following ─`."""
         if state.selected is None:

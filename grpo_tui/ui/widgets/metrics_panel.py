@@ -67,6 +67,10 @@ class MetricsPanel(Lines):
         super().__init__(id=id)
         self.num_columns = 1
 
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Made anew when a step was done, not when the clock ticks."""
+        return (state.history, self.num_columns)
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """A title with the newest step, then the metrics, the most telling first."""
         if not height:

@@ -16,7 +16,7 @@ from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, fit, line
-from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, percent_text
+from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, percent_text
 from grpo_tui.view.state import ServiceSelected, ViewState
 
 STATE_STYLES = {
@@ -52,7 +52,7 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="up", width=6, rank=1, text=lambda service, state: clock_text(_uptime_s(service, state))),
+    Column(title="up", width=6, rank=1, text=lambda service, state: age_text(_uptime_s(service, state))),
     Column(title="cpu", width=5, rank=2, text=lambda service, _: percent_text(service.cpu_percent)),
     Column(title="memory", width=6, rank=3, text=lambda service, _: bytes_text(service.rss_bytes)),
     Column(

@@ -21,6 +21,10 @@ class WarningsBar(Lines):
     WarningsBar { padding: 0 1; }
     """
 
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Made anew when a warning came or went."""
+        return (state.warnings, state.status is None)
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Every warning in full if that fits, else one row each, else the gravest and how many more there are."""
         if not height:
