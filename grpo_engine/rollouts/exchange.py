@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from grpo_engine.rollouts.config import ApiConfig
@@ -77,13 +78,16 @@ class Exchange:
 
     async def next_batch(self, *, client: str, ack: str | None, wait_s: float = 0.0) -> Delivery | None:
         """The next batch, or None when there is none within `wait_s`; a trainer must be registered."""
-        delivery = await self._hand_out(client=client, ack=ack)
         deadline = asyncio.get_running_loop().time() + wait_s
-        while delivery is None and await self._comes_true(self.ledger.could_form, deadline):
-            if self._is_closing or self.ledger.run is None:
-                return None
+        while True:
+            ledger, num_chances = self.ledger, self.ledger.num_chances
             delivery = await self._hand_out(client=client, ack=ack)
-        return delivery
+            if delivery is not None or wait_s <= 0:
+                return delivery
+            if not await self._comes_true(partial(self._has_chance_since, ledger, num_chances), deadline):
+                return None
+            if self._is_closing or self.ledger is not ledger:
+                return None
 
     async def _hand_out(self, *, client: str, ack: str | None) -> Delivery | None:
         handout = self.ledger.next_batch(client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time())
@@ -233,6 +237,9 @@ class Exchange:
         except TimeoutError:
             return False
         return True
+
+    def _has_chance_since(self, ledger: Ledger, num_chances: int) -> bool:
+        return self.ledger is not ledger or self.ledger.num_chances != num_chances
 
     def _has_room(self) -> bool:
         config, run = self._config, self.ledger.run

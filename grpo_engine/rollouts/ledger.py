@@ -94,13 +94,15 @@ class Ledger:
                 self._lent[group.id] = group
         self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
         self._is_formable = True
+        self.num_chances = 0
+        """Rises whenever a batch may have become possible."""
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
     def register(self, request: RegisterRequest) -> Registered:
         """Let the newest registration rule."""
         before = self.run
-        self._is_formable = True
+        self._note_chance()
         if before is None:
             self.run = RunRecord(request=request, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups wait", dropped=())
@@ -190,7 +192,7 @@ class Ledger:
         )
         self.environments[id_] = record
         self.last_seen[id_] = now
-        self._is_formable = True
+        self._note_chance()
         return record
 
     def disconnect(self, env_id: int) -> EnvironmentRecord | None:
@@ -199,7 +201,7 @@ class Ledger:
         if record is None:
             return None
         self.environments[env_id] = replace(record, is_connected=False)
-        self._is_formable = True
+        self._note_chance()
         return self.environments[env_id]
 
     def live_environments(self, now: float) -> list[EnvironmentRecord]:
@@ -219,7 +221,7 @@ class Ledger:
             self.last_seen[environment.id] = now
         if environment is None or num_sequences >= environment.group_size:
             self.queue[group.id] = group
-            self._is_formable = True
+            self._note_chance()
             return Placed(group=group, place=QUEUE, released=(), num_buffered=0)
         buffer = [*self.buffers.get(environment.id, []), group]
         full = oldest_combination([other.num_sequences for other in buffer], environment.group_size) or []
@@ -277,10 +279,6 @@ class Ledger:
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def could_form(self) -> bool:
-        """Whether a batch may be there that was not there when one was last asked for."""
-        return bool(self.queue) and self._is_formable
-
     def num_waiting_sequences(self) -> int:
         """Sequences in the queue and in the buffers."""
         return sum(group.num_sequences for group in self._waiting())
@@ -327,6 +325,10 @@ class Ledger:
         self.leases[lease.id] = lease
         return lease
 
+    def _note_chance(self) -> None:
+        self._is_formable = True
+        self.num_chances += 1
+
     def _forget(self, lease_ids: Sequence[str]) -> None:
         for id_ in lease_ids:
             for group_id in self.leases.pop(id_).group_ids:
@@ -339,7 +341,7 @@ class Ledger:
         """Add to the queue, which stays in order of arrival."""
         together = [*self.queue.values(), *groups]
         self.queue = {group.id: group for group in sorted(together, key=lambda group: group.id)}
-        self._is_formable = True
+        self._note_chance()
 
     def _waiting(self) -> list[QueuedGroup]:
         return [*self.queue.values(), *(group for buffer in self.buffers.values() for group in buffer)]

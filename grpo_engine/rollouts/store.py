@@ -141,10 +141,11 @@ class Store:
         """Forget acknowledged batches, put `returned` groups back, lend the lease's groups, and read their bodies."""
         with self._transaction():
             self._put_run(run)
+            # Before the leases go: what they return must not be taken for acknowledged.
+            self._move(returned, QUEUE)
             for id_ in acknowledged:
                 self._db.execute("DELETE FROM groups WHERE place = ?", (id_,))
                 self._db.execute("DELETE FROM leases WHERE id = ?", (id_,))
-            self._move(returned, QUEUE)
             if lease is None:
                 return []
             self._db.execute(
