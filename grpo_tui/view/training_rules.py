@@ -109,7 +109,7 @@ def _drifted_apart(measured: Measurements, began: float, now: float) -> Warning:
     stale = measured.recent("rollout/staleness_mean")
     if stale is not None and stale >= 1:
         cause = f"rollouts are {number_text(stale)} policy versions old"
-        hint = "train on fresher ones: --max-staleness 1, fewer groups in flight, or more inference"
+        hint = "train on fresher ones: --max-staleness 1, a lower --max-batches-offpolicy, or more inference"
     else:
         cause = "new weights do not reach inference, or training moves too fast for it"
         hint = (
@@ -167,10 +167,13 @@ def equal_rewards(measured: Measurements) -> Iterator[Warning]:
     rewards = measured.values("reward/mean")
     least, most = min(rewards, default=0.0), max(rewards, default=0.0)
     if reward is not None and reward >= 0.9:
-        cause, hint = "the task has become too easy", "raise the task's difficulty, or end the run: it is solved"
+        cause, hint = (
+            "the task has become too easy",
+            "raise the task's difficulty (--task.difficulty), or end the run: it is solved",
+        )
     elif reward is not None and reward <= max(0.05, least) and most <= 0.1:
         cause = "no answer is ever rewarded: the task is too hard, or the reward does not find the answer"
-        hint = "lower the task's difficulty, raise --max-tokens, and read a few completions in rollouts.jsonl"
+        hint = "lower --task.difficulty, raise --max-tokens, and read a few completions in rollouts.jsonl"
     else:
         cause = "every answer to a prompt is alike"
         hint = "raise --temperature of the environment (1.0), raise --group-size, or set --entropy-coef 0.001"
@@ -253,7 +256,7 @@ def stale_rollouts(measured: Measurements) -> Iterator[Warning]:
             id="staleness",
             severity="warning",
             text=f"rollouts are {number_text(mean)} policy versions old on average{oldest}: too many wait in the queue",
-            hint="limit --max-staleness, or sample fewer groups ahead of the trainer",
+            hint="limit --max-staleness, or let the environment run less far ahead: --max-batches-offpolicy 1",
         )
 
 

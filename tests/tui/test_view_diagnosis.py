@@ -1,10 +1,19 @@
 """Diagnosis on made-up runs: each trouble is named once, with its cause and the flag that mends it."""
 
+import argparse
+import inspect
+import re
+
 import pytest
 from screen_fakes import GIB, gpu, metrics_line, run_status, service
 
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.flags import add_flags
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import Warning
+from grpo_tui.view import service_rules, training_rules
 from grpo_tui.view.diagnosis import diagnose
 
 
@@ -187,3 +196,15 @@ def test_a_gpu_that_is_nearly_full_is_told() -> None:
 def test_the_gravest_trouble_comes_first() -> None:
     status = run_status(gpus=[gpu(other=12 * GIB)], services=[service("env", state="failed")])
     assert [warning.severity for warning in diagnose([], status)] == ["error", "warning"]
+
+
+def test_every_flag_in_a_hint_is_one_of_a_service() -> None:
+    known = {"--openai.server_type"}  # of the stock environments, which are not ours
+    for config in (TrainConfig, ServerConfig, EnvironmentConfig):
+        parser = argparse.ArgumentParser(add_help=False)
+        add_flags(parser, config)
+        known |= {flag for action in parser._actions for flag in action.option_strings}
+    for rules in (service_rules, training_rules):
+        named = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", inspect.getsource(rules)))
+        assert named
+        assert named <= known, named - known
