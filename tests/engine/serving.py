@@ -22,6 +22,8 @@ _SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 _CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 VOCABULARY = 128
 EOS = 2
+_INSTANCES: set[str] = set()
+"""Of every server started here."""
 _SERVE = (
     "import sys, torch; torch.set_num_threads(1); from grpo_engine.flags import parse_flags; "
     "from grpo_engine.server.config import ServerConfig; from grpo_engine.server.main import run; "
@@ -110,6 +112,8 @@ def running_server(
     server = RunningServer(process, f"http://127.0.0.1:{port}", log)
     try:
         wait_healthy(server)
+        with server.client as client:
+            _INSTANCES.add(client.get("/bridge/info").json()["instance"])
         yield server
     finally:
         server.stop()
@@ -136,4 +140,5 @@ def model_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[i
 
 
 def our_segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("grpo-*")}
+    """What the servers that this process started have in shared memory; other runs may be on the machine."""
+    return {path.name for path in Path("/dev/shm").glob("grpo-*") if any(i in path.name for i in _INSTANCES)}
