@@ -23,7 +23,7 @@ MessageT = TypeVar("MessageT", bound="Message")
 class Message(BaseModel):
     """Base of what crosses a process: unknown keys are ignored, so that a newer peer may say more."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 def to_line(message: BaseModel) -> bytes:

@@ -11,9 +11,10 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,16 +59,17 @@ def open_run(profile: str, overrides: Sequence[str] = (), *, logs: Path = LOGS) 
         ConfigError: the profile is wrong; nothing was started.
         StartFailed: the daemon did not come up.
     """
-    from grpo_tui.profile.loading import load
+    with NewDaemon() as daemon:  # it loads its modules while we load the profile
+        from grpo_tui.profile.loading import load
 
-    loaded = load(profile, overrides)
-    logs.mkdir(parents=True, exist_ok=True)
-    with _starting(logs):
-        joined = _live_run(loaded, logs)
-        if joined is not None:
-            return joined
-        folder = _make_folder(loaded, logs)
-        start_daemon(folder)
+        loaded = load(profile, overrides)
+        logs.mkdir(parents=True, exist_ok=True)
+        with _starting(logs):
+            joined = _live_run(loaded, logs)
+            if joined is not None:
+                return joined
+            folder = _make_folder(loaded, logs)
+            daemon.supervise(folder)
     return OpenedRun(folder=folder, is_new=True)
 
 
@@ -133,25 +135,54 @@ def start_daemon(folder: Path) -> bool:
     Raises:
         StartFailed: it did not come up; with the last lines of its log.
     """
-    log = folder / SUPERVISOR_LOG
-    with log.open("ab") as output:
-        started = subprocess.run(
-            [sys.executable, "-P", "-m", "grpo_tui.supervisor.daemon", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+    with NewDaemon() as daemon:
+        return daemon.supervise(folder)
+
+
+class NewDaemon:
+    """A daemon that was started and waits to be told its run; told nothing, it ends with this context."""
+
+    def __init__(self) -> None:
+        self._talk = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object, which closes it
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "grpo_tui.supervisor.daemon", "-"],
+            stdin=subprocess.PIPE,
+            stdout=self._talk,
+            stderr=self._talk,
             start_new_session=True,
-            check=False,
         )
-    deadline = time.monotonic() + HELLO_WITHIN_S
-    while started.returncode == 0 and time.monotonic() < deadline:
-        if _answers(folder):
-            return True
-        if _is_over(folder):
-            return False
-        time.sleep(HELLO_POLL_S)
-    last = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-    raise StartFailed(f"the supervisor of {folder.name} did not come up; {log} ends with:\n{last}")
+
+    def __enter__(self) -> NewDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # what was told its run has left this process behind by then
+        self._process.communicate()
+        self._talk.close()
+
+    def supervise(self, folder: Path) -> bool:
+        """Tell it its run and wait until it says hello; False when the run was over before it could.
+
+        Raises:
+            StartFailed: it did not come up; with its last words.
+        """
+        with suppress(BrokenPipeError):
+            self._process.communicate(os.fsencode(folder) + b"\n")
+        deadline = time.monotonic() + HELLO_WITHIN_S
+        while self._process.returncode == 0 and time.monotonic() < deadline:
+            if _answers(folder):
+                return True
+            if _is_over(folder):
+                return False
+            time.sleep(HELLO_POLL_S)
+        raise StartFailed(f"the supervisor of {folder.name} did not come up: {self._last_words(folder)}")
+
+    def _last_words(self, folder: Path) -> str:
+        log = folder / SUPERVISOR_LOG
+        self._talk.seek(0)
+        own = self._talk.read().decode(errors="replace").splitlines()
+        logged = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return "\n".join([f"{log} ends with:", *logged[-8:], *own[-8:]])
 
 
 def _answers(folder: Path) -> bool:

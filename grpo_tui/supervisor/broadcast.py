@@ -53,8 +53,8 @@ class Broadcast:
         self.number = 0
         """Of the event that was sent last."""
         self.clients: set[Client] = set()
-        self.watcher_came = asyncio.Event()
-        """Set when somebody begins to watch; the sampler clears it."""
+        self.figures_wanted = asyncio.Event()
+        """Set when somebody begins to watch or a service has become ready; the sampler clears it."""
 
     @property
     def is_watched(self) -> bool:
@@ -64,7 +64,7 @@ class Broadcast:
     def watch(self, client: Client) -> None:
         """From now on send every event to this client."""
         client.is_watching = True
-        self.watcher_came.set()
+        self.figures_wanted.set()
 
     def send(self, make: Callable[[int], Event]) -> None:
         """Number an event and queue it for everybody who watches."""

@@ -282,6 +282,7 @@ class Supervisor:
         name = after.name
         if after.state is S.READY and not before.was_ready:
             self._ready_at[name] = time.time()
+            self.broadcast.figures_wanted.set()
         elif after.state is S.STARTING:
             self._ready_at[name] = None
         words = f"{name}: {before.state} → {after.state}" + (f" ({after.reason})" if after.reason else "")

@@ -1,5 +1,6 @@
 """The daemon of one run: `python -m grpo_tui.supervisor.daemon RUN_FOLDER`. It detaches, listens, and supervises.
 
+With `-` it reads the run folder from stdin, so that it can be started before there is one; told nothing, it ends.
 It reads `plan.json` from the run folder and takes over whatever an earlier daemon of this run left alive. It ends when
 the run is over. SIGTERM, SIGINT and its own death leave every service running, so that a log-out script, an upgrade or
 a mistake ends no training; `grpo-tui down` ends a run. A second daemon on the same run folder leaves at once.
@@ -35,9 +36,12 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Detach from whoever started this, and supervise; 0 also when another daemon is at it already."""
     if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER\n")
+        sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER|-\n")
         return 2
-    run_folder = Path(sys.argv[1]).resolve()
+    told = sys.argv[1] if sys.argv[1] != "-" else sys.stdin.readline().rstrip("\n")
+    if not told:
+        return 0
+    run_folder = Path(told).resolve()
     plan = Plan.from_json((run_folder / PLAN_FILE).read_text())
     _detach(run_folder / SUPERVISOR_LOG)
     lock = take_lock(run_folder)

@@ -61,10 +61,10 @@ class Sampler:
         while True:
             await self._sample()
             wait_s = WATCHED_S if self._broadcast.is_watched or not self.usage else UNWATCHED_S
-            self._broadcast.watcher_came.clear()
+            self._broadcast.figures_wanted.clear()
             try:
                 async with asyncio.timeout(wait_s):
-                    await self._broadcast.watcher_came.wait()
+                    await self._broadcast.figures_wanted.wait()
             except TimeoutError:
                 continue
 
