@@ -128,7 +128,8 @@ def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunSt
     services = [_seen(service, keepers.get((service.name, service.attempt))) for service in status.services]
     num_living = sum(service.state in MOVING for service in services)
     if num_living:
-        text = f"the supervisor of this run is gone; {num_living} services go on without it"
+        services_go = "1 service goes" if num_living == 1 else f"{num_living} services go"
+        text = f"the supervisor of this run is gone; {services_go} on without it"
         hint = f"`grpo-tui attach {run.id}` (or start, stop, down) starts a supervisor that takes them over"
     else:
         text, hint = "the supervisor of this run and all its services are gone", f"look at {run.folder}/supervisor.log"

@@ -1,0 +1,137 @@
+"""Which run is meant, and where one stands that nobody supervises: from folders that are made here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import typer
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
+from grpo_tui.cli.arguments import split
+from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
+from grpo_tui.supervisor.keeper import read_stat
+from grpo_tui.supervisor.lock import has_daemon, take_lock
+
+
+def make_run(logs: Path, name: str, born_at: float) -> Path:
+    folder = logs / name
+    (folder / "keepers").mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    os.utime(folder / "plan.json", (born_at, born_at))
+    return folder
+
+
+def make_state(folder: Path, state: RunState, *services: ServiceStatus) -> None:
+    me = SupervisorInfo(pid=1, started_at=1.0)
+    status = RunStatus(run=folder.name, profile="p", state=state, supervisor=me, services=list(services))
+    write_json_atomically(folder / "state.json", status)
+
+
+def service(name: str, state: ServiceState) -> ServiceStatus:
+    return ServiceStatus(name=name, kind="command", state=state, pid=4, attempt=1, log=f"{name}.log")
+
+
+def make_keeper(folder: Path, name: str, *, is_alive: bool, exit_code: int | None = None) -> None:
+    me = read_stat(os.getpid())
+    assert me is not None
+    identity = {"pid": me.pid, "start_ticks": me.start_ticks if is_alive else 1}
+    (folder / "keepers" / f"{name}.1.json").write_text(
+        json.dumps(
+            {
+                "service": name,
+                "attempt": 1,
+                "state": "running" if is_alive else "gone",
+                "keeper": identity,
+                "main": identity,
+                "started_at": 1.0,
+                "ended_at": None,
+                "exit_code": exit_code,
+                "error": None,
+                "log_offset": 0,
+                "ended": [],
+                "unkillable": [],
+            }
+        )
+    )
+
+
+def test_a_service_is_named_alone_or_after_its_run() -> None:
+    assert split(["vllm"]) == (None, "vllm")
+    assert split(["tiny-1121", "vllm"]) == ("tiny-1121", "vllm")
+    with pytest.raises(typer.BadParameter, match="RUN"):
+        split(["a", "b", "c"])
+
+
+def test_a_run_is_found_by_id_or_unique_prefix(tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny-1", 1.0)
+    make_run(tmp_path, "tiny-12", 2.0)
+    make_run(tmp_path, "big-1", 3.0)
+    assert find_run("tiny-1", tmp_path, also_ended=False).id == "tiny-1"
+    assert find_run("b", tmp_path, also_ended=False).id == "big-1"
+    with pytest.raises(NoSuchRun, match="several begin so; there are: tiny-12, tiny-1"):
+        find_run("tiny", tmp_path, also_ended=False)
+    with pytest.raises(NoSuchRun, match="no such run; there are: big-1, tiny-12, tiny-1"):
+        find_run("x", tmp_path, also_ended=False)
+
+
+def test_without_a_name_the_newest_live_run_is_meant_and_an_ended_one_only_to_read(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchRun, match="none was ever started"):
+        find_run(None, tmp_path, also_ended=True)
+    old = make_run(tmp_path, "old", 1.0)
+    make_run(tmp_path, "new", 2.0)
+    assert [run.id for run in runs(tmp_path)] == ["new", "old"]
+    assert find_run(None, tmp_path, also_ended=True).id == "new"
+    with pytest.raises(NoSuchRun, match="the newest, new, has ended"):
+        find_run(None, tmp_path, also_ended=False)
+    lock = take_lock(old)
+    assert lock is not None
+    assert find_run(None, tmp_path, also_ended=False).id == "old"
+    os.close(lock)
+    assert not has_daemon(old)
+
+
+def test_a_run_that_lost_its_daemon_is_shown_as_its_keepers_are(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "r", 1.0)
+    ready = [service(name, ServiceState.READY) for name in ("lives", "ended", "crashed", "vanished")]
+    make_state(folder, RunState.RUNNING, *ready)
+    make_keeper(folder, "lives", is_alive=True)
+    make_keeper(folder, "ended", is_alive=False, exit_code=0)
+    make_keeper(folder, "crashed", is_alive=False, exit_code=9)
+    status = stored_status(look_at(folder))
+    assert status.state is RunState.RUNNING
+    assert status.supervisor is None
+    assert {each.name: (each.state, each.exit_code) for each in status.services} == {
+        "lives": (ServiceState.READY, None),
+        "ended": (ServiceState.FINISHED, 0),
+        "crashed": (ServiceState.FAILED, 9),
+        "vanished": (ServiceState.FAILED, None),
+    }
+    assert status.warnings[0].text == "the supervisor of this run is gone; 1 service goes on without it"
+
+
+def test_a_run_of_which_nothing_lives_has_failed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "r", 1.0)
+    make_state(folder, RunState.RUNNING, service("a", ServiceState.READY))
+    status = stored_status(look_at(folder))
+    assert (status.state, status.services[0].pid) == (RunState.FAILED, None)
+    assert status.services[0].why == "ended while no supervisor was there, exit code unknown"
+
+
+def test_an_ended_run_is_shown_as_it_was_written(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "r", 1.0)
+    make_state(folder, RunState.FINISHED, service("a", ServiceState.FINISHED))
+    assert stored_status(look_at(folder)).warnings == []
+
+
+def test_a_damaged_or_missing_state_file_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "r", 1.0)
+    with pytest.raises(PeerError, match=r"state\.json: missing"):
+        stored_status(look_at(folder))
+    (folder / "state.json").write_text('{"run": "r", "prof')
+    with pytest.raises(PeerError, match=r"state\.json: not a StateDocument"):
+        stored_status(look_at(folder))
