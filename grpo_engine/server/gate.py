@@ -1,0 +1,54 @@
+"""A gate in front of an engine: generations pass while it is open; whoever changes weights closes it and waits.
+
+For one event loop. Waiting for what runs, rather than freezing it, is what gives every completion one version of the
+weights from its first token to its last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Gate:
+    """Open at first."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._is_open = True
+        self._num_inside = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether generations may pass."""
+        return self._is_open
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Wait until the gate is open, and count as inside until the block ends."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_open)
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                await asyncio.shield(self._notify())
+
+    async def close(self) -> None:
+        """Let nothing in any more, and return once nothing is inside, or the gate was opened again."""
+        async with self._changed:
+            self._is_open = False
+            await self._changed.wait_for(lambda: self._is_open or not self._num_inside)
+
+    async def open(self) -> None:
+        """Let everything in."""
+        async with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,170 @@
+"""What vLLM is started with: its engine arguments and the environment of its processes.
+
+Leaves out starting it (`vllm_engine.py`). Written against vLLM 0.26 to 0.33; a version that lacks one of these
+arguments is refused by name rather than started without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.errors import ConfigError
+from grpo_engine.models.loading import load_config, resolve_model
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.vllm_worker import SERVER_VARIABLE, SHARE_VARIABLE
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+WORKER_CLASS = "grpo_engine.server.vllm_worker.GrpoWorker"
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's kernels are compiled for these."""
+_NUM_ADAPTERS = 2
+"""The one that is served, and the one before it, on which requests may still run."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_environment(config: ServerConfig, environment: MutableMapping[str, str]) -> None:
+    """Set what vLLM and its processes read from the environment; called before vLLM is imported.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    me = ProcessIdentity.of_this_process()
+    environment[SERVER_VARIABLE] = f"{me.pid}:{me.start_ticks}"
+    environment[SHARE_VARIABLE] = "1" if config.shared_weights else "0"
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if config.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(config.threads)
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise it binds one thread to every core
+    _check_sharing(config, environment)
+    _choose_gpu(config, environment)
+
+
+def check_platform(config: ServerConfig) -> None:
+    """Refuse a device that the installed vLLM is not built for.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    from vllm.platforms import current_platform
+
+    wanted = config.device.partition(":")[0]
+    built_for = str(current_platform.device_type) or "nothing here"
+    if wanted not in ("auto", built_for):
+        raise ConfigError(
+            f"--device {config.device}: this vLLM runs on {built_for}; "
+            f"install the build for {wanted}, or leave --device out"
+        )
+
+
+def engine_arguments(config: ServerConfig) -> AsyncEngineArgs:
+    """The arguments as vLLM takes them.
+
+    Raises:
+        ConfigError: this vLLM does not know one of them.
+        ModelError: no such model.
+    """
+    import vllm
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    values = _values(config, is_cpu=bool(current_platform.is_cpu()))
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if missing := sorted(values.keys() - known):
+        raise ConfigError(f"vLLM {vllm.__version__} has no engine argument {', '.join(missing)}; install 0.26 to 0.33")
+    return AsyncEngineArgs(**values)
+
+
+def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "model": resolve_model(config.model_name),
+        "dtype": config.dtype,
+        "max_model_len": _fitting_length(config),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_num_seqs": config.max_batch_size,
+        # vLLM's own default seed is 0: the same samples after every start.
+        "seed": random.SystemRandom().getrandbits(31) if config.seed is None else config.seed,
+        "logprobs_mode": f"{config.logprobs_mode}_logprobs",
+        "max_logprobs": -1,
+        # The checkpoint's own defaults would change top_p or penalties behind the trainer's back.
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_CLASS,
+    }
+    if config.enable_lora:
+        values |= {
+            "enable_lora": True,
+            "max_lora_rank": _served_rank(config.max_lora_rank),
+            "max_loras": _NUM_ADAPTERS,
+            "max_cpu_loras": 2 * _NUM_ADAPTERS,
+        }
+    if is_cpu and config.shared_weights and not config.enforce_eager:
+        # With compilation, inductor may freeze weights into the compiled code on this platform.
+        logger.info("Shared weights on a CPU: serving without compilation")
+        values["enforce_eager"] = True
+    if not is_cpu and config.logprobs_mode == "processed" and config.dtype != "float32":
+        # vLLM 0.26 divides by the temperature in the logits' own type: in bfloat16 that is off by 2**-9 of a logit.
+        values["hf_overrides"] = {"head_dtype": "float32"}
+    return values
+
+
+def _fitting_length(config: ServerConfig) -> int:
+    """The longest sequence: what was asked for, or what the model's positions allow."""
+    text_config = load_config(config.model_name).get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    is_scaled = bool(getattr(text_config, "rope_scaling", None)) and "factor" in text_config.rope_scaling
+    if not isinstance(limit, int) or is_scaled or config.max_model_len <= limit:
+        return config.max_model_len
+    logger.warning(
+        "--max-model-len %d: %s ends at %d tokens; using that", config.max_model_len, config.model_name, limit
+    )
+    return limit
+
+
+def _served_rank(rank: int) -> int:
+    fitting = next((size for size in _LORA_RANKS if size >= rank), None)
+    if fitting is None:
+        raise ConfigError(f"--max-lora-rank {rank}: vLLM serves adapters up to rank {_LORA_RANKS[-1]}")
+    return fitting
+
+
+def _check_sharing(config: ServerConfig, environment: Mapping[str, str]) -> None:
+    if not config.shared_weights:
+        return
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size} with --shared-weights: every rank would hold a part "
+            "of each tensor, and the trainer needs whole ones; serve on one GPU, or hand over checkpoints or adapters"
+        )
+    for name in _ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environment.get(name, "").lower():
+            raise ConfigError(
+                f"{name}={environment[name]} with --shared-weights: expandable segments cannot be exported to the "
+                "trainer; unset it for the server"
+            )
+
+
+def _choose_gpu(config: ServerConfig, environment: MutableMapping[str, str]) -> None:
+    """vLLM takes the first visible GPU; `cuda:N` makes the N-th visible one the only one."""
+    kind, _, index = config.device.partition(":")
+    if kind != "cuda" or not index:
+        return
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"--device {config.device} with --tensor-parallel-size {config.tensor_parallel_size}: "
+            "choose the GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    visible = [entry for entry in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+    if not index.isdigit() or (visible and int(index) >= len(visible)):
+        raise ConfigError(f"--device {config.device}: CUDA_VISIBLE_DEVICES={','.join(visible)} has no such GPU")
+    environment["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index

@@ -1,0 +1,98 @@
+"""What a checkpoint must hold to take the place of the one that is served, seen without reading its weights.
+
+Reads the headers of safetensors files, and asks transformers for a model's parameters without memory. Other formats
+are refused: vLLM would find out only after it began to overwrite the old weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM
+
+from grpo_engine.errors import ModelError
+from grpo_engine.models.loading import load_config, resolve_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The parameters of a model as transformers names them."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """A tied parameter stands once, under its first name."""
+    aliases: dict[str, str]
+    """The other names of tied parameters → the first."""
+
+
+def parameters_of(model_name: str) -> Parameters:
+    """The parameters that the configuration of a model calls for.
+
+    Raises:
+        ModelError: no such model.
+    """
+    config = load_config(model_name)
+    with init_empty_weights(include_buffers=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no-op.*meta.*")  # initialising what has no memory: intended
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    shapes: dict[str, tuple[int, ...]] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known == name:
+            shapes[name] = tuple(parameter.shape)
+        else:
+            aliases[name] = known
+    return Parameters(shapes=shapes, aliases=aliases)
+
+
+def check_fits(folder: Path, served: Parameters) -> None:
+    """Refuse a checkpoint that is not whole, or not of the model that is served.
+
+    Raises:
+        ModelError: the first difference.
+    """
+    found = _shapes_in(folder)
+    for name, shape in served.shapes.items():
+        names = (name, *(alias for alias, source in served.aliases.items() if source == name))
+        stored = next((found[known] for known in names if known in found), None)
+        if stored is None:
+            raise ModelError(f"{folder}: does not fit the served model: {name} is only in the served model")
+        if stored != shape:
+            raise ModelError(f"{folder}: does not fit the served model: {name} is {stored}, but {shape} is served")
+    for name in found.keys() - served.shapes.keys() - served.aliases.keys():
+        if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
+            raise ModelError(f"{folder}: does not fit the served model: {name} is only in the checkpoint")
+
+
+def checkpoint_folder(model_name: str) -> Path | None:
+    """Where the checkpoint of a model lies on this machine; None when it is nowhere."""
+    source = resolve_model(model_name)
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder}: no *.safetensors there: vLLM reloads nothing else in place; save the model so")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}; is it written whole?") from None
+    return shapes

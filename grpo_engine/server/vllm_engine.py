@@ -1,0 +1,406 @@
+"""The engine on vLLM: its `AsyncLLM` in this process, its engine core and workers beside it.
+
+Every change of weights happens behind a gate that first lets what runs come to its end, and with vLLM's scheduler
+paused and its caches cleared; so each completion has one version, and no cached prefix outlives its weights. A pause
+therefore lasts as long as the longest completion that runs. Requests are salted with the version as well, for writers
+that do not ask for a pause: what they overlapped is generated again.
+
+Adapters need no pause: a new one gets a new name, new requests take it, and running ones end on the old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.errors import DataError, GrpoError, ModelError
+from grpo_engine.models.loading import load_tokenizer
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
+from grpo_engine.server.gate import Gate
+from grpo_engine.server.pausing import Pause
+from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
+from grpo_engine.server.vllm_checkpoint import Parameters, check_fits, parameters_of
+from grpo_engine.server.vllm_processes import end_engine_processes
+from grpo_engine.server.vllm_requests import checked_length, generation, refusals, sampling_params
+from grpo_engine.server.vllm_sharing import Sharing, share
+from grpo_engine.wire.inference import GenerateRequest
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_POLL_S = 0.25
+"""How often a pause's owner and vLLM's health are looked at."""
+_FENCE_POLL_S = 0.002
+_SHUTDOWN_WITHIN_S = 2.0
+"""vLLM's processes get so long to end by themselves."""
+_DEAD = "vLLM's engine has died: the server's log says why; restart the server"
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See `grpo_engine.server.engine.Engine`. Lives on one event loop; a thread of its own starts and ends vLLM."""
+
+    def __init__(self, config: ServerConfig, *, instance: str, environment: Mapping[str, str]) -> None:
+        self.logprobs_mode = config.logprobs_mode
+        self._config = config
+        self._instance = instance
+        self._environment = environment
+        self._gate = Gate()
+        self._changing = asyncio.Lock()
+        """Held by whoever pauses, resumes or changes weights."""
+        self._pause: Pause | None = None
+        self._is_pausing = False
+        """A pause waits for what runs; it can be given up."""
+        self._num_requests = 0
+        self._request_numbers = itertools.count()
+        self._adapter: Adapter | None = None
+        self._lora: LoRARequest | None = None
+        self._num_adapters = 0
+        self._num_adapter_moves = 0
+        """Changes of the fence that were adapters and left the weights alone."""
+        self._users: Counter[int] = Counter()
+        """Requests that run on each adapter."""
+        self._llm: AsyncLLM | None = None
+        self._tokenizer: Any = None
+        self._parameters: Parameters
+        self._fence = Fence.private()
+        self._sharing: Sharing | None = None
+        self._failure: BaseException | None = None
+        self._is_closing = threading.Event()
+        self._is_loaded: Future[None] = Future()
+        self._watch: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._keep, name="vllm-keeper", daemon=True)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load the model; called on the event loop that will serve."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def wait_loaded(self) -> None:
+        """Return once requests can be served; raises what kept vLLM from starting."""
+        self._is_loaded.result()
+
+    async def wait_failed(self) -> None:
+        """Return never; raises when vLLM dies.
+
+        Raises:
+            EngineUnavailable: it did.
+        """
+        assert self._watch is not None
+        await asyncio.shield(self._watch)
+
+    async def close(self) -> None:
+        self._is_closing.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self._is_loaded.done():
+            await asyncio.to_thread(end_engine_processes)
+            self._is_loaded.set_exception(EngineUnavailable("the server is shutting down"))
+        elif self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _keep(self) -> None:
+        """Start vLLM, wait for the end, end it. One thread for its whole life, since it is its processes' parent."""
+        llm = None
+        try:
+            llm = self._load()
+            asyncio.run_coroutine_threadsafe(self._take(llm), self._loop).result()
+            self._is_loaded.set_result(None)
+        except BaseException as error:  # whatever it is, health must tell and the process must end
+            self._failure = error
+            if not self._is_loaded.done():
+                self._is_loaded.set_exception(_told(error))
+        self._is_closing.wait()
+        if llm is not None:
+            llm.shutdown(timeout=_SHUTDOWN_WITHIN_S)
+        end_engine_processes()
+        if self._sharing is not None:
+            self._sharing.withdraw()
+
+    def _load(self) -> AsyncLLM:
+        prepare_environment(self._config, os.environ)
+        self._tokenizer = load_tokenizer(self._config.model_name)
+        self._parameters = parameters_of(self._config.model_name)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_platform(self._config)
+        arguments = engine_arguments(self._config)
+        if self._is_closing.is_set():
+            raise EngineUnavailable("the server is shutting down")
+        return AsyncLLM.from_engine_args(arguments)
+
+    async def _take(self, llm: AsyncLLM) -> None:
+        """Make a started vLLM the one that serves."""
+        if self._config.shared_weights:
+            self._sharing = await share(
+                llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
+            )
+            self._fence = self._sharing.fence
+        self._llm = llm
+        self._watch = asyncio.create_task(self._watching(llm))
+
+    async def _watching(self, llm: AsyncLLM) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if llm.errored:
+                raise EngineUnavailable(_DEAD)
+            if self._pause is not None and (why := self._pause.is_over(time.monotonic())) is not None:
+                logger.warning("Resumed without being asked: %s", why)
+                await self._end_pause()
+
+    # --- asked by the routes -----------------------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        self._running()
+        self._fence.check()
+
+    def info(self) -> EngineInfo:
+        import vllm
+
+        llm = self._running()
+        state = self._fence.read()
+        return EngineInfo(
+            engine=f"vllm {vllm.__version__}",
+            device=str(llm.vllm_config.device_config.device_type),
+            dtype=str(llm.model_config.dtype).removeprefix("torch."),
+            policy_version=state.policy_version,
+            update_count=state.update_count,
+            last_update_time=state.updated_at,
+            is_paused=self._pause is not None,
+            is_sharing=self._sharing is not None,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        self._running()
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: list[int]) -> str:
+        self._running()
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        self._running()
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise DataError(f"{self._config.model_name} has no chat template: use /v1/completions or /generate")
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
+        llm = self._running()
+        max_tokens = checked_length(
+            prompt_token_ids,
+            params,
+            max_model_len=int(llm.model_config.max_model_len),
+            vocabulary=int(llm.model_config.hf_text_config.vocab_size),
+        )
+        if self._num_requests >= self._config.max_waiting:
+            raise EngineUnavailable(f"{self._num_requests} requests wait already: send fewer at once, or later")
+        sampling = sampling_params(params, max_tokens)
+        self._num_requests += 1
+        try:
+            while True:
+                async with self._gate.passing():
+                    before = self._fence.check()
+                    if not before.is_writing:
+                        epoch = self._weights_epoch()
+                        output = await self._one(llm, prompt_token_ids, sampling, epoch)
+                        if self._weights_epoch() == epoch:
+                            return generation(output, prompt_token_ids, params, before.policy_version)
+                        logger.warning("The weights changed under a running request; it is generated again")
+                await asyncio.sleep(_FENCE_POLL_S)  # a writer that did not pause us
+        finally:
+            self._num_requests -= 1
+
+    async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
+        llm = self._running()
+        owner = None if owner_pid is None else ProcessIdentity.of(owner_pid)
+        if owner_pid is not None and owner is None:
+            raise DataError(f"owner_pid {owner_pid}: no such process on this machine")
+        pause = Pause(owner=owner, until=time.monotonic() + timeout_s)
+        self._check_free(pause)
+        async with self._changing:
+            self._check_free(pause)
+            self._pause, self._is_pausing = pause, True
+            try:
+                await self._gate.close()
+            finally:
+                self._is_pausing = False
+            if self._pause is pause:
+                await self._halt(llm)
+            else:
+                raise WeightsBusy("the pause ended before the requests that ran: give it a longer timeout_s")
+
+    async def resume(self, policy_version: int | None) -> None:
+        self._running()
+        if policy_version is not None and self._fence.check().policy_version != policy_version:
+            with self._fence.writing(policy_version):
+                pass
+        await self._end_pause()
+
+    async def reload(self, path: Path, policy_version: int) -> None:
+        llm = self._running()
+        await asyncio.to_thread(check_fits, path, self._parameters)
+        async with self._changing:
+            await self._halt(llm)
+            try:
+                with self._fence.writing(policy_version):
+                    await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+                await llm.reset_prefix_cache()
+            finally:
+                if self._pause is None:
+                    await self._go_on(llm)
+
+    async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
+        from vllm.lora.request import LoRARequest
+
+        llm = self._running()
+        await asyncio.to_thread(_check_rank, path, self._config.max_lora_rank)
+        async with self._changing:
+            version = self._fence.check().policy_version + 1 if policy_version is None else policy_version
+            number = self._num_adapters + 1
+            lora = LoRARequest(lora_name=f"adapter-{number}", lora_int_id=number, lora_path=str(path))
+            try:
+                await llm.add_lora(lora)
+            except Exception as error:  # the engine core sends whatever the worker raised over a broken folder
+                raise ModelError(f"{path}: not an adapter for this model: {error}") from error
+            self._num_adapters = number
+            previous = self._lora
+            self._serve_adapter(version, lora, Adapter(name=name or path.name, path=str(path), number=number))
+            await self._drop_if_unused(llm, previous)
+        assert self._adapter is not None
+        return self._adapter
+
+    async def unload_adapter(self) -> Adapter | None:
+        llm = self._running()
+        async with self._changing:
+            previous, lora = self._adapter, self._lora
+            if previous is not None:
+                self._serve_adapter(self._fence.check().policy_version + 1, None, None)
+                await self._drop_if_unused(llm, lora)
+        return previous
+
+    def adapter(self) -> Adapter | None:
+        self._running()
+        return self._adapter
+
+    # --- within ------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> AsyncLLM:
+        if self._is_closing.is_set():
+            raise EngineUnavailable("the server is shutting down")
+        if self._failure is not None:
+            raise EngineUnavailable(_sentence(self._failure))
+        if self._llm is None:
+            raise EngineUnavailable("the model is loading")
+        if self._llm.errored:
+            raise EngineUnavailable(_DEAD)
+        return self._llm
+
+    async def _one(self, llm: AsyncLLM, prompt: list[int], sampling: Any, epoch: int) -> Any:
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        lora = self._lora
+        # vLLM keys cached prefixes by the salt, so one that was computed with other weights is never found.
+        salted = tokens_input(prompt, cache_salt=f"{self._instance}-{epoch}")
+        request_id = f"{self._instance}-{next(self._request_numbers)}"
+        output = None
+        async with self._using(llm, lora):
+            try:
+                async for last in llm.generate(salted, sampling, request_id, lora_request=lora):
+                    output = last
+            except EngineDeadError as error:
+                raise EngineUnavailable(_DEAD) from error
+            except refusals() as error:
+                raise DataError(f"vLLM refuses the request: {error}") from None
+        assert output is not None
+        return output
+
+    @asynccontextmanager
+    async def _using(self, llm: AsyncLLM, lora: LoRARequest | None) -> AsyncIterator[None]:
+        if lora is None:
+            yield
+            return
+        self._users[lora.lora_int_id] += 1
+        try:
+            yield
+        finally:
+            self._users[lora.lora_int_id] -= 1
+            await self._drop_if_unused(llm, lora)
+
+    async def _drop_if_unused(self, llm: AsyncLLM, lora: LoRARequest | None) -> None:
+        """Unload an adapter that is not served any more once its last request has ended."""
+        if lora is None or lora is self._lora or self._users[lora.lora_int_id]:
+            return
+        del self._users[lora.lora_int_id]
+        await llm.remove_lora(lora.lora_int_id)
+
+    def _serve_adapter(self, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
+        before = self._fence.read().sequence
+        with self._fence.writing(version):
+            self._lora, self._adapter = lora, adapter
+        self._num_adapter_moves += self._fence.read().sequence - before
+
+    def _weights_epoch(self) -> int:
+        """Moves with every change of the weights, whoever makes it, and not with adapters."""
+        return self._fence.read().sequence - self._num_adapter_moves
+
+    def _check_free(self, pause: Pause) -> None:
+        current = self._pause
+        if current is not None and current.is_over(time.monotonic()) is None and current.owner != pause.owner:
+            raise WeightsBusy(f"paused already by {current.owner_text}; wait until it resumes")
+
+    async def _halt(self, llm: AsyncLLM) -> None:
+        """Return with nothing running and nothing cached."""
+        await self._gate.close()
+        await llm.pause_generation(mode="wait", clear_cache=True)
+
+    async def _go_on(self, llm: AsyncLLM) -> None:
+        await llm.resume_generation()
+        await self._gate.open()
+
+    async def _end_pause(self) -> None:
+        self._pause = None
+        if self._is_pausing:
+            await self._gate.open()
+        async with self._changing:
+            if self._pause is None:
+                await self._go_on(self._running())
+
+
+def _check_rank(path: Path, max_rank: int) -> None:
+    from peft import PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: not an adapter: {error}") from error
+    rank = int(max([config.r, *(config.rank_pattern or {}).values()]))
+    if rank > max_rank:
+        raise ModelError(f"{path}: rank {rank} is above --max-lora-rank {max_rank}")
+
+
+def _told(error: BaseException) -> BaseException:
+    """The error in our words: vLLM's own says where to look, but not who speaks."""
+    return error if isinstance(error, GrpoError) else EngineUnavailable(_sentence(error))
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) if isinstance(error, GrpoError) else f"vLLM cannot serve: {type(error).__name__}: {error}"

@@ -1,0 +1,159 @@
+"""vLLM's parameters under the names that transformers gives them, so that a trainer needs to know nothing of vLLM.
+
+vLLM fuses projections (`qkv_proj` holds the rows of q, k and v), pads vocabularies, and wraps layers for adapters. Here
+each parameter of the transformers model is found as a view of vLLM's memory. What cannot be matched by name, shape and
+value is refused: a model that is shared in part trains without complaint, and serves something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpo_engine.bridges.shared_tensors import export_tensors
+from grpo_engine.errors import BridgeError
+from grpo_engine.wire.bridge_file import PosixHandle
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_NAMES_SHOWN = 8
+_LORA_WRAPPING = ".base_layer"
+
+
+def views_under_hf_names(
+    model: nn.Module, expected: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Views of a vLLM model's parameters, one for each name in `expected`.
+
+    Args:
+        aliases: tied parameters of the transformers model: the second name → the one in `expected`.
+
+    Raises:
+        BridgeError: the two models do not have the same parameters; the differences are named.
+    """
+    views: dict[str, Tensor] = {}
+    foreign: list[tuple[str, Tensor]] = []
+    for name, view in _all_views(model):
+        if name in expected:
+            views[name] = view
+        else:
+            foreign.append((name, view))
+    faults = []
+    if missing := [name for name in expected if name not in views]:
+        faults.append(f"not found in vLLM: {_shown(missing)}")
+    if misshapen := [
+        f"{name} {tuple(view.shape)} instead of {expected[name]}"
+        for name, view in views.items()
+        if tuple(view.shape) != expected[name]
+    ]:
+        faults.append(f"of another shape: {_shown(misshapen)}")
+    places = {_place(view): name for name, view in views.items()}
+    if len(places) < len(views):
+        faults.append("one tensor in vLLM, but separate ones in transformers (tied embeddings?)")
+    # The same memory under a second name is a tied parameter, or a wrapper that refers to another layer.
+    if unknown := [
+        name
+        for name, view in foreign
+        if (owner := places.get(_place(view))) is None or aliases.get(name, owner) != owner
+    ]:
+        faults.append(f"only in vLLM: {_shown(unknown)}")
+    if faults:
+        raise BridgeError(
+            f"the weights of vLLM's {type(model).__name__} cannot be shared: {'; '.join(faults)}. "
+            "Serve it without --shared-weights and hand over checkpoints or adapters"
+        )
+    return {name: views[name] for name in expected}
+
+
+def compare_with_checkpoint(views: Mapping[str, Tensor], folder: Path) -> int:
+    """Compare the first, middle and last row of every view with the checkpoint that was loaded.
+
+    Catches what names and shapes cannot: a version of vLLM that reorders, transposes or scales a weight.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        BridgeError: one differs.
+    """
+    from safetensors import safe_open
+
+    num_compared = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in set(file.keys()) & views.keys():
+                stored, view = file.get_slice(name), views[name]
+                for row in {0, view.shape[0] // 2, view.shape[0] - 1}:
+                    wanted = stored[row : row + 1].to(view.dtype)
+                    if wanted.shape != view[row : row + 1].shape or not torch.equal(view[row : row + 1].cpu(), wanted):
+                        raise BridgeError(
+                            f"{name}: row {row} is not that of {path}: this vLLM changes the weights of this "
+                            "architecture when it loads them, so they cannot be shared"
+                        )
+                num_compared += 1
+    return num_compared
+
+
+def move_into_segment(model: nn.Module, segment: str) -> int:
+    """Move a model's parameters into a new POSIX segment.
+
+    Returns:
+        The address at which the segment begins in this process.
+
+    Raises:
+        BridgeError: no room, or layers that keep packed copies of their weights.
+    """
+    parameters = dict(model.named_parameters())
+    manifest, shared = export_tensors({name: p.data for name, p in parameters.items()}, segment)
+    for name, parameter in parameters.items():
+        parameter.data = shared[name]
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):  # may hold a packed copy
+            module.__dict__["cpu_linear"] = torch.nn.functional.linear
+    first = next(iter(manifest))
+    handle = manifest[first].handle
+    assert isinstance(handle, PosixHandle)
+    return shared[first].data_ptr() - handle.offset_bytes
+
+
+def _all_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, cut into what transformers keeps apart; tied ones under each of their names."""
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        path = module_name.replace(_LORA_WRAPPING, "")
+        owner, _, last = path.rpartition(".")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            data = parameter.detach()
+            parts = packed.get(last, [last])
+            if len(parts) > 1:
+                sizes = _row_counts(path, module, data, len(parts))
+                for part, start, size in zip(parts, accumulate([0, *sizes[:-1]]), sizes, strict=True):
+                    yield ".".join(filter(None, (owner, part, leaf))), data[start : start + size]
+            else:
+                rows = getattr(module, "org_vocab_size", None)
+                yield ".".join(filter(None, (path, leaf))), data if rows is None else data[:rows]
+
+
+def _row_counts(path: str, module: nn.Module, data: Tensor, num_parts: int) -> list[int]:
+    sizes = [int(size) for size in getattr(module, "output_sizes", ())]
+    if len(sizes) != num_parts or sum(sizes) != data.shape[0]:
+        raise BridgeError(
+            f"{path}: {data.shape[0]} rows of {num_parts} fused projections, but vLLM tells the sizes {sizes}; "
+            "its weights cannot be shared"
+        )
+    return sizes
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _shown(names: Iterable[str]) -> str:
+    listed = list(names)
+    rest = len(listed) - _NAMES_SHOWN
+    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,181 @@
+"""What runs inside vLLM's worker processes: sharing the weights, and not outliving the server.
+
+vLLM imports this module (`worker_extension_cls`) before it loads the model and mixes `GrpoWorker` into its worker. The
+import is the only hook that early, so here, and only in processes that our server started, importing has effects: the
+patches are applied and the watch begins. Elsewhere it does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.errors import BridgeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SERVER_VARIABLE = "GRPO_VLLM_SERVER"
+"""`<pid>:<start ticks>` of the process that serves HTTP."""
+SHARE_VARIABLE = "GRPO_VLLM_SHARE_WEIGHTS"
+_WATCH_INTERVAL_S = 0.25
+_PATCHED = "_grpo_keeps_weights"
+
+
+class GrpoWorker:
+    """Methods for `collective_rpc`; mixed into vLLM's worker, whose attributes it uses."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def grpo_share(
+        self, segment: str, expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
+    ) -> dict[str, Any]:
+        """Make the weights mappable and describe them under the names that transformers gives them.
+
+        Args:
+            segment: name of the POSIX segment to make; not used on a GPU, whose memory stays where it is.
+            expected: parameter name → shape, as transformers has them; a tied parameter stands once.
+            aliases: tied parameters: the second name → the first.
+            folder: where the checkpoint lies; a sample of every tensor is compared with it.
+
+        Returns:
+            `tensors` (name → `SharedTensor`) and `num_compared`, or `problem`: an exception would end the worker on
+            some versions.
+        """
+        from grpo_engine.server.vllm_layout import compare_with_checkpoint, views_under_hf_names
+
+        try:
+            self._grpo_check_shareable()
+            model = self.model_runner.get_model()
+            views = views_under_hf_names(model, {name: tuple(shape) for name, shape in expected.items()}, aliases)
+            num_compared = compare_with_checkpoint(views, Path(folder)) if folder else 0
+            if next(iter(views.values())).is_cuda:
+                from grpo_engine.bridges.cuda_tensors import export_cuda_tensors
+
+                manifest = export_cuda_tensors(views)
+            else:
+                from grpo_engine.server.vllm_layout import move_into_segment
+
+                base = move_into_segment(model, segment)
+                views = views_under_hf_names(model, {name: tuple(s) for name, s in expected.items()}, aliases)
+                manifest = {name: _described(view, segment, base) for name, view in views.items()}
+        except BridgeError as error:
+            return {"problem": str(error)}
+        return {
+            "tensors": {name: entry.model_dump(mode="json") for name, entry in manifest.items()},
+            "num_compared": num_compared,
+        }
+
+    def _grpo_check_shareable(self) -> None:
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        if model.quantization is not None:
+            raise BridgeError(
+                f"{model.model}: quantized ({model.quantization}); only plain weights can be shared: "
+                "serve an unquantized checkpoint"
+            )
+        if getattr(model, "enable_sleep_mode", False):
+            raise BridgeError("sleep mode keeps weights in memory that cannot be exported: start without it")
+        if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
+            raise BridgeError("the model is spread over several GPUs; only a whole one can be shared")
+        for name, parameter in self.model_runner.get_model().named_parameters():
+            if parameter.dtype != model.dtype:
+                raise BridgeError(
+                    f"{name} is {parameter.dtype}, but the model is {model.dtype}: vLLM computes this architecture in "
+                    "mixed precision, which a trainer cannot share"
+                )
+
+
+def keep_cpu_weights() -> None:
+    """Have vLLM's CPU build compute with the weights themselves instead of repacked copies.
+
+    Breaks: sharing. Its linear layers are repacked for oneDNN or AMX after loading, and `layer.weight` is replaced by
+    an empty tensor, so that nothing written later is ever read.
+    When: CPU platform, unquantized weights. Versions: 0.26 to 0.33; a version without these names is refused.
+    Upstream: https://github.com/vllm-project/vllm, `vllm/model_executor/layers/utils.py`,
+    `dispatch_cpu_unquantized_gemm`; there is no setting for it.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    if getattr(utils, _PATCHED, False):
+        return
+    for module, name in ((_custom_ops, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
+        if not hasattr(module, name):
+            raise BridgeError(f"{module.__name__} has no {name}: this vLLM cannot share weights on a CPU; use 0.32")
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_args, **_kwargs: False
+    setattr(utils, _PATCHED, True)
+
+
+def watch_server(server: ProcessIdentity) -> None:
+    """End vLLM's processes when the server is gone.
+
+    Breaks: a server that is killed leaves `EngineCore` behind, which holds the GPU. Versions: seen in 0.26 and 0.32;
+    upstream: https://github.com/vllm-project/vllm/issues/55510.
+    """
+    threading.Thread(target=_end_with, args=(server,), name="grpo-server-watch", daemon=True).start()
+
+
+def _end_with(server: ProcessIdentity) -> None:
+    me = psutil.Process()
+    engine = next((p for p in (me, *me.parents()) if p.ppid() == server.pid), me)
+    while server.is_alive():
+        time.sleep(_WATCH_INTERVAL_S)
+    try:
+        others = [engine, *engine.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        others = []
+    for process in others:
+        # A resource tracker ends by itself, after removing what the others left in shared memory.
+        if process.pid != me.pid and not is_resource_tracker(process):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether a process is one of multiprocessing's own, which ends after all whom it serves."""
+
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _described(view: Tensor, segment: str, base: int) -> Any:
+    from grpo_engine.wire.bridge_file import PosixHandle, SharedTensor
+
+    return SharedTensor(
+        handle=PosixHandle(segment=segment, offset_bytes=view.data_ptr() - base),
+        shape=tuple(view.shape),
+        stride=tuple(view.stride()),
+        dtype=str(view.dtype),
+    )
+
+
+def _begin() -> None:
+    text = os.environ.get(SERVER_VARIABLE)
+    if text is None:
+        return
+    pid, _, start_ticks = text.partition(":")
+    if int(pid) == os.getpid():
+        return
+    watch_server(ProcessIdentity(int(pid), int(start_ticks)))
+    if os.environ.get(SHARE_VARIABLE) == "1":
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            keep_cpu_weights()
+
+
+_begin()
