@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
+from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model, trainable_device
-from grpo_engine.bridges.server_client import ServerClient
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
 
@@ -46,7 +45,7 @@ class LoraOnlyBridge:
     def __init__(self, config: LoraOnly, context: BridgeContext) -> None:
         self._context = context
         self._folder = (config.adapter_folder or context.folder / "adapters").absolute()
-        self._client = ServerClient(context.server_url, patience_s=context.patience_s)
+        self._client = connect(context.server_url, patience_s=context.patience_s)
         self._instance = ""
         self._version: int | None = None
         """What was handed over last."""

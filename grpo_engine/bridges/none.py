@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
+from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model, trainable_device
-from grpo_engine.bridges.server_client import ServerClient
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
 
@@ -44,7 +43,7 @@ class CheckpointReloadBridge:
     def __init__(self, config: CheckpointReload, context: BridgeContext) -> None:
         self._context = context
         self._every_steps = config.every_steps
-        self._client = ServerClient(context.server_url, patience_s=context.patience_s)
+        self._client = connect(context.server_url, patience_s=context.patience_s)
         self._instance = ""
         self._written = 0
         """Version of the weights in this process."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from grpo_engine.bridges.server_client import ServerClient
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeContext:
@@ -75,3 +77,10 @@ class Bridge(Protocol):
 
     def close(self) -> None:
         """Let go of the server and of whatever was left for it to read."""
+
+
+def connect(url: str, *, patience_s: float) -> ServerClient:
+    """A client of the inference server; only here, so that reading settings loads no HTTP client."""
+    from grpo_engine.bridges.server_client import ServerClient
+
+    return ServerClient(url, patience_s=patience_s)

@@ -16,9 +16,8 @@ from pydantic import Field
 
 from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.fence import Fence
-from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
+from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model
-from grpo_engine.bridges.server_client import ServerClient
 from grpo_engine.bridges.shared_tensors import map_tensors
 from grpo_engine.config import Config
 from grpo_engine.errors import BridgeError, HalfWritten
@@ -54,7 +53,7 @@ class SharedVllmBridge:
         self._context = context
         self._pause_timeout_s = config.pause_timeout_s
         self._path = bridge_file_path(config.config_path, os.environ)
-        self._client = ServerClient(context.server_url, patience_s=context.patience_s)
+        self._client = connect(context.server_url, patience_s=context.patience_s)
         self._version: int | None = None
         """What was published last by this trainer."""
         self._file: BridgeFile

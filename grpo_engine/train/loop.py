@@ -76,10 +76,10 @@ def train(
         batch = make_batch(groups, seq_len=config.seq_len)
         fetched = time.perf_counter()
 
+        bridge.ensure_current()  # before the step: where parameters are their own masters, it changes them
         result = gradient_step(trainee, batch, step=step, policy_version=version)
         stepped = time.perf_counter()
 
-        bridge.ensure_current()
         if result.applied:
             version += 1
             bridge.publish(version, trainee.write_weights)

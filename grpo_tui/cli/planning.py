@@ -40,7 +40,11 @@ def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOp
         needs = ", ".join(f"{name} {condition}" for name, condition in launch.needs.items())
         ports = " ".join(str(port) for port in launch.ports)
         gpus = ",".join(str(gpu) for gpu in launch.gpus)
-        facts = [f"after {needs}" if needs else "at once", f"port {ports}" if ports else "", f"GPU {gpus}" if gpus else ""]
+        facts = [
+            f"after {needs}" if needs else "at once",
+            f"port {ports}" if ports else "",
+            f"GPU {gpus}" if gpus else "",
+        ]
         print(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
         for variable, value in launch.env.items():
             print(f"   {variable}={shlex.quote(value)}")
@@ -53,14 +57,27 @@ def doctor_command(
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and a profile on it, before a start; each finding says what to do."""
-    from grpo_tui.profile.doctor import Machine, examine
-    from grpo_tui.supervisor.gpus import gpu_facts
+    import asyncio
+
+    from grpo_tui.profile.doctor import GpuFacts, Machine, examine
+    from grpo_tui.supervisor.gpus import GpuReader
     from grpo_tui.supervisor.ports import port_holders
 
     loaded, plan = planned(profile, set_ or []) if profile else (None, None)
-    gpus, note = gpu_facts()
+    sample = asyncio.run(GpuReader().sample({}))
     machine = Machine(
-        gpus=gpus, gpu_note=note, port_holders=lambda ports: [holder.words() for holder in port_holders(ports)]
+        gpus=[
+            GpuFacts(
+                index=gpu.index,
+                name=gpu.name,
+                total_bytes=gpu.memory_total_bytes,
+                free_bytes=gpu.memory_total_bytes - gpu.memory_used_bytes,
+            )
+            for gpu in sample.gpus
+            if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
+        ],
+        gpu_note=sample.note,
+        port_holders=lambda ports: [holder.words() for holder in port_holders(ports)],
     )
     findings = examine(machine, loaded, plan, LOGS)
     if as_json:
