@@ -68,10 +68,11 @@ class Supervisor:
         self._services = {name: Service(name=name, since_s=time.monotonic()) for name in self._launches}
         self._hands: dict[str, Attempts] = {}
         self._ready_at: dict[str, float | None] = {}
+        # Unbounded: it is filled by our own probes and by commands of people, and each event takes microseconds.
         self._events: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
         self._ending: order.Ending | None = None
         self._has_been_up = False
-        self._state = RunState.STARTING
+        self._state = RunState.STARTING if predecessor is None else predecessor.state
         self._started_at = time.time() if predecessor is None else predecessor.started_at or time.time()
         self._ended_at: float | None = None
         self._me: SupervisorInfo | None = SupervisorInfo(pid=os.getpid(), started_at=time.time())

@@ -195,9 +195,19 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
 
 
 def adopted(service: Service, now_s: float, launch: Launch) -> Service:
-    """A service whose process a new supervisor found alive: it goes on where its predecessor saw it last."""
-    if service.state in RUNNING or service.state is S.STOPPING:
-        return replace(service, has_process=True, is_running=True)
+    """A service whose process a new supervisor found alive: it goes on where its predecessor saw it last.
+
+    Nobody asked its probes meanwhile, so it gets time for an answer before anything follows from there being none.
+    """
+    taken = replace(service, has_process=True, is_running=True)
+    match service.state:
+        case S.READY:
+            return replace(taken, deadline_s=_live_deadline_s(launch, now_s))
+        case S.STARTING if launch.ready is not None and taken.deadline_s is not None:
+            soonest_s = now_s + 2 * launch.ready.timeout_s + launch.ready.interval_s
+            return replace(taken, deadline_s=max(taken.deadline_s, soonest_s))
+        case S.STARTING | S.UNHEALTHY | S.STOPPING:
+            return taken
     found = _enter(replace(service, has_process=True), S.STARTING, now_s, reason=None)
     return _spawned(replace(found, is_running=True, deadline_s=_ready_deadline_s(launch, now_s)), now_s, launch)
 

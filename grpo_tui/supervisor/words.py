@@ -22,9 +22,12 @@ def why(name: str, services: Services, launches: Launches, now_s: float) -> str 
             return None
         case S.WAITING:
             verb = "cannot start without" if is_hopeless(name, services, launches) else "waits for"
-            return "; ".join(
-                f"{verb} {needed} {CONDITION_WORDS[condition]}: {_standing(services[needed], now_s)}"
-                for needed, condition in unmet_needs(name, services, launches)
+            return (
+                "; ".join(
+                    f"{verb} {needed} {CONDITION_WORDS[condition]}: {_standing(services[needed], now_s)}"
+                    for needed, condition in unmet_needs(name, services, launches)
+                )
+                or "about to start"
             )
         case S.STARTING:
             limit = f" (limit {_ready_limit(name, launches)})" if launches[name].ready else ""
