@@ -19,7 +19,7 @@ from pathlib import Path
 
 RUNS = 7
 TARGET_S = 0.4
-GRPO_TUI = (sys.executable, "-m", "grpo_tui.cli")
+GRPO_TUI = (sys.executable, "-m", "grpo_tui")
 SLEEPER = '[services.sleeper]\nkind = "command"\nargv = ["sleep", "600"]\n'
 
 

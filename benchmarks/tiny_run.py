@@ -26,7 +26,7 @@ def main() -> None:
         check=True,
     )
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "grpo_tui.cli", "up", "--profile", "tiny-cpu", "--wait", "finished"]
+        command = [sys.executable, "-m", "grpo_tui", "up", "--profile", "tiny-cpu", "--wait", "finished"]
         command += ["--set", "services.api.port=18000", "--set", "services.vllm.port=19001"]
         began = time.monotonic()
         subprocess.run(command, cwd=name, env={**os.environ, "XDG_RUNTIME_DIR": name}, check=True)
