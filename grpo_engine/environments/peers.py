@@ -137,7 +137,7 @@ class InferenceServer:
         Raises:
             PeerError: it refuses the request, or answers something else.
         """
-        body = request.model_dump_json(exclude_defaults=True).encode()
+        body = request.model_dump_json(exclude_unset=True, exclude_none=True).encode()
         headers = {"Content-Type": "application/json"}
         while True:
             answer = await _patiently(

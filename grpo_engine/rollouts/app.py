@@ -137,7 +137,7 @@ def _add_trainer_routes(app: FastAPI) -> None:
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
         if await request.is_disconnected():
-            exchange.take_back(delivery)
+            await exchange.take_back(delivery)
         lease = json.dumps(delivery.lease.id).encode()
         return await _json(request, b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}")
 

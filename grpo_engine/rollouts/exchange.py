@@ -116,10 +116,11 @@ class Exchange:
         if acknowledged:
             await self._write_handout(Handout(lease=None, acknowledged=acknowledged, returned=()))
 
-    def take_back(self, delivery: Delivery) -> None:
+    async def take_back(self, delivery: Delivery) -> None:
         """Offer a batch again whose client has gone."""
         _event(logging.WARNING, "client gone before its batch was sent", client=delivery.lease.client)
         self.ledger.take_back(delivery.lease.id)
+        await self._tell()
 
     # --- environments ----------------------------------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ class Ledger:
         """Offer a batch again whose client was gone before it could be sent."""
         if lease_id in self.leases:
             self.leases[lease_id] = replace(self.leases[lease_id], is_open=True)
+            self._note_chance()
 
     # --- environments ----------------------------------------------------------------------------------------------
 

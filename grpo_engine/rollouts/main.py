@@ -62,7 +62,17 @@ def run(config: ApiConfig) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that posts which wait for room do not keep it from ending."""
+    """uvicorn, except that those who wait for an answer do not keep it from ending."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin, and say where: uvicorn leaves that to whoever opened the socket."""
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            logging.getLogger("uvicorn.error").info(
+                "Uvicorn running on http://%s:%d (Press CTRL+C to quit)", shown, port
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End: first those who wait, then the rest."""

@@ -1,0 +1,219 @@
+"""The environment's loop against the real rollout API and a fake inference server that answers the stock route."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
+
+from grpo_engine.data.source import RolloutSource
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.main import work
+from grpo_engine.environments.peers import RolloutApi
+from grpo_engine.errors import ConfigError, PeerError
+from grpo_engine.wire.rollouts import ScoredGroup
+
+RUN: dict[str, Any] = {
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 3,
+    "starting_step": 0,
+    "num_steps": 3,
+}
+
+
+def half_right(prompt: str, index: int) -> str:
+    """Right for even completions, wrong for odd ones, of a `sort` prompt."""
+    digits = prompt.strip().removeprefix("sort ")
+    return "".join(sorted(digits)) if index % 2 == 0 else "xxxxxx"
+
+
+def settings(api: str, inference: str, **changes: Any) -> EnvironmentConfig:
+    table = {"task": "sort6", "model_name": "unused", "group_size": 4, "max_tokens": 16, "total_steps": 3, **changes}
+    return EnvironmentConfig.model_validate({"rollout_server_url": api, "inference_url": inference + "/v1", **table})
+
+
+def train(url: str, num_batches: int) -> list[list[ScoredGroup]]:
+    """Fetch batches as the trainer does."""
+    with RolloutSource(url) as source:
+        source.register(**{**RUN, "num_steps": num_batches})
+        batches = [source.next_batch(timeout_s=20) for _ in range(num_batches)]
+    return [batch for batch in batches if batch is not None]
+
+
+async def trained(config: EnvironmentConfig, num_batches: int = 3) -> list[list[ScoredGroup]]:
+    """Run the environment beside a trainer until its steps are done."""
+    fetching = asyncio.create_task(asyncio.to_thread(train, config.rollout_server_url, num_batches))
+    async with asyncio.timeout(30):
+        assert await work(config, FakeTokenizer()) == 0
+        return await fetching
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[str, str, FastAPI]]:
+    """A rollout API and a fake inference server: their URLs, and the fake."""
+    fake = fake_inference(half_right)
+    with served_api() as api, served(fake) as inference:
+        yield api, inference, fake
+
+
+@pytest.mark.slow
+async def test_items_become_groups_that_say_everything_the_trainer_needs(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, fake = servers
+    batches = await trained(settings(api, inference))
+    assert [len(batch) for batch in batches] == [2, 2, 2]
+    group = batches[0][0]
+    prompt = [ord(c) for c in "".join(map(chr, group.tokens[0])).partition("\n")[0] + "\n"]
+    answer = [ord(c) for c in half_right("".join(map(chr, prompt)), 0)] + [END_TOKEN]
+    assert group.tokens[0] == prompt + answer
+    assert group.masks[0] == [-100] * len(prompt) + answer
+    assert group.inference_logprobs is not None
+    assert group.inference_logprobs[0] == [1.0] * len(prompt) + [-0.5] * len(answer)
+    assert group.policy_versions is not None
+    assert group.policy_versions[0] == [0] * len(prompt) + [5] * len(answer)
+    assert group.scores == [1.0, 0.0, 1.0, 0.0]
+    assert group.truncated == [False] * 4
+    assert group.generation_params == {"temperature": 1.0, "logprobs_mode": "processed"}
+    assert group.env_id == 0
+    request = fake.state.requests[0]
+    assert request["logprobs"] == 0
+    assert request["n"] == 4
+
+
+@pytest.mark.slow
+async def test_a_stock_server_is_taken_at_its_documented_convention() -> None:
+    with served_api() as api, served(fake_inference(half_right, stock=True)) as inference:
+        batches = await trained(settings(api, inference, max_tokens=3, total_steps=1), 1)
+    group = batches[0][0]
+    assert group.policy_versions is None
+    assert group.generation_params == {"temperature": 1.0, "logprobs_mode": "raw"}
+    assert group.truncated == [True] * 4
+
+
+@pytest.mark.slow
+async def test_no_more_is_made_than_the_trainer_may_be_behind(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, fake = servers
+    config = settings(api, inference, max_batches_offpolicy=2, total_steps=None)
+    with RolloutSource(api) as source:
+        source.register(**RUN)
+        source.poll()
+        working = asyncio.create_task(work(config, FakeTokenizer()))
+        async with asyncio.timeout(20), httpx.AsyncClient(base_url=api) as client:
+            question = {"env_id": 0, "wait_s": 5, "current_step": 0, "queue_size": 0}
+            while True:
+                answer = await client.request("GET", "/status-env", json=question)
+                if answer.status_code == 200:
+                    question["queue_size"] = answer.json()["queue_size"]
+                    if question["queue_size"] >= 4:
+                        break
+            # Nothing changes from here on: the next answer comes only when the time is up.
+            question["wait_s"] = 0.5
+            assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == 4
+        assert len(fake.state.requests) == 4
+        working.cancel()
+        assert await working == 0
+        async with httpx.AsyncClient(base_url=api) as client:
+            assert (await client.get("/status")).json()["environments"] == []
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_loading_is_waited_for() -> None:
+    with served_api() as api, served(fake_inference(half_right, fail_first=3)) as inference:
+        assert len(await trained(settings(api, inference, total_steps=1), 1)) == 1
+
+
+@pytest.mark.slow
+async def test_an_api_that_lost_its_memory_gets_the_registration_again(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, _ = servers
+    config = settings(api, inference, total_steps=3)
+
+    def train_through_a_reset() -> int:
+        with RolloutSource(api) as source:
+            source.register(**RUN)
+            assert source.next_batch(timeout_s=20) is not None
+            httpx.get(f"{api}/reset_data", params={"force": "true"})
+            return sum(source.next_batch(timeout_s=20) is not None for _ in range(3))
+
+    fetching = asyncio.create_task(asyncio.to_thread(train_through_a_reset))
+    async with asyncio.timeout(30):
+        assert await work(config, FakeTokenizer()) == 0
+        assert await fetching == 3
+
+
+@pytest.mark.slow
+async def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    database = tmp_path / "rollouts.sqlite"
+    with served(fake_inference(half_right)) as inference:
+        with served_api(database) as api:
+            port = httpx.URL(api).port
+            config = settings(api, inference, total_steps=2)
+            working = asyncio.create_task(work(config, FakeTokenizer()))
+            await asyncio.to_thread(train, api, 1)
+        with served_api(database, port=port):
+            async with asyncio.timeout(30):
+                fetched = await asyncio.to_thread(train_more, api)
+                assert await working == 0
+    assert len(fetched) == 1
+
+
+def train_more(url: str) -> list[ScoredGroup] | None:
+    """One more batch of the same run."""
+    with RolloutSource(url) as source:
+        source.register(**{**RUN, "num_steps": 10, "starting_step": 1})
+        batch = source.next_batch(timeout_s=20)
+        return batch[:1] if batch else None
+
+
+@pytest.mark.slow
+async def test_groups_of_equal_scores_are_dropped_only_where_asked(servers: tuple[str, str, FastAPI]) -> None:
+    api, _, _ = servers
+    turns = iter(range(10**6))
+    lock = threading.Lock()
+
+    def mostly_equal(prompt: str, index: int) -> str:
+        with lock:
+            mixed = next(turns) // 4 % 2 == 0
+        return half_right(prompt, index if mixed else 0)
+
+    with served(fake_inference(mostly_equal)) as inference:
+        batches = await trained(settings(api, inference, ensure_scores_are_not_same=True, total_steps=2), 2)
+    assert all(len(set(group.scores)) == 2 for batch in batches for group in batch)
+
+
+@pytest.mark.slow
+async def test_a_group_larger_than_a_batch_is_refused_at_once(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, _ = servers
+    with RolloutSource(api) as source:
+        source.register(**RUN)
+        source.poll()
+        with pytest.raises(ConfigError, match=r"group_size \(16\) is more than the trainer's batch_size \(8\)"):
+            await work(settings(api, inference, group_size=16), FakeTokenizer())
+
+
+@pytest.mark.slow
+async def test_prompts_that_leave_no_room_are_refused_by_number(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, _ = servers
+    with RolloutSource(api) as source:
+        source.register(**{**RUN, "max_token_len": 12})
+        source.poll()
+        with pytest.raises(
+            ConfigError, match=r"100 prompts in a row leave no room within 11 tokens \(the last has 12\)"
+        ):
+            await work(settings(api, inference), FakeTokenizer())
+
+
+async def test_a_refusal_ends_the_environment_with_the_servers_words() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(422, text="group 0: scores.1: not finite"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api.test") as http:
+        with pytest.raises(
+            PeerError, match=r"POST http://api\.test/scored_data was refused with 422: group 0: scores\.1"
+        ):
+            await RolloutApi(http).post([ScoredGroup(tokens=[[1]], masks=[[1]], scores=[0.0])])

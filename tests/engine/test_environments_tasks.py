@@ -1,0 +1,209 @@
+"""Tasks: the same seed gives the same items, training never sees what is held out, and rewards are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.config import validated
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.tasks import AnyTask
+from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
+from grpo_engine.environments.tasks.arithmetic import Arithmetic
+from grpo_engine.environments.tasks.base import Item
+from grpo_engine.environments.tasks.copy6 import Copy6
+from grpo_engine.environments.tasks.gsm8k import Gsm8k
+from grpo_engine.environments.tasks.jsonl import Jsonl
+from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
+from grpo_engine.environments.tasks.reverse6 import Reverse6
+from grpo_engine.environments.tasks.sort6 import Sort6
+from grpo_engine.errors import ConfigError
+from grpo_engine.flags import parse_flags, to_flags
+
+needs_reasoning_gym = pytest.mark.skipif(not importlib.util.find_spec("reasoning_gym"), reason="the `data` extra")
+needs_math_verify = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="the `data` extra")
+
+PROCEDURAL: list[AnyTask] = [Sort6(), Copy6(), Reverse6(), Arithmetic(difficulty=2)]
+
+
+@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+def test_a_seed_decides_the_items_and_right_answers_earn_everything(task: AnyTask) -> None:
+    items = list(itertools.islice(task.items(3), 50))
+    assert items == list(itertools.islice(task.items(3), 50))
+    assert items != list(itertools.islice(task.items(4), 50))
+    assert [task.score(item, item.answer) for item in items] == [1.0] * 50
+
+
+@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+def test_no_question_is_both_trained_on_and_held_out(task: AnyTask) -> None:
+    train = {item.question for item in itertools.islice(task.items(0), 2000)}
+    held_out = {item.question for item in itertools.islice(task.items(0, "held_out"), 100)}
+    assert held_out
+    assert not train & held_out
+
+
+def test_one_digit_sums_still_have_something_held_out() -> None:
+    assert len({item.question for item in itertools.islice(Arithmetic().items(0, "held_out"), 200)}) >= 2
+
+
+def test_partial_credit_is_the_share_of_right_positions() -> None:
+    item = Item(question="sort 660487", answer="046678")
+    assert Sort6().score(item, "046687") == pytest.approx(4 / 6)
+    assert Sort6().score(item, "") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{1} no, \boxed{72}", "72"),
+        ("48 + 24 = 72\n#### 72", "72"),
+        ("She sold 48, then 24, in all $1,072.", "$1,072"),
+        ("nothing", None),
+        (r"\boxed{1 and never closed", "1"),
+    ],
+)
+def test_the_final_answer_is_boxed_or_after_the_hashes_or_the_last_number(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "is_same"),
+    [("72", "72.0", True), ("1072", "$1,072", True), ("72", "71", False), ("-3", "−3", True), ("5.", "5", True)],
+)
+def test_numbers_are_compared_as_numbers(left: str, right: str, is_same: bool) -> None:
+    assert is_same_answer(left, right) is is_same
+
+
+@needs_math_verify
+@pytest.mark.slow
+def test_expressions_are_compared_by_their_value() -> None:
+    assert is_same_answer(r"\frac{1}{2}", "0.5")
+    assert not is_same_answer(r"\frac{1}{2}", r"\frac{1}{3}")
+    assert not is_same_answer("1", "x" * 1000)
+
+
+def write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_gsm8k_reads_the_datasets_own_files(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 1,072"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"question": "And now?", "answer": "#### 5"}])
+    task = Gsm8k(path=tmp_path)
+    task.check()
+    item = next(task.items(0))
+    assert (item.question, item.answer) == ("How many?", "1,072")
+    assert next(task.items(0, "held_out")).answer == "5"
+    assert task.score(item, r"First 48, then \boxed{1072}.") == 1.0
+    assert task.score(item, "It is 1072 of 1073") == 0.0
+    assert task.score(item, "no idea") == 0.0
+
+
+def test_gsm8k_from_one_file_has_nothing_held_out(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "mine.jsonl", [{"question": "How many?", "answer": "#### 2"}])
+    with pytest.raises(ConfigError, match=r"task\.path: .*mine\.jsonl is one file, with no held-out part"):
+        next(Gsm8k(path=path).items(0, "held_out"))
+
+
+def test_a_records_file_is_split_shuffled_and_repeated(tmp_path: Path) -> None:
+    records = [{"q": f"question {n}", "a": f"the answer {n}"} for n in range(64)]
+    path = write_jsonl(tmp_path / "facts.jsonl", records)
+    task = Jsonl(path=path, question_field="q", answer_field="a", reward="exact")
+    assert task.label() == "facts"
+    train = {item.question for item in itertools.islice(task.items(0), 64)}
+    held_out = {item.question for item in itertools.islice(task.items(0, "held_out"), 64)}
+    assert not train & held_out
+    assert len(train | held_out) == 64
+    item = next(task.items(0))
+    assert task.score(item, f"  {item.answer}\n") == 1.0
+    assert task.score(item, item.answer + "!") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds no record"),
+        ("[1]\n", r"data\.jsonl:1: must be an object, not list"),
+        ('{"question": "x"\n', r"data\.jsonl:1: not JSON"),
+        ('{"question": "x", "anwser": "y"}\n', r"no field 'answer' \(did you mean 'anwser'\?\)"),
+    ],
+)
+def test_a_bad_records_file_is_named_with_its_line(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        Jsonl(path=path).check()
+
+
+def test_a_missing_records_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task\.path: .*gone\.jsonl cannot be read: No such file"):
+        Jsonl(path=tmp_path / "gone.jsonl").check()
+
+
+@needs_reasoning_gym
+@pytest.mark.slow
+def test_reasoning_gym_scores_with_its_own_rules() -> None:
+    task = ReasoningGym(dataset="chain_sum", options={"min_terms": 2, "max_terms": 2})
+    items = list(itertools.islice(task.items(1), 20))
+    assert items == list(itertools.islice(task.items(1), 20))
+    assert [task.score(item, f"I think <answer>{item.answer}</answer>") for item in items] == [1.0] * 20
+    assert task.score(items[0], "certainly not") < 0.5
+
+
+@needs_reasoning_gym
+@pytest.mark.slow
+def test_a_misspelt_dataset_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'chain_sun' is not a dataset of reasoning-gym \(did you mean 'chain_sum'\?\)"
+    ):
+        ReasoningGym(dataset="chain_sun").check()
+
+
+@needs_reasoning_gym
+@pytest.mark.slow
+def test_options_that_a_dataset_does_not_have_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"task\.options: \{'terms': 2\} do not fit chain_sum"):
+        ReasoningGym(dataset="chain_sum", options={"terms": 2}).check()
+
+
+@pytest.mark.parametrize(
+    ("short", "task"),
+    [
+        ("sort6", Sort6()),
+        ("reasoning_gym:chain_sum", ReasoningGym(dataset="chain_sum")),
+        ("gsm8k", Gsm8k()),
+        ("jsonl:facts.jsonl", Jsonl(path=Path("facts.jsonl"))),
+        ({"name": "arithmetic", "difficulty": 3}, Arithmetic(difficulty=3)),
+    ],
+)
+def test_a_task_has_a_short_form(short: object, task: AnyTask) -> None:
+    config = validated(EnvironmentConfig, {"task": short, "model_name": "local/tiny"}, where="profile")
+    assert config.task == task
+
+
+def test_flags_make_the_same_settings_and_come_back() -> None:
+    argv = ["--task", "arithmetic", "--task.difficulty", "2", "--model", "local/tiny", "--group-size", "8"]
+    config = parse_flags(EnvironmentConfig, [*argv, "--base-url", "http://h:1/v1/"], prog="env", description="")
+    assert config.task == Arithmetic(difficulty=2)
+    assert config.inference_url == "http://h:1"
+    assert parse_flags(EnvironmentConfig, to_flags(config), prog="env", description="") == config
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"task": "sort7"}, r"task\.name: 'sort7' is not one of .*did you mean 'sort6'"),
+        ({"task": {"name": "sort6", "difficulty": 2}}, r"task\.difficulty: not a setting here"),
+        ({"task": "sort6", "inference_url": "localhost:9001"}, "is not a URL: write it as http://"),
+        ({"task": "sort6", "max_tokens": 64, "max_token_length": 64}, "leaves no room for a prompt"),
+    ],
+)
+def test_a_wrong_setting_is_told_by_its_key(table: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validated(EnvironmentConfig, {"model_name": "local/tiny", **table}, where="profile")

@@ -1,0 +1,117 @@
+"""The rollout API as a process: what a kill leaves, what a signal does, and who may use its files and port."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from rollout_fakes import ENVIRONMENT, REGISTRATION, group, tags
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def api_process(database: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """An API on a free port; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "grpo_engine", "api", "--port", "0", "--database", str(database), *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = ""
+        for line in process.stderr:
+            if "Uvicorn running on" in line:
+                url = line.split("running on ")[1].split()[0]
+                break
+        assert url, "no ready line"
+        with httpx.Client(base_url=url, timeout=10) as client:
+            yield process, client
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_killed_api_comes_back_with_queue_step_and_environment_ids(tmp_path: Path) -> None:
+    database = tmp_path / "rollouts.sqlite"
+    with api_process(database) as (process, api):
+        api.post("/register", json=REGISTRATION)
+        api.get("/batch")
+        env_id = api.post("/register-env", json={**ENVIRONMENT, "group_size": 4}).json()["env_id"]
+        for tag in (10, 11, 12):
+            api.post("/scored_data", json=group(4, tag=tag, env_id=env_id))
+        assert tags(api.get("/batch").json()["batch"]) == [10]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with api_process(database) as (_, api):
+        status = api.request("GET", "/status-env", json={"env_id": env_id}).json()
+        assert (status["current_step"], status["self_queue_size"]) == (1, 2)
+        assert tags(api.get("/batch").json()["batch"]) == [11]
+
+
+def test_fresh_forgets_what_the_database_holds(tmp_path: Path) -> None:
+    database = tmp_path / "rollouts.sqlite"
+    with api_process(database) as (_, api):
+        api.post("/scored_data", json=group(4))
+    with api_process(database, "--fresh") as (_, api):
+        assert api.get("/status").json()["queue_size"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_exit_code_0_although_a_post_waits(tmp_path: Path, number: signal.Signals) -> None:
+    with api_process(tmp_path / "db.sqlite", "--max-queued-sequences", "1", "--hold-s", "60") as (process, api):
+        api.post("/scored_data", json=group(4))
+        held = socket.create_connection((api.base_url.host, api.base_url.port))
+        body = httpx.Request("POST", "http://api/scored_data", json=group(4)).content
+        held.sendall(b"POST /scored_data HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        while "grpo_api_held 1" not in api.get("/metrics").text:
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(10) == 0
+        answer = held.recv(4096)
+        held.close()
+        assert b" 503 " in answer.splitlines()[0]
+
+
+def test_a_client_that_hangs_up_loses_no_batch(tmp_path: Path) -> None:
+    with api_process(tmp_path / "db.sqlite") as (_, api):
+        api.post("/register", json=REGISTRATION)
+        with socket.create_connection((api.base_url.host, api.base_url.port)) as gone:
+            gone.sendall(b"GET /batch?wait_s=5 HTTP/1.1\r\nHost: api\r\nUser-Agent: other\r\n\r\n")
+            # It is being waited for once the run has started, which lets environments in.
+            while api.post("/register-env", json=ENVIRONMENT).json()["status"] != "success":
+                continue
+        api.post("/scored_data", json=group(4, tag=42))
+        assert tags(api.get("/batch", params={"wait_s": 10}).json()["batch"]) == [42]
+
+
+def test_a_taken_port_and_a_used_database_are_said_in_words(tmp_path: Path) -> None:
+    database = tmp_path / "db.sqlite"
+    with api_process(database) as (_, api):
+        command = [sys.executable, "-m", "grpo_engine", "api"]
+        port = str(api.base_url.port)
+        taken = subprocess.run([*command, "--port", port], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert taken.returncode == 2
+        assert f"--port {port}: cannot listen there: Address already in use" in taken.stderr
+        used = subprocess.run(
+            [*command, "--port", "0", "--database", str(database)], capture_output=True, text=True, timeout=60
+        )
+        assert used.returncode == 2
+        assert "another rollout API uses it" in used.stderr
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    database = tmp_path / "notes.sqlite"
+    database.write_text("not a database, and longer than a header of sixteen bytes")
+    command = [sys.executable, "-m", "grpo_engine", "api", "--port", "0", "--database", str(database)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "file is not a database" in refused.stderr
+    assert database.read_text().startswith("not a database")

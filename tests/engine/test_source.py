@@ -1,0 +1,147 @@
+"""The trainer's client against the real rollout API, on a real socket."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollout_fakes import group, served_api
+
+from grpo_engine.data.source import RolloutSource
+from grpo_engine.errors import PeerError, PeerUnavailable
+
+RUN: dict[str, Any] = {
+    "batch_size": 4,
+    "max_token_len": 64,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 3,
+    "starting_step": 0,
+    "num_steps": 30,
+}
+
+
+def post(url: str, tag: int) -> None:
+    assert httpx.post(f"{url}/scored_data", json=group(4, tag=tag)).status_code == 200
+
+
+def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_next() -> None:
+    with served_api() as url, RolloutSource(url) as source:
+        source.register(**RUN)
+        assert source.poll() is None
+        post(url, 10)
+        post(url, 11)
+        first = source.next_batch(timeout_s=10)
+        assert first is not None
+        assert [g.tokens for g in first] == [[[1, 2, 10, 3]] * 4]
+        assert first[0].inference_logprobs == [[1.0, 1.0, -0.5, -0.25]] * 4
+        assert httpx.get(f"{url}/status").json()["queue_size"] == 1
+        assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
+        second = source.next_batch(timeout_s=10)
+        assert second is not None
+        assert second[0].tokens[0][2] == 11
+        source.acknowledge()
+        assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
+
+
+def test_the_batch_of_a_trainer_that_died_comes_again() -> None:
+    with served_api() as url:
+        post(url, 42)
+        first = RolloutSource(url)
+        first.register(**RUN)
+        assert first.next_batch(timeout_s=10) is not None
+        first.close()
+        with RolloutSource(url) as second:
+            second.register(**RUN)
+            batch = second.next_batch(timeout_s=10)
+        assert batch is not None
+        assert batch[0].tokens[0][2] == 42
+
+
+def test_a_source_that_failed_leaves_its_batch_to_the_next_one() -> None:
+    with served_api() as url:
+        post(url, 42)
+        with pytest.raises(ZeroDivisionError), RolloutSource(url) as source:  # noqa: PT012
+            source.register(**RUN)
+            source.next_batch(timeout_s=10)
+            _ = 1 / 0
+        assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.slow
+def test_waiting_ends_at_the_wish_to_stop() -> None:
+    answers = iter([False, True])
+    with served_api() as url, RolloutSource(url) as source:
+        source.register(**RUN)
+        assert source.next_batch(timeout_s=60, stop=lambda: next(answers)) is None
+
+
+def test_no_batch_in_time_is_an_error_that_says_where_to_look() -> None:
+    with served_api() as url, RolloutSource(url) as source:
+        source.register(**RUN)
+        with pytest.raises(PeerUnavailable, match=r"no batch from .* within 0\.05 s.*/status"):
+            source.next_batch(timeout_s=0.05)
+
+
+def test_a_reset_api_gets_the_registration_again() -> None:
+    with served_api() as url, RolloutSource(url) as source:
+        source.register(**RUN)
+        httpx.get(f"{url}/reset_data", params={"force": "true"})
+        post(url, 10)
+        assert source.next_batch(timeout_s=10) is not None
+        assert httpx.get(f"{url}/info").json()["batch_size"] == 4
+
+
+@pytest.mark.slow
+def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    database = tmp_path / "rollouts.sqlite"
+    with served_api(database) as url:
+        port = httpx.URL(url).port
+        source = RolloutSource(url)
+        source.register(**RUN)
+        post(url, 10)
+    with pytest.raises(PeerUnavailable):
+        source.poll()
+    with served_api(database, port=port):
+        batch = source.next_batch(timeout_s=10)
+    assert batch is not None
+    assert batch[0].tokens[0][2] == 10
+    source.close()
+
+
+def test_an_api_that_is_not_there_is_named_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    source = RolloutSource(f"http://127.0.0.1:{port}", reach_timeout_s=0.05)
+    with pytest.raises(
+        PeerUnavailable, match=rf"not reachable at http://127.0.0.1:{port} within 0\.05 s.*grpo-engine api"
+    ):
+        source.register(**RUN)
+    source.close()
+
+
+def test_something_else_on_the_port_is_not_taken_for_an_api() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"batch": [{"tokens": 1}]}))
+    source = RolloutSource("http://api.test", transport=transport)
+    with pytest.raises(PeerError, match=r"/batch: not a batch: batch\.0\.tokens"):
+        source.poll()
+    with pytest.raises(PeerError, match="answers without a uuid"):
+        source.register(**RUN)
+    source.close()
+
+
+def test_a_refusal_is_no_absence() -> None:
+    source = RolloutSource("http://api.test", transport=httpx.MockTransport(lambda request: httpx.Response(401)))
+    with pytest.raises(PeerError, match="refused with 401") as caught:
+        source.poll()
+    assert not isinstance(caught.value, PeerUnavailable)
+    source.close()
+
+
+def test_the_token_travels_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_API_TOKEN", "secret")
+    with served_api(token="secret") as url, RolloutSource(url) as source:
+        source.register(**RUN)
+        assert source.poll() is None
