@@ -81,10 +81,13 @@ def why_unreachable(
 ) -> str | None:
     """Why no batch can ever form, however long one waits; None when one can, or when nobody sends anything yet.
 
-    Every supplier may send any number of groups of its size; the groups that wait count once.
+    Every supplier may send any number of groups of its size, and so may whoever sends groups without an id; other
+    groups that wait count once.
     """
     waiting = list(queue)
-    if not waiting and not suppliers:
+    supplies = [(supplier.env_id, supplier.group_size) for supplier in suppliers]
+    supplies += [(None, size) for size in {group.num_sequences for group in waiting if group.env_id is None}]
+    if not supplies:
         return None
     minima = least_sequences(batch_size, shares or {})
     limit = (
@@ -94,9 +97,8 @@ def why_unreachable(
     for group in waiting:
         owner = group.env_id if group.env_id in minima else None
         sums[owner] |= (sums[owner] << group.num_sequences) & limit
-    for supplier in suppliers:
-        owner = supplier.env_id if supplier.env_id in minima else None
-        step = supplier.group_size
+    for env_id, step in supplies:
+        owner = env_id if env_id in minima else None
         while step < limit.bit_length():
             sums[owner] |= (sums[owner] << step) & limit
             step *= 2

@@ -108,8 +108,16 @@ def test_an_unreachable_batch_size_is_told_with_its_nearest_sums() -> None:
 
 def test_a_group_that_waits_can_make_a_batch_size_reachable_once() -> None:
     supplier = Supplier(env_id=0, name="sums_0", group_size=4)
-    assert why_unreachable(queue_of((None, 2)), [supplier], 10) is None
-    assert why_unreachable(queue_of((None, 3)), [supplier], 10) is not None
+    assert why_unreachable(queue_of((9, 2)), [supplier], 10) is None
+    assert why_unreachable(queue_of((9, 3)), [supplier], 10) is not None
+
+
+def test_senders_without_an_id_may_send_more_of_what_they_sent() -> None:
+    assert why_unreachable(queue_of((None, 2)), [], 4) is None
+    assert why_unreachable(queue_of((None, 2)), [], 5) == (
+        "batch_size 5 can never be made of whole groups (groups of 2 wait): reachable are 4 and 6"
+    )
+    assert why_unreachable(queue_of((9, 3)), [], 4) is None
 
 
 @pytest.mark.parametrize("shares", [{}, {0: 0.5}])
