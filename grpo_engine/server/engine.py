@@ -138,3 +138,6 @@ class StartableEngine(Engine, Protocol):
 
     def wait_loaded(self) -> None:
         """Return once requests can be served; raises what keeps the model from loading."""
+
+    async def wait_failed(self) -> None:
+        """Return after `close`; raises `EngineUnavailable` when the engine has died and cannot come back."""

@@ -1,7 +1,7 @@
 """Run the inference server: settings, engine, HTTP, signals.
 
 The port opens at once and `/health` tells when the model is there; a model that cannot be loaded ends the process with
-code 1.
+code 1, and so does an engine that dies later.
 """
 
 from __future__ import annotations
@@ -114,11 +114,13 @@ class _Server(uvicorn.Server):
     async def _watch_start(self) -> None:
         try:
             await asyncio.to_thread(self._engine.wait_loaded)
-        except Exception as error:  # whatever keeps the engine from starting ends the process
+            logger.info("Ready: %s", self._engine.info())
+            await self._engine.wait_failed()
+        except Exception as error:  # whatever keeps the engine from serving ends the process
+            if self.should_exit:  # asked to end before it was there
+                return
             logger.error("Cannot serve: %s", error)
             self._exit_code, self.should_exit = 1, True
-        else:
-            logger.info("Ready: %s", self._engine.info())
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.should_exit = True

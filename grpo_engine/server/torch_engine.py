@@ -81,6 +81,12 @@ class TorchEngine:
         if self._failure is not None:
             raise self._failure
 
+    async def wait_failed(self) -> None:
+        """Return when the engine has been closed; raises what ended it otherwise."""
+        await asyncio.to_thread(self._thread.join)
+        if self._failure is not None:
+            raise EngineUnavailable(f"the engine has stopped: {type(self._failure).__name__}: {self._failure}")
+
     # --- asked from the event loop ---------------------------------------------------------------------------------
 
     def check_health(self) -> None:

@@ -18,8 +18,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ _POLL_S = 0.25
 _FENCE_POLL_S = 0.002
 _SHUTDOWN_WITHIN_S = 2.0
 """vLLM's processes get so long to end by themselves."""
+_LEAVE_LOADING_AFTER_S = 0.5
+_CLOSING = "the server is shutting down"
 _DEAD = "vLLM's engine has died: the server's log says why; restart the server"
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,8 @@ class VllmEngine:
         self._sharing: Sharing | None = None
         self._failure: BaseException | None = None
         self._is_closing = threading.Event()
+        self._is_started = threading.Event()
+        """Processes of vLLM exist, or are about to."""
         self._is_loaded: Future[None] = Future()
         self._watch: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._keep, name="vllm-keeper", daemon=True)
@@ -98,23 +102,28 @@ class VllmEngine:
         self._is_loaded.result()
 
     async def wait_failed(self) -> None:
-        """Return never; raises when vLLM dies.
-
-        Raises:
-            EngineUnavailable: it did.
-        """
+        """Return when the engine has been closed; raises when vLLM has died."""
         assert self._watch is not None
-        await asyncio.shield(self._watch)
+        await asyncio.wait({self._watch})
+        if not self._watch.cancelled():
+            self._watch.result()
 
     async def close(self) -> None:
         self._is_closing.set()
         if self._watch is not None:
             self._watch.cancel()
-        if not self._is_loaded.done():
-            await asyncio.to_thread(end_engine_processes)
-            self._is_loaded.set_exception(EngineUnavailable("the server is shutting down"))
-        elif self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._end_thread)
+
+    def _end_thread(self) -> None:
+        until = time.monotonic() + _LEAVE_LOADING_AFTER_S
+        while self._thread.is_alive():
+            if not self._is_loaded.done():
+                if not self._is_started.is_set() and time.monotonic() > until:
+                    self._is_loaded.set_exception(EngineUnavailable(_CLOSING))
+                    return  # it imports still: the process takes the thread along
+                end_engine_processes()  # the thread, which waits for them, learns of it and ends
+            self._thread.join(_POLL_S)
 
     def _keep(self) -> None:
         """Start vLLM, wait for the end, end it. One thread for its whole life, since it is its processes' parent."""
@@ -122,10 +131,11 @@ class VllmEngine:
         try:
             llm = self._load()
             asyncio.run_coroutine_threadsafe(self._take(llm), self._loop).result()
-            self._is_loaded.set_result(None)
+            with suppress(InvalidStateError):  # the server closed in the meantime
+                self._is_loaded.set_result(None)
         except BaseException as error:  # whatever it is, health must tell and the process must end
             self._failure = error
-            if not self._is_loaded.done():
+            with suppress(InvalidStateError):
                 self._is_loaded.set_exception(_told(error))
         self._is_closing.wait()
         if llm is not None:
@@ -142,8 +152,9 @@ class VllmEngine:
 
         check_platform(self._config)
         arguments = engine_arguments(self._config)
+        self._is_started.set()
         if self._is_closing.is_set():
-            raise EngineUnavailable("the server is shutting down")
+            raise EngineUnavailable(_CLOSING)
         return AsyncLLM.from_engine_args(arguments)
 
     async def _take(self, llm: AsyncLLM) -> None:
@@ -153,6 +164,9 @@ class VllmEngine:
                 llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
             )
             self._fence = self._sharing.fence
+        # The first request of all compiles what is left to compile; seconds later than the start it would time out.
+        first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
+        await self._one(llm, [0, 0], sampling_params(first, 1), self._weights_epoch())
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))
 
@@ -304,7 +318,7 @@ class VllmEngine:
 
     def _running(self) -> AsyncLLM:
         if self._is_closing.is_set():
-            raise EngineUnavailable("the server is shutting down")
+            raise EngineUnavailable(_CLOSING)
         if self._failure is not None:
             raise EngineUnavailable(_sentence(self._failure))
         if self._llm is None:

@@ -5,13 +5,19 @@ Only descendants of this process are ever ended; nothing is matched by name.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import time
 
 import psutil
 
+from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.server.vllm_worker import is_resource_tracker
 
 _GONE_WITHIN_S = 5.0
+_POLL_S = 0.02
+
+logger = logging.getLogger(__name__)
 
 
 def end_engine_processes() -> None:
@@ -19,19 +25,32 @@ def end_engine_processes() -> None:
 
     Resource trackers are left: they end by themselves, after removing what the others left in shared memory.
     """
-    ended: list[psutil.Process] = []
+    ended: list[ProcessIdentity] = []
+    for process in _below_this_process():
+        identity = ProcessIdentity.of(process.pid)
+        if identity is None or is_resource_tracker(process):
+            continue
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+        ended.append(identity)
+    until = time.monotonic() + _GONE_WITHIN_S
+    while alive := [identity for identity in ended if identity.is_alive()]:
+        if time.monotonic() > until:
+            logger.error("Killed, but still there: %s", ", ".join(f"process {identity.pid}" for identity in alive))
+            return
+        time.sleep(_POLL_S)
+
+
+def _below_this_process() -> list[psutil.Process]:
+    found: list[psutil.Process] = []
     for child in multiprocessing.active_children():
         if child.pid is None:
             continue
         try:
             process = psutil.Process(child.pid)
-            ended += [process, *process.children(recursive=True)]
+            found += [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             continue
-    ended = [process for process in ended if not is_resource_tracker(process)]
-    for process in ended:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(ended, timeout=_GONE_WITHIN_S)
+    return found
