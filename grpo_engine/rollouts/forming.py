@@ -85,7 +85,7 @@ def why_unreachable(
     groups that wait count once.
     """
     waiting = list(queue)
-    supplies = [(supplier.env_id, supplier.group_size) for supplier in suppliers]
+    supplies: list[tuple[int | None, int]] = [(supplier.env_id, supplier.group_size) for supplier in suppliers]
     supplies += [(None, size) for size in {group.num_sequences for group in waiting if group.env_id is None}]
     if not supplies:
         return None
