@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"grpo-engine: {words[0]!r} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request says nothing that metrics do not
     try:
         return command(words[1:])

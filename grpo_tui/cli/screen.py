@@ -6,9 +6,8 @@ import sys
 
 import typer
 
-from grpo_tui.cli.arguments import RunArgument, run_to_act_on
+from grpo_tui.cli.arguments import RunArgument, run_to_read
 from grpo_tui.client.api import ensure_daemon, open_run
-from grpo_tui.client.local import NoSuchRun
 
 
 def register(app: typer.Typer) -> None:
@@ -17,12 +16,11 @@ def register(app: typer.Typer) -> None:
 
 
 def attach_command(run: RunArgument = None) -> None:
-    """Open the screen on a run; `q` leaves it running."""
+    """Open the screen on a run; `q` leaves it running. One that has ended is shown as it ended."""
     from grpo_tui.ui.app import open_screen
 
-    folder = run_to_act_on(run).folder
-    if not ensure_daemon(folder):
-        raise NoSuchRun(f"run {folder.name} is over: `grpo-tui status {folder.name}` shows how it ended")
+    folder = run_to_read(run).folder
+    ensure_daemon(folder)  # one that died while its services live is replaced; a run that is over needs none
     raise typer.Exit(open_screen(folder))
 
 
