@@ -1,4 +1,4 @@
-"""Where things are: profiles, runs, and the daemon's socket. Pure path arithmetic and folder listings; starts nothing."""
+"""Where things are: profiles, runs, and the daemon's socket. Path arithmetic and folder listings; starts nothing."""
 
 from __future__ import annotations
 

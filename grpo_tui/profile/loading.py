@@ -164,8 +164,9 @@ def _ports_are_used_once(profile: Profile) -> Iterator[str]:
             users.setdefault(port, []).extend([name] * (count if port not in own else 1))
     for port, names in users.items():
         if len(names) > 1:
-            first, second = names[0], names[1]
-            yield f"services.{second}.port{'s' if first == second else ''}: {port} is already the port of services.{first}"
+            first, second = names[:2]
+            key = "ports" if first == second else "port"
+            yield f"services.{second}.{key}: {port} is already the port of services.{first}"
 
 
 def _models_exist(profile: Profile) -> Iterator[str]:
@@ -191,13 +192,15 @@ def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
 
 
 def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
-    inference = [s for s in profile.services.values() if isinstance(s, Inference)]
+    servers = [service for service in profile.services.values() if isinstance(service, Inference)]
+    sharing = [server for server in servers if server.shared_weights]
     for name, service in profile.services.items():
-        shared = isinstance(service, Trainer) and service.bridge.mode == "shared_vllm"
-        if shared and inference and not any(server.shared_weights for server in inference):
+        if not isinstance(service, Trainer) or service.bridge.mode != "shared_vllm":
+            continue
+        if servers and not sharing:
             yield f"services.{name}.bridge.mode: shared_vllm, but no inference service has shared_weights = true"
-        if shared and any(server.shared_weights and server.dtype != service.dtype for server in inference):  # type: ignore[union-attr]
-            yield f"services.{name}.dtype: {service.dtype}, but the shared weights have another: state it once in [model]"  # type: ignore[union-attr]
+        if any(server.dtype != service.dtype for server in sharing):
+            yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
 
 
 Check = Callable[[Profile], Iterator[str]]

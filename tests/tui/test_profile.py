@@ -175,7 +175,7 @@ def test_a_profile_of_commands_alone_needs_no_model(tmp_path: Path) -> None:
 
 
 def test_an_unknown_profile_lists_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'tiny-cpu'.*hermes8b-shared"):
+    with pytest.raises(ConfigError, match=r"did you mean 'tiny-cpu'.*hermes8b-shared"):
         find("tiny-cpuu")
 
 
