@@ -111,7 +111,7 @@ def _make_folder(loaded: LoadedProfile, logs: Path) -> Path:
             break
         except FileExistsError:
             number += 1
-            folder = logs.resolve() / f"{base}-{number}"
+            folder = logs.resolve() / f"{base}.{number}"  # not "-": shared memory is swept by the prefix "grpo-<run>-"
     plan = make_plan(loaded, run_folder=folder, python=sys.executable)
     write_json_atomically(folder / RESOLVED_FILE, resolved(loaded), mode=0o600)
     write_atomically(folder / PLAN_FILE, plan.to_json().encode(), mode=0o600)
