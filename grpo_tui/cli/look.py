@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import typer
 
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.metrics import HEALTHY_BANDS, Band
 from grpo_engine.wire.supervisor import RunStatus
 from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
 from grpo_tui.client.api import Run, run_status, runs
 from grpo_tui.client.local import age_words, stored_status
+
+FIRST_METRICS = (
+    "reward/mean",
+    "grpo/mean_ratio",
+    "grpo/clipped_fraction",
+    "alignment/diff_mean",
+    "alignment/diff_abs_mean",
+    "grpo/entropy",
+    "train/loss",
+    "train/grad_norm",
+    "train/tokens_per_second",
+    "rollout/staleness_mean",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -69,10 +83,27 @@ def _print_rest(status: RunStatus) -> None:
     if status.gpu_note is not None:
         print(f"\nGPUs: {status.gpu_note}")
     if status.metrics:
-        values = "  ".join(f"{name} {value:.5g}" for name, value in status.metrics.items())
-        print(f"\n{values}")
+        print(f"\n{_table(_metric_lines(status.metrics))}")
     for warning in status.warnings:
         print(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
+
+
+def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """The latest values that a person looks at first, with their healthy bands; `grpo-tui metrics` has them all."""
+    lines = [("METRIC", "NOW", "HEALTHY")]
+    for name in ("step", *FIRST_METRICS):
+        value = metrics.get(name)
+        if value is not None:
+            band = HEALTHY_BANDS.get(name)
+            verdict = "" if band is None else f"{'yes' if band.holds(value) else 'NO'}, {_band(band)}"
+            lines.append((name, f"{value:.5g}", verdict))
+    return lines
+
+
+def _band(band: Band) -> str:
+    if band.low is None or band.high is None:
+        return f"at most {band.high}" if band.low is None else f"at least {band.low}"
+    return f"{band.low} to {band.high}"
 
 
 def _with_diagnosis(run: Run, status: RunStatus) -> RunStatus:
