@@ -69,9 +69,12 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
              _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports)
         )  # fmt: skip
     print(_table(lines))
+    explained: list[str] = []
     for service in status.services:
         if service.why is not None:
-            print(f"\n{service.name}: {service.why}")
+            explained.append(f"{service.name}: {service.why}")
+    if explained:
+        print("\n" + "\n".join(explained))
     _print_rest(status)
 
 
@@ -90,7 +93,7 @@ def _print_rest(status: RunStatus) -> None:
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
     """The latest values that a person looks at first, with their healthy bands; `grpo-tui metrics` has them all."""
-    lines = [("METRIC", "NOW", "HEALTHY")]
+    lines: list[tuple[str, ...]] = [("METRIC", "NOW", "HEALTHY")]
     for name in ("step", *FIRST_METRICS):
         value = metrics.get(name)
         if value is not None:
