@@ -120,12 +120,28 @@ class TrainConfig(Config):
     max_bad_steps: int = Field(5, ge=1)
     """Steps in a row with a loss or gradient that is not finite, after which training stops; each is skipped."""
 
+    # Flags of the stock trainer for the vLLM that it starts; ours never starts one
+    gpu_memory_utilization: Annotated[float, Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"))] = (
+        Field(0.45, gt=0, le=1)
+    )
+    """Has no effect here: give it to the inference server."""
+    max_model_len: int = Field(4096, ge=2)
+    """Has no effect here: give it to the inference server."""
+    vllm_gpu: int | None = None
+    """Has no effect here: set `gpus` of the inference service, or CUDA_VISIBLE_DEVICES of the server."""
+
     # Several trainers
     trainer_rank: int = 0
     world_size: int = 1
     init_method: str = "env://"
     num_inference_nodes: int = 0
     """Inference nodes besides this machine."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Settings that were given and have no effect on this trainer."""
+        names = ("gpu_memory_utilization", "max_model_len", "vllm_gpu")
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @property
     def sequences_per_batch(self) -> int:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 def run(config: TrainConfig) -> int:
     """Train until the last step or a polite signal; returns the exit code."""
+    for name in config.unused:
+        log.warning("%s has no effect on the trainer: it starts no vLLM; give it to the inference server", name)
     if config.debug_loading:
         logging.getLogger("grpo_engine.models").setLevel(logging.DEBUG)
     if config.threads is not None:
