@@ -1,0 +1,514 @@
+"""A real vLLM behind our routes, as a process of its own: numbers against transformers, weights shared, ends clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from pydantic import TypeAdapter
+from serving import EOS, RunningServer, free_port, our_segments, save_tiny_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
+from grpo_engine.bridges.bridge_files import read_bridge_file
+from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.wire.inference import GenerateResponse
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPT = [10, 20, 30]
+LONG_PROMPT = [4 + i % 90 for i in range(200)]
+"""Longer than a block of the prefix cache."""
+VOCABULARY = 101
+"""Not a multiple of 64: vLLM pads it."""
+LETTER_E = 4 + ord("e") - 32
+RUN = "vllmtest"
+TOLERANCE = 1e-3
+
+
+@dataclass(slots=True)
+class Stack:
+    """A server, what was seen of its start, and where its files are."""
+
+    server: RunningServer
+    model: Path
+    folder: Path
+    statuses: list[int] = field(default_factory=list)
+
+    @property
+    def bridge_file(self) -> Path:
+        return self.folder / "bridge.json"
+
+    def bridge(self, settings: dict[str, object]) -> Bridge:
+        if settings["mode"] == "shared_vllm":
+            settings = {**settings, "config_path": self.bridge_file}
+        context = BridgeContext(
+            model_name=str(self.model),
+            dtype="float32",
+            device="cpu",
+            server_url=self.server.url,
+            folder=self.folder / "run",
+            lora=LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
+            patience_s=60,
+        )
+        return TypeAdapter(AnyBridge).validate_python(settings).build(context)
+
+
+@contextmanager
+def serving_vllm(model: Path, folder: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
+    """A vLLM server that is healthy; killed with all that is below it at the end, should it still be there."""
+    port, log = free_port(), folder / f"server-{time.monotonic_ns()}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "grpo_engine", "server", "--engine", "vllm", "--device", "cpu"),
+                *("--model-name", str(model), "--dtype", "float32", "--port", str(port), "--threads", "1"),
+                *("--max-model-len", "256", "--bridge-file", str(folder / "bridge.json"), "--shared-weights", *flags),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"},
+                **{"VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})},
+            },
+        )
+    stack = Stack(RunningServer(process, f"http://127.0.0.1:{port}", log), model, folder)
+    below: list[ProcessIdentity] = []
+    try:
+        while not stack.statuses or stack.statuses[-1] != 200:
+            assert process.poll() is None, log.read_text()
+            with suppress(httpx.TransportError):
+                stack.statuses.append(httpx.get(f"{stack.server.url}/health", trust_env=False).status_code)
+            time.sleep(0.1)  # the interval of a probe, whose limit is the test's own
+        below = processes_below(process.pid)
+        yield stack
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        for identity in below:
+            if identity.is_alive():
+                os.kill(identity.pid, signal.SIGKILL)
+
+
+def processes_below(pid: int) -> list[ProcessIdentity]:
+    identities = [ProcessIdentity.of(child.pid) for child in psutil.Process(pid).children(recursive=True)]
+    return [identity for identity in identities if identity is not None]
+
+
+def wait_gone(identities: list[ProcessIdentity], within_s: float) -> None:
+    until = time.monotonic() + within_s
+    while any(identity.is_alive() for identity in identities) and time.monotonic() < until:
+        time.sleep(0.05)  # the interval of a probe
+    assert [identity for identity in identities if identity.is_alive()] == []
+
+
+def save_tiny_qwen2(folder: Path) -> Path:
+    """A random Qwen2: fused biases, grouped heads, an end token that comes often."""
+    save_tiny_model(folder, seed=1)
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Single copy, log-probs as sampled, owned by a run."""
+    folder = tmp_path_factory.mktemp("shared")
+    model = save_tiny_qwen2(folder / "model")
+    try:
+        with serving_vllm(model, folder, "--logprobs-mode", "processed", environment={"GRPO_TUI_RUN": RUN}) as stack:
+            yield stack
+    finally:
+        unlink_segments(name for name in our_segments() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Tied embeddings, adapters beside shared weights, raw log-probs, started by hand."""
+    folder = tmp_path_factory.mktemp("adapted")
+    model = save_tiny_model(folder / "model", seed=2, tied=True)
+    with serving_vllm(model, folder, "--enable-lora", "--max-lora-rank", "8") as stack:
+        yield stack
+
+
+def logprobs_of(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0].float() / temperature
+    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return rows.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def assert_agreement(
+    stack: Stack,
+    model: torch.nn.Module,
+    *,
+    version: int,
+    prompt: list[int] = PROMPT,
+    temperature: float = 1.0,
+    divided_by: float | None = None,
+    **body: object,
+) -> GenerateResponse:
+    """What is served are the model's log-probabilities, at the temperature that the convention says."""
+    body = {"max_tokens": 12, "logprobs": 0, "temperature": temperature, **body}
+    raw = stack.server.generate(prompt={"prompt_token_ids": prompt}, **body)
+    answer = GenerateResponse.model_validate(raw)
+    assert answer.token_ids is not None
+    assert answer.logprobs is not None
+    for tokens, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert [next(iter(position[0])) for position in entries] == [str(token) for token in tokens]
+        values = torch.tensor([next(iter(position[0].values())) for position in entries])
+        expected = logprobs_of(model, prompt, tokens, temperature if divided_by is None else divided_by)
+        torch.testing.assert_close(values, expected, atol=TOLERANCE, rtol=0)
+    assert answer.policy_version == version
+    assert answer.policy_versions == [[version] * len(tokens) for tokens in answer.token_ids]
+    return answer
+
+
+def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
+    """A writer that gives every trainable parameter new values, far from the old ones."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        name: p.detach() + 0.05 * torch.randn(p.shape, generator=generator)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+    def write() -> None:
+        for name, parameter in model.named_parameters():
+            if name in values:
+                parameter.data.copy_(values[name])
+
+    return write
+
+
+# --- single copy: in the order in which they stand here, since they share one server ---------------------------------
+
+
+def test_health_is_503_until_vllm_serves(shared: Stack) -> None:
+    assert set(shared.statuses) == {503, 200}
+    assert shared.statuses == sorted(shared.statuses, reverse=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_processed_logprobs_are_those_of_the_tempered_model(shared: Stack, temperature: float) -> None:
+    model = AutoModelForCausalLM.from_pretrained(shared.model).eval()
+    answer = assert_agreement(shared, model, version=0, temperature=temperature, n=8, max_tokens=48, seed=5)
+    assert len(answer.text) == 8
+    assert answer.logprobs_mode == "processed"
+    assert answer.token_ids is not None
+    ended = [tokens for tokens, why in zip(answer.token_ids, answer.finish_reasons, strict=True) if why == "stop"]
+    assert ended
+    assert all(tokens[-1] == EOS and EOS not in tokens[:-1] for tokens in ended)
+    cut = [tokens for tokens, why in zip(answer.token_ids, answer.finish_reasons, strict=True) if why == "length"]
+    assert all(len(tokens) == 48 for tokens in cut)
+
+
+def test_a_seed_repeats_a_completion_and_members_of_a_group_differ(shared: Stack) -> None:
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 4, "max_tokens": 16, "logprobs": 0, "ignore_eos": True}
+    first, again = (shared.server.generate(**body, seed=11)["token_ids"] for _ in range(2))
+    assert first == again
+    assert len(set(map(tuple, first))) == 4
+
+
+def test_prompt_and_top_logprobs_are_the_models(shared: Stack) -> None:
+    model = AutoModelForCausalLM.from_pretrained(shared.model).eval()
+    answer = shared.server.generate(
+        prompt={"prompt_token_ids": LONG_PROMPT}, logprobs=3, prompt_logprobs=2, max_tokens=2, ignore_eos=True
+    )
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([LONG_PROMPT])).logits[0].float(), -1)
+    assert answer["prompt_logprobs"][0] is None
+    for position, entry in enumerate(answer["prompt_logprobs"][1:], start=1):
+        assert next(iter(entry)) == str(LONG_PROMPT[position])
+        for token, value in entry.items():
+            assert value == pytest.approx(rows[position - 1, int(token)].item(), abs=TOLERANCE)
+        assert set(map(int, entry)) >= set(rows[position - 1].topk(2).indices.tolist())
+    first = answer["logprobs"][0][0][0]
+    assert next(iter(first)) == str(answer["token_ids"][0][0])
+    assert set(map(int, first)) >= set(rows[-1].topk(3).indices.tolist())
+
+
+def test_what_cannot_be_served_is_refused_by_name(shared: Stack) -> None:
+    with shared.server.client as client:
+        unknown = client.post("/generate", json={"prompt": "a", "best_of": 2})
+        foreign = client.post("/generate", json={"prompt": {"prompt_token_ids": [VOCABULARY]}})
+        long = client.post("/generate", json={"prompt": {"prompt_token_ids": [5] * 256}})
+    assert (unknown.status_code, foreign.status_code, long.status_code) == (422, 400, 400)
+    assert "best_of" in unknown.json()["detail"]
+    assert "101" in foreign.json()["detail"]
+    assert "256" in long.json()["detail"]
+
+
+def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(shared: Stack) -> None:
+    body = {"prompt": "hello", "max_tokens": 120, "logprobs": 0, "n": 4, "ignore_eos": True}
+    answer = shared.server.generate(**body, stop=["e"], seed=3)
+    stopped = [i for i, why in enumerate(answer["finish_reasons"]) if why == "stop"]
+    assert stopped
+    for index in stopped:
+        assert "e" not in answer["text"][index]
+        tokens = answer["token_ids"][index]
+        assert tokens.index(LETTER_E) == len(tokens) - 1
+        assert len(answer["logprobs"][index]) == len(tokens)
+
+
+def test_the_bridge_file_has_transformers_names_and_shapes(shared: Stack) -> None:
+    model = AutoModelForCausalLM.from_pretrained(shared.model)
+    file = read_bridge_file(shared.bridge_file)
+    assert {name: entry.shape for name, entry in file.tensors.items()} == {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
+    assert file.tensors["model.embed_tokens.weight"].shape[0] == VOCABULARY
+    assert file.pid == shared.server.process.pid
+
+
+def test_published_weights_are_served_at_once_and_no_cached_prefix_outlives_them(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "shared_vllm"})
+    model = bridge.attach().model.eval()
+    assert_agreement(shared, model, version=0, prompt=LONG_PROMPT)
+    for version in (1, 2, 3):
+        bridge.publish(version, shift(model, version))
+        assert_agreement(shared, model, version=version, prompt=LONG_PROMPT, n=2)
+        assert_agreement(shared, model, version=version, temperature=0.7, n=8)
+    with shared.server.client as client:
+        info = client.get("/bridge/info").json()
+    assert (info["policy_version"], info["update_count"], info["paused"]) == (3, 3, False)
+    bridge.close()
+
+
+def test_no_answer_mixes_two_versions(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "shared_vllm"})
+    model = bridge.attach().model.eval()
+    writers = [shift(model, 20), shift(model, 21)]
+    expected: dict[int, dict[tuple[int, ...], torch.Tensor]] = {}
+    answers: list[dict] = []
+    is_over = threading.Event()
+
+    def hammer() -> None:
+        while not is_over.is_set():
+            answers.append(
+                shared.server.generate(prompt={"prompt_token_ids": LONG_PROMPT}, n=2, max_tokens=24, logprobs=0)
+            )
+
+    hammers = [threading.Thread(target=hammer) for _ in range(3)]
+    bridge.publish(4, writers[0])
+    for thread in hammers:
+        thread.start()
+    try:
+        for version in range(5, 15):
+            bridge.publish(version, writers[version % 2])
+    finally:
+        is_over.set()
+        for thread in hammers:
+            thread.join()
+    assert len({answer["policy_version"] for answer in answers}) > 2
+    for which in (0, 1):
+        bridge.publish(16 + which, writers[which])
+        expected[which] = {
+            tuple(tokens): logprobs_of(model, LONG_PROMPT, tokens, 1.0)
+            for answer in answers
+            if answer["policy_version"] % 2 == which
+            for tokens in answer["token_ids"]
+        }
+    for answer in answers:
+        version = answer["policy_version"]
+        for tokens, entries, versions in zip(
+            answer["token_ids"], answer["logprobs"], answer["policy_versions"], strict=True
+        ):
+            values = torch.tensor([next(iter(position[0].values())) for position in entries])
+            torch.testing.assert_close(values, expected[version % 2][tuple(tokens)], atol=TOLERANCE, rtol=0)
+            assert versions == [version] * len(tokens)
+    bridge.close()
+
+
+def test_a_checkpoint_is_reloaded_in_place_and_one_that_does_not_fit_changes_nothing(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "shared_vllm"})
+    model = bridge.attach().model.eval()
+    original = AutoModelForCausalLM.from_pretrained(shared.model).eval()
+    with shared.server.client as client:
+        answer = client.post("/bridge/reload", json={"path": str(shared.model), "policy_version": 30})
+        assert answer.json()["policy_version"] == 30
+        assert_agreement(shared, original, version=30, prompt=LONG_PROMPT)
+        for mine, theirs in zip(model.parameters(), original.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        other = save_tiny_model(shared.folder / "other", seed=9)
+        refused = client.post("/bridge/reload", json={"path": str(other), "policy_version": 31})
+        weights = shared.model / "model.safetensors"
+        broken = shared.folder / "broken"
+        broken.mkdir()
+        (broken / weights.name).write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+        cut = client.post("/bridge/reload", json={"path": str(broken), "policy_version": 31})
+    assert (refused.status_code, cut.status_code) == (400, 400)
+    assert "does not fit the served model" in refused.json()["detail"]
+    assert "model.safetensors" in cut.json()["detail"]
+    assert_agreement(shared, original, version=30)
+    bridge.close()
+
+
+def test_half_written_weights_are_not_served_until_they_are_mended(shared: Stack) -> None:
+    fence = Fence.attach(read_bridge_file(shared.bridge_file).fence_segment)
+    with pytest.raises(RuntimeError), fence.writing(40):
+        raise RuntimeError("the trainer fails in the middle")
+    with shared.server.client as client:
+        assert client.get("/health").status_code == 503
+        refused = client.post("/generate", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert "half-written" in refused.json()["detail"]
+        client.post("/bridge/reload", json={"path": str(shared.model), "policy_version": 41}).raise_for_status()
+        assert client.get("/health").status_code == 200
+    assert_agreement(shared, AutoModelForCausalLM.from_pretrained(shared.model).eval(), version=41)
+    fence.close()
+
+
+def test_a_pause_ends_with_its_owner(shared: Stack) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with shared.server.client as client:
+        client.post("/bridge/pause", json={"owner_pid": owner.pid}).raise_for_status()
+        assert client.get("/bridge/is_paused").json() == {"paused": True}
+        assert client.post("/bridge/pause", json={"owner_pid": os.getpid()}).status_code == 409
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/generate", json={"prompt": "a"}, timeout=0.5)
+        owner.communicate(b"\n")
+        client.post("/generate", json={"prompt": "a"}).raise_for_status()
+        assert client.get("/bridge/is_paused").json() == {"paused": False}
+
+
+def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_over(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "shared_vllm"})
+    model = bridge.attach().model.eval()
+    bridge.publish(50, shift(model, 50))
+    below = processes_below(shared.server.process.pid)
+    assert len(below) >= 2
+    assert shared.server.stop(signal.SIGKILL) == -signal.SIGKILL
+    wait_gone(below, within_s=10)
+    before = read_bridge_file(shared.bridge_file)
+    flags = ("--logprobs-mode", "processed")
+    with serving_vllm(shared.model, shared.folder, *flags, environment={"GRPO_TUI_RUN": RUN}) as again:
+        assert_agreement(again, model, version=50, prompt=LONG_PROMPT)
+        assert not {before.fence_segment, *segments_of(before.tensors)} & our_segments()
+        below = processes_below(again.server.process.pid)
+        engine = next(p for p in psutil.Process(again.server.process.pid).children() if is_engine_core(p))
+        engine.kill()
+        assert again.server.process.wait(30) == 1
+        wait_gone(below, within_s=10)
+        assert "engine has died" in again.server.log.read_text()
+    bridge.close()
+
+
+def is_engine_core(process: psutil.Process) -> bool:
+    return not any("resource_tracker" in part for part in process.cmdline())
+
+
+# --- adapters, tied embeddings, raw log-probs ------------------------------------------------------------------------
+
+
+def test_raw_logprobs_are_those_before_the_temperature(adapted: Stack) -> None:
+    model = AutoModelForCausalLM.from_pretrained(adapted.model).eval()
+    answer = assert_agreement(adapted, model, version=0, temperature=0.7, divided_by=1.0, n=4)
+    assert answer.logprobs_mode == "raw"
+
+
+def test_tied_embeddings_are_shared_as_one_also_below_adapters(adapted: Stack) -> None:
+    file = read_bridge_file(adapted.bridge_file)
+    assert file.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    bridge = adapted.bridge({"mode": "shared_vllm"})
+    model = bridge.attach().model.eval()
+    bridge.publish(1, shift(model, 1))
+    assert_agreement(adapted, model, version=1, prompt=LONG_PROMPT)
+    with adapted.server.client as client:  # the adapters' trainer below starts from the checkpoint
+        client.post("/bridge/reload", json={"path": str(adapted.model), "policy_version": 2}).raise_for_status()
+    bridge.close()
+
+
+def test_adapters_follow_each_other_while_requests_run(adapted: Stack) -> None:
+    bridge = adapted.bridge({"mode": "lora_only"})
+    model = bridge.attach().model.eval()
+    is_over = threading.Event()
+    answers: list[dict] = []
+
+    def hammer() -> None:
+        while not is_over.is_set():
+            answers.append(adapted.server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=64, logprobs=0))
+
+    thread = threading.Thread(target=hammer)
+    thread.start()
+    try:
+        for version in range(3, 8):
+            bridge.publish(version, shift(model, version))
+            assert_agreement(adapted, model, version=version, prompt=LONG_PROMPT, n=2)
+    finally:
+        is_over.set()
+        thread.join()
+    assert all(len(set(answer["policy_versions"][0])) == 1 for answer in answers)
+    with adapted.server.client as client:
+        status = client.get("/lora/status").json()
+        assert (status["active_adapter_name"], status["load_count"]) == ("policy@000007", 5)
+        broken = adapted.folder / "broken"
+        model.save_pretrained(broken)
+        weights = broken / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+        refused = client.post("/lora/load", json={"adapter_path": str(broken)})
+        assert refused.status_code == 400
+        assert "broken" in refused.json()["detail"]
+        settings = broken / "adapter_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"r": 64}))
+        large = client.post("/lora/load", json={"adapter_path": str(broken)})
+        assert "rank 64 is above --max-lora-rank 8" in large.json()["detail"]
+    assert_agreement(adapted, model, version=7)
+    with adapted.server.client as client:
+        assert client.post("/lora/unload").json()["previous_name"] == "policy@000007"
+    with model.disable_adapter():
+        assert_agreement(adapted, model, version=8)
+    bridge.close()
+
+
+def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
+    file = read_bridge_file(adapted.bridge_file)
+    segments = {file.fence_segment, *segments_of(file.tensors)}
+    assert segments <= our_segments()
+    below = processes_below(adapted.server.process.pid)
+    assert len(below) >= 2
+    assert adapted.server.stop() == 0
+    wait_gone(below, within_s=10)
+    assert not segments & our_segments()
+    assert not adapted.bridge_file.exists()
