@@ -16,7 +16,7 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.vllm_worker import SERVER_VARIABLE, SHARE_VARIABLE
+from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -122,7 +122,8 @@ def _fitting_length(config: ServerConfig) -> int:
     """The longest sequence: what was asked for, or what the model's positions allow."""
     text_config = load_config(config.model_name).get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
-    is_scaled = bool(getattr(text_config, "rope_scaling", None)) and "factor" in text_config.rope_scaling
+    rotary = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    is_scaled = "factor" in rotary  # vLLM knows how far that reaches, and refuses what is longer
     if not isinstance(limit, int) or is_scaled or config.max_model_len <= limit:
         return config.max_model_len
     logger.warning(

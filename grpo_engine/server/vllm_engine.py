@@ -130,6 +130,8 @@ class VllmEngine:
         llm = None
         try:
             llm = self._load()
+            # After vLLM has forked: torch may start threads of its own here.
+            self._parameters = parameters_of(self._config.model_name)
             asyncio.run_coroutine_threadsafe(self._take(llm), self._loop).result()
             with suppress(InvalidStateError):  # the server closed in the meantime
                 self._is_loaded.set_result(None)
@@ -147,7 +149,6 @@ class VllmEngine:
     def _load(self) -> AsyncLLM:
         prepare_environment(self._config, os.environ)
         self._tokenizer = load_tokenizer(self._config.model_name)
-        self._parameters = parameters_of(self._config.model_name)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_platform(self._config)

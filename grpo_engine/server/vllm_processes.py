@@ -12,8 +12,11 @@ import time
 import psutil
 
 from grpo_engine.bridges.process_identity import ProcessIdentity
-from grpo_engine.server.vllm_worker import is_resource_tracker
 
+SERVER_VARIABLE = "GRPO_VLLM_SERVER"
+"""`<pid>:<start ticks>` of the process that serves HTTP; read by the workers (`vllm_worker.py`)."""
+SHARE_VARIABLE = "GRPO_VLLM_SHARE_WEIGHTS"
+"""`1` where the workers share their weights."""
 _GONE_WITHIN_S = 5.0
 _POLL_S = 0.02
 
@@ -41,6 +44,14 @@ def end_engine_processes() -> None:
             logger.error("Killed, but still there: %s", ", ".join(f"process {identity.pid}" for identity in alive))
             return
         time.sleep(_POLL_S)
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether a process is one of multiprocessing's own, which ends after all whom it serves."""
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _below_this_process() -> list[psutil.Process]:

@@ -2,7 +2,8 @@
 
 vLLM imports this module (`worker_extension_cls`) before it loads the model and mixes `GrpoWorker` into its worker. The
 import is the only hook that early, so here, and only in processes that our server started, importing has effects: the
-patches are applied and the watch begins. Elsewhere it does nothing.
+patches are applied and the watch begins. Elsewhere it does nothing. The server itself must not import it: a forked
+child would find it imported already, and nothing would begin.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ import psutil
 
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import BridgeError
+from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE, is_resource_tracker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SERVER_VARIABLE = "GRPO_VLLM_SERVER"
-"""`<pid>:<start ticks>` of the process that serves HTTP."""
-SHARE_VARIABLE = "GRPO_VLLM_SHARE_WEIGHTS"
 _WATCH_INTERVAL_S = 0.25
 _PATCHED = "_grpo_keeps_weights"
 
@@ -141,15 +140,6 @@ def _end_with(server: ProcessIdentity) -> None:
             except psutil.NoSuchProcess:
                 continue
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_resource_tracker(process: psutil.Process) -> bool:
-    """Whether a process is one of multiprocessing's own, which ends after all whom it serves."""
-
-    try:
-        return any("resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
-        return False
 
 
 def _described(view: Tensor, segment: str, base: int) -> Any:

@@ -19,12 +19,12 @@ import psutil
 import pytest
 import torch
 from pydantic import TypeAdapter
-from serving import EOS, RunningServer, free_port, our_segments, save_tiny_model
+from serving import EOS, RunningServer, free_port, save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.bridge_files import read_bridge_file
-from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.fence import SHARED_MEMORY, Fence
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
 from grpo_engine.models.config import LoraSettings
@@ -39,7 +39,7 @@ LONG_PROMPT = [4 + i % 90 for i in range(200)]
 VOCABULARY = 101
 """Not a multiple of 64: vLLM pads it."""
 LETTER_E = 4 + ord("e") - 32
-RUN = "vllmtest"
+RUN = f"vllmtest{os.getpid()}"
 TOLERANCE = 1e-3
 
 
@@ -73,7 +73,7 @@ class Stack:
 
 @contextmanager
 def serving_vllm(model: Path, folder: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
-    """A vLLM server that is healthy; killed with all that is below it at the end, should it still be there."""
+    """A vLLM server that is healthy; ended by SIGTERM, or else by SIGKILL."""
     port, log = free_port(), folder / f"server-{time.monotonic_ns()}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -93,22 +93,18 @@ def serving_vllm(model: Path, folder: Path, *flags: str, environment: dict[str, 
             },
         )
     stack = Stack(RunningServer(process, f"http://127.0.0.1:{port}", log), model, folder)
-    below: list[ProcessIdentity] = []
     try:
         while not stack.statuses or stack.statuses[-1] != 200:
             assert process.poll() is None, log.read_text()
             with suppress(httpx.TransportError):
                 stack.statuses.append(httpx.get(f"{stack.server.url}/health", trust_env=False).status_code)
             time.sleep(0.1)  # the interval of a probe, whose limit is the test's own
-        below = processes_below(process.pid)
         yield stack
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        for identity in below:
-            if identity.is_alive():
-                os.kill(identity.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            stack.server.stop()
+        process.kill()
+        process.wait()
 
 
 def processes_below(pid: int) -> list[ProcessIdentity]:
@@ -121,6 +117,10 @@ def wait_gone(identities: list[ProcessIdentity], within_s: float) -> None:
     while any(identity.is_alive() for identity in identities) and time.monotonic() < until:
         time.sleep(0.05)  # the interval of a probe
     assert [identity for identity in identities if identity.is_alive()] == []
+
+
+def segments_now() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*")}
 
 
 def save_tiny_qwen2(folder: Path) -> Path:
@@ -160,7 +160,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         with serving_vllm(model, folder, "--logprobs-mode", "processed", environment={"GRPO_TUI_RUN": RUN}) as stack:
             yield stack
     finally:
-        unlink_segments(name for name in our_segments() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
+        unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +425,7 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
     flags = ("--logprobs-mode", "processed")
     with serving_vllm(shared.model, shared.folder, *flags, environment={"GRPO_TUI_RUN": RUN}) as again:
         assert_agreement(again, model, version=50, prompt=LONG_PROMPT)
-        assert not {before.fence_segment, *segments_of(before.tensors)} & our_segments()
+        assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
         below = processes_below(again.server.process.pid)
         engine = next(p for p in psutil.Process(again.server.process.pid).children() if is_engine_core(p))
         engine.kill()
@@ -505,10 +505,10 @@ def test_adapters_follow_each_other_while_requests_run(adapted: Stack) -> None:
 def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
     file = read_bridge_file(adapted.bridge_file)
     segments = {file.fence_segment, *segments_of(file.tensors)}
-    assert segments <= our_segments()
+    assert segments <= segments_now()
     below = processes_below(adapted.server.process.pid)
     assert len(below) >= 2
     assert adapted.server.stop() == 0
     wait_gone(below, within_s=10)
-    assert not segments & our_segments()
+    assert not segments & segments_now()
     assert not adapted.bridge_file.exists()
