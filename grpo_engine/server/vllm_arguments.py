@@ -26,6 +26,8 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's kernels are compiled for these."""
 _NUM_ADAPTERS = 2
 """The one that is served, and the one before it, on which requests may still run."""
+_CPU_CACHE_BYTES = 1 << 30
+"""On a CPU, vLLM would take `gpu_memory_utilization` of the whole machine's memory for its cache."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,8 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
             "max_loras": _NUM_ADAPTERS,
             "max_cpu_loras": 2 * _NUM_ADAPTERS,
         }
+    if is_cpu:  # VLLM_CPU_KVCACHE_SPACE still wins over it
+        values["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     if is_cpu and config.shared_weights and not config.enforce_eager:
         # With compilation, inductor may freeze weights into the compiled code on this platform.
         logger.info("Shared weights on a CPU: serving without compilation")

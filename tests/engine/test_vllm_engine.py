@@ -89,7 +89,7 @@ def serving_vllm(model: Path, folder: Path, *flags: str, environment: dict[str, 
             env={
                 **os.environ,
                 **{"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"},
-                **{"VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})},
+                **(environment or {}),
             },
         )
     stack = Stack(RunningServer(process, f"http://127.0.0.1:{port}", log), model, folder)
