@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from grpo_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LAYER_OF_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
@@ -42,6 +46,17 @@ def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:
             f"0 to {len(present) - 1}"
         )
     return chosen
+
+
+def takes_any_mask(model: PreTrainedModel) -> bool:
+    """Whether every layer attends as a 4-dimensional bool mask says: SDPA, no sliding window, no recurrence.
+
+    A window, or a state that runs along the row, would see what the mask hides.
+    """
+    config = model.config
+    has_window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return bool(config._attn_implementation == "sdpa" and not has_window and kinds == {"full_attention"})
 
 
 def layer_of(parameter_name: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.algo.loss_config import LossConfig
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
+from grpo_engine.data.packing import pack_prompts
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
-from grpo_engine.models.layers import freeze_except_layers
+from grpo_engine.models.layers import freeze_except_layers, takes_any_mask
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
@@ -59,6 +60,7 @@ class Trainee:
                 adafactor_relative_step=config.adafactor_relative_step,
             ),
         )
+        self._can_share_prompts = takes_any_mask(self._causal_lm)
         self._bad_steps = 0
         self.model.train()
         num_trained = sum(master.numel() for master in self._masters.parameters)
@@ -69,10 +71,7 @@ class Trainee:
 
         The output layer is applied to trained positions alone: prompts and padding cost no vocabulary.
         """
-        output = self._causal_lm.get_decoder()(
-            input_ids=batch.inputs, attention_mask=batch.attention_mask, use_cache=False
-        )
-        hidden = output.last_hidden_state[batch.mask]  # (N, H)
+        hidden = self._hidden_states(batch)  # (N, H)
         head = self._causal_lm.get_output_embeddings()
         temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask]  # (N,)
         chosen, entropy = token_logprobs(
@@ -85,6 +84,21 @@ class Trainee:
         )
         empty = chosen.new_zeros(batch.mask.shape)
         return empty.masked_scatter(batch.mask, chosen), empty.masked_scatter(batch.mask, entropy)
+
+    def _hidden_states(self, batch: Batch) -> Tensor:
+        """(N, H) states that predict the trained labels, in the order of `batch.mask`."""
+        body = self._causal_lm.get_decoder()
+        packed = pack_prompts(batch) if self._can_share_prompts else None
+        if packed is None:
+            output = body(input_ids=batch.inputs, attention_mask=batch.attention_mask, use_cache=False)
+            return cast(Tensor, output.last_hidden_state[batch.mask])
+        output = body(
+            input_ids=packed.inputs,
+            position_ids=packed.positions,
+            attention_mask=packed.attention_mask,
+            use_cache=False,
+        )
+        return cast(Tensor, output.last_hidden_state.flatten(0, 1)[packed.trained])
 
     def update(self, rate: float, *, is_finite: bool) -> float:
         """Clip the gradients, step the masters at this learning rate, and clear; returns the norm before clipping.
