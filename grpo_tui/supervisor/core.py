@@ -193,7 +193,13 @@ class Supervisor:
         """The second net below all services, then the last words."""
         assert self._ending is not None
         ports = [port for launch in self._launches.values() for port in launch.ports]
-        await teardown.sweep(self.run_name, None, ports=(), report=lambda line: self.notice("info", line, None))
+        await teardown.sweep(
+            self.run_name,
+            None,
+            ports=(),
+            report=lambda line: self.notice("info", line, None),
+            ledger=self._sampler.seen,
+        )
         log.info("run %s is over: %s; ports %s are free", self.run_name, self._ending.state, ports or "(none)")
         self._ended_at = time.time()
         self._me = None

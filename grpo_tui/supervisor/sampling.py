@@ -29,6 +29,8 @@ class Sampler:
         self._usage_reader = UsageReader()
         self._gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
+        self.seen: set[ProcessId] = set()
+        """Every process that a sample found below this run's keepers."""
         self.gpus: list[GpuStatus] = []
         self.gpu_note: str | None = None
 
@@ -71,6 +73,8 @@ class Sampler:
     async def _sample(self) -> None:
         keepers = self._keepers()
         self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
+        for usage in self.usage.values():
+            self.seen |= usage.processes
         pids = {name: usage.pids for name, usage in self.usage.items()}
         gpus = await self._gpu_reader.sample(pids)
         self.gpus, self.gpu_note = list(gpus.gpus), gpus.note

@@ -78,7 +78,7 @@ async def sweep(
     for words in (*stuck, *held):
         report(f"{whose}: {words} does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
-    removed = _remove_shared_memory(run) if service is None else []
+    removed = _remove_shared_memory(run, ledger) if service is None else []
     if removed:
         report(f"{whose}: removed from shared memory: {', '.join(removed)}")
     return SweepReport(
@@ -160,10 +160,17 @@ async def _gpu_is_free(gpu_memory: GpuMemory, whose: str, report: Report) -> int
     return held
 
 
-def _remove_shared_memory(run: str) -> list[str]:
-    """Remove this run's files in shared memory; they are named `grpo-<run>-*`, and only our own user's go."""
+def _remove_shared_memory(run: str, ledger: frozenset[ProcessId]) -> list[str]:
+    """Remove this run's files in shared memory: `grpo-<run>-*`, and what its dead processes left; only our own user's.
+
+    The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`) and torch (`torch_<pid>_*`) leave the files by which memory
+    was shared between processes, unless every process that mapped it ended in the right order.
+    """
+    dead = [entry.pid for entry in ledger if not entry.is_alive()]
+    patterns = [f"grpo-{glob.escape(run)}-*"]
+    patterns += [pattern for pid in dead for pattern in (f"cuda.shm.*.{pid:x}.*", f"torch_{pid}_*")]
     removed = []
-    for path in glob.glob(f"{SHARED_MEMORY}/grpo-{glob.escape(run)}-*"):
+    for path in [path for pattern in patterns for path in glob.glob(f"{SHARED_MEMORY}/{pattern}")]:
         if os.lstat(path).st_uid != os.getuid():
             continue
         if os.path.isdir(path) and not os.path.islink(path):
