@@ -62,6 +62,11 @@ def save_tiny_model(folder: Path, *, seed: int, dtype: torch.dtype = torch.float
     return folder
 
 
+def python_path() -> str:
+    """Where a child finds modules: this checkout first, then wherever this process was told to look."""
+    return os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -107,7 +112,7 @@ def running_server(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **(environment or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})},
         )
     server = RunningServer(process, f"http://127.0.0.1:{port}", log)
     try:

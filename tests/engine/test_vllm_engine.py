@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from pydantic import TypeAdapter
-from serving import EOS, RunningServer, free_port, save_tiny_model
+from serving import EOS, RunningServer, free_port, python_path, save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
@@ -104,7 +104,7 @@ def serving_vllm(
             cwd=folder,
             env={
                 **os.environ,
-                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1"},
+                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"},
                 **(environment or {}),
             },
         )

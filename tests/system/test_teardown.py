@@ -305,18 +305,23 @@ async def test_a_port_on_ipv6_is_found_too(stage: Stage) -> None:
     await keeper.exited()
 
 
-async def test_what_drivers_leave_in_shared_memory_goes_with_the_process_that_left_it(stage: Stage) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    known = identify(dead.pid)
+def ended_process() -> ProcessId:
+    """A process of ours that was there and is gone."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        known = identify(process.pid)
     assert known is not None
-    dead.communicate()
+    return known
+
+
+async def test_what_drivers_leave_in_shared_memory_goes_with_the_process_that_left_it(stage: Stage) -> None:
+    dead = ended_process()
     folder = Path("/dev/shm")
     left = [folder / f"cuda.shm.0.{dead.pid:x}.1", folder / f"torch_{dead.pid}_2613122617_0"]
     kept = [folder / f"cuda.shm.0.{os.getpid():x}.1", folder / f"torch_{os.getpid()}_1_0"]
     try:
         for path in (*left, *kept):
             path.touch()
-        report, _ = await swept(stage, service=None, ledger=[known])
+        report, _ = await swept(stage, service=None, ledger=[dead])
         assert not any(path.exists() for path in left)
         assert all(path.exists() for path in kept)
         assert set(report.removed) == {str(path) for path in left}
