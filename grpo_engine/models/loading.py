@@ -6,6 +6,8 @@ kept as their cause. Loading onto weights that another process holds is in `shar
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -38,7 +40,7 @@ def resolve_model(name: str) -> str:
     if problem is not None:
         raise ModelError(f"model {problem}" if problem.startswith("'") else problem)
     if name.startswith(LOCAL_PREFIX):
-        return str(make_once(name, _recipe(name)))
+        return str(make_once(name, lambda folder: _make_apart(name, folder)))
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
 
@@ -110,6 +112,19 @@ def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
             else "without a hub, give the folder of a downloaded model, or a local/… model such as local/tiny"
         )
         raise ModelError(f"model {name!r} cannot be loaded: {first_line}; {advice}") from error
+
+
+def _make_apart(name: str, folder: Path) -> None:
+    """Make a local model in a fresh interpreter.
+
+    Training leaves threads and a device context of autograd behind, and vLLM forks its engine from this process later:
+    "Cannot re-initialize CUDA in forked subprocess".
+    """
+    code = f"from pathlib import Path; from {__name__} import _recipe; _recipe({name!r})(Path({str(folder)!r}))"
+    made = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    if made.returncode != 0:
+        last_words = "\n".join(made.stderr.strip().splitlines()[-5:]) or f"exit code {made.returncode}"
+        raise ModelError(f"{name} could not be made:\n{last_words}")
 
 
 def _recipe(name: str) -> Callable[[Path], None]:
