@@ -16,7 +16,13 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
 from grpo_engine.server.lora_routes import lora_routes
 from grpo_engine.server.openai_routes import openai_routes
-from grpo_engine.server.requests import add_error_answers, only_this_machine, read_body, unless_client_leaves
+from grpo_engine.server.requests import (
+    RefuseAtTheEnd,
+    add_error_answers,
+    only_this_machine,
+    read_body,
+    unless_client_leaves,
+)
 from grpo_engine.wire.inference import GenerateRequest
 
 
@@ -33,6 +39,7 @@ def create_app(service: Service) -> FastAPI:
     """All routes over one engine; starts and stops nothing."""
     app = FastAPI(title="GRPO inference server", docs_url=None, redoc_url=None)
     add_error_answers(app)
+    app.add_middleware(RefuseAtTheEnd)
     engine = service.engine
 
     @app.post("/generate")

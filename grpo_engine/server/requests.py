@@ -11,6 +11,8 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as StarletteMessage
 
 from grpo_engine.config import did_you_mean
 from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
@@ -68,6 +70,32 @@ def only_this_machine(request: Request) -> None:
         is_near = False
     if not is_near:
         raise HTTPException(403, f"{request.url.path} answers this machine alone, not {host or 'an unknown peer'}")
+
+
+class RefuseAtTheEnd:
+    """ASGI middleware: requests that a shutdown cuts off are answered 503, "ask again", and not 500.
+
+    A trainer waits for the next server on a 503; a 500 it takes for a fault.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        has_begun = False
+
+        async def note(message: StarletteMessage) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except asyncio.CancelledError:  # uvicorn's, once its grace for open requests is over
+            if has_begun or scope["type"] != "http":
+                raise
+            await JSONResponse({"detail": "this server is ending; ask the one that follows"}, 503)(scope, receive, send)
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[ResultT]) -> ResultT:

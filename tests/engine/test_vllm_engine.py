@@ -44,8 +44,9 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", "bfloat16") if HAS_GPU else ("cpu", "float32")
 TOLERANCE = 1e-3
 """Of each log-probability in float32."""
-MEAN_TOLERANCE = 0.05
-"""Of a completion's in bfloat16, where kernels differ in single tokens; other weights are off by more than 0.5."""
+MEAN_TOLERANCE = 0.15
+"""Of a completion's in bfloat16: up to 0.064 was seen on an H200 with these large random weights, whose logits bfloat16
+rounds to tenths; other weights are off by more than 0.5."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,46 @@
+"""What a client is told whose request a shutdown cuts off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from grpo_engine.server.requests import RefuseAtTheEnd
+
+
+async def cut_off(*, after_the_head: bool) -> list[Message]:
+    """Serve one request that never ends, cancel it as uvicorn does, and return what was sent."""
+    sent: list[Message] = []
+    is_inside = asyncio.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        if after_the_head:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        is_inside.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    task = asyncio.create_task(RefuseAtTheEnd(endless)(scope, receive, send))  # type: ignore[arg-type]
+    await is_inside.wait()
+    task.cancel()
+    await task
+    return sent
+
+
+async def test_a_request_that_a_shutdown_cuts_off_is_told_to_ask_again() -> None:
+    head, body = await cut_off(after_the_head=False)
+    assert head["status"] == 503
+    assert b"ask the one that follows" in body["body"]
+
+
+async def test_an_answer_that_has_begun_is_broken_off_and_not_answered_twice() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await cut_off(after_the_head=True)
