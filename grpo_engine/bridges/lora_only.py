@@ -45,7 +45,7 @@ class LoraOnlyBridge:
     def __init__(self, config: LoraOnly, context: BridgeContext) -> None:
         self._context = context
         self._folder = (config.adapter_folder or context.folder / "adapters").absolute()
-        self._client = connect(context.server_url, patience_s=context.patience_s)
+        self._client = connect(context)
         self._instance = ""
         self._version: int | None = None
         """What was handed over last."""

@@ -43,7 +43,7 @@ class CheckpointReloadBridge:
     def __init__(self, config: CheckpointReload, context: BridgeContext) -> None:
         self._context = context
         self._every_steps = config.every_steps
-        self._client = connect(context.server_url, patience_s=context.patience_s)
+        self._client = connect(context)
         self._instance = ""
         self._written = 0
         """Version of the weights in this process."""

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from grpo_engine.bridges.server_client import ServerClient
 
 
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeContext:
     """What a bridge must know of its run."""
@@ -36,6 +41,8 @@ class BridgeContext:
     """Used by the modes that train an adapter."""
     patience_s: float = 300.0
     """How long a server may be away (loading, restarting) before training gives up."""
+    is_stopping: Callable[[], bool] = never
+    """Asked while a server is awaited: once true, the wait ends as if patience had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +86,8 @@ class Bridge(Protocol):
         """Let go of the server and of whatever was left for it to read."""
 
 
-def connect(url: str, *, patience_s: float) -> ServerClient:
+def connect(context: BridgeContext) -> ServerClient:
     """A client of the inference server; only here, so that reading settings loads no HTTP client."""
     from grpo_engine.bridges.server_client import ServerClient
 
-    return ServerClient(url, patience_s=patience_s)
+    return ServerClient(context.server_url, patience_s=context.patience_s, is_stopping=context.is_stopping)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from grpo_engine.bridges.protocol import never
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import Message
 from grpo_engine.wire.inference import BridgeInfo, LoraLoadRequest, PauseRequest, ReloadRequest, ResumeRequest
@@ -43,9 +45,10 @@ class HandoverAnswer(Message):
 class ServerClient:
     """One inference server, asked over HTTP."""
 
-    def __init__(self, url: str, *, patience_s: float) -> None:
+    def __init__(self, url: str, *, patience_s: float, is_stopping: Callable[[], bool] = never) -> None:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
+        self._is_stopping = is_stopping
         self._http = httpx.Client(
             base_url=self.url, timeout=httpx.Timeout(_ANSWER_WITHIN_S, connect=5), trust_env=False
         )
@@ -97,6 +100,8 @@ class ServerClient:
                 if response.status_code != _UNAVAILABLE:
                     return self._read(method, path, response, answer)
                 why = _detail(response)
+            if self._is_stopping():
+                raise PeerUnavailable(f"{method} {self.url}{path}: {why}; not awaited, since training is to stop")
             if time.monotonic() >= until:
                 raise PeerUnavailable(
                     f"{method} {self.url}{path}: no answer for {self._patience_s:g} s ({why}); "

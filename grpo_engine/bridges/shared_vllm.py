@@ -53,7 +53,7 @@ class SharedVllmBridge:
         self._context = context
         self._pause_timeout_s = config.pause_timeout_s
         self._path = bridge_file_path(config.config_path, os.environ)
-        self._client = connect(context.server_url, patience_s=context.patience_s)
+        self._client = connect(context)
         self._version: int | None = None
         """What was published last by this trainer."""
         self._file: BridgeFile

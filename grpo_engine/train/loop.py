@@ -14,6 +14,7 @@ from pathlib import Path
 from grpo_engine.bridges import Bridge
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.source import RolloutSource
+from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.recorder import Recorder
@@ -65,39 +66,48 @@ def train(
     )
 
     saved_step = step
-    while step < config.training_steps and not stop():
-        began = time.perf_counter()
-        groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop)
-        if groups is None:
-            break
-        groups = drop_stale(groups, version, config.max_staleness)
-        if not groups:
-            continue
-        batch = make_batch(groups, seq_len=config.seq_len)
-        fetched = time.perf_counter()
+    try:
+        while step < config.training_steps and not stop():
+            began = time.perf_counter()
+            groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop)
+            if groups is None:
+                break
+            groups = drop_stale(groups, version, config.max_staleness)
+            if not groups:
+                continue
+            batch = make_batch(groups, seq_len=config.seq_len)
+            fetched = time.perf_counter()
 
-        bridge.ensure_current()  # before the step: where parameters are their own masters, it changes them
-        result = gradient_step(trainee, batch, step=step, policy_version=version)
-        stepped = time.perf_counter()
+            bridge.ensure_current()  # before the step: where parameters are their own masters, it changes them
+            result = gradient_step(trainee, batch, step=step, policy_version=version)
+            step += 1
+            stepped = time.perf_counter()
 
-        if result.applied:
-            version += 1
-            bridge.publish(version, trainee.write_weights)
-        step += 1
-        published = time.perf_counter()
+            if result.applied:
+                version += 1
+                bridge.publish(version, trainee.write_weights)
+            published = time.perf_counter()
 
-        times = {
-            "train/data_fetch_time": fetched - began,
-            "train/sync_time": published - stepped,
-            "train/step_time": published - began,
-            "train/tokens_per_second": batch.num_inputs / (published - began),
-        }
-        recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics()})
-        if config.rollouts_every and step % config.rollouts_every == 0:
-            recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
-        if config.checkpoint_interval and step % config.checkpoint_interval == 0:
+            times = {
+                "train/data_fetch_time": fetched - began,
+                "train/sync_time": published - stepped,
+                "train/step_time": published - began,
+                "train/tokens_per_second": batch.num_inputs / (published - began),
+            }
+            recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics()})
+            if config.rollouts_every and step % config.rollouts_every == 0:
+                recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
+            if config.checkpoint_interval and step % config.checkpoint_interval == 0:
+                trainee.save(save_path, step=step, policy_version=version)
+                saved_step = step
+    except GrpoError as error:  # a peer that stays away, a group that cannot be trained on: what was done is kept
+        if step != saved_step:
             trainee.save(save_path, step=step, policy_version=version)
-            saved_step = step
+        if not (stop() and isinstance(error, PeerUnavailable)):
+            raise
+        log.info("stopped after step %d while waiting: %s", step, error)
+        return step
+
     if step != saved_step:
         trainee.save(save_path, step=step, policy_version=version)
     log.info(

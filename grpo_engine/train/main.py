@@ -41,7 +41,7 @@ def run(config: TrainConfig) -> int:
     folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
     save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
     stop = StopRequest()
-    bridge = config.bridge.build(_bridge_context(config, folder))
+    bridge = config.bridge.build(_bridge_context(config, folder, stop))
     decode = load_tokenizer(config.model_name).decode
     recorder = Recorder(
         folder,
@@ -57,13 +57,14 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-def _bridge_context(config: TrainConfig, folder: Path) -> BridgeContext:
+def _bridge_context(config: TrainConfig, folder: Path, stop: StopRequest) -> BridgeContext:
     return BridgeContext(
         model_name=config.model_name,
         dtype=config.dtype,
         device=config.device,
         server_url=f"http://127.0.0.1:{config.vllm_port}",
         folder=(folder / "bridge").absolute(),
+        is_stopping=stop,
         lora=LoraSettings(
             rank=config.lora_r,
             alpha=config.lora_alpha,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model, weights_of
 
-from grpo_engine.errors import CheckpointError
+from grpo_engine.errors import CheckpointError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
@@ -18,12 +19,18 @@ from grpo_engine.wire.metrics import METRIC_NAMES, MetricsLine, RolloutLine
 
 
 def run(
-    folder: Path, config: TrainConfig, *, first_batch: int = 0, batches: int | None = None
+    folder: Path,
+    config: TrainConfig,
+    *,
+    first_batch: int = 0,
+    batches: int | None = None,
+    bridge: ListeningBridge | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[int, ListeningBridge, ListedSource]:
     """Train on batches `first_batch`, …; the source dries up after `batches` of them, as when a run is cut off."""
     count = config.training_steps - first_batch if batches is None else batches
     source = ListedSource([made_up_groups(seed) for seed in range(first_batch, first_batch + count)])
-    bridge = ListeningBridge(small_model())
+    bridge = bridge or ListeningBridge(small_model())
     with Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
         steps = train(
             config,
@@ -32,6 +39,7 @@ def run(
             recorder,
             decode=lambda ids: " ".join(map(str, ids)),
             save_path=folder / "checkpoints",
+            stop=stop,
         )
     return steps, bridge, source
 
@@ -95,6 +103,32 @@ def test_without_resume_a_run_starts_anew(tmp_path: Path) -> None:
 
 def test_a_polite_stop_saves_what_was_done(tmp_path: Path) -> None:
     steps, _, _ = run(tmp_path, settings(), batches=3)
+    assert steps == 3
+    newest = checkpoints.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step_3"
+
+
+class VanishingBridge(ListeningBridge):
+    """Its server is gone when version 3 is to be published."""
+
+    def publish(self, version: int, write: Callable[[], None]) -> None:
+        if version == 3:
+            raise PeerUnavailable("no server")
+        super().publish(version, write)
+
+
+def test_a_server_that_stays_away_costs_no_step_that_was_done(tmp_path: Path) -> None:
+    with pytest.raises(PeerUnavailable, match="no server"):
+        run(tmp_path, settings(), bridge=VanishingBridge(small_model()))
+    newest = checkpoints.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step_3"
+
+
+def test_a_polite_stop_while_a_server_is_away_is_no_failure(tmp_path: Path) -> None:
+    polls = iter([False] * 6 + [True])  # asked twice a step: before it, and while waiting for its batch
+    steps, _, _ = run(tmp_path, settings(), bridge=VanishingBridge(small_model()), stop=lambda: next(polls))
     assert steps == 3
     newest = checkpoints.newest(tmp_path / "checkpoints")
     assert newest is not None
