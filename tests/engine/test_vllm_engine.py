@@ -42,6 +42,8 @@ LETTER_E = 4 + ord("e") - 32
 RUN = f"vllmtest{os.getpid()}"
 HAS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", "bfloat16") if HAS_GPU else ("cpu", "float32")
+NUM_PROCESSES = 1 if HAS_GPU else 2
+"""Below the server: vLLM's engine core; on a CPU its worker is a process of its own."""
 TOLERANCE = 1e-3
 """Of each log-probability in float32."""
 MEAN_TOLERANCE = 0.15
@@ -453,7 +455,7 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
     model = bridge.attach().model.eval()
     bridge.publish(50, shift(model, 50))
     below = processes_below(shared.server.process.pid)
-    assert len(below) >= 2
+    assert len(below) >= NUM_PROCESSES
     assert shared.server.stop(signal.SIGKILL) == -signal.SIGKILL
     wait_gone(below, within_s=10)
     before = read_bridge_file(shared.bridge_file)
@@ -544,7 +546,7 @@ def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
     segments = {file.fence_segment, *segments_of(file.tensors)}
     assert segments <= segments_now()
     below = processes_below(adapted.server.process.pid)
-    assert len(below) >= 2
+    assert len(below) >= NUM_PROCESSES
     assert adapted.server.stop() == 0
     wait_gone(below, within_s=10)
     assert not segments & segments_now()
