@@ -56,7 +56,14 @@ def takes_any_mask(model: PreTrainedModel) -> bool:
     config = model.config
     has_window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    return bool(config._attn_implementation == "sdpa" and not has_window and kinds == {"full_attention"})
+    is_plain = config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
+    return bool(is_plain and not has_window and kinds == {"full_attention"})
+
+
+def logit_divisor(model: PreTrainedModel) -> float:
+    """By what the model divides its output layer's logits: Granite's `logits_scaling`, 1 / Cohere's `logit_scale`."""
+    divisor = getattr(model.config, "logits_scaling", None) or 1.0
+    return float(divisor / (getattr(model.config, "logit_scale", None) or 1.0))
 
 
 def layer_of(parameter_name: str) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,18 @@ def save(
     beside.rename(final)
     log.info("checkpoint saved: %s", final)
     for old in _steps(save_path)[:-keep]:
-        shutil.rmtree(save_path / f"step_{old}")
+        if save_path / f"step_{old}" != final:  # the newest is the one just made, whatever stood there before
+            shutil.rmtree(save_path / f"step_{old}")
     return final
+
+
+def set_aside(save_path: Path) -> None:
+    """Move an earlier run's checkpoints out of the way of one that starts anew; none is deleted."""
+    if newest(save_path) is None:
+        return
+    aside = save_path.with_name(f"{save_path.name}-until-{time.strftime('%m%d-%H%M%S')}")
+    save_path.rename(aside)
+    log.info("earlier checkpoints are now in %s", aside)
 
 
 def newest(save_path: Path) -> Path | None:
@@ -106,8 +117,14 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
             f"{folder}: of model {marker.model_name!r}, but this run trains {model_name!r}; "
             "choose another --save-path, or --no-resume to start anew"
         )
-    content = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
-    return TrainerState(marker=marker, **content)
+    try:
+        content = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+        return TrainerState(marker=marker, **content)
+    except Exception as error:  # whatever a damaged file makes torch's readers raise
+        raise CheckpointError(
+            f"{folder / TRAINER_STATE}: unreadable ({type(error).__name__}: {error}); "
+            f"remove {folder} to go on from the checkpoint before it"
+        ) from error
 
 
 def _steps(save_path: Path) -> list[int]:

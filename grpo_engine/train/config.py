@@ -149,11 +149,16 @@ class TrainConfig(Config):
         return self.batch_size * self.gradient_accumulation_steps
 
     @model_validator(mode="after")
-    def _is_one_trainer(self) -> TrainConfig:
+    def _hangs_together(self) -> TrainConfig:
         if self.world_size != 1 or self.trainer_rank != 0 or self.num_inference_nodes != 0:
             raise ValueError(
                 "one trainer process on one machine is supported: "
                 "leave world_size 1, trainer_rank 0, num_inference_nodes 0"
+            )
+        if self.lr_schedule != "constant" and self.warmup_steps >= self.training_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} leaves none of the {self.training_steps} training_steps for "
+                f"lr_schedule {self.lr_schedule!r}"
             )
         if self.use_wandb and not self.wandb_project:
             raise ValueError("use_wandb needs wandb_project")

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_engine.bridges import Bridge
-from grpo_engine.data.batching import make_batch
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.recorder import Recorder
 from grpo_engine.train.samples import Decode, sampled_rollouts
-from grpo_engine.train.step import drop_stale, gradient_step
+from grpo_engine.train.step import drop_stale, fitting_batch, gradient_step
 from grpo_engine.train.trainee import Trainee
 
 log = logging.getLogger(__name__)
@@ -43,13 +42,20 @@ def train(
     Raises:
         GrpoError: the API, the server or a checkpoint is not what it should be, or the steps stop being finite.
     """
-    trainee = Trainee(bridge.attach(), config)
+    attached = bridge.attach()
+    trainee = Trainee(attached, config)
     step, version = 0, 0
-    checkpoint = checkpoints.newest(save_path) if config.resume else None
+    if not config.resume:
+        checkpoints.set_aside(save_path)
+    checkpoint = checkpoints.newest(save_path)
     if checkpoint is not None:
         marker = trainee.restore(checkpoints.load(checkpoint, model_name=config.model_name))
         step, version = marker.step, marker.policy_version
         log.info("resumed from %s", checkpoint)
+    elif attached.is_shared and attached.policy_version > 0:
+        trainee.start_anew()  # the memory holds what an earlier trainer made of the model
+    if attached.policy_version > 0:  # a version names one set of weights, also across trainers
+        version = max(version, attached.policy_version) + 1
     # Whatever inference holds now (an earlier run's weights, or none of ours), it serves exactly this policy next.
     bridge.publish(version, trainee.write_weights)
 
@@ -75,7 +81,7 @@ def train(
             groups = drop_stale(groups, version, config.max_staleness)
             if not groups:
                 continue
-            batch = make_batch(groups, seq_len=config.seq_len)
+            batch = fitting_batch(groups, config.seq_len)
             fetched = time.perf_counter()
 
             bridge.ensure_current()  # before the step: where parameters are their own masters, it changes them

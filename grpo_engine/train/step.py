@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from grpo_engine.algo.alignment import alignment_metrics
 from grpo_engine.algo.loss import LossInputs, drift_metrics, policy_loss
 from grpo_engine.algo.schedule import learning_rate
-from grpo_engine.data.batching import Batch, batch_advantages, micro_batches
+from grpo_engine.data.batching import Batch, batch_advantages, make_batch, micro_batches
+from grpo_engine.errors import DataError
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.rollouts import ScoredGroup
 
@@ -126,6 +127,28 @@ def drop_stale(groups: Sequence[ScoredGroup], version: int, max_staleness: int |
             "%d of %d groups are over %d versions old: dropped", len(groups) - len(fresh), len(groups), max_staleness
         )
     return fresh
+
+
+def fitting_batch(groups: Sequence[ScoredGroup], seq_len: int) -> Batch:
+    """A batch of the groups that can be trained on; others are named in the log and left out, so that one ends no run.
+
+    Raises:
+        DataError: none can be, so that it is the environment that is wrong and not a group.
+    """
+    try:
+        return make_batch(groups, seq_len=seq_len)
+    except DataError:
+        return make_batch(list(_fitting(groups, seq_len)) or groups, seq_len=seq_len)
+
+
+def _fitting(groups: Sequence[ScoredGroup], seq_len: int) -> Iterator[ScoredGroup]:
+    for group in groups:
+        try:
+            make_batch([group], seq_len=seq_len)
+        except DataError as error:
+            log.error("group left out: %s", error)
+        else:
+            yield group
 
 
 def _oldest_version(group: ScoredGroup) -> int:

@@ -21,7 +21,8 @@ from grpo_engine.data.batching import Batch
 from grpo_engine.data.packing import pack_prompts
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
-from grpo_engine.models.layers import freeze_except_layers, takes_any_mask
+from grpo_engine.models.layers import freeze_except_layers, logit_divisor, takes_any_mask
+from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
@@ -61,6 +62,7 @@ class Trainee:
             ),
         )
         self._can_share_prompts = takes_any_mask(self._causal_lm)
+        self._logit_divisor = logit_divisor(self._causal_lm)
         self._bad_steps = 0
         self.model.train()
         num_trained = sum(master.numel() for master in self._masters.parameters)
@@ -73,7 +75,7 @@ class Trainee:
         """
         hidden = self._hidden_states(batch)  # (N, H)
         head = self._causal_lm.get_output_embeddings()
-        temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask]  # (N,)
+        temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask] * self._logit_divisor  # (N,)
         chosen, entropy = token_logprobs(
             hidden,
             head.weight,
@@ -155,6 +157,12 @@ class Trainee:
         if state.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state.cuda_rng, self.device)
         return state.marker
+
+    def start_anew(self) -> None:
+        """Take the weights of the untrained model, whatever the parameters hold now."""
+        model = load_model(self.config.model_name, dtype="float32", device="cpu")
+        untrained = dict(model.named_parameters())
+        self._masters.load_state_dict({name: untrained[name].detach() for name in self._masters.state_dict()})
 
     def memory_metrics(self) -> dict[str, float]:
         """Peak GPU memory of this process in GB; nothing on a CPU."""

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from grpo_engine.errors import ConfigError
 from grpo_tui.cli.arguments import RunArgument, run_to_read
 from grpo_tui.client.api import ensure_daemon, open_run
 
@@ -17,6 +18,7 @@ def register(app: typer.Typer) -> None:
 
 def attach_command(run: RunArgument = None) -> None:
     """Open the screen on a run; `q` leaves it running. One that has ended is shown as it ended."""
+    _require_terminal()
     from grpo_tui.ui.app import open_screen
 
     folder = run_to_read(run).folder
@@ -24,8 +26,14 @@ def attach_command(run: RunArgument = None) -> None:
     raise typer.Exit(open_screen(folder))
 
 
+def _require_terminal() -> None:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("the screen needs a terminal; without one: `grpo-tui up`, `grpo-tui status`")
+
+
 def start_and_show(profile: str, overrides: list[str]) -> int:
     """Start the profile or join its run, and open the screen; the screen's exit code."""
+    _require_terminal()
     from grpo_tui.ui.app import open_screen
 
     opened = open_run(profile, overrides)

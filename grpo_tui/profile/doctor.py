@@ -124,6 +124,10 @@ def _packages(loaded: LoadedProfile) -> Iterator[Finding]:
         wanted["bitsandbytes"] = "pip install bitsandbytes, or set services.trainer.optimizer=adamw"
     if any(isinstance(s, Environment) and s.task.name == "reasoning_gym" for s in services):
         wanted["reasoning_gym"] = "pip install 'grpo-tui[data]'"
+    if any(isinstance(s, Environment) and s.task.name in {"gsm8k", "jsonl"} for s in services):
+        wanted["math_verify"] = "pip install 'grpo-tui[data]'"
+    if any(isinstance(s, Environment) and s.task.name == "gsm8k" and s.task.path is None for s in services):
+        wanted["datasets"] = "pip install 'grpo-tui[data]', or give services.env.task.path"
     if any(isinstance(s, Trainer) and s.use_wandb for s in services):
         wanted["wandb"] = "pip install 'grpo-tui[trackers]'"
     for package, remedy in wanted.items():

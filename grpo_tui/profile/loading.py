@@ -43,12 +43,22 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
         ConfigError: not found, not readable, or wrong; every fault on a line of its own.
     """
     path = find(name_or_file)
-    table = _hand_out(apply_overrides(read_table(path), overrides))
+    table = _with_model_from(path.parent, read_table(path))
+    table = _hand_out(_with_model_from(Path.cwd(), apply_overrides(table, overrides)))
     profile = validated(Profile, table, where=str(path))
     faults = [f"{path}: {fault}" for check in CHECKS for fault in check(profile)]
     if faults:
         raise ConfigError("\n".join(faults))
     return LoadedProfile(name=path.stem, path=path, profile=profile)
+
+
+def _with_model_from(folder: Path, table: RawTable) -> RawTable:
+    """Make a model that is given as `./…` or `../…` absolute: in a file from its folder, in a command from here."""
+    model = _table(table, "model")
+    name = model.get("name")
+    if not isinstance(name, str) or not name.startswith(("./", "../")):
+        return table
+    return {**table, "model": {**model, "name": str((folder / name).resolve())}}
 
 
 def find(name_or_file: str) -> Path:

@@ -5,13 +5,25 @@ The model and the bridge are stated once; `loading` hands them to every service 
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from grpo_engine.bridges import AnyBridge
 from grpo_engine.config import Config
 from grpo_tui.services.kinds import AnyService
+
+
+def _is_free(name: str) -> str:
+    if name == "supervisor":
+        raise ValueError("'supervisor' is the name of the supervisor's own log: choose another")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"{name!r} names files and words of a command line: letters, digits, _, . and - only")
+    return name
+
+
+ServiceName = Annotated[str, AfterValidator(_is_free)]
 
 
 class ModelTable(Config):
@@ -33,5 +45,5 @@ class Profile(Config):
     """One line for `grpo-tui profiles`."""
     model: ModelTable | None = None
     bridge: AnyBridge | None = None
-    services: dict[str, AnyService] = Field(min_length=1)
+    services: dict[ServiceName, AnyService] = Field(min_length=1)
     """What is supervised, by name."""

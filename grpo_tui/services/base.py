@@ -97,7 +97,7 @@ class Service(Config):
     stop_signal: str = "SIGTERM"
     ports: tuple[PORT, ...] = ()
     """TCP ports it listens on: checked before a start, cleared after an end."""
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """GPUs it may use, as CUDA_VISIBLE_DEVICES; unset: all."""
     env: dict[str, str] = {}
     """Environment variables besides the inherited ones."""

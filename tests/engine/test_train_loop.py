@@ -10,11 +10,12 @@ import pytest
 import torch
 from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model, weights_of
 
-from grpo_engine.errors import CheckpointError, PeerUnavailable
+from grpo_engine.errors import CheckpointError, DataError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recorder import Recorder, console_lines
+from grpo_engine.train.step import fitting_batch
 from grpo_engine.wire.metrics import METRIC_NAMES, MetricsLine, RolloutLine
 
 
@@ -133,6 +134,53 @@ def test_a_polite_stop_while_a_server_is_away_is_no_failure(tmp_path: Path) -> N
     newest = checkpoints.newest(tmp_path / "checkpoints")
     assert newest is not None
     assert newest.name == "step_3"
+
+
+def test_a_trainer_without_a_checkpoint_starts_from_the_model_and_not_from_what_is_served(tmp_path: Path) -> None:
+    small_model(0).save_pretrained(tmp_path / "model")
+    served = ListeningBridge(small_model(1), serves=16)
+    config = settings(model_name=str(tmp_path / "model"), training_steps=1)
+    untrained = float(small_model(0).model.embed_tokens.weight.detach()[3, 0])
+    run(tmp_path / "run", config, bridge=served)
+    assert served.published[0] == (17, pytest.approx(untrained))
+
+
+def test_a_version_is_never_given_twice_also_after_a_resume(tmp_path: Path) -> None:
+    run(tmp_path, settings(), batches=4)
+    _, bridge, _ = run(tmp_path, settings(), first_batch=4, bridge=ListeningBridge(small_model(), serves=5))
+    assert [version for version, _ in bridge.published] == [6, 7, 8]
+
+
+def test_one_group_that_does_not_fit_is_left_out_and_ends_no_run(tmp_path: Path) -> None:
+    too_long = made_up_groups(7, groups=1)[0]
+    prompt = [5] * 40
+    too_long = too_long.model_copy(
+        update={
+            "tokens": [[*prompt, 7]] * 4,
+            "masks": [[-100] * 40 + [7]] * 4,
+            "inference_logprobs": [[1.0] * 40 + [-1.0]] * 4,
+            "policy_versions": None,
+        }
+    )
+    batch = fitting_batch([*made_up_groups(8), too_long], 32)
+    assert batch.num_sequences == 8
+    with pytest.raises(DataError, match="none of its first 32 is trained"):
+        fitting_batch([too_long], 32)
+
+
+def test_checkpoints_of_an_earlier_run_are_set_aside_and_not_lost(tmp_path: Path) -> None:
+    run(tmp_path, settings())
+    run(tmp_path, settings(resume=False, training_steps=2))
+    [aside] = tmp_path.glob("checkpoints-until-*")
+    assert (aside / "step_6").is_dir()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    run(tmp_path, settings())
+    (tmp_path / "checkpoints/step_6" / checkpoints.TRAINER_STATE).write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match=r"step_6.*unreadable"):
+        run(tmp_path, settings(training_steps=8))
 
 
 def test_old_checkpoints_are_pruned_and_half_written_ones_are_none(tmp_path: Path) -> None:

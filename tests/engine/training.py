@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,12 +97,13 @@ class ListedSource:
 class ListeningBridge:
     """Notes what is published, with the first weight that inference would then read."""
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: LlamaForCausalLM, *, serves: int = 0) -> None:
         self.model = model
         self.published: list[tuple[int, float]] = []
+        self._serves = serves
 
     def attach(self) -> BridgeModel:
-        return attached(self.model)
+        return replace(attached(self.model), policy_version=self._serves)
 
     def publish(self, version: int, write: Callable[[], None]) -> None:
         write()

@@ -169,6 +169,31 @@ def test_a_log_probe_that_is_no_regular_expression_is_refused(tmp_path: Path) ->
     assert "log = '(' is not a regular expression" in text
 
 
+@pytest.mark.parametrize("name", ["supervisor", "../x", "-w", "a b", ""])
+def test_a_service_name_that_cannot_name_a_log_is_refused(tmp_path: Path, name: str) -> None:
+    assert "x.toml: services" in fault(tmp_path, f"[services.'{name}']\nkind = 'command'\nargv = ['true']\n")
+
+
+def test_a_negative_gpu_is_refused(tmp_path: Path) -> None:
+    assert "services.a.gpus.0" in fault(tmp_path, commands("a gpus = [-1]"))
+
+
+def test_a_relative_model_is_looked_for_beside_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    path = write(tmp_path, STACK.replace("local/tiny", "./my-model"))
+    model = load(path).profile.model
+    assert model is not None
+    assert model.name == str(tmp_path / "my-model")
+
+
+def test_a_schedule_without_room_after_its_warm_up_is_refused(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK, "services.trainer.lr_schedule=linear", "services.trainer.warmup_steps=500")
+    assert "leaves none of the 10 training_steps" in text
+
+
 def test_a_profile_of_commands_alone_needs_no_model(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, commands("a ports = [9000]", 'b needs = { a = "started" }')))
     assert loaded.profile.model is None
