@@ -228,6 +228,13 @@ class Supervisor:
         """Where a service stands."""
         return self._services[name]
 
+    def needs_of(self, name: str) -> list[str]:
+        """Every service that this one needs, directly or through others."""
+        needs: list[str] = []
+        for needed in self._launches[name].needs:
+            needs += [needed, *self.needs_of(needed)]
+        return needs
+
     def post(self, name: str, event: Event) -> None:
         """Queue an event for a service; it is applied in turn."""
         self._events.put_nowait((name, event))

@@ -126,7 +126,8 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         assert task is not None
         conversations.add(task)
         task.add_done_callback(conversations.discard)
-        await converse(supervisor, reader, writer, f"client {count}")
+        with suppress(asyncio.CancelledError):  # asyncio's streams would log it as an exception of this callback
+            await converse(supervisor, reader, writer, f"client {count}")
 
     path = socket_path(run_folder)
     server: asyncio.Server | None = None

@@ -125,7 +125,15 @@ async def _down(supervisor: Supervisor, command: Command) -> None:
         await supervisor.wait_until(lambda s: s.state in ENDED_RUN_STATES)
 
 
+def _check_needs(supervisor: Supervisor, name: str) -> None:
+    """Refuse to start what needs a failed service: it would wait for ever, and the run would be given up as failed."""
+    for needed in supervisor.needs_of(name):
+        if supervisor.service(needed).state is S.FAILED:
+            raise CommandRefused(f"{name} needs {needed}, which has failed: start {needed} first", ExitCode.REFUSED)
+
+
 async def _start(supervisor: Supervisor, name: str, wait: bool) -> None:
+    _check_needs(supervisor, name)
     attempt = supervisor.service(name).attempt
     is_up = supervisor.service(name).has_process
     supervisor.post(name, StartAsked())
@@ -134,6 +142,7 @@ async def _start(supervisor: Supervisor, name: str, wait: bool) -> None:
 
 
 async def _restart(supervisor: Supervisor, name: str, wait: bool) -> None:
+    _check_needs(supervisor, name)
     attempt = supervisor.service(name).attempt
     followers = supervisor.restart(name)
     if followers:

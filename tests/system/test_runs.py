@@ -116,6 +116,21 @@ def test_restart_stop_and_start_do_what_they_say(place: Workplace) -> None:
     assert place.grpo("down").returncode == 0
 
 
+def test_nothing_is_started_over_a_service_that_has_failed_and_the_run_goes_on(place: Workplace) -> None:
+    place.profile(service("a", POLITE), service("b", POLITE, needs="{ a = 'ready' }"))
+    place.up()
+    os.kill(place.pid("a"), signal.SIGKILL)
+    until(lambda: place.status().services[0].state is ServiceState.FAILED)
+    refused = place.grpo("restart", "b", "--wait")
+    assert refused.returncode == 4
+    assert "b needs a, which has failed: start a first" in refused.stderr
+    assert place.status().state is RunState.DEGRADED
+    assert place.grpo("start", "a", "--wait").returncode == 0
+    assert place.grpo("restart", "b", "--wait").returncode == 0
+    assert place.status().state is RunState.RUNNING
+    assert place.grpo("down").returncode == 0
+
+
 def test_down_ends_polite_services_from_the_top_and_says_how_long_each_took(place: Workplace) -> None:
     chain = [service("s0", POLITE)] + [service(f"s{i}", POLITE, needs=f"{{ s{i - 1} = 'started' }}") for i in (1, 2, 3)]
     place.profile(*chain)
