@@ -6,6 +6,7 @@ are refused: vLLM would find out only after it began to overwrite the old weight
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,11 @@ def parameters_of(model_name: str) -> Parameters:
         else:
             aliases[name] = known
     return Parameters(shapes=shapes, aliases=aliases)
+
+
+def can_reload_below_adapters() -> bool:
+    """Whether this vLLM finds the weights of layers that adapters wrap (`….base_layer.…`); 0.26 does not, 0.32 does."""
+    return importlib.util.find_spec("vllm.model_executor.model_loader.reload.inplace") is not None
 
 
 def check_fits(folder: Path, served: Parameters) -> None:

@@ -32,7 +32,7 @@ from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Ge
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
 from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
-from grpo_engine.server.vllm_checkpoint import Parameters, check_fits, parameters_of
+from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
 from grpo_engine.server.vllm_processes import end_engine_processes
 from grpo_engine.server.vllm_requests import checked_length, generation, refusals, sampling_params
 from grpo_engine.server.vllm_sharing import Sharing, share
@@ -271,6 +271,11 @@ class VllmEngine:
 
     async def reload(self, path: Path, policy_version: int) -> None:
         llm = self._running()
+        if self._config.enable_lora and not can_reload_below_adapters():
+            raise DataError(
+                "this vLLM's engine dies of reloading a model that is wrapped for adapters: "
+                "start the server without --enable-lora, or install vLLM 0.32 or newer"
+            )
         await asyncio.to_thread(check_fits, path, self._parameters)
         async with self._changing:
             await self._halt(llm)
