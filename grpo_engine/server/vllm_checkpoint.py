@@ -54,7 +54,9 @@ def parameters_of(model_name: str) -> Parameters:
 
 def can_reload_below_adapters() -> bool:
     """Whether this vLLM finds the weights of layers that adapters wrap (`….base_layer.…`); 0.26 does not, 0.32 does."""
-    return importlib.util.find_spec("vllm.model_executor.model_loader.reload.inplace") is not None
+    spec = importlib.util.find_spec("vllm")  # looked for as a file: asking for a submodule would import half of vLLM
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / "model_executor/model_loader/reload/inplace.py").is_file() for folder in folders or ())
 
 
 def check_fits(folder: Path, served: Parameters) -> None:

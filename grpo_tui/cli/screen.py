@@ -18,10 +18,10 @@ def register(app: typer.Typer) -> None:
 
 def attach_command(run: RunArgument = None) -> None:
     """Open the screen on a run; `q` leaves it running. One that has ended is shown as it ended."""
+    folder = run_to_read(run).folder
     _require_terminal()
     from grpo_tui.ui.app import open_screen
 
-    folder = run_to_read(run).folder
     ensure_daemon(folder)  # one that died while its services live is replaced; a run that is over needs none
     raise typer.Exit(open_screen(folder))
 
