@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from grpo_engine.bridges import AnyBridge
 from grpo_engine.config import Config
+from grpo_tui.services.hook import Hook
 from grpo_tui.services.kinds import AnyService
 
 
@@ -47,3 +48,5 @@ class Profile(Config):
     bridge: AnyBridge | None = None
     services: dict[ServiceName, AnyService] = Field(min_length=1)
     """What is supervised, by name."""
+    hooks: tuple[Hook, ...] = ()
+    """Commands that are run when something becomes of a service or of the run."""

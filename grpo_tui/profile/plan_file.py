@@ -6,65 +6,46 @@ a profile that was edited in the meantime. Loads no engine setting, which keeps 
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import signal
 from dataclasses import dataclass
-from pathlib import Path
 
-from grpo_tui.services.base import Launch, NeedCondition, Probe, RestartPolicy
+from pydantic import TypeAdapter, ValidationError
 
-PLAN_VERSION = 1
+from grpo_engine.errors import PeerError
+from grpo_tui.services.base import Launch
+from grpo_tui.services.hook import Hook
+
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Services in start order, as the daemon carries them out."""
 
+    version: int = PLAN_VERSION
     profile_name: str
     launches: tuple[Launch, ...]
+    hooks: tuple[Hook, ...] = ()
+    take_ports: bool = False
+    """The word to end strangers of our own user that hold a declared port when a service is started first."""
 
     def to_json(self) -> str:
         """The plan for the daemon; `from_json` gives it back."""
-        launches = [
-            {
-                **{f.name: getattr(launch, f.name) for f in dataclasses.fields(launch)},
-                "cwd": str(launch.cwd),
-                "env": dict(launch.env),
-                "needs": {name: str(condition) for name, condition in launch.needs.items()},
-                "ready": launch.ready.model_dump(mode="json", exclude_defaults=True) if launch.ready else None,
-                "live": launch.live.model_dump(mode="json", exclude_defaults=True) if launch.live else None,
-                "restart": str(launch.restart),
-                "stop_signal": launch.stop_signal.name,
-            }
-            for launch in self.launches
-        ]
-        return json.dumps({"version": PLAN_VERSION, "profile": self.profile_name, "launches": launches}, indent=1)
+        return _PLAN.dump_json(self, indent=1, exclude_defaults=False).decode()
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        """Read a plan that `to_json` wrote."""
-        document = json.loads(text)
-        if document.get("version") != PLAN_VERSION:
-            raise ValueError(f"a plan of version {document.get('version')}, this program reads {PLAN_VERSION}")
-        return Plan(
-            profile_name=document["profile"],
-            launches=tuple(
-                Launch(
-                    **{
-                        **raw,
-                        "argv": tuple(raw["argv"]),
-                        "cwd": Path(raw["cwd"]),
-                        "needs": {name: NeedCondition(condition) for name, condition in raw["needs"].items()},
-                        "ready": Probe.model_validate(raw["ready"]) if raw["ready"] else None,
-                        "live": Probe.model_validate(raw["live"]) if raw["live"] else None,
-                        "restart": RestartPolicy(raw["restart"]),
-                        "stop_signal": signal.Signals[raw["stop_signal"]],
-                        "ports": tuple(raw["ports"]),
-                        "gpus": tuple(raw["gpus"]),
-                        "followers": tuple(raw["followers"]),
-                    }
-                )
-                for raw in document["launches"]
-            ),
-        )
+    def from_json(text: str, *, where: str = "plan") -> Plan:
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            PeerError: damaged, or of another version.
+        """
+        try:
+            plan = _PLAN.validate_json(text)
+        except ValidationError as error:
+            raise PeerError(f"{where}: damaged, or of another version: {error}") from None
+        if plan.version != PLAN_VERSION:
+            raise PeerError(f"{where}: of version {plan.version}, this program reads {PLAN_VERSION}")
+        return plan
+
+
+_PLAN = TypeAdapter(Plan)

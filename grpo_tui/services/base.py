@@ -56,6 +56,9 @@ class Probe(Config):
     """Seconds after which one question counts as unanswered."""
     within_s: float = Field(600.0, gt=0)
     """Seconds after the start within which the answer must be yes once."""
+    stalled_s: float | None = Field(None, gt=0)
+    """When set, `within_s` is extended while the service moves (its log grows, its GPU memory grows), until it has not
+    moved for so many seconds."""
 
     @model_validator(mode="after")
     def _asks_one_question(self) -> Probe:
@@ -69,6 +72,30 @@ class Probe(Config):
         return self
 
 
+class ConsoleMetric(Config):
+    """A number that a program prints, to be kept as a metric. In TOML a bare pattern will do."""
+
+    pattern: str
+    """Regular expression for a line of its log; its first group is the number."""
+    scale: float = 1.0
+    """What the number is multiplied by, e.g. 0.01 for a percentage that is kept as a fraction."""
+
+    @model_validator(mode="after")
+    def _has_a_group(self) -> ConsoleMetric:
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"{self.pattern!r} is not a regular expression: {error}") from None
+        if not groups:
+            raise ValueError(f"{self.pattern!r} has no group: put brackets around the number")
+        return self
+
+
+def _pattern_alone(value: Any) -> Any:
+    """`"train/loss" = 'Loss: ([0-9.]+)'` is short for a table with that pattern."""
+    return {"pattern": value} if isinstance(value, str) else value
+
+
 def _needs_by_name(value: Any) -> Any:
     """`needs = ["api"]` is short for `needs = { api = "ready" }`."""
     return dict.fromkeys(value, NeedCondition.READY) if isinstance(value, list | tuple) else value
@@ -79,6 +106,8 @@ class Service(Config):
 
     needs: Annotated[dict[str, NeedCondition], BeforeValidator(_needs_by_name)] = {}
     """Services that must be started, ready or finished first."""
+    restart_with: tuple[str, ...] = ()
+    """Services whose restart, by hand or by policy, restarts this one after them."""
     ready: Probe | None = None
     """When it counts as ready; without one, as soon as its process runs."""
     live: Probe | None = None
@@ -98,9 +127,24 @@ class Service(Config):
     ports: tuple[PORT, ...] = ()
     """TCP ports it listens on: checked before a start, cleared after an end."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """GPUs it may use, as CUDA_VISIBLE_DEVICES; unset: all."""
+    """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; unset: all."""
+    gpu_memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of the memory of each of its GPUs that must be free before it is started."""
     env: dict[str, str] = {}
     """Environment variables besides the inherited ones."""
+    env_files: tuple[Path, ...] = ()
+    """Files of `NAME=value` lines, relative to the folder of the profile; `env` wins over them, a later file over an
+    earlier one."""
+    cpus: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1)
+    """CPU cores that it may run on; unset: all."""
+    nice: int = Field(0, ge=-20, le=19)
+    """Priority, as `nice` has it: 19 is the most polite; below 0 needs privileges."""
+    memory_limit_gb: float | None = Field(None, gt=0)
+    """Resident memory of the service and all below it, in 10^9 bytes; over it, the service is ended as failed."""
+    log_limit_mb: float = Field(256.0, ge=1)
+    """Size of its log, in 10^6 bytes, past which the older half is dropped."""
+    console: dict[str, Annotated[ConsoleMetric, BeforeValidator(_pattern_alone)]] = {}
+    """Metrics to be read from what it prints, by name, with `step` among them: kept in `metrics.jsonl`."""
     cwd: Path = Path(".")
     """Working directory, relative to the folder of the profile."""
     ends_run: bool | None = None
@@ -111,6 +155,11 @@ class Service(Config):
         if self.stop_signal not in signal.Signals.__members__:
             raise ValueError(f"stop_signal {self.stop_signal!r} is not a signal: write it as in SIGTERM or SIGINT")
         return self
+
+    @property
+    def start_phases(self) -> tuple[tuple[str, str], ...]:
+        """Lines of the log by which its start-up is told, as `Launch.phases`."""
+        return ()
 
     def launch(self, name: str, place: Place) -> Launch:
         """What to start, where, and when it counts as ready."""
@@ -127,6 +176,13 @@ class Service(Config):
             "env": environment,
             "cwd": (place.profile_folder / self.cwd).resolve(),
             "needs": self.needs,
+            "phases": self.start_phases,
+            "gpu_memory_share": self.gpu_memory_share,
+            "cpus": self.cpus,
+            "nice": self.nice,
+            "memory_limit_bytes": None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9),
+            "log_limit_bytes": int(self.log_limit_mb * 1e6),
+            "console": self.console,
             "ready": self.ready,
             "live": self.live,
             "restart": self.restart,
@@ -180,3 +236,16 @@ class Launch:
     ends_run: bool | None
     followers: tuple[str, ...] = ()
     """Services that must be restarted after this one was, in order."""
+    after_restart: str | None = None
+    """What happens to the others when this one was restarted, in words, where nobody has to be restarted for it."""
+    phases: tuple[tuple[str, str], ...] = ()
+    """Of its start-up: (regular expression for a line of the log, what the service does from there on, in words)."""
+    gpu_memory_share: float | None = None
+    """Share of the memory of each of its GPUs that must be free before it is started."""
+    cpus: tuple[int, ...] | None = None
+    nice: int = 0
+    memory_limit_bytes: int | None = None
+    """Resident memory of the service and all below it, over which it is ended as failed."""
+    log_limit_bytes: int = 256_000_000
+    console: Mapping[str, ConsoleMetric] = field(default_factory=dict)
+    """Metrics to be read from its log, by name."""

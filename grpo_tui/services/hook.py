@@ -1,0 +1,35 @@
+"""A hook: a command to run when something becomes of a service or of the run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from grpo_engine.config import Config
+
+
+class HookEvent(StrEnum):
+    """What a hook may wait for; each is told of a service, and of the run as a whole."""
+
+    READY = "ready"
+    """A service is ready; every service is."""
+    FAILED = "failed"
+    """An attempt of a service has failed, whether it is restarted or not; the run is over and has failed."""
+    RESTARTED = "restarted"
+    """A service is ready again in a later attempt. (Of services alone.)"""
+    FINISHED = "finished"
+    """A service has ended with exit code 0; the run is over and has not failed."""
+
+
+class Hook(Config):
+    """One `[[hooks]]` table of a profile."""
+
+    on: tuple[HookEvent, ...] = Field(min_length=1)
+    """Events at which it runs."""
+    services: tuple[str, ...] = ()
+    """Services whose events count; none: all of them, and those of the run."""
+    argv: tuple[str, ...] = Field(min_length=1)
+    """Program and arguments; never a shell string. Runs in the folder of the profile."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Seconds after which it is ended with all that it started."""
