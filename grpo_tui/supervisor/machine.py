@@ -67,6 +67,10 @@ class Service:
     """What brought it into a state that it was not meant for."""
     answer: str | None = None
     """The last answer of its probe, in words."""
+    phase: str | None = None
+    """What its start-up is at, in words, where its log tells."""
+    moved_at_s: float = 0.0
+    """When its start-up was last seen to get on."""
     last_lines: tuple[str, ...] = ()
     """The end of its log when it failed."""
     is_killed: bool = False
@@ -129,6 +133,22 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Its start-up gets on: its log or its GPU memory has grown."""
+
+    attempt: int
+    phase: str | None
+    """What it is at, in words; None when its log does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overran:
+    """It takes more than it may, e.g. of memory."""
+
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """Nothing of this attempt is left (or it could not be started, with the reason in `error`)."""
 
@@ -145,7 +165,9 @@ class Tick:
     """Time has passed."""
 
 
-Event = StartAsked | StopAsked | RestartAsked | KillAsked | Admitted | Spawned | Refused | Answered | Exited | Tick
+Asked = StartAsked | StopAsked | RestartAsked | KillAsked
+Seen = Spawned | Refused | Answered | Moved | Overran | Exited
+Event = Asked | Seen | Admitted | Tick
 Step = tuple[Service, tuple[Effect, ...]]
 
 RUNNING = frozenset({S.STARTING, S.READY, S.UNHEALTHY})
@@ -180,10 +202,14 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _refused(service, words, now_s), ()
         case Answered(), S.STARTING | S.READY | S.UNHEALTHY if event.attempt == service.attempt:
             return _answered(replace(service, answer=event.words), event.passed, now_s, launch), ()
+        case Moved(phase=phase), S.STARTING if event.attempt == service.attempt:
+            return replace(service, moved_at_s=now_s, phase=phase or service.phase), ()
+        case Overran(words), S.STARTING | S.READY | S.UNHEALTHY:
+            return _stop(service, now_s, launch, AfterStop.FAILURE, words)
         case Exited(), _ if service.has_process:
             return _exited(service, event, now_s, launch), ()
         case Tick(), S.STARTING if is_due:
-            return _stop(service, now_s, launch, AfterStop.FAILURE, _never_ready(service, launch))
+            return _time_is_up(service, now_s, launch)
         case Tick(), S.READY if is_due:
             return _turn_unhealthy(service, now_s, launch)
         case Tick(), S.BACKOFF if is_due:
@@ -237,6 +263,8 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         is_killed=False,
         exit_code=None,
         answer=None,
+        phase=None,
+        moved_at_s=now_s,
         last_lines=(),
         deadline_s=_ready_deadline_s(launch, now_s),
     )
@@ -262,7 +290,7 @@ def _answered(service: Service, passed: bool, now_s: float, launch: Launch) -> S
 
 
 def _turn_ready(service: Service, now_s: float, launch: Launch) -> Service:
-    ready = replace(_enter(service, S.READY, now_s, reason=None), was_ready=True)
+    ready = replace(_enter(service, S.READY, now_s, reason=None), was_ready=True, phase=None)
     return replace(ready, deadline_s=_live_deadline_s(launch, now_s))
 
 
@@ -278,9 +306,18 @@ def _turn_unhealthy(service: Service, now_s: float, launch: Launch) -> Step:
     return _enter(service, S.UNHEALTHY, now_s, reason=reason), ()
 
 
-def _never_ready(service: Service, launch: Launch) -> str:
+def _time_is_up(service: Service, now_s: float, launch: Launch) -> Step:
+    """It is not ready in time: more time while its start-up gets on, else the end of the attempt."""
     assert launch.ready is not None
-    return f"not ready within {launch.ready.within_s:g} s: {service.answer or 'its probe never answered'}"
+    stalls_at_s = service.moved_at_s + (launch.ready.stalled_s or 0.0)
+    if now_s < stalls_at_s:
+        return replace(service, deadline_s=stalls_at_s), ()
+    waited = f"not ready within {launch.ready.within_s:g} s"
+    if launch.ready.stalled_s is not None:
+        waited = f"not ready after {now_s - service.since_s:.0f} s and not moving for {launch.ready.stalled_s:g} s"
+    at = f" ({service.phase})" if service.phase else ""
+    words = f"{waited}{at}: {service.answer or 'its probe never answered'}"
+    return _stop(service, now_s, launch, AfterStop.FAILURE, words)
 
 
 def _stop(service: Service, now_s: float, launch: Launch, after: AfterStop, reason: str) -> Step:
@@ -317,6 +354,8 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
     if service.state is S.STOPPING:
         return _failed(gone, service.reason or "stopped", exit_, now_s, launch)
     words = exit_.error or exit_words(exit_.code)
+    if exit_.code == 0 and service.state is S.STARTING and launch.ready is not None:
+        words = f"{words} before it was ready ({service.answer or 'its probe never answered'})"
     if exit_.code == 0 and launch.restart is not RestartPolicy.ALWAYS:
         return _settle(gone, S.FINISHED, now_s, words)
     return _failed(gone, words, exit_, now_s, launch)

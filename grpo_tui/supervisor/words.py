@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_engine.wire.supervisor import ServiceState as S
-from grpo_tui.services.base import NeedCondition
+from grpo_tui.services.base import Launch, NeedCondition
 from grpo_tui.supervisor.machine import AfterStop, Service
 from grpo_tui.supervisor.order import Launches, Services, is_hopeless, unmet_needs
 
@@ -30,8 +30,7 @@ def why(name: str, services: Services, launches: Launches, now_s: float) -> str 
                 or "about to start"
             )
         case S.STARTING:
-            limit = f" (limit {_ready_limit(name, launches)})" if launches[name].ready else ""
-            return _starting(service, now_s) + limit
+            return _starting(service, now_s) + _ready_limit(launches[name])
         case S.STOPPING:
             what = "restarting" if service.after_stop is AfterStop.RESTART else "stopping"
             return f"{what} for {_seconds(now_s - service.since_s)}: {service.reason}"
@@ -57,14 +56,15 @@ def _standing(service: Service, now_s: float) -> str:
 
 
 def _starting(service: Service, now_s: float) -> str:
-    asked = f", {service.answer}" if service.answer else ""
-    return f"starting for {_seconds(now_s - service.since_s)}{asked}"
+    details = "".join(f", {words}" for words in (service.phase, service.answer) if words)
+    return f"starting for {_seconds(now_s - service.since_s)}{details}"
 
 
-def _ready_limit(name: str, launches: Launches) -> str:
-    ready = launches[name].ready
-    assert ready is not None
-    return _seconds(ready.within_s)
+def _ready_limit(launch: Launch) -> str:
+    if launch.ready is None:
+        return ""
+    more = "" if launch.ready.stalled_s is None else ", more while it moves"
+    return f" (limit {_seconds(launch.ready.within_s)}{more})"
 
 
 def _seconds(seconds: float) -> str:

@@ -25,6 +25,8 @@ from grpo_tui.supervisor.machine import (
     Event,
     Exited,
     KillAsked,
+    Moved,
+    Overran,
     Refused,
     RestartAsked,
     Service,
@@ -39,6 +41,7 @@ from grpo_tui.supervisor.machine import (
 from grpo_tui.supervisor.words import why
 
 READY_WITHIN_60_S = Probe(http="http://127.0.0.1:1/health", within_s=60)
+READY_WITHIN_60_S_OR_MOVING = Probe(http="http://127.0.0.1:1/health", within_s=60, stalled_s=30)
 READY, STARTED, FINISHED = NeedCondition.READY, NeedCondition.STARTED, NeedCondition.FINISHED
 
 
@@ -163,6 +166,41 @@ def test_never_becoming_ready_is_a_failure_with_its_own_reason() -> None:
     assert effects == [Effect.SPAWN, Effect.STOP]
     assert service.state is S.FAILED
     assert service.reason == "not ready within 60 s: /health answers 503"
+
+
+def test_a_start_that_gets_on_is_given_more_time_until_it_stands_still() -> None:
+    how = launch(ready=Probe(tcp="a:1", within_s=60, stalled_s=20), restart=RestartPolicy.NEVER)
+    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (55.0, Moved(attempt=1, phase="loading weights")))
+    service, effects = step(service, Tick(), 60.0, how)
+    assert (service.state, service.deadline_s, effects) == (S.STARTING, 75.0, ())
+    service, _ = play(how, (74.0, Moved(attempt=1, phase=None)), (75.0, Tick()), service=service)
+    assert (service.state, service.deadline_s, service.phase) == (S.STARTING, 94.0, "loading weights")
+    service, effects = step(service, Tick(), 94.0, how)
+    assert (service.state, effects) == (S.STOPPING, (Effect.STOP,))
+    service, _ = step(service, Exited(code=-15), 95.0, how)
+    words = "not ready after 94 s and not moving for 20 s (loading weights): its probe never answered"
+    assert (service.state, service.reason) == (S.FAILED, words)
+
+
+def test_a_start_that_gets_on_is_failed_at_the_limit_where_nobody_asked_for_more() -> None:
+    how = launch()
+    service, _ = play(how, (0.0, Admitted()), (59.0, Moved(attempt=1, phase=None)), (60.0, Tick()))
+    assert service.state is S.STOPPING
+
+
+def test_an_end_before_it_was_ready_says_so_though_the_exit_code_is_0() -> None:
+    service, _ = play(launch(), (0.0, Admitted()), (0.1, Spawned()), (0.5, refused()), (1.0, Exited(code=0)))
+    assert service.state is S.FINISHED
+    assert service.reason == "exit code 0 before it was ready (/health answers 503)"
+
+
+def test_a_service_that_takes_too_much_is_ended_as_failed_and_the_policy_decides() -> None:
+    service, effects = play(launch(), *UP, (9.0, Overran("holds 12.1 GB, over its limit of 10 GB")))
+    assert (service.state, effects[-1]) == (S.STOPPING, Effect.STOP)
+    service, _ = play(launch(), (9.5, Exited(code=-15)), service=service)
+    assert service.state is S.BACKOFF
+    assert service.reason is not None
+    assert service.reason.startswith("holds 12.1 GB, over its limit of 10 GB; restart 1 of 2")
 
 
 def test_a_live_probe_without_a_good_answer_makes_it_unhealthy_until_there_is_one() -> None:
@@ -423,7 +461,7 @@ def worlds(draw: st.DrawFn) -> World:
                 needs=needs,
                 followers=followers,
                 restart=draw(POLICIES),
-                ready=draw(st.sampled_from([None, READY_WITHIN_60_S])),
+                ready=draw(st.sampled_from([None, READY_WITHIN_60_S, READY_WITHIN_60_S_OR_MOVING])),
                 live=draw(st.sampled_from([None, Probe(tcp="a:1", within_s=30)])),
                 restart_unhealthy=draw(st.booleans()),
                 max_restarts=draw(st.integers(0, 2)),
@@ -433,7 +471,10 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 HAPPENINGS = st.tuples(
-    st.sampled_from(["start", "stop", "restart", "kill", "spawned", "pass", "fail", "exit 0", "exit 1", "die", "time"]),
+    st.sampled_from(
+        ["start", "stop", "restart", "kill", "spawned", "pass", "fail", "move", "overrun", "exit 0", "exit 1", "die"]
+        + 2 * ["time"]
+    ),
     st.integers(0, 3),
     st.sampled_from([0.1, 1.0, 13.0, 40.0, 70.0]),
 )
@@ -455,6 +496,10 @@ def happen(world: World, what: str, index: int, seconds: float) -> None:
             world.apply(name, Spawned())
         case "pass" | "fail" if name in world.alive:
             world.apply(name, Answered(attempt=attempt, passed=what == "pass", words=what))
+        case "move" if name in world.alive:
+            world.apply(name, Moved(attempt=attempt, phase="loading"))
+        case "overrun" if name in world.alive:
+            world.apply(name, Overran("too much"))
         case "exit 0" | "exit 1":
             world.die(name, int(what[-1]))
         case "die" if name in world.dying:
