@@ -149,6 +149,13 @@ def _needs_name_services(profile: Profile) -> Iterator[str]:
                 yield f"services.{name}.needs: {needed!r} is not a service here{hint}"
 
 
+def _hooks_name_services(profile: Profile) -> Iterator[str]:
+    for index, hook in enumerate(profile.hooks):
+        for name in hook.services:
+            if name not in profile.services:
+                yield f"hooks.{index}.services: {name!r} is not a service here{did_you_mean(name, profile.services)}"
+
+
 def _needs_have_no_cycle(profile: Profile) -> Iterator[str]:
     graph = {name: [n for n in service.needs if n in profile.services] for name, service in profile.services.items()}
     try:
@@ -216,6 +223,7 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
 Check = Callable[[Profile], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _needs_name_services,
+    _hooks_name_services,
     _needs_have_no_cycle,
     _finished_needs_can_finish,
     _ports_are_used_once,

@@ -1,4 +1,4 @@
-"""The launch plan: what would start, in which order, with which argv, ports and GPUs. Pure.
+"""The launch plan: what would start, in which order, with which argv, ports and GPUs. Reads env files, starts nothing.
 
 The plan itself and its file are in `plan_file`, which knows no kind of service.
 """
@@ -14,15 +14,20 @@ from typing import Any
 
 from grpo_tui.profile.loading import LoadedProfile, resolved
 from grpo_tui.profile.plan_file import Plan
-from grpo_tui.services.base import Place
+from grpo_tui.services.base import Launch, Place
 
-__all__ = ["Plan", "describe", "make_plan"]
+__all__ = ["Plan", "describe", "make_plan", "shown_env"]
 
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+MASK = "***"
 
 
 def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str) -> Plan:
-    """Lay out what a profile starts; `run_folder` need not exist."""
+    """Lay out what a profile starts; `run_folder` need not exist.
+
+    Raises:
+        ConfigError: a file of `env_files` is missing or cannot be read.
+    """
     place = Place(
         profile_folder=loaded.path.parent.resolve(),
         run_folder=Path(os.path.abspath(run_folder)),
@@ -35,7 +40,12 @@ def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str) -> Plan:
     for name in order:
         depth[name] = 1 + max((depth[needed] for needed in services[name].needs), default=-1)
     names = sorted(services, key=lambda name: (depth[name], position[name]))
-    return Plan(profile_name=loaded.name, launches=tuple(services[name].launch(name, place) for name in names))
+    return Plan(
+        profile_name=loaded.name,
+        profile_folder=place.profile_folder,
+        launches=tuple(services[name].launch(name, place) for name in names),
+        hooks=loaded.profile.hooks,
+    )
 
 
 def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
@@ -53,7 +63,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "needs": {name: str(condition) for name, condition in launch.needs.items()},
                 "argv": list(launch.argv),
                 "command": shlex.join(launch.argv),
-                "env": {name: _masked(name, value) for name, value in launch.env.items()},
+                "env": shown_env(launch),
                 "cwd": str(launch.cwd),
                 "ports": list(launch.ports),
                 "gpus": list(launch.gpus),
@@ -67,8 +77,15 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
     }
 
 
+def shown_env(launch: Launch) -> dict[str, str]:
+    """The variables of a launch for a person: masked where the name says secret, or the value is from a file."""
+    return {
+        name: MASK if name in launch.env_from_files else _masked(name, value) for name, value in launch.env.items()
+    }
+
+
 def _masked(name: str, value: str) -> str:
-    return "***" if any(word in name.upper() for word in SECRET_WORDS) else value
+    return MASK if any(word in name.upper() for word in SECRET_WORDS) else value
 
 
 def _mask_all(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ a profile that was edited in the meantime. Loads no engine setting, which keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,6 +24,8 @@ class Plan:
 
     version: int = PLAN_VERSION
     profile_name: str
+    profile_folder: Path
+    """Where hooks run."""
     launches: tuple[Launch, ...]
     hooks: tuple[Hook, ...] = ()
     take_ports: bool = False
