@@ -40,12 +40,14 @@ from grpo_tui.supervisor.machine import (
     adopted,
     step,
 )
+from grpo_tui.supervisor.proc import ProcessId
 from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper
 from grpo_tui.supervisor.sampling import Sampler
 from grpo_tui.supervisor.state_file import (
     Ledger,
     StateDocument,
     StateWriter,
+    boot_id,
     from_ledger,
     last_attempt,
     to_ledger,
@@ -78,7 +80,7 @@ class Supervisor:
         self._me: SupervisorInfo | None = SupervisorInfo(pid=os.getpid(), started_at=time.time())
         self._changed = asyncio.Event()
         self._writer = StateWriter(run_folder, self.document)
-        self._sampler = Sampler(self.broadcast, self.keeper_pids, self._retell)
+        self._sampler = Sampler(self.broadcast, self.keeper_pids, told=self._retell, ledger_changed=self._writer.mark)
 
     # --- the story of a run ----------------------------------------------------------------------------------------
 
@@ -121,13 +123,17 @@ class Supervisor:
         """Find what an earlier daemon left: living services go on, ended ones are told, none starts twice."""
         now_s = time.monotonic()
         ledger = None if self._predecessor is None else self._predecessor.ledger
+        if ledger is not None and ledger.boot_id != boot_id():
+            log.warning("the machine was restarted since: nothing that ran then runs now, and no timer holds")
+            ledger = ledger.model_copy(update={"services": {}})
         if ledger is not None:
             self._has_been_up = ledger.has_been_up
         for name in self._launches:
             entry = ledger.services.get(name) if ledger is not None else None
-            service = self._services[name] if entry is None else from_ledger(name, entry, now_s)
+            service = self._services[name] if entry is None else from_ledger(name, entry)
             if entry is not None:
                 self._ready_at[name], self._hands[name].started_at = entry.ready_at, entry.started_at
+                self._sampler.remember(name, (ProcessId(*each) for each in entry.processes))
             attempt = max(service.attempt, last_attempt(self._run_folder, name))
             found = adopt_keeper(self._run_folder, name, attempt) if attempt else None
             self._services[name] = self._adopt(service, attempt, found, now_s)
@@ -392,13 +398,16 @@ class Supervisor:
 
     def document(self) -> StateDocument:
         """The status and the ledger, for `state.json`."""
-        now_s = time.monotonic()
         ledger = Ledger(
             ending=self._ending.state if self._ending is not None and self._state not in ENDED_RUN_STATES else None,
             has_been_up=self._has_been_up,
+            boot_id=boot_id(),
             services={
                 name: to_ledger(
-                    service, now_s, started_at=self._hands[name].started_at, ready_at=self._ready_at.get(name)
+                    service,
+                    started_at=self._hands[name].started_at,
+                    ready_at=self._ready_at.get(name),
+                    processes=self._sampler.processes(name),
                 )
                 for name, service in self._services.items()
             },

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 
 from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
 from grpo_tui.supervisor.broadcast import Broadcast
@@ -15,6 +16,8 @@ from grpo_tui.supervisor.gpus import GpuReader
 from grpo_tui.supervisor.proc import ProcessId
 from grpo_tui.supervisor.usage import Usage, UsageReader
 
+MAX_DEAD = 2000
+"""Ended processes that are remembered, for the shared memory that they may have left."""
 WATCHED_S = 1.0
 UNWATCHED_S = 5.0
 
@@ -22,15 +25,23 @@ UNWATCHED_S = 5.0
 class Sampler:
     """Holds the last sample, and tells it."""
 
-    def __init__(self, broadcast: Broadcast, keepers: Callable[[], dict[str, int]], told: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        keepers: Callable[[], dict[str, int]],
+        *,
+        told: Callable[[], None],
+        ledger_changed: Callable[[], None],
+    ) -> None:
         self._broadcast = broadcast
         self._keepers = keepers
         self._told = told
+        self._ledger_changed = ledger_changed
         self._usage_reader = UsageReader()
         self._gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
-        self.seen: set[ProcessId] = set()
-        """Every process that a sample found below this run's keepers."""
+        self._living: dict[str, frozenset[ProcessId]] = {}
+        self._dead: deque[ProcessId] = deque(maxlen=MAX_DEAD)
         self.gpus: list[GpuStatus] = []
         self.gpu_note: str | None = None
 
@@ -43,10 +54,18 @@ class Sampler:
                 total[service] = total.get(service, 0) + held_bytes
         return total
 
+    @property
+    def seen(self) -> frozenset[ProcessId]:
+        """Every process that a sample found below this run's keepers; of those that have ended, the latest."""
+        return frozenset(self._dead).union(*self._living.values())
+
     def processes(self, service: str) -> frozenset[ProcessId]:
-        """What the service consisted of when it was last looked at."""
-        usage = self.usage.get(service)
-        return frozenset() if usage is None else usage.processes
+        """What the service consisted of when it was last looked at, whoever has lost its keeper since included."""
+        return self._living.get(service, frozenset())
+
+    def remember(self, service: str, processes: Iterable[ProcessId]) -> None:
+        """Take over what an earlier daemon saw of a service."""
+        self._living[service] = self.processes(service).union(processes)
 
     def gpu_memory_reader(self, service: str) -> Callable[[], Awaitable[int | None]] | None:
         """Reads what the service's last known processes still hold; None where there is no GPU to ask."""
@@ -73,8 +92,8 @@ class Sampler:
     async def _sample(self) -> None:
         keepers = self._keepers()
         self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
-        for usage in self.usage.values():
-            self.seen |= usage.processes
+        for service in {*self._living, *self.usage}:
+            self._note(service)
         pids = {name: usage.pids for name, usage in self.usage.items()}
         gpus = await self._gpu_reader.sample(pids)
         self.gpus, self.gpu_note = list(gpus.gpus), gpus.note
@@ -82,6 +101,16 @@ class Sampler:
         self._broadcast.send(lambda number: self._event(number, at))
         if self._broadcast.is_watched:
             self._told()
+
+    def _note(self, service: str) -> None:
+        """Keep what the sample found, and whoever was found before and lives on without a keeper."""
+        usage, before = self.usage.get(service), self.processes(service)
+        now = usage.processes if usage is not None else frozenset()
+        lost = frozenset(process for process in before - now if process.is_alive())
+        self._dead.extend(before - now - lost)
+        self._living[service] = now | lost
+        if self._living[service] != before:
+            self._ledger_changed()
 
     def _event(self, number: int, at: float) -> UsageSampled:
         usage = self.usage.items()

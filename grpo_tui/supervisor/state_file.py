@@ -6,9 +6,9 @@ Replaced whole, by one writer, off the event loop; changes that come while a wri
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from grpo_engine.errors import PeerError
@@ -16,34 +16,42 @@ from grpo_engine.wire.codec import Message, from_line, write_atomically
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState
 from grpo_tui.paths import KEEPERS, STATE_FILE
 from grpo_tui.supervisor.machine import AfterStop, Service
+from grpo_tui.supervisor.proc import ProcessId
 
-LEDGER_VERSION = 1
+LEDGER_VERSION = 2
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = logging.getLogger(__name__)
 
 
 class ServiceLedger(Message):
-    """One service, as its next supervisor takes it over; times in unix seconds, which outlive a process."""
+    """One service, as its next supervisor takes it over; times on the monotonic clock, which no clock jump moves."""
 
     state: ServiceState
     attempt: int
     has_process: bool
     was_ready: bool
-    since: float
-    deadline: float | None
-    restarted_at: tuple[float, ...]
+    since_s: float
+    deadline_s: float | None
+    moved_at_s: float
+    restarted_at_s: tuple[float, ...]
     after_stop: AfterStop
     exit_code: int | None
     reason: str | None
     last_lines: tuple[str, ...]
     is_refused: bool
     started_at: float | None
+    """Unix time, as everything that is shown."""
     ready_at: float | None
+    processes: tuple[tuple[int, int], ...]
+    """PID and start time of what was seen of it: for the day on which its keeper dies with the daemon."""
 
 
 class Ledger(Message):
     """What a successor needs besides the plan and the keepers."""
 
     version: int = LEDGER_VERSION
+    boot_id: str
+    """Of the boot in which the monotonic clock of this ledger runs."""
     ending: RunState | None
     """What the run was being ended as; None while it goes on."""
     has_been_up: bool
@@ -59,18 +67,29 @@ class StateDocument(RunStatus):
 def read_state(run_folder: Path) -> StateDocument | None:
     """The state that was written last, or None when none was yet.
 
+    A ledger of another version is left out: the status is readable all the same, and a successor goes by the keepers.
+
     Raises:
-        PeerError: the file is damaged, or of a version that this program does not read.
+        PeerError: the file is damaged.
     """
     path = run_folder / STATE_FILE
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
-    document = from_line(StateDocument, content, peer=str(path))
-    if document.ledger is not None and document.ledger.version != LEDGER_VERSION:
-        raise PeerError(f"{path}: of version {document.ledger.version}, this program reads {LEDGER_VERSION}")
-    return document
+    version = _ledger_version(content)
+    if version not in (None, LEDGER_VERSION):
+        log.warning("%s: its ledger is of version %s, this program reads %s", path, version, LEDGER_VERSION)
+        content = json.dumps({**json.loads(content), "ledger": None}).encode()
+    return from_line(StateDocument, content, peer=str(path))
+
+
+def _ledger_version(content: bytes) -> object:
+    """The version that a state file says its ledger has; None where it says none, or is damaged."""
+    try:
+        return json.loads(content)["ledger"]["version"]
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def last_attempt(run_folder: Path, service: str) -> int:
@@ -81,17 +100,19 @@ def last_attempt(run_folder: Path, service: str) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
-def to_ledger(service: Service, now_s: float, *, started_at: float | None, ready_at: float | None) -> ServiceLedger:
+def to_ledger(
+    service: Service, *, started_at: float | None, ready_at: float | None, processes: Iterable[ProcessId]
+) -> ServiceLedger:
     """Write down where a service stands."""
-    to_unix = time.time() - now_s
     return ServiceLedger(
         state=service.state,
         attempt=service.attempt,
         has_process=service.has_process,
         was_ready=service.was_ready,
-        since=service.since_s + to_unix,
-        deadline=None if service.deadline_s is None else service.deadline_s + to_unix,
-        restarted_at=tuple(at + to_unix for at in service.restarted_at_s),
+        since_s=service.since_s,
+        deadline_s=service.deadline_s,
+        moved_at_s=service.moved_at_s,
+        restarted_at_s=service.restarted_at_s,
         after_stop=service.after_stop,
         exit_code=service.exit_code,
         reason=service.reason,
@@ -99,27 +120,33 @@ def to_ledger(service: Service, now_s: float, *, started_at: float | None, ready
         is_refused=service.is_refused,
         started_at=started_at,
         ready_at=ready_at,
+        processes=tuple((process.pid, process.start_ticks) for process in processes),
     )
 
 
-def from_ledger(name: str, entry: ServiceLedger, now_s: float) -> Service:
+def from_ledger(name: str, entry: ServiceLedger) -> Service:
     """Take a service over where the predecessor left it."""
-    to_monotonic = now_s - time.time()
     return Service(
         name=name,
         state=entry.state,
         attempt=entry.attempt,
         has_process=entry.has_process,
         was_ready=entry.was_ready,
-        since_s=entry.since + to_monotonic,
-        deadline_s=None if entry.deadline is None else entry.deadline + to_monotonic,
-        restarted_at_s=tuple(at + to_monotonic for at in entry.restarted_at),
+        since_s=entry.since_s,
+        deadline_s=entry.deadline_s,
+        moved_at_s=entry.moved_at_s,
+        restarted_at_s=entry.restarted_at_s,
         after_stop=entry.after_stop,
         exit_code=entry.exit_code,
         reason=entry.reason,
         last_lines=entry.last_lines,
         is_refused=entry.is_refused,
     )
+
+
+def boot_id() -> str:
+    """What names this boot of the machine: with another one, every PID and every monotonic time is void."""
+    return BOOT_ID.read_text().strip()
 
 
 class StateWriter:
