@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from grpo_tui.supervisor import proc
@@ -71,7 +71,7 @@ async def sweep(
     started = time.monotonic()
     ledger = frozenset(ledger)
     whose = service or f"run {run}"
-    ended, stuck = await _end_all(lambda: _left(run, service, ledger))
+    ended, stuck = await end_all(lambda: _left(run, service, ledger))
     if ended:
         report(f"{whose}: ended what was left of it in {_since(started)}: {', '.join(ended)}")
     freed, held, strangers = await clear_ports(run, service, ports=ports, report=report, take=take_ports)
@@ -102,20 +102,23 @@ async def clear_ports(
     spared = proc.ourselves()
 
     def may_end(holder: Holder) -> bool:
-        if holder.process is None or holder.process.pid in spared:
+        owner = holder.owner
+        if owner.process is None or owner.process.pid in spared:
             return False
-        return not holder.is_other_users and (holder.belongs_to(run, service) or (take and holder.mark is None))
+        return not owner.is_other_users and (owner.belongs_to(run, service) or (take and owner.mark is None))
 
     def ours() -> list[Stat]:
-        return [each.process for each in port_holders(wanted) if each.process is not None and may_end(each)]
+        holders = port_holders(wanted)
+        return [each.owner.process for each in holders if each.owner.process is not None and may_end(each)]
 
     holders = await asyncio.to_thread(port_holders, wanted)
     for holder in holders:
-        refusal = "another user's process is never ended" if take and holder.is_other_users else "it is left alone"
-        report(f"{holder.words()}; {'it is ended' if may_end(holder) else refusal}")
+        is_refused = take and holder.owner.is_other_users
+        refusal = "another user's process is never ended" if is_refused else "it is left alone"
+        report(f"{holder.words(run)}; {'it is ended' if may_end(holder) else refusal}")
     if not any(map(may_end, holders)):
         return [], [], holders
-    ended, stuck = await _end_all(ours)
+    ended, stuck = await end_all(ours)
     return ended, stuck, [holder for holder in await asyncio.to_thread(port_holders, wanted) if not may_end(holder)]
 
 
@@ -131,7 +134,7 @@ def _left(run: str, service: str | None, ledger: frozenset[ProcessId]) -> list[S
     return [process for process in found.values() if process.pid not in spared]
 
 
-async def _end_all(find: Callable[[], list[Stat]]) -> tuple[list[str], list[str]]:
+async def end_all(find: Callable[[], Sequence[Stat]]) -> tuple[list[str], list[str]]:
     """SIGKILL to everybody found, until nobody is found; who was ended and who would not end, in words."""
     killed: dict[ProcessId, str] = {}
     deadline = time.monotonic() + UNKILLABLE_AFTER_S

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
 
+from grpo_tui.supervisor.owners import mark_of
 from grpo_tui.supervisor.ports import port_holders
-from grpo_tui.supervisor.proc import ProcessId, descendants, identify
+from grpo_tui.supervisor.proc import Marker, ProcessId, descendants, identify
 from grpo_tui.supervisor.processes import Keeper
 from grpo_tui.supervisor.teardown import SweepReport, sweep
 from grpo_tui.supervisor.usage import UsageReader
@@ -31,11 +35,11 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 class Squatter:
     """A holder of a port that no keeper started."""
 
-    def __init__(self, stage: Stage, *, program: str = HOLDER, **marks: str) -> None:
+    def __init__(self, stage: Stage, *arguments: str, program: str = HOLDER, **marks: str) -> None:
         [self.port] = free_ports(1)
         environment = {**os.environ, **marks}
         self.process = subprocess.Popen(
-            python(program, self.port, stage.token), env=environment, start_new_session=True
+            python(program, self.port, stage.token, *arguments), env=environment, start_new_session=True
         )
 
     async def __aenter__(self) -> Squatter:
@@ -52,6 +56,31 @@ class Squatter:
 
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+
+def marks_of_another_run(stage: Stage) -> dict[str, str]:
+    """The environment of a service of run `other`, whose run folder is the stage's."""
+    return {"GRPO_TUI_RUN": "other", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
+
+
+@contextmanager
+def daemon_of(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a run's lock as its daemon does."""
+    program = """
+import signal, sys
+from pathlib import Path
+from grpo_tui.supervisor.lock import take_lock
+assert take_lock(Path(sys.argv[1])) is not None
+print("locked", flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "locked\n"
+            yield process
+        finally:
+            process.kill()
 
 
 async def swept(stage: Stage, *ports: int, service: str | None = "a", **more: object) -> tuple[SweepReport, list[str]]:
@@ -167,19 +196,75 @@ async def test_what_an_earlier_run_of_ours_left_is_named_and_ended(stage: Stage)
 
 
 async def test_another_run_that_is_still_supervised_keeps_its_port(stage: Stage) -> None:
-    supervisor = {"pid": os.getpid(), "started_at": time.time()}
-    state = {"run": "other", "profile": "p", "state": "running", "supervisor": supervisor, "services": []}
-    (stage.folder / "state.json").write_text(json.dumps(state))
-    marks = {"GRPO_TUI_RUN": "other", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
+    async with Squatter(stage, **marks_of_another_run(stage)) as squatter:
+        with daemon_of(stage.folder) as daemon:
+            report, lines = await swept(stage, squatter.port, take_ports=True)
+            assert squatter.is_running()
+            assert len(report.strangers) == 1
+            assert "service vllm of run other, which is still supervised (`grpo-tui down other` ends it)" in lines[0]
+            daemon.kill()
+            daemon.wait()
+            await swept(stage, squatter.port)
+            assert squatter.process.wait() == -signal.SIGKILL
+
+
+async def test_a_jump_of_the_clock_makes_no_orphan_of_a_run_that_lives(stage: Stage) -> None:
+    """A run that wrote its start down before the clock was set forward by an hour seems to be older than itself."""
+    async with Squatter(stage, **marks_of_another_run(stage)) as squatter:
+        with daemon_of(stage.folder) as daemon:
+            supervisor = {"pid": daemon.pid, "started_at": time.time() - 3600}
+            state = {"run": "other", "profile": "p", "state": "running", "supervisor": supervisor, "services": []}
+            (stage.folder / "state.json").write_text(json.dumps(state))
+            await swept(stage, squatter.port)
+            assert squatter.is_running()
+
+
+async def test_a_run_whose_folder_was_removed_under_its_living_daemon_is_no_orphan(stage: Stage) -> None:
+    folder = stage.folder / "removed"
+    folder.mkdir()
+    marks = marks_of_another_run(stage) | {"GRPO_TUI_RUN_FOLDER": str(folder)}
     async with Squatter(stage, **marks) as squatter:
-        report, lines = await swept(stage, squatter.port, take_ports=True)
-        assert squatter.is_running()
-        assert len(report.strangers) == 1
-        assert "service vllm of run other, which is still supervised (`grpo-tui down other` ends it)" in lines[0]
-        state["supervisor"] = {"pid": os.getpid(), "started_at": 1e9}  # an earlier process with our pid
-        (stage.folder / "state.json").write_text(json.dumps(state))
-        await swept(stage, squatter.port)
-        assert squatter.process.wait() == -signal.SIGKILL
+        with daemon_of(folder) as daemon:
+            shutil.rmtree(folder)
+            await swept(stage, squatter.port)
+            assert squatter.is_running()
+            daemon.kill()
+            daemon.wait()
+            await swept(stage, squatter.port)
+            assert squatter.process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_run_whose_lock_we_may_not_try_is_another_users_and_no_orphan() -> None:
+    asking = "import os, sys; from pathlib import Path; from grpo_tui.supervisor.owners import is_supervised\n" + (
+        "os.setuid(65534); print(*(is_supervised(Path(folder)) for folder in sys.argv[1:]))"
+    )
+    with tempfile.TemporaryDirectory() as above:  # pytest's own folders let nobody else in
+        os.chmod(above, 0o755)
+        sealed, locked, bare = (Path(above) / name for name in ("sealed", "locked", "bare"))
+        for folder in (sealed, locked, bare):
+            folder.mkdir()
+        for folder in (sealed, locked):
+            (folder / "daemon.lock").touch(mode=0o600)
+        sealed.chmod(0o700)
+        argv = [sys.executable, "-c", asking, sealed, locked, bare]
+        assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "True True False\n"
+
+
+async def test_a_cleaned_environment_does_not_hide_whose_a_process_is_while_its_marked_parent_lives(
+    stage: Stage,
+) -> None:
+    program = """
+import subprocess, sys
+port, token, holder = sys.argv[1:]
+subprocess.run([sys.executable, "-I", "-S", "-c", holder, port, token], env={})
+"""
+    marks = {"GRPO_TUI_RUN": "tiny-cpu-1121-0415", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": "/no/more"}
+    async with Squatter(stage, HOLDER, program=program, **marks) as squatter:
+        [child] = descendants(squatter.process.pid)
+        assert mark_of(child.pid) == Marker(run="tiny-cpu-1121-0415", service="vllm", run_folder="/no/more")
+        report, _ = await swept(stage, squatter.port)
+        assert [words.split()[1] for words in report.ended] == [str(child.pid)]
 
 
 async def test_a_ledger_entry_whose_pid_was_used_again_is_left_alone(stage: Stage) -> None:
@@ -299,7 +384,7 @@ async def test_a_port_on_ipv6_is_found_too(stage: Stage) -> None:
     program = HOLDER.replace("socket.socket()", "socket.socket(socket.AF_INET6)").replace("127.0.0.1", "::1")
     keeper = await stage.start(*python(program, port, stage.token))
     await until(lambda: bool(port_holders([port])))
-    assert [holder.process and holder.process.pid for holder in port_holders([port])] == [keeper.main_pid]
+    assert [holder.owner.process and holder.owner.process.pid for holder in port_holders([port])] == [keeper.main_pid]
     assert [each.pid for each in descendants(keeper.identity.pid)] == [keeper.main_pid]
     keeper.kill()
     await keeper.exited()
