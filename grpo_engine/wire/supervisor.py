@@ -131,6 +131,8 @@ class Hello(Message):
     version: int = PROTOCOL_VERSION
     run: str
     pid: int
+    program: str = ""
+    """Version of the package that speaks."""
 
 
 class Snapshot(Message):
@@ -226,6 +228,8 @@ class Command(Message):
     service: str | None = None
     wait: bool = False
     timeout_s: float | None = None
+    take_ports: bool = False
+    """The word to end strangers of our own user that hold a declared port (start, restart, down)."""
 
 
 FromClient = Annotated[Hello | Subscribe | Command, Field(discriminator="type")]

@@ -28,6 +28,7 @@ COMMANDS = {
     "stop": "act",
     "restart": "act",
     "down": "act",
+    "upgrade": "act",
     "plan": "planning",
     "doctor": "planning",
     "profiles": "planning",

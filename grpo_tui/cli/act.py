@@ -11,8 +11,18 @@ import typer
 
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, Notice, Reply, RunState
-from grpo_tui.cli.arguments import RunAndService, RunArgument, run_to_act_on, split
-from grpo_tui.client.api import Daemon, NoSuchRun, Run, daemon_of, look_at, runs, stored_status, until_gone
+from grpo_tui.cli.arguments import RunAndService, RunArgument, TakePortsOption, run_to_act_on, split
+from grpo_tui.client.api import (
+    Daemon,
+    NoSuchRun,
+    Run,
+    daemon_of,
+    look_at,
+    replace_daemon,
+    runs,
+    stored_status,
+    until_gone,
+)
 from grpo_tui.exit_codes import ExitCode
 
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done: ready, or gone.")]
@@ -25,11 +35,14 @@ def register(app: typer.Typer) -> None:
     app.command("stop")(stop_command)
     app.command("restart")(restart_command)
     app.command("down")(down_command)
+    app.command("upgrade")(upgrade_command)
 
 
-def start_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
+def start_command(
+    words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None, take_ports: TakePortsOption = False
+) -> None:
     """Start a service that is stopped, finished or failed."""
-    _act("start", words, wait, timeout)
+    _act("start", words, wait, timeout, take_ports)
 
 
 def stop_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
@@ -37,9 +50,11 @@ def stop_command(words: RunAndService, wait: WaitOption = False, timeout: Timeou
     _act("stop", words, wait, timeout)
 
 
-def restart_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
+def restart_command(
+    words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None, take_ports: TakePortsOption = False
+) -> None:
     """Stop a service and start it again, and those that must follow; counts as no failure."""
-    _act("restart", words, wait, timeout)
+    _act("restart", words, wait, timeout, take_ports)
 
 
 def down_command(
@@ -48,20 +63,39 @@ def down_command(
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0.0, help="Seconds that services get before SIGKILL.")
     ] = None,
+    take_ports: TakePortsOption = False,
 ) -> None:
     """End a run and leave nothing of it; says what it ended and how long each part took."""
     targets = [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]
     if not targets:
         raise NoSuchRun("no run lives here")
     for target in targets:
-        asyncio.run(_down(target, timeout))
+        asyncio.run(_down(target, timeout, take_ports))
 
 
-def _act(do: Literal["start", "stop", "restart"], words: list[str], wait: bool, timeout: float | None) -> None:
+def upgrade_command(
+    run: RunArgument = None, all_: Annotated[bool, typer.Option("--all", help="Every live run of this folder.")] = False
+) -> None:
+    """Replace the supervisor of a run by one of the program as it is installed now; no service is stopped."""
+    for target in [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]:
+        started = time.monotonic()
+        old, new = asyncio.run(replace_daemon(target.folder))
+        before = "nobody" if old is None else f"{old.program or 'an older version'} (pid {old.pid})"
+        took = f"{time.monotonic() - started:.2f} s"
+        print(f"{target.id}: supervised by {new.program} (pid {new.pid}) instead of {before}, in {took}")
+
+
+def _act(
+    do: Literal["start", "stop", "restart"],
+    words: list[str],
+    wait: bool,
+    timeout: float | None,
+    take_ports: bool = False,
+) -> None:
     prefix, service = split(words)
     run = run_to_act_on(prefix)
     started = time.monotonic()
-    reply = asyncio.run(daemon_of(run.folder).command(do, service, wait=wait, timeout_s=timeout))
+    reply = asyncio.run(daemon_of(run.folder).command(do, service, wait=wait, timeout_s=timeout, take_ports=take_ports))
     if not reply.ok:
         print(reply.error, file=sys.stderr)
         raise typer.Exit(reply.exit_code)
@@ -81,14 +115,14 @@ def _live(run: Run) -> Run:
     return run
 
 
-async def _down(run: Run, timeout_s: float | None) -> None:
+async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
     """Ask for the end, and print what the daemon says until it is gone."""
     started = time.monotonic()
     daemon = await asyncio.to_thread(daemon_of, run.folder)
     listening = asyncio.create_task(_print_notices(daemon, started))
     try:
         await asyncio.sleep(0)
-        reply = await daemon.command("down", wait=True, timeout_s=timeout_s)
+        reply = await daemon.command("down", wait=True, timeout_s=timeout_s, take_ports=take_ports)
         if not reply.ok:
             print(reply.error, file=sys.stderr)
             raise typer.Exit(reply.exit_code)

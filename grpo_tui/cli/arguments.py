@@ -16,6 +16,12 @@ RunAndService = Annotated[
     list[str],
     typer.Argument(metavar="[RUN] SERVICE", help="The service, after the run id or a unique prefix of it if need be."),
 ]
+TakePortsOption = Annotated[
+    bool,
+    typer.Option(
+        "--take-ports", help="End processes of your own that hold a declared port, also if they are no run's."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 

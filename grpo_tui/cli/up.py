@@ -30,6 +30,7 @@ from grpo_engine.wire.supervisor import (
     Snapshot,
     UsageSampled,
 )
+from grpo_tui.cli.arguments import TakePortsOption
 from grpo_tui.client.api import Daemon, OpenedRun, ensure_daemon, look_at, open_run, stored_status, until_gone
 from grpo_tui.exit_codes import ExitCode
 
@@ -48,6 +49,7 @@ def up_command(
     wait: Annotated[str | None, typer.Option("--wait", metavar="ready|finished", help="Return when it is.")] = None,
     timeout: Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout.")] = False,
+    take_ports: TakePortsOption = False,
 ) -> None:
     """Start a profile without a screen, or join its run.
 
@@ -60,7 +62,7 @@ def up_command(
     if wait not in (None, "ready", "finished"):
         raise typer.BadParameter(f"--wait {wait}: ready or finished")
     began = time.monotonic()
-    opened = open_run(profile, set_ or [])
+    opened = open_run(profile, set_ or [], take_ports=take_ports)
     say = Speaker(began=began, as_json=as_json)
     say.opened(opened)
     if detach and wait is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.supervisor import RunStatus, Warning
-from grpo_tui.client.launch import OpenedRun, StartFailed, ensure_daemon, open_run
+from grpo_tui.client.launch import OpenedRun, StartFailed, ensure_daemon, open_run, replace_daemon
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.socket import Daemon
 from grpo_tui.supervisor.lock import has_daemon
@@ -24,6 +24,7 @@ __all__ = [
     "latest_metrics",
     "look_at",
     "open_run",
+    "replace_daemon",
     "run_status",
     "runs",
     "stored_status",

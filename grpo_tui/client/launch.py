@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES
-from grpo_tui.client.local import look_at, runs
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Hello
+from grpo_tui.client.local import NoSuchRun, look_at, runs
 from grpo_tui.client.socket import Daemon
 from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, STATE_FILE, SUPERVISOR_LOG, new_run_id
 from grpo_tui.profile.plan_file import Plan
-from grpo_tui.supervisor.lock import has_daemon
+from grpo_tui.supervisor.lock import LOADED, has_daemon
+from grpo_tui.supervisor.proc import identify
+from grpo_tui.supervisor.processes import end_of
 from grpo_tui.supervisor.state_file import read_state
 
 if TYPE_CHECKING:
@@ -52,8 +55,11 @@ class OpenedRun:
     """What a person should know about a run that was joined."""
 
 
-def open_run(profile: str, overrides: Sequence[str] = (), *, logs: Path = LOGS) -> OpenedRun:
+def open_run(profile: str, overrides: Sequence[str] = (), *, take_ports: bool = False, logs: Path = LOGS) -> OpenedRun:
     """Start a run of a profile, or join the one that lives.
+
+    Args:
+        take_ports: the word to end strangers of our own user that hold a declared port when a service starts first.
 
     Raises:
         ConfigError: the profile is wrong; nothing was started.
@@ -68,7 +74,7 @@ def open_run(profile: str, overrides: Sequence[str] = (), *, logs: Path = LOGS) 
             joined = _live_run(loaded, logs)
             if joined is not None:
                 return joined
-            folder = _make_folder(loaded, logs)
+            folder = _make_folder(loaded, logs, take_ports)
             daemon.supervise(folder)
     return OpenedRun(folder=folder, is_new=True)
 
@@ -98,7 +104,7 @@ def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
     return None
 
 
-def _make_folder(loaded: LoadedProfile, logs: Path) -> Path:
+def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
     """Make the run's folder with its plan: readable by its owner alone, since the environment may hold secrets."""
     from grpo_tui.profile.loading import resolved
     from grpo_tui.profile.plan import make_plan
@@ -112,7 +118,7 @@ def _make_folder(loaded: LoadedProfile, logs: Path) -> Path:
         except FileExistsError:
             number += 1
             folder = logs.resolve() / f"{base}.{number}"  # not "-": shared memory is swept by the prefix "grpo-<run>-"
-    plan = make_plan(loaded, run_folder=folder, python=sys.executable)
+    plan = make_plan(loaded, run_folder=folder, python=sys.executable, take_ports=take_ports)
     write_json_atomically(folder / RESOLVED_FILE, resolved(loaded), mode=0o600)
     write_atomically(folder / PLAN_FILE, plan.to_json().encode(), mode=0o600)
     return folder
@@ -139,6 +145,38 @@ def start_daemon(folder: Path) -> bool:
         return daemon.supervise(folder)
 
 
+async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
+    """Hand a run over to a new daemon, of the program as it is installed now; who had it (None: nobody), and who has it.
+
+    The new one has loaded itself and this program has read the run's plan before the old one is asked to leave.
+
+    Raises:
+        PeerError: this program does not read the run's plan; the old daemon goes on.
+        StartFailed: the new daemon does not come up; if the old one has left by then, services go on without one.
+        NoSuchRun: the run was over before it could be handed over.
+    """
+    Plan.from_json((folder / PLAN_FILE).read_text(), where=str(folder / PLAN_FILE))
+    with NewDaemon() as successor:
+        successor.wait_until_loaded()
+        old = await _dismiss(folder)
+        if not await asyncio.to_thread(successor.supervise, folder):
+            raise NoSuchRun(f"run {folder.name} is over")
+    return old, await Daemon(folder).hello()
+
+
+async def _dismiss(folder: Path) -> Hello | None:
+    """Have the daemon of a run leave its services and end; who it was, or None when there was none."""
+    try:
+        hello = await Daemon(folder).hello(any_version=True)
+    except PeerUnavailable:
+        return None
+    process = identify(hello.pid)
+    if process is not None and has_daemon(folder):
+        os.kill(process.pid, signal.SIGTERM)
+        await end_of(process)
+    return hello
+
+
 class NewDaemon:
     """A daemon that was started and waits to be told its run; told nothing, it ends with this context."""
 
@@ -160,6 +198,18 @@ class NewDaemon:
         self._process.communicate()
         self._talk.close()
 
+    def wait_until_loaded(self) -> None:
+        """Return once it can be told its run at any moment.
+
+        Raises:
+            StartFailed: it ends instead, e.g. because its program is broken; with its last words.
+        """
+        deadline = time.monotonic() + HELLO_WITHIN_S
+        while os.fstat(self._talk.fileno()).st_size < len(LOADED):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise StartFailed(f"a new supervisor cannot be started: {self._own_words()}")
+            time.sleep(HELLO_POLL_S)
+
     def supervise(self, folder: Path) -> bool:
         """Tell it its run and wait until it says hello; False when the run was over before it could.
 
@@ -179,10 +229,13 @@ class NewDaemon:
 
     def _last_words(self, folder: Path) -> str:
         log = folder / SUPERVISOR_LOG
-        self._talk.seek(0)
-        own = self._talk.read().decode(errors="replace").splitlines()
         logged = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return "\n".join([f"{log} ends with:", *logged[-8:], *own[-8:]])
+        return "\n".join([f"{log} ends with:", *logged[-8:], self._own_words()])
+
+    def _own_words(self) -> str:
+        self._talk.seek(0)
+        words = self._talk.read().decode(errors="replace").removeprefix(LOADED)
+        return "\n".join(words.splitlines()[-8:])
 
 
 def _answers(folder: Path) -> bool:

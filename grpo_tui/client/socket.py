@@ -37,18 +37,24 @@ class Daemon:
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
 
-    async def hello(self) -> Hello:
+    async def hello(self, *, any_version: bool = False) -> Hello:
         """Ask who is there.
 
         Raises:
             PeerUnavailable: nobody answers.
-            PeerError: it speaks another protocol.
+            PeerError: it speaks another protocol, and `any_version` will not do.
         """
-        async with self._connected() as (hello, _, _):
+        async with self._connected(any_version=any_version) as (hello, _, _):
             return hello
 
     async def command(
-        self, do: Do, service: str | None = None, *, wait: bool = False, timeout_s: float | None = None
+        self,
+        do: Do,
+        service: str | None = None,
+        *,
+        wait: bool = False,
+        timeout_s: float | None = None,
+        take_ports: bool = False,
     ) -> Reply:
         """Ask for an action; the reply comes when it was taken up, or when it is done if `wait`.
 
@@ -56,7 +62,9 @@ class Daemon:
             PeerUnavailable: nobody answers, or the daemon dies before it does.
         """
         async with self._connected() as (_, reader, writer):
-            writer.write(to_line(Command(id=1, do=do, service=service, wait=wait, timeout_s=timeout_s)))
+            writer.write(
+                to_line(Command(id=1, do=do, service=service, wait=wait, timeout_s=timeout_s, take_ports=take_ports))
+            )
             await writer.drain()
             while line := await reader.readline():
                 message = read_from_daemon(line)
@@ -79,7 +87,9 @@ class Daemon:
                     yield message
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[tuple[Hello, asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _connected(
+        self, *, any_version: bool = False
+    ) -> AsyncIterator[tuple[Hello, asyncio.StreamReader, asyncio.StreamWriter]]:
         """Connect and compare protocols; the daemon's death in the middle of a line is an end like any other."""
         address = read_address(self.run_folder)
         path = Path(address.socket) if address is not None else socket_path(self.run_folder)
@@ -89,14 +99,16 @@ class Daemon:
         except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
             raise PeerUnavailable(f"the supervisor of {name} does not answer on {path}: {error.strerror}") from None
         try:
-            hello = await self._shake_hands(reader, writer)
+            hello = await self._shake_hands(reader, writer, any_version)
             yield hello, reader, writer
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise PeerUnavailable(f"the supervisor of {name} hung up: {error}") from None
         finally:
             writer.transport.abort()
 
-    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
+    async def _shake_hands(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, any_version: bool
+    ) -> Hello:
         name = self.run_folder.name
         writer.write(to_line(Hello(run=name, pid=0)))
         try:
@@ -107,10 +119,10 @@ class Daemon:
         if not line:
             raise PeerUnavailable(f"the supervisor of {name} hung up at once")
         hello = read_from_daemon(line)
-        if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
+        if not isinstance(hello, Hello) or (hello.version != PROTOCOL_VERSION and not any_version):
             version = hello.version if isinstance(hello, Hello) else "none"
             raise PeerError(
                 f"the supervisor of {name} speaks protocol {version}, this program {PROTOCOL_VERSION}: "
-                "use the version of grpo-tui that started the run, or end the run with it"
+                f"`grpo-tui upgrade {name}` hands the run over to this program, and no service notices"
             )
         return hello

@@ -156,6 +156,20 @@ def _hooks_name_services(profile: Profile) -> Iterator[str]:
                 yield f"hooks.{index}.services: {name!r} is not a service here{did_you_mean(name, profile.services)}"
 
 
+def _whom_they_follow_they_need(profile: Profile) -> Iterator[str]:
+    """Who follows a restart waits for it like at the first start; so `needs` having no cycle holds for both."""
+    for name, service in profile.services.items():
+        for leader in service.restart_with:
+            if leader not in profile.services:
+                hint = did_you_mean(leader, profile.services)
+                yield f"services.{name}.restart_with: {leader!r} is not a service here{hint}"
+            elif leader not in service.needs:
+                yield (
+                    f"services.{name}.restart_with: {leader!r} is not among its needs, so it would start beside it "
+                    f'(add needs = {{ {leader} = "ready" }})'
+                )
+
+
 def _needs_have_no_cycle(profile: Profile) -> Iterator[str]:
     graph = {name: [n for n in service.needs if n in profile.services] for name, service in profile.services.items()}
     try:
@@ -224,6 +238,7 @@ Check = Callable[[Profile], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _needs_name_services,
     _hooks_name_services,
+    _whom_they_follow_they_need,
     _needs_have_no_cycle,
     _finished_needs_can_finish,
     _ports_are_used_once,

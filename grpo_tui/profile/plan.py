@@ -5,6 +5,7 @@ The plan itself and its file are in `plan_file`, which knows no kind of service.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from grpo_tui.profile.loading import LoadedProfile, resolved
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.profile.model import Profile
 from grpo_tui.services.base import Launch, Place
 
 __all__ = ["Plan", "describe", "make_plan", "shown_env"]
@@ -22,7 +24,7 @@ SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 MASK = "***"
 
 
-def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str) -> Plan:
+def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_ports: bool = False) -> Plan:
     """Lay out what a profile starts; `run_folder` need not exist.
 
     Raises:
@@ -43,9 +45,17 @@ def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str) -> Plan:
     return Plan(
         profile_name=loaded.name,
         profile_folder=place.profile_folder,
-        launches=tuple(services[name].launch(name, place) for name in names),
+        launches=tuple(_with_followers(services[name].launch(name, place), loaded.profile) for name in names),
         hooks=loaded.profile.hooks,
+        take_ports=take_ports,
     )
+
+
+def _with_followers(launch: Launch, profile: Profile) -> Launch:
+    """A launch that knows who must be restarted after it, and what follows from the bridge instead."""
+    followers = tuple(name for name, service in profile.services.items() if launch.name in service.restart_with)
+    words = getattr(profile.bridge, "after_server_restart", None) if launch.kind == "inference" else None
+    return dataclasses.replace(launch, followers=followers, after_restart=words)
 
 
 def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
@@ -79,9 +89,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
 
 def shown_env(launch: Launch) -> dict[str, str]:
     """The variables of a launch for a person: masked where the name says secret, or the value is from a file."""
-    return {
-        name: MASK if name in launch.env_from_files else _masked(name, value) for name, value in launch.env.items()
-    }
+    return {name: MASK if name in launch.env_from_files else _masked(name, value) for name, value in launch.env.items()}
 
 
 def _masked(name: str, value: str) -> str:

@@ -56,6 +56,8 @@ class Attempts:
         self._sampler = sampler
         self._effects: asyncio.Queue[tuple[Effect, int]] = asyncio.Queue()
         self._is_ready = False
+        self.may_take_ports = False
+        """The word, good for one start, to end strangers of our own user that hold a declared port."""
         self._life: asyncio.Task[None] | None = None
         self.keeper: Keeper | None = None
         """Of the attempt at hand."""
@@ -116,8 +118,9 @@ class Attempts:
         if not self._launch.ports:
             return None
         _, stuck, strangers = await teardown.clear_ports(
-            self._run, self._launch.name, ports=self._launch.ports, report=self._report
+            self._run, self._launch.name, ports=self._launch.ports, report=self._report, take=self.may_take_ports
         )
+        self.may_take_ports = False
         faults = [
             *(holder.words() for holder in strangers),
             *(f"{words} holds a port, and does not end" for words in stuck),

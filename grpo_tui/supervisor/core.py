@@ -73,6 +73,7 @@ class Supervisor:
         # Unbounded: it is filled by our own probes and by commands of people, and each event takes microseconds.
         self._events: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
         self._ending: order.Ending | None = None
+        self._takes_ports_at_end = False
         self._has_been_up = False
         self._state = RunState.STARTING if predecessor is None else predecessor.state
         self._started_at = time.time() if predecessor is None else predecessor.started_at or time.time()
@@ -89,6 +90,15 @@ class Supervisor:
 
         Cancelled, it leaves every service running: the next daemon of this run goes on with them.
         """
+        try:
+            await self._supervise()
+        except asyncio.CancelledError:
+            await self._writer.write()
+            raise
+        await self._leave_nothing()
+        return self._state
+
+    async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             helpers = self._take_hands(tasks)
             self._take_over()
@@ -103,8 +113,6 @@ class Supervisor:
                 helper.cancel()
             for hands in self._hands.values():
                 hands.let_go()
-        await self._leave_nothing()
-        return self._state
 
     def _take_hands(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         for name, launch in self._launches.items():
@@ -117,6 +125,7 @@ class Supervisor:
                 notice=self.notice,
                 sampler=self._sampler,
             )
+            self._hands[name].may_take_ports = self._plan.take_ports and self._predecessor is None
         return [tasks.create_task(hands.work(), name=f"hands of {name}") for name, hands in self._hands.items()]
 
     def _take_over(self) -> None:
@@ -202,9 +211,10 @@ class Supervisor:
         await teardown.sweep(
             self.run_name,
             None,
-            ports=(),
+            ports=ports if self._takes_ports_at_end else (),  # each service's own were looked at as it ended
             report=lambda line: self.notice("info", line, None),
             ledger=self._sampler.seen,
+            take_ports=self._takes_ports_at_end,
         )
         log.info("run %s is over: %s; ports %s are free", self.run_name, self._ending.state, ports or "(none)")
         self._ended_at = time.time()
@@ -245,16 +255,26 @@ class Supervisor:
         """Queue an event for a service; it is applied in turn."""
         self._events.put_nowait((name, event))
 
-    def restart(self, name: str) -> list[str]:
-        """Restart a service and those that must follow; who follows."""
+    def restart(self, name: str) -> None:
+        """Restart a service and those that must follow, and say who does."""
         followers = [f for f in order.restart_group(name, self._launches) if self._services[f].has_process]
         for follower in reversed(followers):
             self.post(follower, RestartAsked(f"restarted because {name} is"))
         self.post(name, RestartAsked())
-        return followers
+        self.notice("info", f"{name} is restarted; {self._what_follows(name, followers)}", name)
 
-    def end(self, state: RunState, *, budget_s: float | None = None) -> None:
+    def _what_follows(self, name: str, followers: list[str]) -> str:
+        if followers:
+            return f"after it {', '.join(followers)}"
+        return self._launches[name].after_restart or "nobody has to follow"
+
+    def take_ports(self, name: str) -> None:
+        """At its next start, end strangers of our own user that hold a port of this service."""
+        self._hands[name].may_take_ports = True
+
+    def end(self, state: RunState, *, budget_s: float | None = None, take_ports: bool = False) -> None:
         """End the run; a second call may only shorten the time that services get."""
+        self._takes_ports_at_end = self._takes_ports_at_end or take_ports
         longest_s = order.ending_budget_s(self._services, self._launches)
         budget_s = longest_s if budget_s is None else min(budget_s, longest_s)
         now_s = time.monotonic()

@@ -1,6 +1,7 @@
 """The daemon of one run: `python -m grpo_tui.supervisor.daemon RUN_FOLDER`. It detaches, listens, and supervises.
 
-With `-` it reads the run folder from stdin, so that it can be started before there is one; told nothing, it ends.
+With `-` it says that it is loaded and reads the run folder from stdin, so that it can be started before there is one,
+or before its predecessor leaves; told nothing, it ends.
 It reads `plan.json` from the run folder and takes over whatever an earlier daemon of this run left alive. It ends when
 the run is over. SIGTERM, SIGINT and its own death leave every service running, so that a log-out script, an upgrade or
 a mistake ends no training; `grpo-tui down` ends a run. A second daemon on the same run folder leaves at once.
@@ -23,7 +24,7 @@ from grpo_tui.paths import PLAN_FILE, SUPERVISOR_LOG, socket_path
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
-from grpo_tui.supervisor.lock import ADDRESS_FILE, read_address, take_lock, write_address
+from grpo_tui.supervisor.lock import ADDRESS_FILE, LOADED, read_address, take_lock, write_address
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
 SOCKET_CHECK_S = 10.0
@@ -38,11 +39,11 @@ def main() -> int:
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER|-\n")
         return 2
-    told = sys.argv[1] if sys.argv[1] != "-" else sys.stdin.readline().rstrip("\n")
+    told = sys.argv[1] if sys.argv[1] != "-" else _told_later()
     if not told:
         return 0
     run_folder = Path(told).resolve()
-    plan = Plan.from_json((run_folder / PLAN_FILE).read_text())
+    plan = Plan.from_json((run_folder / PLAN_FILE).read_text(), where=str(run_folder / PLAN_FILE))
     _detach(run_folder / SUPERVISOR_LOG)
     lock = take_lock(run_folder)
     if lock is None:
@@ -58,6 +59,12 @@ def main() -> int:
         log.exception("the daemon ends by a defect of its own; services go on, and the next daemon takes them over")
         return 1
     return 0
+
+
+def _told_later() -> str:
+    sys.stdout.write(LOADED)
+    sys.stdout.flush()
+    return sys.stdin.readline().rstrip("\n")
 
 
 def _detach(log_file: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 
+from grpo_engine import __version__
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
@@ -41,7 +42,7 @@ async def converse(
     """Talk with one client until it leaves, is let go, or the run is over."""
     client = Client(name)
     supervisor.broadcast.clients.add(client)
-    client.say(Hello(run=supervisor.run_name, pid=os.getpid()))
+    client.say(Hello(run=supervisor.run_name, pid=os.getpid(), program=__version__))
     try:
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(_write(client, writer))
@@ -111,16 +112,16 @@ async def _carry_out(supervisor: Supervisor, command: Command) -> None:
         case "down":
             await _down(supervisor, command)
         case "start":
-            await _start(supervisor, _name(supervisor, command), command.wait)
+            await _start(supervisor, _name(supervisor, command), command)
         case "restart":
-            await _restart(supervisor, _name(supervisor, command), command.wait)
+            await _restart(supervisor, _name(supervisor, command), command)
         case "stop" | "kill":
             await _stop(supervisor, _name(supervisor, command), command)
 
 
 async def _down(supervisor: Supervisor, command: Command) -> None:
     """End the run; its `timeout_s` is what the services get, and after it whoever is left is killed."""
-    supervisor.end(RunState.STOPPED, budget_s=command.timeout_s)
+    supervisor.end(RunState.STOPPED, budget_s=command.timeout_s, take_ports=command.take_ports)
     if command.wait:
         await supervisor.wait_until(lambda s: s.state in ENDED_RUN_STATES)
 
@@ -132,22 +133,24 @@ def _check_needs(supervisor: Supervisor, name: str) -> None:
             raise CommandRefused(f"{name} needs {needed}, which has failed: start {needed} first", ExitCode.REFUSED)
 
 
-async def _start(supervisor: Supervisor, name: str, wait: bool) -> None:
+async def _start(supervisor: Supervisor, name: str, command: Command) -> None:
     _check_needs(supervisor, name)
+    if command.take_ports:
+        supervisor.take_ports(name)
     attempt = supervisor.service(name).attempt
     is_up = supervisor.service(name).has_process
     supervisor.post(name, StartAsked())
-    if wait:
+    if command.wait:
         await _ready(supervisor, name, attempt if is_up else attempt + 1)
 
 
-async def _restart(supervisor: Supervisor, name: str, wait: bool) -> None:
+async def _restart(supervisor: Supervisor, name: str, command: Command) -> None:
     _check_needs(supervisor, name)
+    if command.take_ports:
+        supervisor.take_ports(name)
     attempt = supervisor.service(name).attempt
-    followers = supervisor.restart(name)
-    if followers:
-        supervisor.notice("info", f"{name} is restarted, and after it {', '.join(followers)}", name)
-    if wait:
+    supervisor.restart(name)
+    if command.wait:
         await _ready(supervisor, name, attempt + 1)
 
 

@@ -11,6 +11,8 @@ from grpo_engine.wire.codec import Message, from_line, write_json_atomically
 
 LOCK_FILE = "daemon.lock"
 ADDRESS_FILE = "daemon.json"
+LOADED = "loaded\n"
+"""What a daemon says on stdout once it only waits to be told its run."""
 
 
 class Address(Message):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -156,6 +157,7 @@ class StateWriter:
         self._path = run_folder / STATE_FILE
         self._document = document
         self._has_changed = asyncio.Event()
+        self._one_at_a_time = threading.Lock()
         self._fault: str | None = None
 
     @property
@@ -173,12 +175,16 @@ class StateWriter:
             await self._has_changed.wait()
             await self.write()
 
+    def _replace(self, content: bytes) -> None:
+        with self._one_at_a_time:  # a write whose task was cancelled goes on in its thread
+            write_atomically(self._path, content)
+
     async def write(self) -> None:
         """Write now. A full disk or a deleted folder stops no service: it is told, and tried at the next change."""
         self._has_changed.clear()
         content = self._document().model_dump_json(indent=1).encode() + b"\n"
         try:
-            await asyncio.to_thread(write_atomically, self._path, content)
+            await asyncio.to_thread(self._replace, content)
         except OSError as error:
             if self._fault is None:
                 log.error("%s: cannot be written: %s; services go on", self._path, error.strerror or error)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from stage import free_ports, is_open
-from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, until
+from workplace import DEAF, POLITE, PYTHON, SERVER, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
 from grpo_tui.supervisor.proc import identify
@@ -405,4 +405,38 @@ def test_a_removed_state_file_is_written_anew_with_the_next_change(place: Workpl
     (place.run_folder() / "state.json").unlink()
     assert place.grpo("restart", "a", "--wait").returncode == 0
     until((place.run_folder() / "state.json").exists)
+    assert place.grpo("down").returncode == 0
+
+
+def test_an_upgrade_hands_a_run_over_and_no_service_notices(place: Workplace) -> None:
+    count = place.folder / "starts"
+    place.profile(service("a", COUNTS_STARTS, count, ready="{ log = '^up$', interval_s = 0.02 }"))
+    run = place.up()
+    before, old = place.pid("a"), place.status().supervisor
+    done = place.grpo("upgrade")
+    assert done.returncode == 0, done.stderr
+    new = place.status().supervisor
+    assert old is not None
+    assert new is not None
+    assert new.pid != old.pid
+    assert identify(old.pid) is None
+    assert done.stdout.startswith(f"{run}: supervised by ")
+    assert f"(pid {new.pid}) instead of" in done.stdout
+    assert place.pid("a") == before
+    assert starts(count) == [before]
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_broken_program_is_found_before_the_old_supervisor_is_asked_to_leave(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    place.up()
+    old = place.status().supervisor
+    program = "import sys; from grpo_tui.client import launch; launch.sys.executable = '/bin/false'\n"
+    program += "from grpo_tui.cli import main; sys.argv[1:] = ['upgrade']; main()"
+    done = subprocess.run(
+        [PYTHON, "-P", "-c", program], cwd=place.folder, env=place.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "a new supervisor cannot be started" in done.stderr
+    assert place.status().supervisor == old
     assert place.grpo("down").returncode == 0
