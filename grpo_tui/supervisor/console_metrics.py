@@ -1,0 +1,313 @@
+"""Metrics that a program prints, kept as steps in `metrics.jsonl`: for trainers that write no such file themselves.
+
+A line that matches `step` opens a step, and the values after it are that step's. A step is written when the next one
+opens, when the service has ended, or once a second has brought no value and the step has all that steps usually have.
+Should more come after that, the whole step is written once more; readers go by the newer line.
+
+A new attempt that counts from 1 again is written as it counts, after what the attempt before it measured: readers take
+the newer measurement of a step, as they do for a trainer that resumed from a checkpoint. A daemon that takes over reads
+the attempt from its start and writes what the file does not have yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from grpo_engine.wire.codec import to_line, write_atomically
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_tui.paths import KEEPERS, METRICS_FILE
+from grpo_tui.services.base import ConsoleMetric, Launch
+
+STEP = "step"
+POLICY_VERSION = "policy_version"
+POLL_S = 1.0
+MAX_PART_BYTES = 1 << 20
+"""The log is read in parts of this size; a line that is longer is given up in pieces."""
+MAX_UNWRITTEN = 10_000
+"""Steps that are kept while the disk is full."""
+
+LINE_END = re.compile(rb"[\r\n]")
+ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What was read of one step."""
+
+    step: int
+    policy_version: int
+    metrics: Mapping[str, float]
+    """Finite numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenSteps:
+    """What a run has of an attempt already."""
+
+    steps: tuple[int, ...] = ()
+    """In the order in which they were written, each once."""
+    last: MetricsLine | None = None
+
+
+# --- lines to steps; pure ------------------------------------------------------------------------------------------
+
+
+class StepReader:
+    """Takes lines, gives steps."""
+
+    def __init__(
+        self,
+        console: Mapping[str, ConsoleMetric],
+        *,
+        tell: Callable[[str], None],
+        written: WrittenSteps | None = None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            console: patterns by metric, `step` among them; a `policy_version` among them is kept as that and not as a
+                metric, and where it is not, the step stands for it.
+            tell: is told, once a metric, of a value that cannot be kept.
+            written: steps that the lines will begin with, and that are not to be given again.
+        """
+        self._step_pattern = re.compile(console[STEP].pattern)
+        self._metrics = [(name, re.compile(m.pattern), m.scale) for name, m in console.items() if name != STEP]
+        self._tell = tell
+        self._told: set[str] = set()
+        self._written = written or WrittenSteps()
+        self._num_passed = 0
+        """How many of the written steps were seen again."""
+        last = self._written.last
+        self._policy_version = None if POLICY_VERSION not in console else last.policy_version if last else 0
+        self._step: int | None = None
+        self._is_passed_over = False
+        """Whether this step is among the written ones and not the last of them."""
+        self._values: dict[str, float] = {}
+        self._names: set[str] = set()
+        """Metrics that were printed in this step, also those whose values could not be kept."""
+        self._given: dict[str, float] | None = None
+        """What was given of this step."""
+        self._usual_names: set[str] | None = None
+        """Metrics that every step so far had."""
+        self._is_quiet = True
+
+    def read(self, line: str) -> list[StepRecord]:
+        """Read one whole line; the step that it ends, if it ends one."""
+        line = ANSI.sub("", line)
+        ended = []
+        opening = self._step_pattern.search(line)
+        step = None if opening is None or opening[1] is None else self._number(STEP, opening[1], 1.0)
+        if step is not None and round(step) != self._step:
+            ended = self._close()
+            self._open(round(step))
+        if not self._is_passed_over:
+            for name, pattern, scale in self._metrics:
+                if (match := pattern.search(line)) and match[1] is not None:
+                    self._take(name, match[1], scale)
+        return ended
+
+    def settle(self) -> list[StepRecord]:
+        """The step at hand, if no value has come since the last call and it has all that steps usually have."""
+        was_quiet, self._is_quiet = self._is_quiet, True
+        is_whole = self._usual_names is None or self._usual_names <= self._names
+        return self._give() if was_quiet and is_whole else []
+
+    def end(self) -> list[StepRecord]:
+        """After the last line: the step at hand."""
+        if self._step is None and self._names:
+            self._tell(
+                f"{', '.join(sorted(self._names))} came without a step, and were not kept: no line matched "
+                f"step = {self._step_pattern.pattern!r}; correct that pattern"
+            )
+        return self._give()
+
+    def _take(self, name: str, text: str, scale: float) -> None:
+        value = self._number(name, text, scale)
+        self._is_quiet = False
+        if name != POLICY_VERSION:
+            self._names.add(name)
+            if value is not None and self._step is not None:
+                self._values[name] = value
+        elif value is not None:
+            self._policy_version = round(value)
+
+    def _number(self, name: str, text: str, scale: float) -> float | None:
+        """The finite number that a text is; anything else is told once a metric."""
+        try:
+            number = float(text) * scale
+        except ValueError:
+            self._refuse(name, f"{text!r}, which is no number", "narrow the first group of its pattern")
+            return None
+        if math.isfinite(number):
+            return number
+        self._refuse(name, text, "left out of the metrics")
+        return None
+
+    def _refuse(self, name: str, what: str, therefore: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            at = "" if self._step is None else f" at step {self._step}"
+            self._tell(f"{name} is {what}{at}: {therefore} (said once)")
+
+    def _open(self, step: int) -> None:
+        self._step, self._values, self._names, self._given = step, {}, set(), None
+        self._is_passed_over = False
+        try:
+            self._num_passed = 1 + self._written.steps.index(step, self._num_passed)
+        except ValueError:
+            return
+        self._is_passed_over = self._num_passed < len(self._written.steps)
+        if not self._is_passed_over and self._written.last is not None:
+            self._values = dict(self._written.last.metrics)
+            self._names, self._given = set(self._values), dict(self._values)
+
+    def _close(self) -> list[StepRecord]:
+        if self._step is not None and self._names:
+            self._usual_names = self._names if self._usual_names is None else self._usual_names & self._names
+        return self._give()
+
+    def _give(self) -> list[StepRecord]:
+        if self._step is None or not self._names or self._values == self._given:
+            return []
+        self._given = dict(self._values)
+        version = self._step if self._policy_version is None else self._policy_version
+        return [StepRecord(step=self._step, policy_version=version, metrics=self._given)]
+
+
+# --- from a log to a file ------------------------------------------------------------------------------------------
+
+
+class ConsoleMetrics:
+    """Follows what one attempt prints and appends its steps to `metrics.jsonl`."""
+
+    def __init__(
+        self, launch: Launch, *, attempt: int, log_offset: int, run_folder: Path, notice: Callable[[str], None]
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            log_offset: where in the log the attempt begins.
+            notice: is told, on the event loop, what a person should know.
+        """
+        self._console = launch.console
+        self._log = run_folder / f"{launch.name}.log"
+        self._offset = log_offset
+        self._metrics_file = run_folder / METRICS_FILE
+        self._mark = run_folder / KEEPERS / f"{launch.name}.{attempt}.metrics"
+        self._notice = notice
+        self._words: list[str] = []
+        self._reader: StepReader | None = None
+        # Bounded: on a disk that stays full, the oldest steps are given up first.
+        self._unwritten: deque[StepRecord] = deque(maxlen=MAX_UNWRITTEN)
+        self._is_fault_told = False
+
+    async def run(self, ended: asyncio.Event) -> None:
+        """Keep the steps as they are printed; once `ended`, read what is left and return.
+
+        Cancelled, it has written whole lines only, and a successor goes on behind them.
+        """
+        while not ended.is_set():
+            await self._look(is_over=False)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await ended.wait()
+        await self._look(is_over=True)
+
+    async def _look(self, *, is_over: bool) -> None:
+        await asyncio.to_thread(self._read_on, is_over=is_over)
+        while self._words:
+            self._notice(self._words.pop(0))
+
+    def _read_on(self, *, is_over: bool) -> None:
+        if self._reader is None:
+            written = written_steps(self._metrics_file, marked_offset(self._mark, self._metrics_file))
+            self._reader = StepReader(self._console, tell=self._words.append, written=written)
+        while lines := self._new_lines(is_over=is_over):
+            for line in lines:
+                self._unwritten.extend(self._reader.read(line))
+            self._write()
+        self._unwritten.extend(self._reader.end() if is_over else self._reader.settle())
+        self._write()
+
+    def _new_lines(self, *, is_over: bool) -> list[str]:
+        """The next lines of the log, none when there are no more; one that has no end yet only when all is over."""
+        self._offset, part = read_part(self._log, self._offset)
+        ended = 1 + max(part.rfind(b"\n"), part.rfind(b"\r"))
+        if is_over or (not ended and len(part) == MAX_PART_BYTES):
+            ended = len(part)
+        self._offset += ended
+        return [line.decode(errors="replace") for line in LINE_END.split(part[:ended])] if ended else []
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                record = self._unwritten[0]
+                line = MetricsLine(
+                    time=time.time(),
+                    step=record.step,
+                    policy_version=record.policy_version,
+                    metrics=dict(record.metrics),
+                )
+                append_line(self._metrics_file, to_line(line))
+                self._unwritten.popleft()
+            self._is_fault_told = False
+        except OSError as error:
+            if not self._is_fault_told:
+                self._is_fault_told = True
+                self._words.append(
+                    f"{self._metrics_file} cannot be written: {error.strerror or error}; make room: "
+                    f"the newest {MAX_UNWRITTEN} steps are kept until then"
+                )
+
+
+def read_part(log: Path, offset: int) -> tuple[int, bytes]:
+    """Where the next part of the log begins, and at most `MAX_PART_BYTES` of it."""
+    try:
+        with log.open("rb") as file:
+            begin = min(offset, file.seek(0, 2))
+            file.seek(begin)
+            return begin, file.read(MAX_PART_BYTES)
+    except FileNotFoundError:
+        return offset, b""
+
+
+def marked_offset(mark: Path, metrics_file: Path) -> int:
+    """Where in the file the lines of an attempt begin: its size when the attempt was first read, noted in `mark`."""
+    try:
+        return int(mark.read_bytes())
+    except (FileNotFoundError, ValueError):
+        offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+        write_atomically(mark, str(offset).encode())
+        return offset
+
+
+def written_steps(metrics_file: Path, offset: int) -> WrittenSteps:
+    """The steps in the file from an offset on."""
+    steps: list[int] = []
+    last: MetricsLine | None = None
+    with suppress(FileNotFoundError), metrics_file.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            with suppress(ValidationError):  # torn by a crash or a full disk
+                read = MetricsLine.model_validate_json(line)
+                steps += [read.step] if last is None or read.step != last.step else []
+                last = read
+    return WrittenSteps(steps=tuple(steps), last=last)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line; one that a crash or a full disk has torn before it is ended first."""
+    with path.open("ab+") as file:
+        if file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n":
+            line = b"\n" + line
+        file.write(line)
