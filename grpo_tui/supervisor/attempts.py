@@ -16,14 +16,12 @@ from typing import Literal
 from grpo_engine.errors import GrpoError
 from grpo_tui.services.base import Launch, Probe
 from grpo_tui.supervisor import teardown
+from grpo_tui.supervisor.capped_log import last_lines
 from grpo_tui.supervisor.machine import Answered, Effect, Event, Exited, Refused, Spawned
 from grpo_tui.supervisor.probes import Answer, Prober
 from grpo_tui.supervisor.processes import ExitReport, Keeper, start_keeper
 from grpo_tui.supervisor.sampling import Sampler
 
-LAST_LINES = 8
-LAST_BYTES = 8192
-LAST_LINE_CHARS = 400
 log = logging.getLogger(__name__)
 
 Post = Callable[[str, Event], None]
@@ -201,17 +199,3 @@ class Attempts:
 
 def _answered(keeper: Keeper, answer: Answer) -> Answered:
     return Answered(attempt=keeper.attempt, passed=answer.passed, words=answer.words)
-
-
-def last_lines(path: Path, offset: int) -> tuple[str, ...]:
-    """The last lines that an attempt wrote, from `offset` in its log on; what a progress bar overwrote is left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            start = max(min(offset, size), size - LAST_BYTES)
-            file.seek(start)
-            text = file.read(LAST_BYTES).decode(errors="replace")
-    except FileNotFoundError:
-        return ()
-    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple(line[:LAST_LINE_CHARS] for line in lines if line)[-LAST_LINES:]

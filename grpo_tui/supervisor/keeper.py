@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -38,6 +39,10 @@ EXIT_NOT_FOUND, EXIT_NOT_STARTED = 127, 126
 STATE_BLOCK_BYTES = 4096
 """State files are padded to this, so that on a full disk the one that is there can be overwritten in place."""
 PR_SET_CHILD_SUBREAPER = 36
+CAPPED = re.compile(
+    "=== capped · dropped (\\d+) bytes · header (\\d+) bytes(?: · dropped (\\d+) from (\\d+) bytes on)?".encode()
+)
+"""How a log begins whose older part was dropped; `capped_log.py` writes this line, and says what it means."""
 
 
 class Spec(NamedTuple):
@@ -199,11 +204,11 @@ class Keeper:
 
     def _start(self) -> None:
         spec = self._spec
-        log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        log = os.open(spec.log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._started_at))
         gap = "" if ends_with_newline(spec.log) else "\n"
         write_line(log, f"{gap}=== attempt {spec.attempt} · {when} · {on_one_line(spec.argv)}")
-        self._log_offset = os.fstat(log).st_size
+        self._log_offset = written_bytes(log)
         failure, failure_write = os.pipe2(os.O_CLOEXEC)
         self._main_pid = os.fork()
         if self._main_pid == 0:
@@ -396,6 +401,23 @@ def ends_with_newline(path: str) -> bool:
             return True
         file.seek(size - 1)
         return file.read(1) == b"\n"
+
+
+def extent(log: int) -> tuple[int, int, int]:
+    """How many bytes a log has lost at its beginning, how long the header is that says so, and the file's size."""
+    header, size = CAPPED.match(os.pread(log, 200, 0)), os.fstat(log).st_size
+    if header is None:
+        return 0, 0, size
+    is_pending = header[4] is not None and size >= int(header[4])
+    return int(header[3 if is_pending else 1]), int(header[2]), size
+
+
+def written_bytes(log: int) -> int:
+    """How many bytes were written to a log since it began, with those that it has lost."""
+    while True:
+        dropped, _, size = extent(log)
+        if extent(log)[0] == dropped:  # else its older part was dropped between the two numbers
+            return dropped + size
 
 
 def write_line(log: int, line: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_tui.services.base import Probe
+from grpo_tui.supervisor.capped_log import read_part
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import end_of
 
@@ -48,7 +49,8 @@ class Prober:
         """Ask nothing yet.
 
         Args:
-            log_offset: where in `log` this attempt begins; what earlier attempts wrote is not searched.
+            log_offset: where in `log` this attempt begins, as a keeper tells it; what earlier attempts wrote is not
+                searched.
             env: environment of a `command` probe, besides ours.
         """
         self._probe = probe
@@ -97,7 +99,8 @@ class LogSearch:
     def search(self) -> Answer:
         """Search the whole lines written since the last question, and the last line as far as it is written.
 
-        A line is searched again until it has ended; a log that has shrunk (capped in size) is searched from its start.
+        A line is searched again until it has ended; what was dropped meanwhile to cap the log is passed over, and a log
+        that was emptied by hand is searched from its start.
         """
         if not self._is_found:
             self._is_found = self._search()
@@ -106,19 +109,17 @@ class LogSearch:
     def _search(self) -> bool:
         try:
             with self._log.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
-                    self._offset = 0
                 while True:
-                    file.seek(self._offset)
-                    part = file.read(MAX_LOG_PART_BYTES)
-                    lines = re.split(r"[\r\n]", part.decode(errors="replace"))
+                    part = read_part(file.fileno(), self._offset, MAX_LOG_PART_BYTES, with_header=False)
+                    lines = re.split(r"[\r\n]", part.data.decode(errors="replace"))
                     if any(self._pattern.search(line) for line in lines):
                         return True
-                    ended = 1 + max(part.rfind(b"\n"), part.rfind(b"\r"))
-                    if len(part) < MAX_LOG_PART_BYTES:
-                        self._offset += ended
+                    ended = 1 + max(part.data.rfind(b"\n"), part.data.rfind(b"\r"))
+                    if len(part.data) < MAX_LOG_PART_BYTES:
+                        self._offset = part.offset + ended
                         return False
-                    self._offset += ended or len(part)  # a line too long to be kept is given up in pieces
+                    # A line too long to be kept is given up in pieces.
+                    self._offset = part.offset + (ended or len(part.data))
         except FileNotFoundError:
             return False
 
