@@ -16,8 +16,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_engine.config import Config
+from grpo_tui.services.env_file import read_env_file
 
 PORT = Annotated[int, Field(ge=1, le=65535)]
+VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 class NeedCondition(StrEnum):
@@ -127,20 +129,21 @@ class Service(Config):
     ports: tuple[PORT, ...] = ()
     """TCP ports it listens on: checked before a start, cleared after an end."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; unset: all."""
+    """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; none with `[]`, unset: all."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the memory of each of its GPUs that must be free before it is started."""
     env: dict[str, str] = {}
     """Environment variables besides the inherited ones."""
     env_files: tuple[Path, ...] = ()
-    """Files of `NAME=value` lines, relative to the folder of the profile; `env` wins over them, a later file over an
-    earlier one."""
-    cpus: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1)
-    """CPU cores that it may run on; unset: all."""
+    """Files of `NAME=value` lines, relative to the folder of the profile, read when a run is planned; values are taken
+    as they stand. `env` wins over them, a later file over an earlier one."""
+    cpus: tuple[Annotated[int, Field(ge=0, lt=8192)], ...] | None = Field(None, min_length=1)
+    """CPU cores that it may run on; unset: those of the supervisor."""
     nice: int = Field(0, ge=-20, le=19)
-    """Priority, as `nice` has it: 19 is the most polite; below 0 needs privileges."""
+    """Priority, as `nice` has it: 19 is the most polite, 0 that of the supervisor; below 0 needs privileges."""
     memory_limit_gb: float | None = Field(None, gt=0)
-    """Resident memory of the service and all below it, in 10^9 bytes; over it, the service is ended as failed."""
+    """Resident memory of the service and all below it, in 10^9 bytes, memory shared among them counted once; looked at
+    every second, and over it the service is ended as failed."""
     log_limit_mb: float = Field(256.0, ge=1)
     """Size of its log, in 10^6 bytes, past which the older half is dropped."""
     console: dict[str, Annotated[ConsoleMetric, BeforeValidator(_pattern_alone)]] = {}
@@ -156,6 +159,15 @@ class Service(Config):
             raise ValueError(f"stop_signal {self.stop_signal!r} is not a signal: write it as in SIGTERM or SIGINT")
         return self
 
+    @model_validator(mode="after")
+    def _gpus_are_said_once(self) -> Service:
+        if self.gpus is not None and len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(f"gpus = {list(self.gpus)} names a GPU twice: name each once")
+        if self.gpus is not None and VISIBLE_DEVICES in self.env:
+            ours, theirs = list(self.gpus), self.env[VISIBLE_DEVICES]
+            raise ValueError(f"gpus = {ours} and env.{VISIBLE_DEVICES} = {theirs!r} say two things: keep one of them")
+        return self
+
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
         """Lines of the log by which its start-up is told, as `Launch.phases`."""
@@ -167,13 +179,18 @@ class Service(Config):
 
     def _launch(self, name: str, kind: str, place: Place, **own: Any) -> Launch:
         """The part of a launch that all kinds share, with what a kind sets of its own."""
-        environment = dict(self.env)
+        from_files: dict[str, str] = {}
+        for file in self.env_files:
+            from_files |= read_env_file(place.profile_folder / file, where=f"services.{name}.env_files")
+        environment = {**from_files, **(own.pop("env", None) or {}), **self.env}
         if self.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in self.gpus)
+            environment[VISIBLE_DEVICES] = ",".join(str(index) for index in self.gpus)
+            environment.setdefault(DEVICE_ORDER, "PCI_BUS_ID")  # as nvidia-smi counts; CUDA puts the fastest first
         shared: dict[str, Any] = {
             "name": name,
             "kind": kind,
             "env": environment,
+            "env_from_files": tuple(key for key in environment if from_files.get(key) == environment[key]),
             "cwd": (place.profile_folder / self.cwd).resolve(),
             "needs": self.needs,
             "phases": self.start_phases,
@@ -196,8 +213,6 @@ class Service(Config):
             "gpus": self.gpus or (),
             "ends_run": self.ends_run,
         }
-        if own.get("env") is not None:
-            own["env"] = {**own["env"], **environment}
         return Launch(**{**shared, **own})
 
 
@@ -220,6 +235,8 @@ class Launch:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables besides the supervisor's own environment."""
+    env_from_files: tuple[str, ...] = ()
+    """Those of them whose value comes from a file: often secrets, and not to be shown."""
     cwd: Path
     needs: Mapping[str, NeedCondition]
     ready: Probe | None

@@ -43,6 +43,9 @@ CAPPED = re.compile(
     "=== capped · dropped (\\d+) bytes · header (\\d+) bytes(?: · dropped (\\d+) from (\\d+) bytes on)?".encode()
 )
 """How a log begins whose older part was dropped; `capped_log.py` writes this line, and says what it means."""
+MOST_CORES = 8192
+"""More than Linux can be built for."""
+AUTOGROUP_TRIES, AUTOGROUP_ROUND_S = 50, 0.1
 
 
 class Spec(NamedTuple):
@@ -56,6 +59,10 @@ class Spec(NamedTuple):
     state: str
     stop_signal: int
     grace_s: float
+    cpus: list[int] | None = None
+    """Cores to run on; None: those that the keeper has."""
+    nice: int = 0
+    """Priority; 0: that of the keeper."""
 
 
 class Stat(NamedTuple):
@@ -364,11 +371,8 @@ def become_service(spec: Spec, log: int, failure: int) -> NoReturn:
         os.setpgid(0, 0)
         for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
             os.dup2(descriptor, target)
-        try:
-            os.chdir(spec.cwd)
-        except OSError as error:
-            words = f"cannot enter the working directory {spec.cwd}: {error.strerror}"
-        else:
+        words = take_folder(spec.cwd) or take_cores(spec.cpus) or take_priority(spec.nice)
+        if not words:
             try:
                 os.execvp(spec.argv[0], spec.argv)
             except OSError as error:
@@ -376,6 +380,57 @@ def become_service(spec: Spec, log: int, failure: int) -> NoReturn:
         os.write(failure, words.encode())
     finally:
         os._exit(exit_code)
+
+
+def take_folder(cwd: str) -> str:
+    """Work there; why not, in words."""
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        return f"cannot enter the working directory {cwd}: {error.strerror}"
+    return ""
+
+
+def take_cores(cpus: list[int] | None) -> str:
+    """Run on these cores alone; why not, in words. The kernel leaves out in silence what is not there for us."""
+    if cpus is None:
+        return ""
+    with suppress(OSError):  # none of them is there
+        os.sched_setaffinity(0, cpus)
+    if os.sched_getaffinity(0) == set(cpus):
+        return ""
+    with suppress(OSError):
+        os.sched_setaffinity(0, range(MOST_CORES))
+    absent = sorted(set(cpus) - os.sched_getaffinity(0))
+    with open("/proc/self/status") as file:
+        there = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list:"))
+    return f"cannot run on cores {absent}: this machine has {there} for us; mend `cpus`"
+
+
+def take_priority(nice: int) -> str:
+    """Run at this priority; why not, in words."""
+    if nice == 0:
+        return ""
+    now = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    except OSError as error:
+        return f"cannot run at nice {nice}: {error.strerror}, it is {now} here; mend `nice`, or raise `ulimit -e`"
+    weigh_session(nice)
+    return ""
+
+
+def weigh_session(nice: int) -> None:
+    """Give the whole session this priority too: a kernel that weighs sessions would heed nothing else, between ours."""
+    for _ in range(AUTOGROUP_TRIES):
+        try:
+            with open("/proc/self/autogroup", "w") as file:
+                file.write(str(nice))
+            return
+        except BlockingIOError:  # ten may do this in a second, on the whole machine
+            time.sleep(AUTOGROUP_ROUND_S)
+        except OSError:  # not such a kernel
+            return
 
 
 def why_not_started(program: str, error: OSError) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, write_json_atomically
 from grpo_tui.paths import KEEPERS
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import keeper as keeper_script
@@ -98,6 +98,7 @@ class Keeper:
         self.started_at = state.started_at
         self.log_offset = state.log_offset
         """Bytes of the log that earlier attempts and the opening line take up."""
+        self._state = state
         self._state_file = state_file
         self._reaping = reaping
         """Buries the keeper if it is a child of this process, also when nobody asks for its end."""
@@ -116,6 +117,10 @@ class Keeper:
     def kill(self) -> None:
         """Ask for SIGKILL to all of the service now. Returns at once; nothing happens when it is gone."""
         self._send(keeper_script.KILL_NOW[-1])
+
+    def write_state(self) -> None:
+        """Write its state file again, as it was when the service started: somebody deleted it."""
+        write_json_atomically(self._state_file, self._state)
 
     def _send(self, number: signal.Signals) -> None:
         stat = read_stat(self.identity.pid)
@@ -188,6 +193,8 @@ def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_script.Spec:
         state=str(folder / KEEPERS / f"{launch.name}.{attempt}.json"),
         stop_signal=launch.stop_signal,
         grace_s=launch.stop_grace_s,
+        cpus=None if launch.cpus is None else list(launch.cpus),
+        nice=launch.nice,
     )
 
 

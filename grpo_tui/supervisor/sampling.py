@@ -1,4 +1,4 @@
-"""CPU, memory and GPUs of all services: every second while somebody watches, now and then otherwise.
+"""CPU, memory and GPUs of all services: every second while somebody watches or a limit is set, now and then otherwise.
 
 The reading happens in a thread; a driver that hangs holds up nothing but the next sample.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
 from grpo_tui.supervisor.broadcast import Broadcast
 from grpo_tui.supervisor.gpus import GpuReader
+from grpo_tui.supervisor.memory_limits import MemoryLimits, OverLimit
 from grpo_tui.supervisor.proc import ProcessId
 from grpo_tui.supervisor.usage import Usage, UsageReader
 
@@ -32,11 +33,15 @@ class Sampler:
         *,
         told: Callable[[], None],
         ledger_changed: Callable[[], None],
+        limits: Mapping[str, int] | None = None,
+        over_limit: OverLimit = lambda service, held_bytes: None,
     ) -> None:
+        """`limits` of resident memory are in bytes, by service; `over_limit` is called once in an attempt."""
         self._broadcast = broadcast
         self._keepers = keepers
         self._told = told
         self._ledger_changed = ledger_changed
+        self._memory_limits = MemoryLimits(limits or {}, over_limit)
         self._usage_reader = UsageReader()
         self._gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
@@ -81,7 +86,8 @@ class Sampler:
         """Sample until cancelled."""
         while True:
             await self._sample()
-            wait_s = WATCHED_S if self._broadcast.is_watched or not self.usage else UNWATCHED_S
+            is_urgent = self._broadcast.is_watched or self._memory_limits.are_set or not self.usage
+            wait_s = WATCHED_S if is_urgent else UNWATCHED_S
             self._broadcast.figures_wanted.clear()
             try:
                 async with asyncio.timeout(wait_s):
@@ -94,6 +100,7 @@ class Sampler:
         self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
         for service in {*self._living, *self.usage}:
             self._note(service)
+        await self._memory_limits.look(self.usage, keepers)
         pids = {name: usage.pids for name, usage in self.usage.items()}
         gpus = await self._gpu_reader.sample(pids)
         self.gpus, self.gpu_note = list(gpus.gpus), gpus.note

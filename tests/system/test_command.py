@@ -1,0 +1,333 @@
+"""What any supervised program may ask for, asked for and then looked up in the program's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import signal
+import stat as modes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import Stage, open_stage, python, until
+from workplace import POLITE, Workplace, open_workplace, service
+
+from grpo_engine.errors import ConfigError
+from grpo_tui.profile.loading import load
+from grpo_tui.profile.plan import make_plan
+from grpo_tui.services.env_file import read_env_file
+from grpo_tui.supervisor.broadcast import Broadcast
+from grpo_tui.supervisor.memory_limits import MemoryLimits
+from grpo_tui.supervisor.sampling import Sampler
+from grpo_tui.supervisor.usage import UsageReader
+
+WRITES_ENVIRONMENT = """
+import json, os, sys
+with open(sys.argv[1], "w") as file: json.dump({name: os.environ.get(name) for name in sys.argv[2:]}, file)
+"""
+SHOW_STATUS = "import os; print('cores', sorted(os.sched_getaffinity(0)), 'nice', os.nice(0), flush=True)"
+AUTOGROUP = Path("/proc/self/autogroup")
+GROWS = """
+import signal, sys
+held = bytearray(b"1") * int(sys.argv[1])
+print("grown", flush=True)
+signal.pause()
+"""
+GROWS_WHEN_ASKED = f"""
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})
+print("small", flush=True)
+signal.sigwait({{signal.SIGUSR1}})
+{GROWS}
+"""
+SHARES = """
+import os, signal, sys
+held = bytearray(b"1") * int(sys.argv[1])
+for _ in range(4):
+    if os.fork() == 0: signal.pause()
+print("grown", flush=True)
+signal.pause()
+"""
+"""Five processes that hold the same memory, as the workers of a data loader do."""
+TELLS_SIGNAL = """
+import signal, sys
+def tell(number, _):
+    print("got", signal.Signals(number).name, flush=True)
+    sys.exit(0)
+for name in ("SIGTERM", "SIGINT", "SIGUSR2"): signal.signal(getattr(signal, name), tell)
+print("up", flush=True)
+while True: signal.pause()
+"""
+UNPRIVILEGED = """
+import asyncio, ctypes, pickle, sys
+from pathlib import Path
+from grpo_tui.supervisor.processes import start_keeper
+PR_CAPBSET_DROP, CAP_SYS_NICE = 24, 23
+ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_NICE, 0, 0, 0)
+async def main():
+    launch = pickle.loads(sys.stdin.buffer.read())
+    keeper = await start_keeper(launch, run=sys.argv[2], attempt=1, run_folder=Path(sys.argv[1]))
+    print((await keeper.exited()).error)
+asyncio.run(main())
+"""
+"""Starts a service as somebody who may not be impolite, even where that is root."""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path) as workplace:
+        yield workplace
+
+
+def profile(folder: Path, settings: str) -> Path:
+    """A profile with one service `a`."""
+    path = folder / "p.toml"
+    path.write_text(f'[services.a]\nkind = "command"\nargv = ["true"]\n{settings}\n')
+    return path
+
+
+def contents(pid: int | None, name: str) -> str:
+    """A file of a process."""
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+def planned_env(folder: Path, settings: str) -> dict[str, str]:
+    """The variables that a service with these settings gets."""
+    loaded = load(str(profile(folder, settings)))
+    (launch,) = make_plan(loaded, run_folder=folder / "run", python=sys.executable).launches
+    return dict(launch.env)
+
+
+# --- cores and priority ----------------------------------------------------------------------------------------------
+
+
+async def test_a_service_runs_on_its_cores_at_its_priority_and_so_does_what_it_starts(stage: Stage) -> None:
+    core = max(os.sched_getaffinity(0))
+    starts_child = f"import subprocess; subprocess.run({python(SHOW_STATUS)!r}); import signal; signal.pause()"
+    keeper = await stage.start(*python(starts_child, stage.token), cpus=(core,), nice=7)
+    await stage.says(f"cores [{core}] nice 7")
+    assert keeper.main_pid is not None
+    assert os.sched_getaffinity(keeper.main_pid) == {core}
+    assert os.getpriority(os.PRIO_PROCESS, keeper.main_pid) == 7
+    assert os.sched_getaffinity(keeper.identity.pid) == os.sched_getaffinity(0)
+    assert os.getpriority(os.PRIO_PROCESS, keeper.identity.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    keeper.kill()
+    await keeper.exited()
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not weigh sessions")
+async def test_a_priority_counts_between_services_where_the_kernel_weighs_sessions(stage: Stage) -> None:
+    keeper = await stage.start(*python(POLITE, stage.token), nice=7)
+    assert contents(keeper.main_pid, "autogroup").endswith(" nice 7\n")
+    keeper.kill()
+    await keeper.exited()
+
+
+async def test_a_service_that_asks_for_nothing_has_the_cores_and_the_priority_of_its_supervisor(stage: Stage) -> None:
+    keeper = await stage.start(*python(SHOW_STATUS, stage.token))
+    await keeper.exited()
+    assert f"cores {sorted(os.sched_getaffinity(0))} nice {os.nice(0)}" in stage.log().splitlines()
+
+
+@pytest.mark.parametrize("others", [(), (0,)], ids=["none is there", "one is there"])
+async def test_a_core_that_does_not_exist_fails_the_start_and_is_named(stage: Stage, others: tuple[int, ...]) -> None:
+    keeper = await stage.start(*python(SHOW_STATUS, stage.token), cpus=(*others, 8000))
+    report = await keeper.exited()
+    assert report.code == 126
+    assert report.error is not None
+    assert re.fullmatch(r"cannot run on cores \[8000\]: this machine has 0[\d,-]* for us; mend `cpus`", report.error)
+    assert f"grpo-tui: {report.error}" in stage.log()
+    assert keeper.main_pid is None
+
+
+def test_a_priority_above_ones_privileges_fails_the_start_in_words(stage: Stage) -> None:
+    launch = stage.launch(*python(POLITE, stage.token), nice=-5)
+    done = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED, str(stage.folder), stage.run],
+        input=pickle.dumps(launch),
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    words = f"cannot run at nice -5: Permission denied, it is {os.nice(0)} here; mend `nice`, or raise `ulimit -e`"
+    assert done.stdout.decode().strip() == words
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_env_files_reach_the_service_and_neither_a_readable_file_nor_the_plan_as_shown(place: Workplace) -> None:
+    names, written = ("FIRST", "LATER", "OWN", "SPACED", "BARE"), place.folder / "environment"
+    files = {"env_files": ["one.env", "more/two.env"], "env": "{ OWN = 'mine' }"}
+    place.profile(service("a", WRITES_ENVIRONMENT, written, *names, **files))
+    folder = place.folder / "profiles"
+    (folder / "more").mkdir()
+    (folder / "one.env").write_text("# 1\nexport FIRST=pa$s${HOME}w#rd\nLATER=one-s3cret\nOWN=not-mine\n\nBARE\n")
+    (folder / "more/two.env").write_text("LATER='two s3cret' # later wins\nSPACED=\"a\\nb\"\n")
+    done = place.grpo("up", "--profile", "p", "--wait", "finished")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(written.read_text()) == {
+        "FIRST": "pa$s${HOME}w#rd", "LATER": "two s3cret", "OWN": "mine", "SPACED": "a\nb", "BARE": None,
+    }  # fmt: skip
+    kept = [path for path in place.run_folder().rglob("*") if path.is_file()]
+    holders = [path for path in kept if b"s3cret" in path.read_bytes()]
+    assert [(path.name, modes.S_IMODE(path.stat().st_mode)) for path in holders] == [("plan.json", 0o600)]
+    shown = place.grpo("plan", "--profile", "p", "--json").stdout
+    (described,) = json.loads(shown)["services"]
+    assert described["env"] == {"FIRST": "***", "LATER": "***", "OWN": "mine", "SPACED": "***"}
+    assert "s3cret" not in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, r"/a\.env: cannot be read: No such file or directory; mend the path"),
+        (b"A=1\n\n\nB='open\n", r"/a\.env, line 4: no NAME=value line; mend it, or put a # before it"),
+        (b"A=\xff\n", r"/a\.env: not UTF-8 text: invalid start byte at byte 2"),
+    ],
+    ids=["missing", "a quote left open", "not text"],
+)
+def test_an_env_file_that_cannot_be_read_is_named_with_its_setting_and_never_quoted(
+    tmp_path: Path, content: bytes | None, fault: str
+) -> None:
+    if content is not None:
+        (tmp_path / "a.env").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^services\.a\.env_files: {tmp_path}{fault}$"):
+        planned_env(tmp_path, 'env_files = ["a.env"]')
+
+
+def test_a_byte_order_mark_and_the_line_ends_of_another_system_are_no_part_of_a_name_or_value(tmp_path: Path) -> None:
+    (tmp_path / "a.env").write_bytes(b"\xef\xbb\xbfA=1\r\nB=\r\n")
+    assert read_env_file(tmp_path / "a.env", where="here") == {"A": "1", "B": ""}
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "order"),
+    [
+        ("gpus = [3, 1]", "3,1", "PCI_BUS_ID"),
+        ("gpus = []", "", "PCI_BUS_ID"),
+        ('gpus = [0]\nenv = { CUDA_DEVICE_ORDER = "FASTEST_FIRST" }', "0", "FASTEST_FIRST"),
+        ('gpus = [0]\nenv_files = ["a.env"]', "0", "FASTEST_FIRST"),
+        ("", None, None),
+    ],
+)
+def test_gpus_are_counted_as_nvidia_smi_counts_them_unless_the_profile_says_otherwise(
+    tmp_path: Path, settings: str, devices: str | None, order: str | None
+) -> None:
+    (tmp_path / "a.env").write_text("CUDA_DEVICE_ORDER=FASTEST_FIRST\nCUDA_VISIBLE_DEVICES=7\n")
+    env = planned_env(tmp_path, settings)
+    assert (env.get("CUDA_VISIBLE_DEVICES"), env.get("CUDA_DEVICE_ORDER")) == (devices, order)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR2"])
+def test_a_service_is_stopped_with_the_signal_it_asked_for(place: Workplace, name: str) -> None:
+    place.profile(service("a", TELLS_SIGNAL, stop_signal=json.dumps(name), ready="{ log = '^up$', interval_s = 0.02 }"))
+    place.up()
+    assert place.grpo("stop", "a", "--wait").returncode == 0
+    assert (place.run_folder() / "a.log").read_text().splitlines()[-1] == f"got {name}"
+    assert place.grpo("down").returncode == 0
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_service_over_its_memory_limit_is_told_once_in_each_attempt(stage: Stage) -> None:
+    told: list[tuple[str, int]] = []
+    limits = MemoryLimits({"a": 60_000_000}, lambda *over: told.append(over))
+    for attempt in (1, 2):
+        (stage.folder / "a.log").unlink(missing_ok=True)
+        keeper = await stage.start(*python(GROWS, 100_000_000, stage.token), attempt=attempt)
+        await stage.says("grown")
+        for _ in range(3):
+            usage = UsageReader().sample({"a": keeper.identity.pid})
+            await limits.look(usage, {"a": keeper.identity.pid})
+        keeper.kill()
+        await keeper.exited()
+        assert [service for service, _ in told] == ["a"] * attempt
+    assert all(100_000_000 < held_bytes < 130_000_000 for _, held_bytes in told)
+
+
+async def test_memory_that_the_processes_of_a_service_share_counts_once(stage: Stage) -> None:
+    told: list[tuple[str, int]] = []
+    keeper = await stage.start(*python(SHARES, 100_000_000, stage.token))
+    await stage.says("grown")
+    keepers = {"a": keeper.identity.pid}
+    await until(lambda: len(UsageReader().sample(keepers)["a"].processes) == 5)
+    usage = UsageReader().sample(keepers)
+    await MemoryLimits({"a": 200_000_000}, lambda *over: told.append(over)).look(usage, keepers)
+    assert usage["a"].rss_bytes > 500_000_000
+    assert told == []
+    await MemoryLimits({"a": 90_000_000}, lambda *over: told.append(over)).look(usage, keepers)
+    [(_, held_bytes)] = told
+    assert 100_000_000 < held_bytes < 150_000_000
+    keeper.kill()
+    await keeper.exited()
+
+
+@pytest.mark.slow
+async def test_the_sampler_tells_of_a_service_that_outgrows_its_limit_though_nobody_watches(stage: Stage) -> None:
+    over: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    keeper = await stage.start(*python(GROWS_WHEN_ASKED, 100_000_000, stage.token))
+    await stage.says("small")
+    sampler = Sampler(
+        Broadcast(),
+        lambda: {"a": keeper.identity.pid},
+        told=lambda: None,
+        ledger_changed=lambda: None,
+        limits={"a": 60_000_000},
+        over_limit=lambda *told: over.set_result(told),
+    )
+    sampling = asyncio.create_task(sampler.run())
+    await until(lambda: "a" in sampler.usage)
+    assert not over.done()
+    assert keeper.main_pid is not None
+    os.kill(keeper.main_pid, signal.SIGUSR1)
+    service, held_bytes = await over
+    assert (service, held_bytes > 100_000_000) == ("a", True)
+    sampling.cancel()
+    keeper.kill()
+    await keeper.exited()
+
+
+# --- values that cannot be -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ("cpus = []", "services.a.cpus: tuple should have at least 1 item"),
+        ("cpus = [-1]", "services.a.cpus.0: input should be greater than or equal to 0, but this is -1"),
+        ("cpus = [1000000]", "services.a.cpus.0: input should be less than 8192, but this is 1000000"),
+        ("nice = 20", "services.a.nice: input should be less than or equal to 19, but this is 20"),
+        ("memory_limit_gb = 0", "services.a.memory_limit_gb: input should be greater than 0, but this is 0"),
+        ('stop_signal = "TERM"', "services.a: stop_signal 'TERM' is not a signal: write it as in SIGTERM or SIGINT"),
+        ("gpus = [-1]", "services.a.gpus.0: input should be greater than or equal to 0, but this is -1"),
+        ("gpus = [1, 1]", "services.a: gpus = [1, 1] names a GPU twice: name each once"),
+        (
+            'gpus = [1]\nenv = { CUDA_VISIBLE_DEVICES = "0" }',
+            "services.a: gpus = [1] and env.CUDA_VISIBLE_DEVICES = '0' say two things: keep one of them",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_words(tmp_path: Path, settings: str, fault: str) -> None:
+    path = profile(tmp_path, settings)
+    with pytest.raises(ConfigError) as refused:
+        load(str(path))
+    assert str(refused.value).startswith(f"{path}: {fault}")
