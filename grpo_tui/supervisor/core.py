@@ -291,6 +291,14 @@ class Supervisor:
         while not holds(self):
             await self._changed.wait()
 
+    def keepers(self) -> list[Keeper]:
+        """The keepers of all running services."""
+        return [hands.keeper for hands in self._hands.values() if hands.keeper is not None]
+
+    def write_state(self) -> None:
+        """Have the state written again, though nothing changed."""
+        self._writer.mark()
+
     def keeper_pids(self) -> dict[str, int]:
         """The keeper of each running service: whatever the service is, is below it."""
         return {name: hands.keeper.identity.pid for name, hands in self._hands.items() if hands.keeper is not None}

@@ -25,10 +25,12 @@ from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
 from grpo_tui.supervisor.lock import ADDRESS_FILE, LOADED, read_address, take_lock, write_address
+from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
-SOCKET_CHECK_S = 10.0
-"""Between two looks at whether the socket file is still there: log-outs and cleaners of /tmp remove it."""
+FILES_CHECK_S = 2.0
+"""Between two looks at whether the socket and the run's folder are still there: log-outs, cleaners of /tmp and people
+remove them."""
 BACKLOG = 64
 FAREWELL_S = 0.2
 log = logging.getLogger(__name__)
@@ -77,11 +79,9 @@ def _detach(log_file: Path) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.umask(0o022)
     nothing = os.open(os.devnull, os.O_RDWR)
-    output = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, target)
+    os.dup2(nothing, 0)
     os.close(nothing)
-    os.close(output)
+    log_to(log_file)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s", force=True
     )
@@ -122,7 +122,7 @@ def _leave(number: int, supervising: asyncio.Task[object]) -> None:
 
 
 async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
-    """Accept clients on the run's socket, and put it back when somebody removed it; cancelled, say farewell."""
+    """Accept clients on the run's socket, and put back what somebody removed; cancelled, say farewell."""
     conversations: set[asyncio.Task[None]] = set()
     count = 0
 
@@ -136,20 +136,22 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         with suppress(asyncio.CancelledError):  # asyncio's streams would log it as an exception of this callback
             await converse(supervisor, reader, writer, f"client {count}")
 
+    files = RunFolder(run_folder)
     path = socket_path(run_folder)
     server: asyncio.Server | None = None
     try:
         while True:
-            if server is None or not path.exists():
+            was_lost = files.is_lost and _restore(files, supervisor)
+            if server is None or was_lost or not path.exists():
                 path, before = socket_path(run_folder), server
                 path.unlink(missing_ok=True)
                 server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
                 path.chmod(0o600)
                 write_address(run_folder, path)
                 if before is not None:
-                    log.warning("the socket was removed: listening anew on %s", path)
+                    log.warning("the socket or its address was removed: listening anew on %s", path)
                     before.close()
-            await asyncio.sleep(SOCKET_CHECK_S)
+            await asyncio.sleep(FILES_CHECK_S)
     finally:
         path.unlink(missing_ok=True)
         address = read_address(run_folder)
@@ -158,6 +160,18 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         if supervisor.state in ENDED_RUN_STATES:
             supervisor.broadcast.farewell(Bye(state=supervisor.state))
         await _farewell(conversations)
+
+
+def _restore(files: RunFolder, supervisor: Supervisor) -> bool:
+    """Make the deleted folder of the run anew; whether that was possible."""
+    try:
+        files.make_anew(supervisor.keepers())
+    except OSError as error:
+        log.error("%s was deleted, and cannot be made anew: %s; services go on", files.folder, error)
+        return False
+    supervisor.notice("error", LOST.format(folder=files.folder), None)
+    supervisor.write_state()
+    return True
 
 
 async def _farewell(conversations: set[asyncio.Task[None]]) -> None:

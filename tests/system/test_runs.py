@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage import free_ports, is_open
+from stage import HOLDER, free_ports, is_open
 from workplace import DEAF, POLITE, PYTHON, SERVER, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
@@ -440,3 +441,76 @@ def test_a_broken_program_is_found_before_the_old_supervisor_is_asked_to_leave(p
     assert "a new supervisor cannot be started" in done.stderr
     assert place.status().supervisor == old
     assert place.grpo("down").returncode == 0
+
+
+def test_a_run_folder_deleted_under_a_live_run_is_made_anew_and_nothing_starts_twice(place: Workplace) -> None:
+    count = place.folder / "starts"
+    place.profile(service("a", COUNTS_STARTS, count, ready="{ log = '^up$', interval_s = 0.02 }"))
+    run = place.up()
+    before = place.pid("a")
+    shutil.rmtree(place.run_folder())
+    until((place.folder / "logs" / run / "state.json").exists)
+    joined = place.grpo("up", "--profile", "p", "--detach", "--wait", "ready")
+    assert (joined.returncode, joined.stdout.strip()) == (0, run), joined.stderr
+    assert "was deleted while its run goes on: it is made anew" in (place.run_folder() / "supervisor.log").read_text()
+    place.lose_daemon()  # its successor finds everything in the new folder
+    assert place.grpo("restart", "a", "--wait").returncode == 0
+    assert identify(before) is None
+    assert len(starts(count)) == 2
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_state_file_of_another_version_is_a_ledger_the_less_and_loses_no_service(place: Workplace) -> None:
+    count = place.folder / "starts"
+    place.profile(service("a", COUNTS_STARTS, count, ready="{ log = '^up$', interval_s = 0.02 }"))
+    place.up()
+    before = place.pid("a")
+    place.lose_daemon()
+    path = place.run_folder() / "state.json"
+    document = json.loads(path.read_text())
+    document["ledger"] = {"version": 1, "ending": None, "services": "laid out otherwise"}
+    path.write_text(json.dumps(document))
+    assert place.grpo("status").returncode == 0
+    assert place.grpo("up", "--profile", "p", "--detach", "--wait", "ready").returncode == 0
+    assert "its ledger is of version 1, this program reads 2" in (place.run_folder() / "supervisor.log").read_text()
+    assert (place.pid("a"), starts(count)) == (before, [before])
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_jump_of_the_clock_moves_no_timer_of_an_adopted_service(place: Workplace) -> None:
+    place.profile(
+        service("a", "import sys; sys.exit(3)", restart='"on-failure"', backoff_s=1, max_restarts=1),
+        service("b", POLITE, ends_run="true"),
+    )
+    assert place.grpo("up", "--profile", "p", "--detach").returncode == 0
+    until(lambda: place.status().services[0].state is ServiceState.BACKOFF)
+    place.lose_daemon()
+    path = place.run_folder() / "state.json"
+    document = json.loads(path.read_text())  # as a daemon would have left it before the clock went back by a year
+    for name in ("started_at", "ended_at"):
+        document[name] = None if document[name] is None else document[name] + 31e6
+    for each in document["services"]:
+        each["started_at"] = each["started_at"] and each["started_at"] + 31e6
+    path.write_text(json.dumps(document))
+    assert place.grpo("start", "b").returncode == 0  # brings a daemon that takes over
+    until(lambda: place.status().services[0].state is ServiceState.FAILED)
+    assert "after 1 restart" in (place.status().services[0].why or "")
+    assert place.grpo("down").returncode == 0
+
+
+def test_on_explicit_word_a_stranger_on_the_port_makes_way(place: Workplace) -> None:
+    (port,) = place.ports = free_ports(1)
+    holder = subprocess.Popen([PYTHON, "-I", "-S", "-c", HOLDER, str(port)])
+    try:
+        until(lambda: is_open(port))
+        health = f"{{ http = 'http://127.0.0.1:{port}/', interval_s = 0.05 }}"
+        place.profile(service("a", SERVER, port, ports=[port], ready=health))
+        refused = place.grpo("up", "--profile", "p", "--wait", "ready")
+        assert refused.returncode == 4, refused.stderr
+        assert identify(holder.pid) is not None
+        place.up("--take-ports")
+        assert holder.wait(timeout=20) == -signal.SIGKILL
+        assert place.grpo("down").returncode == 0
+    finally:
+        holder.kill()
+        holder.wait()
