@@ -1,12 +1,10 @@
-"""Runs as their folders tell them, without a daemon: which there are, which live, where one stands, its latest metrics.
+"""Runs as their folders tell them, without a daemon: which there are, which live, where one stands.
 
 Reads only. What a dead daemon left in `state.json` is checked against the keepers, and marked as seen by nobody.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +14,12 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
-from grpo_tui.paths import KEEPERS, LOGS, METRICS_FILE, PLAN_FILE, STATE_FILE
+from grpo_tui.paths import KEEPERS, LOGS, PLAN_FILE, STATE_FILE
+from grpo_tui.supervisor.latest_metrics import latest_metrics as latest_metrics
 from grpo_tui.supervisor.lock import has_daemon
 from grpo_tui.supervisor.processes import KeeperState
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
-TAIL_BYTES = 64 * 1024
-"""Some hundred steps of metrics: enough for the latest value of names that do not come with every step."""
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
@@ -162,30 +159,6 @@ def _seen(service: ServiceStatus, keeper: KeeperState | None) -> ServiceStatus:
         "why": f"ended while no supervisor was there, exit code {'unknown' if code is None else code}",
     }
     return service.model_copy(update=seen)
-
-
-def latest_metrics(folder: Path) -> dict[str, float]:
-    """The latest value of every metric, and `step`; empty before the first step. Reads the end of the file alone."""
-    latest: dict[str, float] = {}
-    for line in _last_lines(folder / METRICS_FILE):
-        try:
-            record = json.loads(line)
-            values = {name: float(value) for name, value in record["metrics"].items()}
-            step = float(record["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # the first line of the tail is cut, and the last may be half-written
-        latest |= {name: value for name, value in values.items() if math.isfinite(value)}
-        latest["step"] = step
-    return latest
-
-
-def _last_lines(path: Path) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            return file.read(TAIL_BYTES).splitlines()
-    except FileNotFoundError:
-        return []
 
 
 def age_words(started_at: float | None, ended_at: float | None) -> str:
