@@ -234,6 +234,30 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
             yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
 
 
+def _one_writer_of_metrics(profile: Profile) -> Iterator[str]:
+    writers = []
+    for name, service in profile.services.items():
+        if isinstance(service, Trainer) and service.run_folder is None:
+            writers.append((f"services.{name}", "a trainer writes it by itself"))
+        if service.console:
+            writers.append((f"services.{name}.console", "from its console"))
+    for key, how in writers[1:]:
+        first, first_how = writers[0]
+        yield (
+            f"{key}: metrics.jsonl has one writer, and {first} is it ({first_how}); this would be a second ({how}): "
+            f"take one of them away"
+        )
+
+
+def _console_metrics_have_a_step(profile: Profile) -> Iterator[str]:
+    for name, service in profile.services.items():
+        if service.console and "step" not in service.console:
+            yield (
+                f"services.{name}.console: no pattern for 'step' among {', '.join(service.console)}: without it nobody "
+                f"knows which step a value belongs to; add the line that opens one, as in step = '^Step (\\d+)'"
+            )
+
+
 Check = Callable[[Profile], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _needs_name_services,
@@ -245,6 +269,8 @@ CHECKS: tuple[Check, ...] = (
     _models_exist,
     _batches_are_whole_groups,
     _shared_weights_have_their_bridge,
+    _one_writer_of_metrics,
+    _console_metrics_have_a_step,
 )
 
 

@@ -27,14 +27,13 @@ from grpo_engine.wire.codec import to_line, write_atomically
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_tui.paths import KEEPERS, METRICS_FILE
 from grpo_tui.services.base import ConsoleMetric, Launch
+from grpo_tui.supervisor.capped_log import read_part
 
 STEP = "step"
 POLICY_VERSION = "policy_version"
 POLL_S = 1.0
 MAX_PART_BYTES = 1 << 20
 """The log is read in parts of this size; a line that is longer is given up in pieces."""
-MAX_UNWRITTEN = 10_000
-"""Steps that are kept while the disk is full."""
 
 LINE_END = re.compile(rb"[\r\n]")
 ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
@@ -207,8 +206,7 @@ class ConsoleMetrics:
         self._notice = notice
         self._words: list[str] = []
         self._reader: StepReader | None = None
-        # Bounded: on a disk that stays full, the oldest steps are given up first.
-        self._unwritten: deque[StepRecord] = deque(maxlen=MAX_UNWRITTEN)
+        self._unwritten: deque[StepRecord] = deque()
         self._is_fault_told = False
 
     async def run(self, ended: asyncio.Event) -> None:
@@ -229,54 +227,52 @@ class ConsoleMetrics:
             self._notice(self._words.pop(0))
 
     def _read_on(self, *, is_over: bool) -> None:
-        if self._reader is None:
-            written = written_steps(self._metrics_file, marked_offset(self._mark, self._metrics_file))
-            self._reader = StepReader(self._console, tell=self._words.append, written=written)
-        while lines := self._new_lines(is_over=is_over):
-            for line in lines:
-                self._unwritten.extend(self._reader.read(line))
+        """Read what is new and write what it tells; what cannot be written stays, and the log is read no further."""
+        try:
+            reader = self._reader = self._reader or self._begin()
             self._write()
-        self._unwritten.extend(self._reader.end() if is_over else self._reader.settle())
-        self._write()
+            while lines := self._new_lines(is_over=is_over):
+                for line in lines:
+                    self._unwritten.extend(reader.read(line))
+                self._write()
+            self._unwritten.extend(reader.end() if is_over else reader.settle())
+            self._write()
+            self._is_fault_told = False
+        except OSError as error:
+            if not self._is_fault_told:
+                self._words.append(f"no metrics are kept: {error}; they follow once that is mended")
+            self._is_fault_told = True
+
+    def _begin(self) -> StepReader:
+        written = written_steps(self._metrics_file, marked_offset(self._mark, self._metrics_file))
+        return StepReader(self._console, tell=self._words.append, written=written)
 
     def _new_lines(self, *, is_over: bool) -> list[str]:
         """The next lines of the log, none when there are no more; one that has no end yet only when all is over."""
-        self._offset, part = read_part(self._log, self._offset)
+        self._offset, part = new_part(self._log, self._offset)
         ended = 1 + max(part.rfind(b"\n"), part.rfind(b"\r"))
-        if is_over or (not ended and len(part) == MAX_PART_BYTES):
+        is_open_end = len(part) < MAX_PART_BYTES
+        if is_over if is_open_end else not ended:
             ended = len(part)
         self._offset += ended
         return [line.decode(errors="replace") for line in LINE_END.split(part[:ended])] if ended else []
 
     def _write(self) -> None:
-        try:
-            while self._unwritten:
-                record = self._unwritten[0]
-                line = MetricsLine(
-                    time=time.time(),
-                    step=record.step,
-                    policy_version=record.policy_version,
-                    metrics=dict(record.metrics),
-                )
-                append_line(self._metrics_file, to_line(line))
-                self._unwritten.popleft()
-            self._is_fault_told = False
-        except OSError as error:
-            if not self._is_fault_told:
-                self._is_fault_told = True
-                self._words.append(
-                    f"{self._metrics_file} cannot be written: {error.strerror or error}; make room: "
-                    f"the newest {MAX_UNWRITTEN} steps are kept until then"
-                )
+        while self._unwritten:
+            read = self._unwritten[0]
+            line = MetricsLine(
+                time=time.time(), step=read.step, policy_version=read.policy_version, metrics=dict(read.metrics)
+            )
+            append_line(self._metrics_file, to_line(line))
+            self._unwritten.popleft()
 
 
-def read_part(log: Path, offset: int) -> tuple[int, bytes]:
-    """Where the next part of the log begins, and at most `MAX_PART_BYTES` of it."""
+def new_part(log: Path, offset: int) -> tuple[int, bytes]:
+    """Where the next part of the log begins (further on, where lines were dropped meanwhile), and the part."""
     try:
         with log.open("rb") as file:
-            begin = min(offset, file.seek(0, 2))
-            file.seek(begin)
-            return begin, file.read(MAX_PART_BYTES)
+            part = read_part(file.fileno(), offset, MAX_PART_BYTES, with_header=False)
+            return part.offset, part.data
     except FileNotFoundError:
         return offset, b""
 
