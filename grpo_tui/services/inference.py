@@ -9,11 +9,56 @@ from grpo_engine.server.config import ServerConfig
 from grpo_tui.paths import BRIDGE_FILE
 from grpo_tui.services.base import Launch, Place, Probe, Service
 
+READY_WITHIN_S = 300.0
+STALLED_S = 180.0
+"""A start-up that neither logs nor reads nor writes for so long hangs: the longest silence of a healthy one that was
+seen is half a minute of compilation on two cores."""
+
+VLLM_PHASES = (
+    (r"Uvicorn running on", "importing vLLM"),
+    (r"Resolved architecture: (\w+)", "configuring the engine for {0}"),
+    (r"Initializing a V1 LLM engine", "starting the engine core"),
+    (r"Starting to load model", "fetching the model"),
+    (r"Time spent downloading weights", "loading weights"),
+    (r"Loading .*checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
+    (r"Loading weights took|Model loading took", "weights are loaded"),
+    (r"Directly load (?:AOT compilation|the compiled graph)", "loading compiled code"),
+    (r"torch\.compile (?:took|and initial)|saved AOT compiled function", "profiling memory"),
+    (
+        r"Starting torch\.compile|for vLLM's torch\.compile|Dynamo bytecode transform|Cache the graph of|"
+        r"Compiling a graph|Warming up model for the compilation",
+        "compiling",
+    ),
+    (r"Initial profiling/warmup run|Profiling CUDA graph memory|Estimated CUDA graph memory", "profiling memory"),
+    (r"Available KV cache memory|KV cache size: ", "making the KV cache"),
+    (r"DeepGEMM warmup: .*?(\d+)/(\d+)", "warming up kernels, {0} of {1}"),
+    (r"\[AutoTuner\]: Tuning .*?(\d+)/(\d+)", "tuning kernels, {0} of {1}"),
+    (r"Autotuning process starts", "tuning kernels"),
+    (r"Warming up (?!done)", "warming up kernels"),
+    (r"Capturing CUDA graphs.*?: .*?(\d+)/(\d+)", "capturing CUDA graphs, {0} of {1}"),
+    (r"Graph capturing finished", "CUDA graphs are captured"),
+    (r"init engine \(profile", "trying a first request"),
+)
+"""Lines of vLLM 0.20 to 0.33, and of our own server, in their order."""
+TORCH_PHASES = (
+    (r"Uvicorn running on", "importing torch"),
+    (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
+    (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
+    (r"Exported (\d+) params", "weights are shared, {0} tensors"),
+)
+"""Lines of transformers, and of our own server."""
+
 
 class Inference(Service, ServerConfig):
     """Samples completions: vLLM, or torch on a CPU or GPU."""
 
     kind: Literal["inference"]
+
+    @property
+    def start_phases(self) -> tuple[tuple[str, str], ...]:
+        """What the engine says while it starts."""
+        making = (r"making (\S+) in .* \(once", "making {0}")
+        return (making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
 
     def launch(self, name: str, place: Place) -> Launch:
         """Put the bridge file into the run folder; be ready when `/health` answers 200, and stay asked after that."""
@@ -27,6 +72,6 @@ class Inference(Service, ServerConfig):
             place,
             argv=(place.python, "-m", "grpo_engine", "server", *to_flags(config, ServerConfig)),
             ports=(self.port, *self.ports),
-            ready=self.ready or Probe(http=health, within_s=900),
+            ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
             live=self.live or Probe(http=health, interval_s=5, timeout_s=10, within_s=60),
         )

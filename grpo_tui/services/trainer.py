@@ -10,6 +10,20 @@ from grpo_engine.train.config import TrainConfig
 from grpo_tui.paths import BRIDGE_FILE
 from grpo_tui.services.base import Launch, Place, Probe, Service
 
+READY_WITHIN_S = 600.0
+"""Longer than it waits for an inference server that restarts meanwhile."""
+STALLED_S = 180.0
+PHASES = (
+    (r"making (\S+) in .* \(once", "making {0}"),
+    (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
+    (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
+    (r"attached to (\d+) shared tensors", "attached to {0} shared tensors"),
+    (r"training (\d+) of (\d+) parameters", "handing {0} parameters to inference"),
+    (r"resumed from (\S+)", "resumed from {0}"),
+    (r"; trying for (\S+) s", "waiting for a peer, {0} s at most"),
+)
+"""Lines of transformers, and of our own trainer, in their order."""
+
 
 class Trainer(Service, TrainConfig):
     """Trains on batches from the rollout API and hands new weights to inference; its end is the end of the run."""
@@ -18,6 +32,11 @@ class Trainer(Service, TrainConfig):
     ends_run: bool | None = True
     stop_grace_s: float = 30.0
     """Long enough to save a checkpoint on SIGTERM."""
+
+    @property
+    def start_phases(self) -> tuple[tuple[str, str], ...]:
+        """What it says until training begins."""
+        return PHASES
 
     def launch(self, name: str, place: Place) -> Launch:
         """Write metrics, rollouts and checkpoints into the run folder; be ready when training begins."""
@@ -32,5 +51,5 @@ class Trainer(Service, TrainConfig):
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "train", *to_flags(config, TrainConfig)),
-            ready=self.ready or Probe(log="trainer ready", within_s=900),
+            ready=self.ready or Probe(log="trainer ready", within_s=READY_WITHIN_S, stalled_s=STALLED_S),
         )
