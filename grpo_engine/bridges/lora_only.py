@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model, trainable_device
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 class LoraOnly(Config):
     """An adapter on a frozen model, swapped over HTTP."""
 
+    after_server_restart: ClassVar[str] = (
+        "the trainer loads its latest adapter into the new server before its next step"
+    )
+    """What the trainer does then, for the people who restart one."""
     mode: Annotated[Literal["lora_only"], Flag(("--weight-bridge-mode",))] = "lora_only"
     """How new weights reach inference."""
     adapter_folder: Annotated[Path | None, Flag(("--adapter-folder",))] = None
@@ -75,6 +79,9 @@ class LoraOnlyBridge:
         write()
         self._version = version
         self._hand_over()
+
+    def keep_up(self) -> None:
+        """Nothing of the server is mapped here."""
 
     def ensure_current(self) -> None:
         """Hand the adapter over again to a server that was restarted or serves something else."""

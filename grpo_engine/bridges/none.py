@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class CheckpointReload(Config):
     """Checkpoints that the server reads in place every few steps."""
 
+    after_server_restart: ClassVar[str] = "the trainer has the new server read its current weights before its next step"
+    """What the trainer does then, for the people who restart one."""
     mode: Annotated[Literal["none"], Flag(("--weight-bridge-mode",))] = "none"
     """How new weights reach inference."""
     every_steps: Annotated[int, Flag(("--vllm-restart-interval",))] = Field(3, ge=1)
@@ -73,6 +75,9 @@ class CheckpointReloadBridge:
         self._written = version
         if self._served is None or version - self._served >= self._every_steps:
             self._hand_over()
+
+    def keep_up(self) -> None:
+        """Nothing of the server is mapped here."""
 
     def ensure_current(self) -> None:
         """Hand over again to a server that was restarted or serves something else."""

@@ -73,10 +73,17 @@ class Bridge(Protocol):
         """
 
     def publish(self, version: int, write: Callable[[], None]) -> None:
-        """Make the server serve `version`; `write` copies the new values into the model's parameters.
+        """Make the server serve `version`; `write` copies the new values into the model's trained parameters.
 
-        `write` runs once, with the fence closed where inference reads the very same memory. It must look the
-        parameters' storage up when it runs (`parameter.data`), since a restarted server may have moved it.
+        `write` runs with the fence closed where inference reads the very same memory. It runs again, until the next
+        publish, for a server that was restarted: it must bring all of them each time, and look the parameters' storage
+        up when it runs (`parameter.data`), since that may have moved.
+        """
+
+    def keep_up(self) -> None:
+        """Notice that the server has ended, and let go of what is mapped of it; never waits for the next one.
+
+        Called a few times a second while a batch is awaited; must cost next to nothing where all is well.
         """
 
     def ensure_current(self) -> None:

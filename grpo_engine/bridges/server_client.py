@@ -101,7 +101,9 @@ class ServerClient:
                     return self._read(method, path, response, answer)
                 why = _detail(response)
             if self._is_stopping():
-                raise PeerUnavailable(f"{method} {self.url}{path}: {why}; not awaited, since training is to stop")
+                raise PeerUnavailable(
+                    f"{method} {self.url}{path}: {why}; not awaited, since training is to stop or it has ended"
+                )
             if time.monotonic() >= until:
                 raise PeerUnavailable(
                     f"{method} {self.url}{path}: no answer for {self._patience_s:g} s ({why}); "

@@ -1,16 +1,21 @@
 """`shared_vllm`: one copy of the weights. The trainer's parameters are the memory that the server reads.
 
 A publish pauses the server, closes the fence, writes, opens it and resumes: some milliseconds and no copy. On a CPU the
-memory is POSIX shared memory, on a GPU it is the server's own, through CUDA IPC.
+memory is POSIX shared memory, on a GPU it is the server's own, through CUDA IPC. When the server ends, the trainer lets
+go of that memory, so that it is free for the next one, and brings the weights there once it is up.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,15 +23,17 @@ from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, 
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model
-from grpo_engine.bridges.shared_tensors import map_tensors
 from grpo_engine.config import Config
-from grpo_engine.errors import BridgeError, HalfWritten
+from grpo_engine.errors import BridgeError, HalfWritten, PeerUnavailable
 from grpo_engine.flags import Flag
 from grpo_engine.wire.bridge_file import BridgeFile
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+    from grpo_engine.bridges.mapped_model import MappedModel
+
+_LOOK_EVERY_S = 0.25
+"""Between two looks for a new server, while there is nothing else to do."""
+_SAY_EVERY_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +41,8 @@ logger = logging.getLogger(__name__)
 class SharedVllm(Config):
     """Single copy: trainer and server map the same weights."""
 
+    after_server_restart: ClassVar[str] = "the trainer attaches to the new server and writes its weights into it"
+    """What the trainer does then, for the people who restart one."""
     mode: Annotated[Literal["shared_vllm"], Flag(("--weight-bridge-mode",))] = "shared_vllm"
     """How new weights reach inference."""
     config_path: Annotated[Path | None, Flag(("--vllm-config-path",))] = None
@@ -53,12 +62,17 @@ class SharedVllmBridge:
         self._context = context
         self._pause_timeout_s = config.pause_timeout_s
         self._path = bridge_file_path(config.config_path, os.environ)
-        self._client = connect(context)
+        # A server that is known to have ended will not answer, however patiently it is asked.
+        self._client = connect(replace(context, is_stopping=lambda: context.is_stopping() or self._has_ended()))
         self._version: int | None = None
-        """What was published last by this trainer."""
-        self._file: BridgeFile
-        self._fence: Fence
-        self._model: PreTrainedModel
+        """What was published last by this trainer; `_write` brings its values."""
+        self._write: Callable[[], None]
+        self._file: BridgeFile | None = None
+        """Of the server whose memory is mapped, or was mapped last."""
+        self._fence: Fence | None = None
+        """Of that server; None while nothing is mapped."""
+        self._said_at = -math.inf
+        self._weights: MappedModel
 
     def attach(self) -> BridgeModel:
         """Build the model on the server's memory.
@@ -67,53 +81,56 @@ class SharedVllmBridge:
             BridgeError: the server shares nothing, or its bridge file is another one's.
             ModelError: the shared weights are of another model.
         """
-        from grpo_engine.models.loading import load_config, load_model_on_shared
+        from grpo_engine.bridges.mapped_model import MappedModel
 
-        self._file, self._fence = self._find_export()
-        self._mend_half_written()
-        tensors = _map(self._file)
-        self._model = load_model_on_shared(load_config(self._context.model_name), tensors, self._file.aliases)
-        state = self._fence.read()
-        logger.info("attached to %d shared tensors of %s, version %d", len(tensors), self._path, state.policy_version)
-        return BridgeModel(
-            model=self._model,
-            is_shared=True,
-            policy_version=state.policy_version,
-            save=lambda folder: save_model(self._model, self._context.model_name, folder),
-        )
+        file = self._find_export()
+        fence = Fence.attach(file.fence_segment)
+        self._mend_half_written(file, fence)
+        self._weights = MappedModel(self._context.model_name, file)
+        self._file, self._fence = file, fence
+        version = fence.read().policy_version
+        logger.info("attached to %d shared tensors of %s, version %d", len(file.tensors), self._path, version)
+        return BridgeModel(model=self._weights.model, is_shared=True, policy_version=version, save=self._save)
 
     def publish(self, version: int, write: Callable[[], None]) -> None:
-        """Write under a pause and the fence."""
-        self._pause()
-        try:
-            with self._fence.writing(version):
-                write()
-                self._finish_writes()
-        finally:
-            # Says no version: the fence has it, and a server that came up in between must not take it as its own.
-            answer = self._client.resume()
-        self._version = version
-        if answer.instance != self._file.instance:
-            self._attach_again()
+        """Write under a pause and the fence; where the server has ended, the next one gets this version."""
+        self._version, self._write = version, write
+        if self._fence is None:
+            self.keep_up()
+            return
+        with self._unless_the_server_ends():
+            self._hand_over()
+
+    def keep_up(self) -> None:
+        """Let go of a server that has ended, and attach to the next one once it is there."""
+        if self._has_ended():
+            self._let_go()
+        if self._fence is not None:
+            return
+        successor = self._find_successor()
+        if successor is None:
+            self._say_what_is_awaited()
+            return
+        with self._unless_the_server_ends():
+            self._attach_again(successor)
 
     def ensure_current(self) -> None:
-        """Follow a server that was restarted to its new memory, and bring the current weights there."""
-        if self._client.info().instance != self._file.instance:
-            self._attach_again()
+        """Wait until a living server serves the current version; without limit where the last one has ended."""
+        while not self._is_current():
+            if self._context.is_stopping():
+                raise PeerUnavailable(f"{self._path}: of no living server; not awaited, since training is to stop")
+            time.sleep(_LOOK_EVERY_S)
 
     def close(self) -> None:
         """Unmap the fence; the weights go with the model."""
         self._client.close()
-        if hasattr(self, "_fence"):
+        if self._fence is not None:
             self._fence.close()
 
-    def _pause(self) -> None:
-        """Pause the server whose memory is mapped, wherever it has gone."""
-        while self._client.pause(self._pause_timeout_s).instance != self._file.instance:
-            self._client.resume()
-            self._attach_again()
+    # --- which server ----------------------------------------------------------------------------------------------
 
-    def _find_export(self) -> tuple[BridgeFile, Fence]:
+    def _find_export(self) -> BridgeFile:
+        """The bridge file of the server that answers."""
         info = self._client.info()
         if not info.shared_weights:
             raise BridgeError(
@@ -128,56 +145,104 @@ class SharedVllmBridge:
                 f"{self._path}: belongs to another inference server than {self._client.url} "
                 f"(instance {file.instance}, not {info.instance}); point --vllm-config-path at its bridge file"
             )
-        return file, Fence.attach(file.fence_segment)
+        return file
 
-    def _mend_half_written(self) -> None:
+    def _find_successor(self) -> BridgeFile | None:
+        """The bridge file of a server that lives, where there is one; asks nobody."""
+        try:
+            file = read_bridge_file(self._path)
+        except BridgeError:
+            if self._path.exists():
+                raise
+            return None
+        return file if is_server_alive(file) else None
+
+    def _has_ended(self) -> bool:
+        return self._file is not None and not is_server_alive(self._file)
+
+    def _is_current(self) -> bool:
+        self.keep_up()
+        with self._unless_the_server_ends():
+            if self._fence is not None and self._client.info().instance != self._instance():
+                self._attach_again(self._find_export())
+        return self._fence is not None
+
+    def _instance(self) -> str:
+        assert self._file is not None
+        return self._file.instance
+
+    @contextmanager
+    def _unless_the_server_ends(self) -> Iterator[None]:
+        """Where the server ends while it is asked something, its memory is let go of, and it is no error."""
+        try:
+            yield
+        except (PeerUnavailable, BridgeError):
+            if not self._has_ended():
+                raise
+            self._let_go()
+
+    def _mend_half_written(self, file: BridgeFile, fence: Fence) -> None:
         """Have the server load the model again where an earlier trainer died while writing."""
         try:
-            self._fence.check()
+            fence.check()
         except HalfWritten as error:
             from grpo_engine.models.loading import resolve_model
 
-            logger.warning("%s; the server loads %s again", error, self._file.model)
-            self._client.reload(Path(resolve_model(self._file.model)), 0)
+            logger.warning("%s; the server loads %s again", error, file.model)
+            self._client.reload(Path(resolve_model(file.model)), 0)
 
-    def _attach_again(self) -> None:
-        """After a restart: the same memory, which the new server adopted, or another, which gets the weights."""
-        before = self._file
-        file, fence = self._find_export()
-        if (file.fence_segment, file.tensors) == (before.fence_segment, before.tensors):
-            logger.info("the inference server was restarted and kept the shared weights")
-            self._file = file
-            fence.close()
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Write the current version, and see that the memory is still that of the server that answers."""
+        assert self._fence is not None
+        assert self._version is not None
+        if self._client.pause(self._pause_timeout_s).instance != self._instance():
+            self._client.resume()
+            self._attach_again(self._find_export())
             return
-        logger.warning("the inference server was restarted with other memory; its weights are written again")
+        try:
+            with self._fence.writing(self._version):
+                self._weights.write(self._write)
+        finally:
+            # Says no version: the fence has it, and a server that came up in between must not take it as its own.
+            answer = self._client.resume()
+        if answer.instance != self._instance():
+            self._attach_again(self._find_export())
+
+    def _attach_again(self, file: BridgeFile) -> None:
+        """Map another server's memory and hand the current version over."""
+        self._let_go()
+        self._file = file  # from here on it is this one that may end
+        if self._client.info().instance != file.instance:
+            file = self._file = self._find_export()
+        fence = Fence.attach(file.fence_segment)
+        self._weights.map_again(file)
+        self._fence = fence
+        if self._version is not None:
+            self._hand_over()
+            logger.info("attached to the new inference server (pid %d), version %d", file.pid, self._version)
+
+    def _let_go(self) -> None:
+        if self._fence is None:
+            return
         self._fence.close()
-        self._file, self._fence = file, fence
-        fresh = _map(file)
-        parameters = dict(self._model.named_parameters())
-        if fresh.keys() != parameters.keys() or any(fresh[name].shape != p.shape for name, p in parameters.items()):
-            raise BridgeError(f"{self._path}: the restarted server serves another model; restart the trainer too")
-        trained = {name: parameter.data for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.data = fresh[name]
-        if self._version is None:
-            return
+        self._fence = None
+        self._weights.let_go(can_be_written=self._version is not None)
+        self._said_at = -math.inf
 
-        def write() -> None:
-            for name, parameter in parameters.items():
-                parameter.data.copy_(trained[name])
+    def _say_what_is_awaited(self) -> None:
+        assert self._file is not None
+        if time.monotonic() - self._said_at > _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            logger.warning(
+                "the inference server (pid %d) has ended; the trainer has let go of its memory and keeps the weights; "
+                "waiting for %s of a new one",
+                self._file.pid,
+                self._path,
+            )
 
-        self.publish(self._version, write)
-
-    def _finish_writes(self) -> None:
-        if self._model.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self._model.device)
-
-
-def _map(file: BridgeFile) -> dict[str, Tensor]:
-    if all(entry.handle.kind == "cuda_ipc" for entry in file.tensors.values()):
-        from grpo_engine.bridges.cuda_tensors import map_cuda_tensors
-
-        return map_cuda_tensors(file.tensors)
-    return map_tensors(file.tensors)
+    def _save(self, folder: Path) -> None:
+        if self._fence is None and self._version is not None:
+            self._weights.write(self._write)
+        save_model(self._weights.model, self._context.model_name, folder)

@@ -166,8 +166,17 @@ class RolloutSource:
         self._lease = response.lease or ""
         return response.batch
 
-    def next_batch(self, timeout_s: float, *, stop: Callable[[], bool] = lambda: False) -> list[ScoredGroup] | None:
+    def next_batch(
+        self,
+        timeout_s: float,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[ScoredGroup] | None:
         """Wait for the next batch; None when `stop()` became true first.
+
+        Args:
+            meanwhile: called at the start and then about once a second.
 
         Raises:
             PeerUnavailable: none came within `timeout_s`, or the API stayed away for longer than it may.
@@ -177,6 +186,7 @@ class RolloutSource:
         pause_s = _MIN_POLL_S
         lost_at: float | None = None
         while not stop():
+            meanwhile()
             now = time.monotonic()
             try:
                 batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)))

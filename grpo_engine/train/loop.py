@@ -75,7 +75,7 @@ def train(
     try:
         while step < config.training_steps and not stop():
             began = time.perf_counter()
-            groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop)
+            groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop, meanwhile=bridge.keep_up)
             if groups is None:
                 break
             groups = drop_stale(groups, version, config.max_staleness)

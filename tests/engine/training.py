@@ -90,7 +90,14 @@ class ListedSource:
     def register(self, **registration: object) -> None:
         self.registered = registration
 
-    def next_batch(self, timeout_s: float, *, stop: Callable[[], bool] = lambda: False) -> list[ScoredGroup] | None:
+    def next_batch(
+        self,
+        timeout_s: float,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[ScoredGroup] | None:
+        meanwhile()
         return None if stop() or not self._batches else self._batches.pop(0)
 
 
@@ -108,6 +115,9 @@ class ListeningBridge:
     def publish(self, version: int, write: Callable[[], None]) -> None:
         write()
         self.published.append((version, float(self.model.model.embed_tokens.weight.detach()[3, 0])))
+
+    def keep_up(self) -> None:
+        pass
 
     def ensure_current(self) -> None:
         pass
