@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from grpo_tui.cli.arguments import JsonOption, RunAndService, RunArgument, run_to_read, split
 from grpo_tui.client.api import look_at
 from grpo_tui.paths import METRICS_FILE
+from grpo_tui.supervisor.capped_log import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
+from grpo_tui.view.format import bytes_text
+from grpo_tui.view.log_tail import on_terminal, without_colours
 
 POLL_S = 0.1
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
 """A longer line is handed on in pieces: a log may hold one that never ends."""
+ERASE_LINE = "\r\x1b[K"
 
 FollowOption = Annotated[bool, typer.Option("-f", "--follow", help="Go on as it grows, until the run is over.")]
 
@@ -48,99 +54,193 @@ def logs_command(
     pattern = _pattern(grep)
 
     def keep(line: bytes) -> bool:
-        return pattern is None or pattern.search(line) is not None
+        return pattern is None or pattern.search(line.rstrip(b"\r\n").rpartition(b"\r")[2]) is not None
 
-    offset, last = tail(path, lines, keep)
-    for line in last:
-        _put(line)
+    page = _Page(sys.stdout, is_terminal=sys.stdout.isatty(), whole_lines=pattern is not None)
+    last = tail(path, lines, keep, with_unfinished=not follow)
+    for line in last.lines:
+        page.put(line)
     sys.stdout.flush()
     if follow:
-        for line in grown(path, offset, lambda: look_at(run.folder).is_live):
+
+        def wait(unfinished: bytes) -> None:
+            page.put_unfinished(unfinished if keep(unfinished) else b"")
+            time.sleep(POLL_S)
+
+        for line in grown(path, last, lambda: look_at(run.folder).is_live, wait=wait, tell_gap=_tell_gap):
             if keep(line):
-                _put(line)
+                page.put(line)
                 sys.stdout.flush()
+    page.end()
 
 
 def metrics_command(run: RunArgument = None, follow: FollowOption = False, as_json: JsonOption = False) -> None:
     """Show the measurements of every step; --json prints the lines of metrics.jsonl as they stand."""
     found = run_to_read(run)
     path = found.folder / METRICS_FILE
-    offset, lines = tail(path, sys.maxsize, lambda line: True)
-    for line in lines:
+    last = tail(path, sys.maxsize, lambda line: True, with_unfinished=not follow)
+    for line in last.lines:
         _put_metrics(line, as_json)
     sys.stdout.flush()
     if follow:
-        for line in grown(path, offset, lambda: look_at(found.folder).is_live):
+        for line in grown(path, last, lambda: look_at(found.folder).is_live):
             _put_metrics(line, as_json)
             sys.stdout.flush()
-    elif not lines:
+    elif not last.lines:
         print(f"{found.id} has measured nothing yet", file=sys.stderr)
 
 
-def tail(path: Path, count: int, keep: Callable[[bytes], bool]) -> tuple[int, list[bytes]]:
-    """The last lines of a file that are to be kept, and where it ended; read backwards, block by block."""
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a file. Lines are with their newline; a piece of a line that is too long is without."""
+
+    lines: list[bytes]
+    end: int = 0
+    """Absolute offset behind what was read."""
+    unfinished: bytes = b""
+    """What stands behind the last newline: the beginning of a line, if anything."""
+
+
+def tail(path: Path, count: int, keep: Callable[[bytes], bool], *, with_unfinished: bool) -> Tail:
+    """The last lines of a file that are to be kept; read backwards, block by block.
+
+    Args:
+        with_unfinished: count the last line although it has no newline yet; else it is left to who goes on.
+    """
     try:
         with path.open("rb") as file:
-            end = position = file.seek(0, os.SEEK_END)
-            kept: list[bytes] = []
-            rest = b""
-            while position > 0 and len(kept) < count:
-                start = max(0, position - BLOCK_BYTES)
-                file.seek(start)
-                parts = (file.read(position - start) + rest).split(b"\n")
-                rest, position = (parts.pop(0) if start else b""), start
-                if end and not rest and start == 0 and parts and parts[-1] == b"":
-                    parts.pop()
-                kept = [line for line in parts if line and keep(line)] + kept
-            return end, kept[-count:] if count else []
+            end = place(file.fileno()).end
+            pieces = _backwards(file.fileno(), end)
+            first = next(pieces, b"")
+            unfinished = b"" if first.endswith(b"\n") or len(first) > MAX_LINE_BYTES else first
+            if unfinished and not with_unfinished:
+                first = b""
+            kept = islice((piece for piece in chain((first,), pieces) if piece and keep(piece)), count)
+            return Tail(list(kept)[::-1], end, unfinished)
     except FileNotFoundError:
-        return 0, []
+        return Tail([])
 
 
-def grown(path: Path, offset: int, goes_on: Callable[[], bool]) -> Iterator[bytes]:
-    """Lines that are added from `offset` on, until nothing goes on; a file that was cut is read from its start."""
+def _backwards(descriptor: int, position: int) -> Iterator[bytes]:
+    """The lines before an absolute offset, the last one first; what is dropped before its turn is left out."""
     rest = b""
-    while True:
-        is_last_look = not goes_on()
-        block = _read_from(path, offset)
-        if block is None:
-            offset, rest = 0, b""
-            continue
-        offset += len(block)
-        *whole, rest = (rest + block).split(b"\n")
-        yield from whole
+    while position > 0:
+        start = max(0, position - BLOCK_BYTES)
+        part = read_part(descriptor, start, position - start)
+        if part.offset >= position:
+            break
+        rest, *later = _lines(part.data[: position - part.offset] + rest)
+        yield from reversed(later)
         if len(rest) > MAX_LINE_BYTES:
             yield rest
             rest = b""
-        if not block and is_last_look:
+        position = 0 if part.is_start else part.offset
+    if rest:
+        yield rest
+
+
+def grown(
+    path: Path,
+    last: Tail,
+    goes_on: Callable[[], bool],
+    *,
+    wait: Callable[[bytes], None] = lambda unfinished: time.sleep(POLL_S),
+    tell_gap: Callable[[int], None] = lambda num_bytes: None,
+) -> Iterator[bytes]:
+    """Lines that are added behind a tail, until nothing goes on; a file that was emptied is read from its start.
+
+    Args:
+        wait: called when there is nothing new, with the line that has no newline yet.
+        tell_gap: told how many bytes were dropped before they could be read.
+    """
+    offset, rest = last.end, last.unfinished
+    while True:
+        is_last_look = not goes_on()
+        part = _read_from(path, offset)
+        if not part.follows(offset):
+            if rest:
+                yield rest + b"\n"
+            if part.offset > offset:
+                tell_gap(part.offset - offset)
+            rest = b""
+        offset = part.end
+        *whole, rest = _lines(rest + part.data)
+        yield from whole
+        if len(rest) > MAX_LINE_BYTES:
+            rest = rest.rstrip(b"\r").rpartition(b"\r")[2]  # a progress bar overwrites itself
+        if len(rest) > MAX_LINE_BYTES:
+            yield rest
+            rest = b""
+        if not part.data and is_last_look:
             if rest:
                 yield rest
             return
-        if not block:
-            time.sleep(POLL_S)
+        if not part.data:
+            wait(rest)
 
 
-def _read_from(path: Path, offset: int) -> bytes | None:
-    """What follows `offset`; None when the file has become shorter than that."""
+def _lines(block: bytes) -> list[bytes]:
+    """Lines with their newlines; the last one has none, and may be empty."""
+    *whole, rest = block.split(b"\n")
+    return [*(line + b"\n" for line in whole), rest]
+
+
+def _read_from(path: Path, offset: int) -> Part:
+    """What follows an absolute offset."""
     try:
         with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < offset:
-                return None
-            file.seek(offset)
-            return file.read(BLOCK_BYTES)
+            return read_part(file.fileno(), offset, BLOCK_BYTES)
     except FileNotFoundError:
-        return b"" if offset == 0 else None
+        return Part(b"", 0, Place(0, 0, 0))
 
 
-def _put(line: bytes) -> None:
-    """Print a line for a terminal: invalid UTF-8 replaced, a progress bar as it stood last."""
-    text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    sys.stdout.write(f"{text}\n")
+class _Page:
+    """Where lines are shown: on a terminal our own are dim, and a progress bar moves."""
+
+    def __init__(self, out: TextIO, *, is_terminal: bool, whole_lines: bool) -> None:
+        """Show nothing yet.
+
+        Args:
+            whole_lines: end every piece of a long line, since other pieces of it may not be shown.
+        """
+        self._out = out
+        self._is_terminal = is_terminal
+        self._whole_lines = whole_lines
+        self._unfinished = ""
+        self._is_at_start_of_line = True
+
+    def put(self, line: bytes) -> None:
+        """Show a line, or a piece of a line that is too long to be held."""
+        text = on_terminal(line.removesuffix(b"\n"))
+        self._is_at_start_of_line = self._whole_lines or line.endswith(b"\n")
+        if self._unfinished:
+            self._out.write(ERASE_LINE)
+            self._unfinished = ""
+        if self._is_terminal and line.startswith((ATTEMPT_START, HEADER_START)):
+            text = f"\x1b[2m{text}\x1b[0m"
+        self._out.write(f"{text}\n" if self._is_at_start_of_line else text)
+
+    def put_unfinished(self, line: bytes) -> None:
+        """Show the state of a line that is being written, in place of the one shown before, on a terminal."""
+        text = without_colours(on_terminal(line[-MAX_LINE_BYTES:]))[: shutil.get_terminal_size().columns - 1]
+        if self._is_terminal and text != self._unfinished:
+            self._out.write(ERASE_LINE + text)
+            self._out.flush()
+            self._unfinished = text
+
+    def end(self) -> None:
+        """End the line that has no end."""
+        if not self._is_at_start_of_line:
+            self._out.write("\n")
+
+
+def _tell_gap(num_bytes: int) -> None:
+    print(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", file=sys.stderr)
 
 
 def _put_metrics(line: bytes, as_json: bool) -> None:
     if as_json:
-        _put(line)
+        print(line.decode(errors="replace").rstrip("\n"))
         return
     try:
         record = json.loads(line)

@@ -48,11 +48,14 @@ LOOK_EVERY_S = 1.0
 LOOK_SOONEST_S = 0.05
 """A log that fills up is looked at when it should be full, but not more often than this."""
 
+HEADER_START = "=== capped · ".encode()
+ATTEMPT_START = b"=== attempt "
+"""How lines begin that are ours, not the service's."""
 LAST_LINES = 8
-LAST_BYTES = 8192
+LAST_LINE_BYTES = 1024
+"""Read for each line that is wanted."""
 LAST_LINE_CHARS = 400
 
-_ATTEMPT = b"\n=== attempt "
 _COLLAPSE_RANGE = 0x08
 _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 """How a file system says that it cannot take blocks out of a file."""
@@ -125,17 +128,18 @@ def read_part(descriptor: int, start: int, max_bytes: int, *, with_header: bool 
             return Part(data, offset, now)
 
 
-def last_lines(path: Path, offset: int) -> tuple[str, ...]:
+def last_lines(path: Path, offset: int, num_lines: int = LAST_LINES) -> tuple[str, ...]:
     """The last lines that an attempt wrote, from `offset` in its log on; what a progress bar overwrote is left out."""
+    num_bytes = num_lines * LAST_LINE_BYTES
     try:
         with path.open("rb") as file:
             end = place(file.fileno()).end
-            part = read_part(file.fileno(), max(min(offset, end), end - LAST_BYTES), LAST_BYTES, with_header=False)
+            part = read_part(file.fileno(), max(min(offset, end), end - num_bytes), num_bytes, with_header=False)
     except FileNotFoundError:
         return ()
     text = part.data.decode(errors="replace")
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple(line[:LAST_LINE_CHARS] for line in lines if line)[-LAST_LINES:]
+    return tuple(line[:LAST_LINE_CHARS] for line in lines if line)[-num_lines:]
 
 
 # --- capping ----------------------------------------------------------------------------------------------------------
@@ -264,10 +268,10 @@ def _last_attempt(descriptor: int, start: int, stop: int) -> bytes | None:
     """The last line that opens an attempt and begins between two offsets in the file, without its end."""
     while stop > start:
         low = max(start, stop - BLOCK_BYTES)
-        num_bytes = stop - low + len(_ATTEMPT) - 1
+        num_bytes = stop - low + len(ATTEMPT_START)
         # An attempt's line is told by the end of the line before it; the file's first line has none.
         block = os.pread(descriptor, num_bytes, low - 1) if low else b"\n" + os.pread(descriptor, num_bytes - 1, 0)
-        found = block.rfind(_ATTEMPT)
+        found = block.rfind(b"\n" + ATTEMPT_START)
         if found >= 0:
             line = os.pread(descriptor, ATTEMPT_LINE_BYTES, low + found).partition(b"\n")[0]
             return line.decode(errors="ignore").encode()

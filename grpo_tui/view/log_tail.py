@@ -1,7 +1,8 @@
-"""Read the end of a log file that grows, is cut, or is replaced, in bounded memory and time.
+"""Read the end of a log file that grows, is capped, emptied or replaced, in bounded memory and time.
 
-Opens at the tail, whatever the size. A reader that falls behind a flood skips ahead and says how much it skipped. Lines
-come out as text: invalid UTF-8 replaced, of a progress bar only its latest state, no control sequences but colours.
+Opens at the tail, whatever the size. That the oldest part of a log is dropped changes nothing for who has read it. A
+reader that falls behind a flood skips ahead and says how much it skipped. Lines come out as text: invalid UTF-8
+replaced, of a progress bar only its latest state, no control sequences but colours.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_tui.supervisor.capped_log import HEADER_START, place, read_part
 from grpo_tui.view.format import bytes_text
 
 FIRST_BYTES = 256 * 1024
@@ -19,7 +21,7 @@ MAX_BYTES_A_READ = 512 * 1024
 """More than this since the last read is a flood: only its last `FIRST_BYTES` are worth showing."""
 MAX_LINE_CHARACTERS = 4000
 CHECKED_BYTES = 64
-"""As many bytes before the offset are compared with what was read, to notice a file that was cut and has regrown."""
+"""As many bytes before the offset are compared with what was read, to notice a file that was emptied and regrew."""
 
 _NOT_A_COLOUR = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # window titles, links
@@ -41,7 +43,7 @@ class LogChunk:
     open_line: str = ""
     """The last line, which has no end yet: replaces the open line of the read before."""
     is_restarted: bool = False
-    """The file was replaced or cut: these lines stand in place of all that was read before."""
+    """The file was replaced or emptied: these lines stand in place of all that was read before."""
     has_changed: bool = False
     """Whether there is anything to show that was not there before."""
 
@@ -74,39 +76,39 @@ class LogTail:
     def _read_from(self, descriptor: int) -> LogChunk:
         status = os.fstat(descriptor)
         identity = (status.st_dev, status.st_ino)
-        is_restarted = self._offset is not None and not self._continues(descriptor, identity, status.st_size)
+        is_restarted = self._offset is not None and not self._continues(descriptor, identity)
         if is_restarted:
             self._forget()
         self._identity = identity
+        end = place(descriptor).end
         if self._offset is None:
-            start, skipped = max(0, status.st_size - self._first_bytes), 0
-        elif status.st_size - self._offset > self._max_bytes:
-            start = status.st_size - self._first_bytes
-            skipped = start - self._offset
+            start = max(0, end - self._first_bytes)
         else:
-            start, skipped = self._offset, 0
-        is_continuous = start == self._offset
-        block = os.pread(descriptor, status.st_size - start, start)
-        if not block:
-            self._offset = start
+            start = self._offset if end - self._offset <= self._max_bytes else end - self._first_bytes
+        part = read_part(descriptor, start, end - start)
+        if not part.data:
+            self._offset = part.offset
             return LogChunk(is_restarted=is_restarted, has_changed=is_restarted, open_line=_as_text(self._rest))
-        self._offset = start + len(block)
-        self._before_offset = (self._before_offset + block if is_continuous else block)[-CHECKED_BYTES:]
-        data = self._rest + block if is_continuous else _from_first_whole_line(block, at_start=start == 0)
+        is_continuous = self._offset is not None and part.follows(self._offset)
+        skipped = 0 if self._offset is None else part.offset - self._offset
+        self._offset = part.end
+        self._before_offset = (self._before_offset + part.data if is_continuous else part.data)[-CHECKED_BYTES:]
+        data = self._rest + part.data if is_continuous else _from_first_whole_line(part.data, at_start=part.is_start)
         lines = data.split(b"\n")
         self._rest = lines.pop()[-4 * MAX_LINE_CHARACTERS :]
         texts = [_as_text(line) for line in lines]
-        if skipped:
-            texts.insert(0, f"··· {bytes_text(skipped)} went by too fast to show; the whole of it is in {self._path}")
+        if skipped > 0:
+            texts.insert(0, f"··· {bytes_text(skipped)} went by too fast to show; {self._path} has the newest of it")
         return LogChunk(lines=tuple(texts), open_line=_as_text(self._rest), is_restarted=is_restarted, has_changed=True)
 
-    def _continues(self, descriptor: int, identity: tuple[int, int], size: int) -> bool:
-        """Whether the file still begins with what was read of it."""
+    def _continues(self, descriptor: int, identity: tuple[int, int]) -> bool:
+        """Whether the file still holds what was read of it last, as far as it was not dropped."""
         assert self._offset is not None
-        if identity != self._identity or size < self._offset:
+        if identity != self._identity:
             return False
-        checked = len(self._before_offset)
-        return os.pread(descriptor, checked, self._offset - checked) == self._before_offset
+        start = self._offset - len(self._before_offset)
+        part = read_part(descriptor, start, len(self._before_offset))
+        return part.data == self._before_offset if part.follows(start) else part.offset > start
 
 
 def without_colours(line: str) -> str:
@@ -118,11 +120,17 @@ def _from_first_whole_line(block: bytes, *, at_start: bool) -> bytes:
     return block if at_start else block[block.find(b"\n") + 1 :]
 
 
+def on_terminal(line: bytes) -> str:
+    """A line as it would stand on a terminal once written: the latest state of a progress bar, no cursor movement."""
+    latest = line.rstrip(b"\r").rpartition(b"\r")[2]
+    if latest.startswith(HEADER_START):
+        latest = latest.rstrip()
+    return _CONTROL.sub("", _NOT_A_COLOUR.sub("", latest.decode("utf-8", errors="replace")))
+
+
 def _as_text(line: bytes) -> str:
-    """One line as it would stand on a terminal once written: the latest state of a progress bar, no cursor movement."""
-    latest = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
-    text = latest[: 4 * MAX_LINE_CHARACTERS].decode("utf-8", errors="replace")
-    text = _CONTROL.sub("", _NOT_A_COLOUR.sub("", text))
+    """The same, cut where it is too long for a screen, and without tabs."""
+    text = on_terminal(line.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_LINE_CHARACTERS])
     if "\t" in text:
         text = _with_tabs_expanded(text)
     return text if len(text) <= MAX_LINE_CHARACTERS else text[:MAX_LINE_CHARACTERS] + "…"

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from grpo_tui.cli import follow
 from grpo_tui.client.local import latest_metrics
+from grpo_tui.supervisor.capped_log import cap
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
 
 
 def everything(line: bytes) -> bool:
     return True
 
 
-def test_the_last_lines_are_found_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def numbered(count: int) -> list[bytes]:
+    return [b"line %d\n" % number for number in range(count)]
+
+
+@pytest.mark.parametrize("block_bytes", [3, 7, 8, 64, 1 << 20])
+def test_the_last_lines_are_found_across_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
     path = tmp_path / "a.log"
-    path.write_bytes(b"".join(b"line %d\n" % number for number in range(100)))
-    for block_bytes in (3, 7, 8, 64, 1 << 20):
-        monkeypatch.setattr(follow, "BLOCK_BYTES", block_bytes)
-        end, lines = follow.tail(path, 3, everything)
-        assert lines == [b"line 97", b"line 98", b"line 99"]
-        assert end == path.stat().st_size
-        assert follow.tail(path, 200, everything)[1] == [b"line %d" % number for number in range(100)]
+    path.write_bytes(b"".join(numbered(100)))
+    monkeypatch.setattr(follow, "BLOCK_BYTES", block_bytes)
+    last = follow.tail(path, 3, everything, with_unfinished=True)
+    assert last == follow.Tail(numbered(100)[97:], path.stat().st_size, b"")
+    assert follow.tail(path, 200, everything, with_unfinished=True).lines == numbered(100)
 
 
 def test_with_a_pattern_the_last_matching_lines_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.log"
-    path.write_bytes(b"".join(b"line %d\n" % number for number in range(100)))
+    path.write_bytes(b"".join(numbered(100)))
     monkeypatch.setattr(follow, "BLOCK_BYTES", 16)
-    _, lines = follow.tail(path, 2, lambda line: line.endswith(b"1"))
-    assert lines == [b"line 81", b"line 91"]
+    last = follow.tail(path, 2, lambda line: line.endswith(b"1\n"), with_unfinished=True)
+    assert last.lines == [b"line 81\n", b"line 91\n"]
 
 
-def test_an_unfinished_last_line_is_shown_and_a_missing_file_is_empty(tmp_path: Path) -> None:
+def test_an_unfinished_last_line_is_shown_or_left_to_who_follows(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    assert follow.tail(path, 5, everything) == (0, [])
-    path.write_bytes(b"one\ntwo")
-    assert follow.tail(path, 5, everything)[1] == [b"one", b"two"]
-    assert follow.tail(path, 0, everything)[1] == []
+    path.write_bytes(b"one\n\ntwo")
+    assert follow.tail(path, 5, everything, with_unfinished=True).lines == [b"one\n", b"\n", b"two"]
+    last = follow.tail(path, 5, everything, with_unfinished=False)
+    assert last == follow.Tail([b"one\n", b"\n"], 8, b"two")
+    append(path, b" halves\n")
+    assert list(follow.grown(path, last, lambda: False)) == [b"two halves\n"]
+
+
+def test_a_missing_file_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    assert follow.tail(path, 5, everything, with_unfinished=True) == follow.Tail([])
+    assert list(follow.grown(path, follow.Tail([]), lambda: False)) == []
 
 
 def test_following_ends_with_the_run_and_loses_neither_the_last_nor_a_replaced_line(tmp_path: Path) -> None:
@@ -51,19 +71,91 @@ def test_following_ends_with_the_run_and_loses_neither_the_last_nor_a_replaced_l
         if step is None:
             path.write_bytes(b"cut\n")
         elif step:
-            with path.open("ab") as file:
-                file.write(step)
+            append(path, step)
         return bool(step is None or step)
 
-    assert list(follow.grown(path, 4, goes_on)) == [b"new", b"half", b"cut", b"end"]
+    lines = list(follow.grown(path, follow.Tail([], 4), goes_on, wait=lambda unfinished: None))
+    assert lines == [b"new\n", b"half\n", b"cut\n", b"end"]
 
 
 def test_a_line_without_an_end_is_handed_on_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "BLOCK_BYTES", 4)
     monkeypatch.setattr(follow, "MAX_LINE_BYTES", 6)
     path = tmp_path / "a.log"
-    path.write_bytes(b"x" * 20)
-    assert b"".join(follow.grown(path, 0, lambda: False)) == b"x" * 20
+    path.write_bytes(b"0123456789abcdefghij\nnext\n")
+    forwards = list(follow.grown(path, follow.Tail([]), lambda: False))
+    backwards = follow.tail(path, 100, everything, with_unfinished=True).lines
+    for pieces in (forwards, backwards):
+        assert b"".join(pieces) == path.read_bytes()
+        assert max(map(len, pieces)) <= 10
+        assert pieces[-1] == b"next\n"
+
+
+def test_a_progress_bar_that_never_ends_is_held_in_its_last_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.log"
+    path.write_bytes(b"".join(b"%3d %%\r" % percent for percent in range(100)))
+    states: list[bytes] = []
+    looks = iter([True, True, False])
+    left = list(follow.grown(path, follow.Tail([]), lambda: next(looks, False), wait=states.append))
+    assert (states, left) == ([b" 99 %"], [b" 99 %"])
+
+
+def test_who_follows_does_not_notice_that_what_was_read_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"".join(numbered(20_000)))
+    last = follow.tail(path, 0, everything, with_unfinished=False)
+    append(path, b"a\nb")
+    assert cap(path, 100_000) > 0
+    append(path, b"c\n")
+    assert list(follow.grown(path, last, lambda: False)) == [b"a\n", b"bc\n"]
+
+
+def test_who_reads_too_slowly_is_told_how_much_was_dropped_and_goes_on_with_the_oldest_line_there_is(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"".join(numbered(20_000)) + b"end\n")
+    gaps: list[int] = []
+    last = follow.Tail([], 1000, b"begun")
+    dropped_bytes = cap(path, 100_000)
+    begun, header, first, *_, end = follow.grown(path, last, lambda: False, tell_gap=gaps.append)
+    assert begun == b"begun\n"
+    assert gaps == [dropped_bytes - 1000]
+    assert header.startswith("=== capped · dropped ".encode())
+    assert first in numbered(20_000)
+    assert end == b"end\n"
+    lines = follow.tail(path, 100_000, everything, with_unfinished=True).lines
+    assert lines[:2] == [header, first]
+
+
+def page(*, is_terminal: bool, lines: list[bytes], unfinished: bytes = b"") -> str:
+    out = io.StringIO()
+    shown = follow._Page(out, is_terminal=is_terminal, whole_lines=False)
+    shown.put_unfinished(unfinished)
+    for line in lines:
+        shown.put(line)
+    shown.end()
+    return out.getvalue()
+
+
+def test_lines_come_as_on_a_terminal_and_nothing_else_is_stripped() -> None:
+    lines = [
+        b"  caf\xe9\tx  \n",
+        b"10%\r100%\r\n",
+        b"\x1b[2K\x1b[31mred\x1b[0m\x1b]0;title\x07\n",
+        b"=== attempt 2 \xc2\xb7 now\n",
+        b"end",
+    ]
+    texts = ["  caf\ufffd\tx  ", "100%", "\x1b[31mred\x1b[0m", "=== attempt 2 · now", "end"]
+    assert page(is_terminal=False, lines=lines, unfinished=b"...") == "".join(f"{text}\n" for text in texts)
+
+
+def test_on_a_terminal_attempts_are_dim_and_a_progress_bar_moves() -> None:
+    shown = page(is_terminal=True, lines=["=== attempt 2 · now\n".encode()], unfinished=b"5%\r10%")
+    assert shown == "\r\x1b[K10%\r\x1b[K\x1b[2m=== attempt 2 · now\x1b[0m\n"
 
 
 def test_the_latest_value_of_every_metric_is_found_in_a_file_with_rubbish(tmp_path: Path) -> None:
