@@ -30,6 +30,28 @@ class ServiceState(StrEnum):
     FAILED = "failed"
 
 
+class ProbeOutcome(StrEnum):
+    """What came of asking a service how it is. `grpo_tui.supervisor.probes` says it; people and scripts read it."""
+
+    PASSED = "passed"
+    CLOSED = "closed"
+    """Nobody listens on its port."""
+    BAD_STATUS = "bad-status"
+    """It answers, but not with a status that is wanted; 503 while it loads."""
+    NO_HTTP = "no-http"
+    """Something else than HTTP answers."""
+    HUNG_UP = "hung-up"
+    """It accepts a connection and closes it without an answer."""
+    SILENT = "silent"
+    """It accepts a connection, or starts to, and gives no answer in time: it hangs."""
+    ENGINE_STALLED = "engine-stalled"
+    """Its web server answers, and the engine behind it gives no tokens."""
+    NOT_YET = "not-yet"
+    """The line is not in its log, the file is not there, the command does not exit 0."""
+    UNASKABLE = "unaskable"
+    """The question could not be put: no such host, no such command."""
+
+
 class RunState(StrEnum):
     """Where a run stands."""
 

@@ -7,6 +7,7 @@ When to ask, and what follows, is up to `core.py`. Nothing here raises because a
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.capped_log import read_part
 from grpo_tui.supervisor.proc import identify
@@ -26,15 +28,29 @@ from grpo_tui.supervisor.processes import end_of
 MAX_LOG_PART_BYTES = 4 * 1024 * 1024
 """At most so much of the log is searched in one question, and so long may a line be that is matched whole."""
 STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? (\d{3})\b")
+MAX_BODY_BYTES = 4096
+BODY_WITHIN_S = 1.0
+"""A body only explains a status that is known already; it is not waited for."""
+MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a probe found."""
 
-    passed: bool
+    kind: ProbeOutcome
     words: str
-    """For a person: `/health answers 503`, `port 9000 is closed`, `no answer in 5 s`."""
+    """For a person: `/health answers 503: the model is loading`, `port 9000 is closed`, `no answer in 5 s`."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answer is yes."""
+        return self.kind is ProbeOutcome.PASSED
+
+    @classmethod
+    def to_yes_or_no(cls, is_yes: bool, words: str) -> Answer:
+        """The answer to a question that something on this machine answers."""
+        return cls(ProbeOutcome.PASSED if is_yes else ProbeOutcome.NOT_YET, words)
 
 
 async def ask(probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> Answer:
@@ -64,12 +80,12 @@ class Prober:
             async with asyncio.timeout(self._probe.timeout_s):
                 return await self._ask()
         except TimeoutError:
-            return Answer(False, f"{self._subject()}no answer in {self._probe.timeout_s:g} s")
+            return Answer(ProbeOutcome.SILENT, f"{self._subject()}no answer in {self._probe.timeout_s:g} s")
 
     async def _ask(self) -> Answer:
         probe = self._probe
         if probe.http is not None:
-            return await _ask_http(probe.http, probe.status)
+            return await _ask_http(probe.http, probe.status, body_within_s=min(BODY_WITHIN_S, probe.timeout_s / 2))
         if probe.tcp is not None:
             return await _ask_tcp(probe.tcp)
         if self._log is not None:
@@ -104,7 +120,9 @@ class LogSearch:
         """
         if not self._is_found:
             self._is_found = self._search()
-        return Answer(self._is_found, f"log {'says' if self._is_found else 'does not say'} {self._pattern.pattern!r}")
+        return Answer.to_yes_or_no(
+            self._is_found, f"log {'says' if self._is_found else 'does not say'} {self._pattern.pattern!r}"
+        )
 
     def _search(self) -> bool:
         try:
@@ -124,42 +142,84 @@ class LogSearch:
             return False
 
 
-async def _ask_http(url: str, wanted: tuple[int, ...]) -> Answer:
-    """GET it over a fresh connection and read no further than the status: a hanging body must not hide a 200."""
+async def _ask_http(url: str, wanted: tuple[int, ...], *, body_within_s: float) -> Answer:
+    """GET it over a fresh connection; a wanted status is enough, and of any other the body may tell the reason."""
     parts = urlsplit(url)
     path, port, host = _path(parts), _port(parts), parts.netloc.rpartition("@")[2]
     target = f"{path}?{parts.query}" if parts.query else path
+    body = b""
     try:
         async with _connected(parts.hostname or "", port, is_tls=parts.scheme == "https") as (reader, writer):
             request = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\nConnection: close\r\n\r\n"
             writer.write(request.encode())
             await writer.drain()
             line = await reader.readline()
+            status = STATUS_LINE.match(line)
+            if status is not None and int(status[1]) not in wanted:
+                body = await _body(reader, body_within_s)
     except ConnectionRefusedError:
-        return Answer(False, f"port {port} is closed")
-    except (OSError, ValueError) as error:
-        return Answer(False, f"{path}: {_reason(error)}")
-    status = STATUS_LINE.match(line)
+        return Answer(ProbeOutcome.CLOSED, f"port {port} is closed")
+    except (ConnectionResetError, BrokenPipeError) as error:
+        return Answer(ProbeOutcome.HUNG_UP, f"{path}: {_reason(error)}")
+    except ValueError as error:  # a line without an end
+        return Answer(ProbeOutcome.NO_HTTP, f"{path}: {_reason(error)}")
+    except OSError as error:
+        return Answer(ProbeOutcome.UNASKABLE, f"{path}: {_reason(error)}")
+    if not line:
+        return Answer(ProbeOutcome.HUNG_UP, f"{path}: connection closed without an answer")
     if status is None:
-        return Answer(False, f"{path} answers no HTTP" if line else f"{path}: connection closed without an answer")
+        return Answer(ProbeOutcome.NO_HTTP, f"{path} answers no HTTP")
     code = int(status[1])
-    return Answer(code in wanted, f"{path} answers {code}")
+    if code in wanted:
+        return Answer(ProbeOutcome.PASSED, f"{path} answers {code}")
+    reason, is_stalled = _explained(body)
+    kind = ProbeOutcome.ENGINE_STALLED if is_stalled else ProbeOutcome.BAD_STATUS
+    return Answer(kind, f"{path} answers {code}" + (f": {reason}" if reason else ""))
+
+
+async def _body(reader: asyncio.StreamReader, within_s: float) -> bytes:
+    """The beginning of a body, or as much of it as comes in time."""
+    received = bytearray(b"\r\n")  # the end of the status line: there may be no header
+    try:
+        async with asyncio.timeout(within_s):
+            while len(received) < MAX_BODY_BYTES and (part := await reader.read(MAX_BODY_BYTES)):
+                received += part
+    except (TimeoutError, OSError):
+        pass
+    _headers, _, body = bytes(received).partition(b"\r\n\r\n")
+    return body[:MAX_BODY_BYTES]
+
+
+def _explained(body: bytes) -> tuple[str, bool]:
+    """The reason that a body gives, and whether it is that the engine is stalled, as our inference server says it.
+
+    Reads `{"detail": …}` (ours, FastAPI's), `{"error": …}`, `{"error": {"message": …}}` (OpenAI's), also in chunks.
+    """
+    try:
+        told = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])
+    except ValueError:
+        return "", False
+    reason = told.get("detail") or told.get("error") or told.get("message")
+    if isinstance(reason, dict):
+        reason = reason.get("message")
+    words = " ".join(reason.split())[:MAX_REASON_CHARS] if isinstance(reason, str) else ""
+    return words, told.get("engine") == "stalled"
 
 
 async def _ask_tcp(address: str) -> Answer:
     host, _, port = address.rpartition(":")
     try:
         async with _connected(host, int(port), is_tls=False):
-            return Answer(True, f"port {port} is open")
+            return Answer(ProbeOutcome.PASSED, f"port {port} is open")
     except ConnectionRefusedError:
-        return Answer(False, f"port {port} is closed")
+        return Answer(ProbeOutcome.CLOSED, f"port {port} is closed")
     except OSError as error:
-        return Answer(False, f"{address}: {_reason(error)}")
+        return Answer(ProbeOutcome.UNASKABLE, f"{address}: {_reason(error)}")
 
 
 def _ask_file(path: Path) -> Answer:
     there = path.exists()
-    return Answer(there, f"{path.name} is {'there' if there else 'not there yet'}")
+    return Answer.to_yes_or_no(there, f"{path.name} is {'there' if there else 'not there yet'}")
 
 
 async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> Answer:
@@ -176,7 +236,7 @@ async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str])
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(False, f"cannot run {argv[0]}: {_reason(error)}")
+        return Answer(ProbeOutcome.UNASKABLE, f"cannot run {argv[0]}: {_reason(error)}")
     try:
         running = identify(process.pid)
         if running is not None:
@@ -184,7 +244,7 @@ async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str])
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # before the leader is reaped, so the group is still its own
         code = process.wait()
-    return Answer(code == 0, f"{argv[0]} exits {code}")
+    return Answer.to_yes_or_no(code == 0, f"{argv[0]} exits {code}")
 
 
 @asynccontextmanager

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_tui.supervisor.capped_log import place, read_part
+
 MAX_PART_BYTES = 64 * 1024
 """So much of what was added to the log is read in one look, from its end: the last phase is the one that counts."""
 MAX_LINE_BYTES = 4096
@@ -38,12 +40,14 @@ class Progress:
         """Look at nothing yet.
 
         Args:
-            log_offset: where in `log` this attempt begins.
+            log_offset: where in `log` this attempt begins, as absolute offset (see `capped_log.py`).
             phases: as `Launch.phases`; `{0}` in the words stands for the expression's first group. Of a line, the first
                 expression that is found counts; of the log, the last line.
         """
         self._log = log
         self._offset = log_offset
+        self._seen = (0, 0)
+        """Size and time of the log when it was last read."""
         self._phases = [(re.compile(pattern), words) for pattern, words in phases]
         self._phase: str | None = None
         self._unended = b""
@@ -66,7 +70,7 @@ class Progress:
         return Movement(self._words()) if has_moved else None
 
     def _read_log(self) -> bool:
-        part, self._offset = _added(self._log, self._offset)
+        part = self._added()
         if not part:
             return False
         lines = LINE_ENDS.split(self._unended + part)
@@ -76,6 +80,22 @@ class Progress:
             self._phase = phase
             self._io.begin_phase()
         return any(line.strip() and not STILL.search(line) for line in lines)
+
+    def _added(self) -> bytes:
+        """What was written to the log since the last look, at most the end of it."""
+        try:
+            stat = self._log.stat()
+            if (stat.st_size, stat.st_mtime_ns) == self._seen:
+                return b""
+            self._seen = stat.st_size, stat.st_mtime_ns
+            with self._log.open("rb", buffering=0) as file:
+                end = place(file.fileno()).end
+                newest = max(self._offset, end - MAX_PART_BYTES)
+                part = read_part(file.fileno(), newest, MAX_PART_BYTES, with_header=False)
+        except FileNotFoundError:
+            return b""
+        self._offset = part.end
+        return part.data
 
     def _phase_of(self, line: bytes) -> str | None:
         text = line.decode(errors="replace")
@@ -118,22 +138,6 @@ class _InputOutput:
             return False
         self._read_bytes = self._written_bytes = 0
         return True
-
-
-def _added(log: Path, offset: int) -> tuple[bytes, int]:
-    """What was written to the log from `offset` on, at most the last of it, and where the next look begins."""
-    try:
-        size = log.stat().st_size
-        if size == offset:
-            return b"", offset
-        if size < offset:  # made smaller
-            offset = 0
-        with log.open("rb") as file:
-            file.seek(max(offset, size - MAX_PART_BYTES))
-            part = file.read(MAX_PART_BYTES)
-            return part, file.tell()
-    except FileNotFoundError:
-        return b"", offset
 
 
 def _read_and_written(pid: int) -> tuple[int, int] | None:

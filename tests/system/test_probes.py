@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from stage import free_ports, until
 
+from grpo_engine.wire.supervisor import ProbeOutcome as P
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor import probes
 from grpo_tui.supervisor.probes import Answer, LogSearch, Prober, ask
@@ -41,6 +43,21 @@ async def serving(reply: Reply) -> AsyncIterator[int]:
         server.close()
 
 
+@asynccontextmanager
+async def connecting(greet: Callable[[socket.socket], None]) -> AsyncIterator[int]:
+    """A server that closes each connection once it is there and greeted; yields its port."""
+
+    async def handle(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        greet(writer.get_extra_info("socket"))
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
 async def asked(folder: Path, **probe: object) -> Answer:
     return await ask(Probe(**probe), log=folder / "a.log", log_offset=0, cwd=folder, env={})  # type: ignore[arg-type]
 
@@ -51,17 +68,17 @@ async def asked_http(folder: Path, answer: bytes | None, **more: object) -> Answ
 
 
 async def test_a_page_that_answers_200_passes(tmp_path: Path) -> None:
-    assert await asked_http(tmp_path, b"HTTP/1.1 200 OK\r\n\r\n") == Answer(True, "/health answers 200")
+    assert await asked_http(tmp_path, b"HTTP/1.1 200 OK\r\n\r\n") == Answer(P.PASSED, "/health answers 200")
 
 
 async def test_another_status_is_told(tmp_path: Path) -> None:
     answer = await asked_http(tmp_path, b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
-    assert answer == Answer(False, "/health answers 503")
+    assert answer == Answer(P.BAD_STATUS, "/health answers 503")
 
 
 async def test_the_wanted_statuses_are_a_list(tmp_path: Path) -> None:
     answer = await asked_http(tmp_path, b"HTTP/1.0 404 Not Found\r\n\r\n", status=(200, 404))
-    assert answer == Answer(True, "/health answers 404")
+    assert answer == Answer(P.PASSED, "/health answers 404")
 
 
 async def test_a_body_that_never_ends_does_not_hide_the_status(tmp_path: Path) -> None:
@@ -71,19 +88,71 @@ async def test_a_body_that_never_ends_does_not_hide_the_status(tmp_path: Path) -
 
 async def test_a_server_that_accepts_and_says_nothing_is_no_answer(tmp_path: Path) -> None:
     answer = await asked_http(tmp_path, None, timeout_s=0.05)
-    assert answer == Answer(False, "/health: no answer in 0.05 s")
+    assert answer == Answer(P.SILENT, "/health: no answer in 0.05 s")
 
 
 async def test_a_server_that_hangs_up_is_told_from_one_that_speaks_no_http(tmp_path: Path) -> None:
     hung_up = await asked_http(tmp_path, b"")
-    assert hung_up == Answer(False, "/health: connection closed without an answer")
-    assert await asked_http(tmp_path, b"SSH-2.0-OpenSSH\r\n") == Answer(False, "/health answers no HTTP")
-    assert not (await asked_http(tmp_path, b"x" * 200_000)).passed
+    assert hung_up == Answer(P.HUNG_UP, "/health: connection closed without an answer")
+    assert await asked_http(tmp_path, b"SSH-2.0-OpenSSH\r\n") == Answer(P.NO_HTTP, "/health answers no HTTP")
+    assert (await asked_http(tmp_path, b"x" * 200_000)).kind is P.NO_HTTP
+
+
+async def test_a_connection_that_is_reset_is_hung_up(tmp_path: Path) -> None:
+    resets = struct.pack("ii", 1, 0)  # closed with what was sent unread: the peer gets a reset
+    async with connecting(lambda peer: peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)) as port:
+        answer = await asked(tmp_path, http=f"http://127.0.0.1:{port}/health")
+    assert answer == Answer(P.HUNG_UP, "/health: Connection reset by peer")
+
+
+async def test_a_stopped_process_that_still_holds_its_port_is_silent(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # the kernel accepts in its place
+        port = listening.getsockname()[1]
+        answer = await asked(tmp_path, http=f"http://127.0.0.1:{port}/health", timeout_s=0.05)
+    assert answer.kind is P.SILENT
+
+
+async def test_a_host_that_does_not_exist_cannot_be_asked(tmp_path: Path) -> None:
+    assert (await asked(tmp_path, http="http://no-such-host.invalid/health", timeout_s=60)).kind is P.UNASKABLE
+    assert (await asked(tmp_path, tcp="no-such-host.invalid:80", timeout_s=60)).kind is P.UNASKABLE
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('{"detail":"the model is loading"}', ": the model is loading"),
+        ('{"error": {"message": "no\\n  GPU", "code": 503}}', ": no GPU"),
+        ('{"error": "busy"}', ": busy"),
+        ('{"detail": [{"msg": "not for people"}]}', ""),
+        ('19\r\n{"detail": "in chunks"}\r\n0\r\n\r\n', ": in chunks"),
+        ("<html>503</html>", ""),
+        ('{"detail": "cut of', ""),
+        ('{"detail": "' + "x" * 9000 + '"}', ""),
+        ("", ""),
+    ],
+)
+async def test_the_body_of_a_refusal_tells_the_reason(tmp_path: Path, body: str, reason: str) -> None:
+    answer = await asked_http(tmp_path, b"HTTP/1.1 503 No\r\nServer: uvicorn\r\n\r\n" + body.encode())
+    assert answer == Answer(P.BAD_STATUS, f"/health answers 503{reason}")
+
+
+async def test_a_refusal_whose_body_hangs_is_a_refusal_with_what_came_of_it(tmp_path: Path) -> None:
+    refused = b"HTTP/1.1 503 No\r\n\r\n"
+    answer = await asked_http(tmp_path, refused + b'{"detail": "cut..."}...', timeout_s=0.2)
+    assert answer == Answer(P.BAD_STATUS, "/health answers 503: cut...")
+    answer = await asked_http(tmp_path, b"HTTP/1.1 503 No\r\nX-Long: ...", timeout_s=0.2)
+    assert answer == Answer(P.BAD_STATUS, "/health answers 503")
+
+
+async def test_a_web_server_whose_engine_is_stalled_is_told_from_one_that_loads(tmp_path: Path) -> None:
+    body = b'{"detail":"no token for 130 s","engine":"stalled"}'
+    answer = await asked_http(tmp_path, b"HTTP/1.1 503 Service Unavailable\r\n\r\n" + body)
+    assert answer == Answer(P.ENGINE_STALLED, "/health answers 503: no token for 130 s")
 
 
 async def test_a_closed_port_is_told_for_http_and_tcp(tmp_path: Path) -> None:
     [port] = free_ports(1)
-    closed = Answer(False, f"port {port} is closed")
+    closed = Answer(P.CLOSED, f"port {port} is closed")
     assert await asked(tmp_path, http=f"http://127.0.0.1:{port}/health") == closed
     assert await asked(tmp_path, tcp=f"127.0.0.1:{port}") == closed
 
@@ -91,7 +160,7 @@ async def test_a_closed_port_is_told_for_http_and_tcp(tmp_path: Path) -> None:
 async def test_an_open_port_passes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        assert await asked(tmp_path, tcp=f"127.0.0.1:{port}") == Answer(True, f"port {port} is open")
+        assert await asked(tmp_path, tcp=f"127.0.0.1:{port}") == Answer(P.PASSED, f"port {port} is open")
 
 
 async def test_host_and_query_are_sent_as_the_address_says(tmp_path: Path) -> None:
@@ -103,27 +172,27 @@ async def test_host_and_query_are_sent_as_the_address_says(tmp_path: Path) -> No
 
     async with serving(note) as port:
         answer = await asked(tmp_path, http=f"http://127.0.0.1:{port}/ready?deep=1")
-    assert answer == Answer(True, "/ready answers 200")
+    assert answer == Answer(P.PASSED, "/ready answers 200")
     assert requests[0].startswith(b"GET /ready?deep=1 HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n" % port)
 
 
 async def test_a_file_passes_when_it_is_there(tmp_path: Path) -> None:
-    assert await asked(tmp_path, file="made") == Answer(False, "made is not there yet")
+    assert await asked(tmp_path, file="made") == Answer(P.NOT_YET, "made is not there yet")
     (tmp_path / "made").touch()
-    assert await asked(tmp_path, file="made") == Answer(True, "made is there")
+    assert await asked(tmp_path, file="made") == Answer(P.PASSED, "made is there")
 
 
 async def test_a_log_is_searched_for_lines_of_this_attempt_alone(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"server up\n")
     prober = Prober(Probe(log="^server up$"), log=log, log_offset=10, cwd=tmp_path, env={})
-    assert await prober.ask() == Answer(False, "log does not say '^server up$'")
+    assert await prober.ask() == Answer(P.NOT_YET, "log does not say '^server up$'")
     with log.open("ab") as file:
         file.write(b"\xff\xfe broken \x80 text\nserver")
     assert not (await prober.ask()).passed
     with log.open("ab") as file:
         file.write(b" up")
-    assert await prober.ask() == Answer(True, "log says '^server up$'")
+    assert await prober.ask() == Answer(P.PASSED, "log says '^server up$'")
     log.write_bytes(b"")
     assert (await prober.ask()).passed  # once said is said
 
@@ -165,13 +234,13 @@ async def test_a_command_passes_with_exit_code_0_in_its_folder_and_environment(t
     async def exits(code: str) -> Answer:
         return await ask(probe, log=tmp_path / "a.log", log_offset=0, cwd=tmp_path, env={"CODE": code})
 
-    assert await exits("0") == Answer(True, "sh exits 0")
-    assert await exits("3") == Answer(False, "sh exits 3")
+    assert await exits("0") == Answer(P.PASSED, "sh exits 0")
+    assert await exits("3") == Answer(P.NOT_YET, "sh exits 3")
 
 
 async def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
     answer = await asked(tmp_path, command=("no-such-check",))
-    assert answer == Answer(False, "cannot run no-such-check: No such file or directory")
+    assert answer == Answer(P.UNASKABLE, "cannot run no-such-check: No such file or directory")
 
 
 async def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -188,4 +257,4 @@ async def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -
 
 async def test_a_command_over_its_time_limit_is_no_answer(tmp_path: Path) -> None:
     answer = await asked(tmp_path, command=("sleep", "1000"), timeout_s=0.05)
-    assert answer == Answer(False, "sleep: no answer in 0.05 s")
+    assert answer == Answer(P.SILENT, "sleep: no answer in 0.05 s")
