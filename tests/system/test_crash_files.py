@@ -1,0 +1,131 @@
+"""Crash reports on disk, of services that really failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from stage import Stage, open_stage, python
+
+from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus
+from grpo_tui.services.base import Launch
+from grpo_tui.supervisor.crash_report import MAX_REPORTS, write_report
+from grpo_tui.supervisor.machine_facts import machine_facts, oom_kill_count
+
+CRASH = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal\\nwhile 1: signal.pause()", sys.argv[1]])
+print("key is", os.environ.get("MY_API_KEY"), flush=True)
+print(*range(2000), sep="\\n", flush=True)
+raise LookupError("the needle")
+"""
+"""Tells a secret, prints a lot, leaves a child behind and fails."""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as opened:
+        yield opened
+
+
+def status(stage: Stage, *names: str) -> RunStatus:
+    services = [
+        ServiceStatus(
+            name=name, kind="command", state=ServiceState.FAILED, attempt=1, log=str(stage.folder / f"{name}.log")
+        )
+        for name in names
+    ]
+    return RunStatus(run=stage.run, profile="p", state=RunState.FAILED, supervisor=None, services=services)
+
+
+def written(stage: Stage, launches: Mapping[str, Launch], attempt: int = 1) -> Path:
+    path = write_report(
+        stage.folder, status(stage, *launches), launches, "a", attempt=attempt, why="exit code 1", oom_kills=0
+    )
+    assert path is not None
+    return path
+
+
+async def test_a_report_tells_what_a_service_printed_last_and_what_it_left_behind(stage: Stage) -> None:
+    launch = stage.launch(*python(CRASH, stage.token), env={"MY_API_KEY": "abcdefgh-secret"})
+    await (await stage.start(*python("print('attempt one')"))).exited()
+    keeper = await stage.start(*launch.argv, attempt=2, env=launch.env)
+    await keeper.exited()
+    (stage.folder / "b.log").write_text("=== attempt 1 · b\nlistening\n")
+    (stage.folder / "metrics.jsonl").write_text('{"step": 7, "metrics": {"train/loss": 0.25}}\n')
+    path = written(stage, {"a": launch, "b": stage.launch("b", name="b")}, attempt=2)
+    text = path.read_text()
+    lines = text.splitlines()
+    assert path.name == "crash-a-2.txt"
+    assert lines[0] == "a failed: exit code 1"
+    assert lines[2] == "  log says  LookupError: the needle"
+    assert any(line.startswith("  leftover  its keeper had to end pid") for line in lines[:10])
+    assert "listening" in lines
+    assert "train/loss  0.25" in lines
+    assert [line.split()[1] for line in lines if line.startswith("attempt ")] == ["1", "2"]
+    assert "attempt one" not in text
+    assert "1999" in lines
+    assert "abcdefgh-secret" not in text
+
+
+async def test_a_secret_that_a_log_repeats_is_masked(stage: Stage) -> None:
+    launch = stage.launch(
+        *python("import os; print('key is', os.environ['MY_API_KEY'])"), env={"MY_API_KEY": "abcdefgh-secret"}
+    )
+    await (await stage.start(*launch.argv, env=launch.env)).exited()
+    lines = written(stage, {"a": launch}).read_text().splitlines()
+    assert "key is ***" in lines
+
+
+def test_a_service_that_never_started_has_a_report_too(stage: Stage) -> None:
+    assert "(it printed nothing in this attempt)" in written(stage, {"a": stage.launch("a")}).read_text()
+
+
+def test_the_first_report_of_a_service_and_the_newest_are_kept(stage: Stage) -> None:
+    foreign = stage.folder / "crash-a-b-1.txt"
+    foreign.write_text("of the service a-b")
+    for attempt in range(1, MAX_REPORTS + 6):
+        (stage.folder / f"crash-a-{attempt}.txt").write_text("earlier")
+    written(stage, {"a": stage.launch("a")}, attempt=MAX_REPORTS + 6)
+    kept = {int(path.stem.rpartition("-")[2]) for path in stage.folder.glob("crash-a-[0-9]*.txt")}
+    assert kept == {1, *range(8, MAX_REPORTS + 7)}
+    assert len(kept) == MAX_REPORTS
+    assert foreign.exists()
+
+
+def test_a_deleted_run_folder_is_told_and_raises_nothing(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    gone = stage.folder / "gone"
+    with caplog.at_level(logging.ERROR):
+        assert write_report(gone, status(stage, "a"), {"a": stage.launch("a")}, "a", attempt=1, why="x") is None
+    assert "crash-a-1.txt: the report on its failure cannot be written: No such file or directory" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_is_full_is_told_and_leaves_no_half_report(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    (stage.folder / f".crash-a-1.txt.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with caplog.at_level(logging.ERROR):
+        assert write_report(stage.folder, status(stage, "a"), {"a": stage.launch("a")}, "a", attempt=1, why="x") is None
+    assert "No space left on device" in caplog.text
+    assert list(stage.folder.iterdir()) == []
+
+
+def test_the_machine_is_looked_at_without_importing_what_runs_on_it(stage: Stage) -> None:
+    facts = machine_facts(stage.folder)
+    assert facts.versions["torch"]
+    assert facts.versions["grpo-tui"]
+    assert facts.python.endswith(f"({sys.executable})")
+    assert facts.disk is not None
+    assert 0 < facts.disk.free_bytes <= facts.disk.total_bytes
+    assert facts.memory is not None
+    assert 0 < facts.memory.free_bytes < facts.memory.total_bytes
+
+
+@pytest.mark.skipif("oom_kill " not in Path("/proc/vmstat").read_text(), reason="this kernel does not count")
+def test_the_kernels_count_of_processes_that_it_ended_for_want_of_memory_is_read() -> None:
+    count = oom_kill_count()
+    assert count is not None
+    assert count >= 0

@@ -1,0 +1,304 @@
+"""The text of a crash report: the cause comes first, secrets do not come at all, and nothing has to be known."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.wire.supervisor import GpuStatus, RunState, RunStatus, ServiceState, ServiceStatus
+from grpo_tui.services.base import Launch, NeedCondition, RestartPolicy
+from grpo_tui.supervisor.crash_report import (
+    OTHER_LINES,
+    OWN_LINES,
+    compose,
+    error_lines,
+    hints,
+    secrets,
+    without_secrets,
+)
+from grpo_tui.supervisor.machine_facts import Facts, Space
+from grpo_tui.supervisor.processes import EndedEntry, KeeperState, ProcessEntry
+
+NOW = 1_790_000_000.0
+UNKNOWN = Facts(at=NOW, host="h", kernel="Linux 6", python="3.12")
+PLENTY = Space(free_bytes=500 * 10**9, total_bytes=10**12)
+CHAIN = """\
+step 119: loss 0.0119
+Traceback (most recent call last):
+  File "loop.py", line 88, in run
+    except ValueError:
+  File "module.py", line 1751, in call
+    raise RuntimeError("no")
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "main.py", line 12, in main
+grpo_engine.errors.TrainError: step 120 failed
+""".splitlines()
+
+
+def service(name: str, state: ServiceState = ServiceState.READY, **known: object) -> ServiceStatus:
+    return ServiceStatus(name=name, kind="command", state=state, log=f"/runs/r/{name}.log", **known)
+
+
+def status(*services: ServiceStatus, **known: object) -> RunStatus:
+    return RunStatus(run="r", profile="p", state=RunState.DEGRADED, supervisor=None, services=list(services), **known)
+
+
+def launch(name: str = "trainer", **known: object) -> Launch:
+    values: dict[str, object] = {
+        "name": name,
+        "kind": "trainer",
+        "argv": ("train",),
+        "cwd": Path("/work"),
+        "needs": {"vllm": NeedCondition.READY},
+        "ready": None,
+        "live": None,
+        "restart": RestartPolicy.NEVER,
+        "restart_unhealthy": False,
+        "max_restarts": 0,
+        "restart_window_s": 1.0,
+        "backoff_s": 1.0,
+        "stop_grace_s": 1.0,
+        "stop_signal": signal.SIGTERM,
+        "ports": (),
+        "gpus": (),
+        "ends_run": None,
+    }
+    return Launch(**{**values, **known})
+
+
+def attempt(number: int, **known: object) -> KeeperState:
+    values: dict[str, object] = {
+        "service": "trainer",
+        "attempt": number,
+        "state": "gone",
+        "keeper": ProcessEntry(pid=7, start_ticks=7),
+        "main": None,
+        "started_at": NOW - 3600,
+        "ended_at": NOW,
+        "exit_code": 1,
+        "error": None,
+        "log_offset": 0,
+        "ended": (),
+        "unkillable": (),
+    }
+    return KeeperState(**{**values, **known})
+
+
+def report(
+    *services: ServiceStatus,
+    why: str = "exit code 1",
+    history: Sequence[KeeperState] = (),
+    logs: Mapping[str, Sequence[str]] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    facts: Facts = UNKNOWN,
+    oom_kills: int | None = None,
+    of: Launch | None = None,
+    **known: object,
+) -> list[str]:
+    text = compose(
+        status(*(services or (service("trainer", ServiceState.FAILED),)), **known),
+        of or launch(),
+        attempt=2,
+        why=why,
+        history=history,
+        logs=logs or {},
+        metrics=metrics or {},
+        facts=facts,
+        oom_kills=oom_kills,
+    )
+    return text.splitlines()
+
+
+def section(lines: Sequence[str], title: str) -> list[str]:
+    """The lines below a title, up to the next blank one."""
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"--- {title}"))
+    body = lines[start + 1 :]
+    return list(body[: body.index("")] if "" in body else body)
+
+
+def test_the_cause_is_in_the_first_ten_lines() -> None:
+    head = report(
+        service("vllm", ServiceState.BACKOFF, why="ended by SIGKILL; restart 1 of 5 after 2.0 s"),
+        service("trainer", ServiceState.FAILED, why="exit code 1; last lines:\n  x"),
+        why="exit code 1; last lines:\n  x",
+        history=[attempt(2, ended=(EndedEntry(pid=9, comm="python", how="SIGKILL"),))],
+        logs={"trainer": CHAIN},
+        started_at=NOW - 7300,
+    )[:10]
+    assert head[0] == "trainer failed: exit code 1"
+    assert head[2:5] == [
+        "  log says  torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "  log says  grpo_engine.errors.TrainError: step 120 failed",
+        "  hint      the GPU table below shows who held it",
+    ]
+    assert head[5] == "  also      vllm, which it needs, is backoff: ended by SIGKILL; restart 1 of 5 after 2.0 s"
+    assert head[6].endswith(", 60 min after its start, 2.0 h into the run")
+    assert head[7:9] == [
+        "  attempt   2 of trainer (kind trainer) in run r, profile p",
+        "  leftover  its keeper had to end pid 9 (python) by SIGKILL",
+    ]
+
+
+def test_where_nothing_is_known_it_says_so_in_every_section() -> None:
+    lines = report()
+    assert lines[0] == "trainer failed: exit code 1"
+    assert section(lines, "Log of trainer") == ["(it printed nothing in this attempt)"]
+    assert section(lines, "Attempts of trainer") == ["(none is on record)"]
+    assert section(lines, "GPUs") == ["(none was seen)"]
+    assert section(lines, "Latest metrics") == ["(none yet)"]
+    assert section(lines, "Machine") == [
+        "host      h, Linux 6, - cores, load -",
+        "memory    not known",
+        "disk      not known",
+        "/dev/shm  not known",
+        "driver    no NVIDIA driver is loaded",
+        "python    3.12",
+        "packages  none is installed",
+    ]
+
+
+def test_the_failed_service_comes_first_and_with_more_lines_than_the_others() -> None:
+    many = [f"line {number}" for number in range(100)]
+    lines = report(service("api"), service("trainer", ServiceState.FAILED), logs={"api": many, "trainer": many})
+    titles = [line for line in lines if line.startswith("--- Log")]
+    assert [title.split()[3] for title in titles] == ["trainer,", "api,"]
+    assert section(lines, "Log of trainer") == many[-OWN_LINES:]
+    assert section(lines, "Log of api") == many[-OTHER_LINES:]
+
+
+def test_every_service_is_in_the_table_with_its_explanation() -> None:
+    trainer = service("trainer", ServiceState.FAILED, attempt=2, exit_code=1, why="exit code 1; last lines:\n  x")
+    api = service("api", pid=12, attempt=1, started_at=NOW - 60, rss_bytes=90_000_000, gpu_memory_bytes=2_500_000_000)
+    assert section(report(api, trainer), "All services") == [
+        "service  state   attempt  pid  up      memory  GPU memory  exit  why",
+        "api      ready   1        12   60.0 s  90 MB   2.5 GB      -",
+        "trainer  failed  2        -    -       -       -           1     exit code 1",
+    ]
+
+
+def test_a_gpu_shows_who_holds_its_memory() -> None:
+    gpu = GpuStatus(
+        index=0,
+        uuid="u",
+        name="NVIDIA H200",
+        memory_used_bytes=139_900_000_000,
+        memory_total_bytes=150_800_000_000,
+        utilization_percent=99.0,
+        by_service={"vllm": 66_000_000_000},
+        other_bytes=3_900_000_000,
+    )
+    [line] = section(report(gpus=[gpu]), "GPUs")
+    assert line == "0  NVIDIA H200  139.9 GB of 150.8 GB  99 % busy  vllm 66.0 GB, others 3.9 GB"
+    unknown = GpuStatus(
+        index=1, uuid="u", name="X", memory_used_bytes=None, memory_total_bytes=None, utilization_percent=None
+    )
+    assert section(report(gpus=[unknown]), "GPUs") == ["1  X  - of -  -  shares are not known"]
+    assert section(report(gpu_note="no NVIDIA driver"), "GPUs") == ["(no NVIDIA driver)"]
+
+
+def test_attempts_are_told_with_their_ends() -> None:
+    lines = report(history=[attempt(1, exit_code=-9), attempt(2, error="cannot start x: no such file")])
+    first, second = section(lines, "Attempts of trainer")
+    assert first.startswith("attempt 1  20")
+    assert first.endswith("ran 60 min  ended by SIGKILL")
+    assert second.endswith("cannot start x: no such file")
+
+
+def test_metrics_begin_with_the_step() -> None:
+    lines = report(metrics={"grpo/ess": 0.5, "step": 12.0, "train/lr": 1e-6})
+    assert section(lines, "Latest metrics") == ["step      12", "grpo/ess  0.5", "train/lr  1e-06"]
+
+
+def test_what_the_service_needs_comes_first_among_the_others_in_trouble() -> None:
+    lines = report(
+        service("env", ServiceState.UNHEALTHY, why="no good answer for 10 s: port 9 is closed"),
+        service("vllm", attempt=2, started_at=NOW - 5),
+        service("trainer", ServiceState.FAILED),
+        history=[attempt(2)],
+    )
+    first, second = [line for line in lines if line.startswith("  also")]
+    assert first.startswith("  also      vllm, which it needs, was restarted meanwhile, at 20")
+    assert second == "  also      env is unhealthy: no good answer for 10 s: port 9 is closed"
+
+
+def test_colours_and_control_characters_of_a_log_are_left_out() -> None:
+    lines = report(logs={"trainer": ["\x1b[1;31mERROR\x1b[0m bad\x07 end"]})
+    assert section(lines, "Log of trainer") == ["ERROR bad end"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([], []),
+        (["only words", "at the end"], ["at the end"]),
+        (["2026 ERROR no disk", "bye"], ["2026 ERROR no disk"]),
+        (["bash: line 1: 12 Segmentation fault  ./x", "bye"], ["bash: line 1: 12 Segmentation fault  ./x"]),
+        (["    raise ValueError('x')", "ValueError: x"], ["ValueError: x"]),
+        (["KeyboardInterrupt"], ["KeyboardInterrupt"]),
+        (["AError: 1", "BError: 2", "CError: 3", "CError: 3", "DError: 4"], ["AError: 1", "CError: 3", "DError: 4"]),
+        (["(Engine pid=9) ERROR [core.py:7] x.MyError: root"], ["(Engine pid=9) ERROR [core.py:7] x.MyError: root"]),
+    ],
+)
+def test_the_lines_that_look_most_like_the_cause(lines: list[str], found: list[str]) -> None:
+    assert error_lines(lines) == found
+
+
+@pytest.mark.parametrize(
+    ("why", "oom_kills", "words"),
+    [
+        ("exit code 1", 2, "out-of-memory killer ended 2 processes"),
+        ("ended by SIGKILL", 1, "out-of-memory killer ended a process"),
+        ("ended by SIGKILL; restart 1 of 5 after 1.0 s", 0, "nor did the kernel's out-of-memory killer"),
+        ("exit code 137", None, "most often the kernel's out-of-memory killer"),
+        ("ended by SIGBUS", None, "/dev/shm is full"),
+        ("ended by SIGSEGV", 0, "PYTHONFAULTHANDLER"),
+    ],
+)
+def test_an_end_by_a_signal_comes_with_a_hint(why: str, oom_kills: int | None, words: str) -> None:
+    [hint] = hints(why, [], UNKNOWN, oom_kills)
+    assert words in hint
+
+
+def test_an_ordinary_end_on_a_machine_with_room_comes_without_a_hint() -> None:
+    roomy = Facts(at=NOW, host="h", kernel="k", python="3", disk=PLENTY, shared_memory=PLENTY, memory=PLENTY)
+    assert list(hints("exit code 1", ["step 1"], roomy, 0)) == []
+    assert list(hints("not ready within 600 s: port 9 is closed", [], roomy, None)) == []
+
+
+def test_a_full_disk_is_a_hint_with_its_figures() -> None:
+    full = Facts(at=NOW, host="h", kernel="k", python="3", disk=Space(free_bytes=12_000_000, total_bytes=10**12))
+    assert list(hints("exit code 1", [], full, 0)) == ["the disk of the run folder is full: 12 MB free of 1000.0 GB"]
+
+
+def test_secrets_on_a_command_line_are_masked_and_nothing_else_is() -> None:
+    argv = [
+        "env",
+        "HF_TOKEN=hf_1",
+        "train",
+        "--api-key",
+        "sk-1",
+        "--wandb_key=k",
+        "--max-tokens",
+        "256",
+        "--tokenizer",
+        "t",
+    ]
+    masked = ["env", "HF_TOKEN=***", "train", "--api-key", "***", "--wandb_key=***", *argv[6:]]
+    assert without_secrets(argv) == masked
+    assert "***" in section(report(of=launch(argv=tuple(argv))), "Command of trainer")[1]
+
+
+def test_secret_values_are_those_of_variables_named_so_and_of_files() -> None:
+    launches = [
+        launch(env={"MY_PASSWORD": "longest-of-all", "DEBUG_TOKEN": "short", "MODE": "not-a-secret"}),
+        launch(env={"ENDPOINT": "out-of-a-file"}, env_from_files=("ENDPOINT",)),
+    ]
+    found = secrets(launches, {"OPENAI_API_KEY": "sk-12345678", "HOME": "/home/somebody"})
+    assert found == ["longest-of-all", "out-of-a-file", "sk-12345678"]
