@@ -115,6 +115,8 @@ class GpuStatus(Message):
     utilization_percent: float | None
     by_service: dict[str, int] = {}
     other_bytes: int | None = None
+    other_by_user: dict[str, int] = {}
+    """The part of `other_bytes` that goes to processes which can be seen, by the name of their user."""
 
 
 class Warning(Message):

@@ -11,20 +11,23 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.profile.plan import Plan
+from grpo_tui.services.base import Launch
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.trainer import Trainer
+from grpo_tui.services.visible_gpus import gpus_of
 
 GIB = 1 << 30
 ENOUGH_DISK_BYTES = 5 * GIB
 ENOUGH_OPEN_FILES = 1024
+START_ENDS = "a start ends what runs of this project left behind"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,11 @@ class GpuFacts:
     name: str
     total_bytes: int
     free_bytes: int
+    uuid: str = ""
+    holders: Sequence[str] = ()
+    """Who holds its memory, one sentence each."""
+    left_over_bytes: int = 0
+    """What runs of ours left on it, which a start ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,8 @@ class Machine:
     """Why there are no GPUs to see."""
     port_holders: Callable[[Sequence[int]], Sequence[str]]
     """Who listens on these ports, one sentence each."""
+    port_leftovers: Callable[[Sequence[int]], Sequence[str]] = lambda ports: ()
+    """Of those that listen there: what runs of ours left, which a start ends; not among `port_holders`."""
 
 
 def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, logs: Path) -> list[Finding]:
@@ -82,7 +92,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         text = machine.gpu_note or "no GPU"
         yield Finding(check="gpu", level="note", text=text, hint="profiles ending in -cpu need none")
     for gpu in machine.gpus:
-        text = f"{gpu.index}: {gpu.name}, {gpu.free_bytes / GIB:.0f} of {gpu.total_bytes / GIB:.0f} GiB free"
+        text = f"{gpu.index}: {gpu.name}, {gpu.free_bytes / 1e9:.0f} of {gpu.total_bytes / 1e9:.0f} GB free"
         yield Finding(check="gpu", level="ok", text=text)
 
 
@@ -139,10 +149,12 @@ def _packages(loaded: LoadedProfile) -> Iterator[Finding]:
 
 def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:
     ports = [port for launch in plan.launches for port in launch.ports]
-    holders = machine.port_holders(ports)
+    holders, leftovers = machine.port_holders(ports), machine.port_leftovers(ports)
+    for words in leftovers:
+        yield Finding(check="port", level="note", text=words, hint=START_ENDS)
     for words in holders:
         yield Finding(check="port", level="problem", text=words, hint="end it, or choose another with --set services.…")
-    if ports and not holders:
+    if ports and not holders and not leftovers:
         yield Finding(check="port", level="ok", text=f"{', '.join(map(str, ports))} free")
 
 
@@ -157,29 +169,37 @@ def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Fi
                     text=f"{launch.name} wants GPU {index}, which is not here",
                     hint=f"--set services.{launch.name}.gpus=[…]",
                 )
+        yield from _gpu_room(launch, indices)
     for name, service in loaded.profile.services.items():
-        if not isinstance(service, Inference) or service.engine != "vllm" or service.device == "cpu":
-            continue
-        for index in service.gpus or tuple(indices)[:1]:
-            gpu = indices.get(index)
-            if gpu and gpu.free_bytes < service.gpu_memory_utilization * gpu.total_bytes:
-                yield Finding(
-                    check="gpu",
-                    level="problem",
-                    text=(
-                        f"{name} wants {service.gpu_memory_utilization:.0%} of GPU {index} "
-                        f"({service.gpu_memory_utilization * gpu.total_bytes / GIB:.0f} GiB), "
-                        f"{gpu.free_bytes / GIB:.0f} GiB are free"
-                    ),
-                    hint=f"free the GPU, or --set services.{name}.gpu_memory_utilization=…",
-                )
-        if not indices:
+        if not indices and isinstance(service, Inference) and service.engine == "vllm" and service.device != "cpu":
             yield Finding(
                 check="gpu",
                 level="problem",
                 text=f"{name} runs vLLM on a GPU, and there is none to see",
                 hint="choose a profile for the CPU (tiny-cpu, smollm-cpu)",
             )
+
+
+def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]:
+    """Whether each GPU that a launch takes has the share free that it demands, and who holds the rest."""
+    share = launch.gpu_memory_share
+    if share is None:
+        return
+    for gpu in (gpus[index] for index in gpus_of(launch, {gpu.index: gpu.uuid for gpu in gpus.values()})):
+        needed_bytes = share * gpu.total_bytes
+        if gpu.free_bytes >= needed_bytes:
+            continue
+        held = "".join(f"; {words}" for words in gpu.holders)
+        text = (
+            f"{launch.name} wants {share:.0%} of GPU {gpu.index} ({needed_bytes / 1e9:.1f} GB), "
+            f"{gpu.free_bytes / 1e9:.1f} GB are free{held}"
+        )
+        if gpu.free_bytes + gpu.left_over_bytes >= needed_bytes:
+            yield Finding(check="gpu", level="note", text=text, hint=START_ENDS)
+        else:
+            key = "gpu_memory_utilization" if launch.kind == "inference" else "gpu_memory_share"
+            hint = f"free the GPU, or --set services.{launch.name}.{key}=…"
+            yield Finding(check="gpu", level="problem", text=text, hint=hint)
 
 
 def _model(loaded: LoadedProfile) -> Iterator[Finding]:

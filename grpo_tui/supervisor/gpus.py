@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_engine.wire.supervisor import GpuStatus
+from grpo_tui.supervisor import proc
 
 LIMIT_S = 2.0
 """How long a sample waits for the driver before it answers with older figures."""
@@ -56,6 +57,24 @@ class GpuSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """The memory of one GPU at a moment, and who holds it as far as the driver tells."""
+
+    index: int
+    uuid: str
+    name: str
+    free_bytes: int
+    used_bytes: int
+    bytes_by_pid: Mapping[int, int | None]
+    """Empty when the driver lists no processes; None for a process whose share it does not tell."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """All that programs can have; the driver keeps a little of the card's total for itself."""
+        return self.free_bytes + self.used_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
     """One GPU as read, before its memory is divided among services."""
 
@@ -63,10 +82,13 @@ class _Device:
     uuid: str
     name: str
     used_bytes: int | None
+    free_bytes: int | None
     total_bytes: int | None
     utilization_percent: float | None
     bytes_by_pid: Mapping[int, int | None] | None
     """None when the driver lists no processes; None for a process whose share it does not tell."""
+    users: Mapping[int, str]
+    """Whose the listed processes are, of those that can be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +127,38 @@ class GpuReader:
 
     async def sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
         """The GPUs now, or as they were last seen with a note saying how long ago."""
+        await self._refresh(0 if self._is_late else self._limit_s)
+        return self._sample(pids_by_service)
+
+    async def memory(self, limit_s: float = LIMIT_S) -> list[GpuMemory]:
+        """The memory of each GPU and who holds it; of none when there is no driver, or it does not answer in time."""
+        await self._refresh(limit_s)
+        if self._is_late:
+            return []
+        return [
+            GpuMemory(
+                index=device.index,
+                uuid=device.uuid,
+                name=device.name,
+                free_bytes=device.free_bytes,
+                used_bytes=device.used_bytes,
+                bytes_by_pid=device.bytes_by_pid or {},
+            )
+            for device in self._last.devices
+            if device.free_bytes is not None and device.used_bytes is not None
+        ]
+
+    async def _refresh(self, limit_s: float) -> None:
+        """Have the driver asked, and wait for its answer until the limit."""
         if self._pending is None and (self._last.failure is None or self._clock() - self._last.read_at >= RETRY_S):
             self._pending = asyncio.wrap_future(_in_daemon_thread(self._read))
         pending = self._pending
         if pending is not None:
-            await asyncio.wait({pending}, timeout=0 if self._is_late else self._limit_s)
+            await asyncio.wait({pending}, timeout=limit_s)
             self._is_late = not pending.done()
             if pending.done():
                 self._last = pending.result()
                 self._pending = None if self._pending is pending else self._pending
-        return self._sample(pids_by_service)
 
     def _sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
         last = self._last
@@ -130,12 +174,16 @@ class GpuReader:
     def _divided(self, device: _Device, pids_by_service: Mapping[str, Set[int]], ours: Set[int]) -> GpuStatus:
         """One GPU with its memory divided among the services; nothing is divided when shares are unknown."""
         by_service: dict[str, int] = {}
+        by_user: dict[str, int] = {}
         other_bytes = None
         if device.bytes_by_pid is not None and not self._hides_processes(device, ours):
             for service, pids in pids_by_service.items():
                 shares = [share for pid, share in device.bytes_by_pid.items() if pid in pids and share is not None]
                 if shares:
                     by_service[service] = sum(shares)
+            for pid, user in device.users.items():
+                if pid not in ours and (share := device.bytes_by_pid[pid]) is not None:
+                    by_user[user] = by_user.get(user, 0) + share
             if device.used_bytes is not None:
                 other_bytes = max(0, device.used_bytes - sum(by_service.values()))
         return GpuStatus(
@@ -147,6 +195,7 @@ class GpuReader:
             utilization_percent=device.utilization_percent,
             by_service=by_service,
             other_bytes=other_bytes,
+            other_by_user=by_user,
         )
 
     def _hides_processes(self, device: _Device, ours: Set[int]) -> bool:
@@ -188,18 +237,27 @@ def _read_device(nvml: Nvml, index: int) -> _Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _if_supported(nvml, functools.partial(_memory, nvml), handle)
     rates = _if_supported(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    bytes_by_pid = _bytes_by_pid(
+        _if_supported(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+        _if_supported(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+    )
     return _Device(
         index=index,
         uuid=nvml.nvmlDeviceGetUUID(handle),
         name=nvml.nvmlDeviceGetName(handle),
         used_bytes=None if memory is None else int(memory.used),
+        free_bytes=None if memory is None else int(memory.free),
         total_bytes=None if memory is None else int(memory.total),
         utilization_percent=None if rates is None else float(rates.gpu),
-        bytes_by_pid=_bytes_by_pid(
-            _if_supported(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-            _if_supported(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-        ),
+        bytes_by_pid=bytes_by_pid,
+        users=_users(bytes_by_pid or ()),
     )
+
+
+def _users(pids: Iterable[int]) -> dict[int, str]:
+    """The user of each process that can be seen; asked in the thread, since a directory of users may be slow."""
+    uids = {pid: uid for pid in pids if (uid := proc.uid_of(pid)) is not None}
+    return {pid: proc.user_name(uid) for pid, uid in uids.items()}
 
 
 def _memory(nvml: Nvml, handle: Any) -> Any:

@@ -6,6 +6,7 @@ machines, and dividing memory among services, words and time limits are ours.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_tui.supervisor.gpus import GpuReader, Nvml, load_pynvml
+from grpo_tui.supervisor.proc import uid_of, user_name
 
 GB = 10**9
 
@@ -75,10 +77,10 @@ class FakeNvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
         if version is None:
-            return SimpleNamespace(used=81 * GB, total=141 * GB)  # with what the driver keeps for itself
+            return SimpleNamespace(used=81 * GB, free=60 * GB, total=141 * GB)  # with what the driver keeps for itself
         if self.is_old:
             raise FunctionNotFound
-        return SimpleNamespace(used=80 * GB, total=141 * GB)
+        return SimpleNamespace(used=80 * GB, free=60 * GB, total=141 * GB)
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
         return SimpleNamespace(gpu=97)
@@ -140,6 +142,37 @@ async def test_one_of_ours_that_has_ended_still_counts_until_the_driver_takes_it
 async def test_an_old_driver_that_cannot_leave_out_its_own_memory_is_read_with_it() -> None:
     [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[], is_old=True)).sample({})).gpus
     assert gpu.memory_used_bytes == 81 * GB
+
+
+async def test_what_others_hold_is_told_by_user_as_far_as_they_can_be_seen() -> None:
+    us, parent, invisible = os.getpid(), os.getppid(), 2**22 + 1
+    nvml = FakeNvml(compute=[(us, 50 * GB), (parent, 10 * GB), (1, 5 * GB), (invisible, 4 * GB)], graphics=[])
+    [gpu] = (await GpuReader(lambda: nvml).sample({"vllm": {us}})).gpus
+    assert (gpu.by_service, gpu.other_bytes) == ({"vllm": 50 * GB}, 30 * GB)
+    by_uid = {uid_of(parent): 10 * GB}
+    by_uid[uid_of(1)] = by_uid.get(uid_of(1), 0) + 5 * GB
+    assert gpu.other_by_user == {user_name(uid): held for uid, held in by_uid.items() if uid is not None}
+
+
+async def test_memory_is_told_with_who_holds_it_and_without_what_the_driver_keeps_for_itself() -> None:
+    [memory] = await reader_of(FakeNvml(compute=[(10, 50 * GB), (11, None)], graphics=[])).memory()
+    assert (memory.index, memory.uuid, memory.name) == (0, "GPU-1", "NVIDIA H200")
+    assert (memory.free_bytes, memory.used_bytes, memory.usable_bytes) == (60 * GB, 80 * GB, 140 * GB)
+    assert memory.bytes_by_pid == {10: 50 * GB, 11: None}
+    [memory] = await reader_of(FakeNvml()).memory()
+    assert memory.bytes_by_pid == {}
+
+
+async def test_memory_is_never_told_from_an_older_reading() -> None:
+    nvml = FakeNvml(compute=[], graphics=[])
+    reader = reader_of(nvml, limit_s=0.02)
+    assert len(await reader.memory()) == 1
+    nvml.answers.clear()
+    assert await reader.memory(limit_s=0.02) == []
+    assert (await reader.sample({})).note is not None
+    nvml.answers.set()
+    assert len(await reader.memory()) == 1
+    assert await reader_of(FakeNvml(failing=LibraryNotFound())).memory() == []
 
 
 async def test_without_a_driver_it_says_so_and_tries_again_only_after_a_minute() -> None:

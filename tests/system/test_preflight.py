@@ -1,0 +1,367 @@
+"""Before a start: who holds a GPU's memory is ended when ours and left over, and named when anybody else.
+
+Holders are real processes with real environments. The card is a fake of the driver that is true to it in what matters
+here: it lists processes with their memory, and takes the memory of an ended one back some readings later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
+
+from grpo_tui.supervisor import preflight, teardown
+from grpo_tui.supervisor.gpus import GpuReader
+from grpo_tui.supervisor.lock import take_lock
+from grpo_tui.supervisor.preflight import clear_the_way, look_at_gpus
+from grpo_tui.supervisor.proc import identify, read_stat, uid_of, user_name
+
+GB = 10**9
+WAITING = "import signal\nsignal.pause()"
+ORPHAN = {"GRPO_TUI_RUN": "tiny-1121", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": "/no/more"}
+INVISIBLE_PID = 2**22 + 1
+"""Beyond what Linux gives to any process."""
+
+
+class NvmlError(Exception):
+    pass
+
+
+class NoDriver(NvmlError):
+    pass
+
+
+@dataclass
+class Card:
+    """GPU 0 with 140 GB for programs, and who holds how much of it; GPU 1 is empty."""
+
+    held: dict[int, int | None] = field(default_factory=dict)
+    """By pid."""
+    unlisted: int = 0
+    """Held by nobody who is listed."""
+    lag: int = 0
+    """Readings for which the driver keeps the memory of a process that has ended."""
+    has_driver: bool = True
+    answers: threading.Event = field(default_factory=threading.Event)
+    num_readings: int = 0
+
+    NVMLError: type[Exception] = NvmlError
+    NVMLError_LibraryNotFound: type[Exception] = NoDriver
+    NVMLError_DriverNotLoaded: type[Exception] = NoDriver
+    NVMLError_NotSupported: type[Exception] = NvmlError
+    NVMLError_FunctionNotFound: type[Exception] = NvmlError
+    nvmlMemory_v2: int = 2
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    def nvmlInit(self) -> None:
+        if not self.has_driver:
+            raise NoDriver
+
+    def nvmlDeviceGetCount(self) -> int:
+        self.answers.wait()
+        self.num_readings += 1
+        gone = [pid for pid in self.held if pid < INVISIBLE_PID and identify(pid) is None]
+        if (gone or self.unlisted) and self.lag == 0:
+            self.held = {pid: share for pid, share in self.held.items() if pid not in gone}
+            self.unlisted = 0
+        elif gone or self.unlisted:
+            self.lag -= 1
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+        used = self.unlisted + sum(share or 60 * GB for share in self.held.values()) if handle == 0 else 0
+        return SimpleNamespace(used=used, free=140 * GB - used, total=141 * GB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        return SimpleNamespace(gpu=0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        listed = self.held.items() if handle == 0 else ()
+        return [SimpleNamespace(pid=pid, usedGpuMemory=share) for pid, share in listed]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _rounds_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teardown, "GPU_ROUND_S", 0.002)
+
+
+@contextmanager
+def process(
+    stage: Stage, program: str = WAITING, *arguments: object, **marks: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that no keeper started."""
+    argv = python(program, *arguments, stage.token)
+    environment = {**os.environ, **marks}
+    with subprocess.Popen(argv, env=environment, start_new_session=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+async def cleared(stage: Stage, card: Card, **changes: Any) -> tuple[str | None, list[str]]:
+    """A pre-flight for a service `vllm` on GPU 0 that wants 45 % of it, and what it reported."""
+    lines: list[str] = []
+    wanted = {"name": "vllm", "kind": "inference", "gpus": (0,), "gpu_memory_share": 0.45, **changes}
+    launch = stage.launch("true", **wanted)
+    reader = GpuReader(lambda: card)
+    return await clear_the_way(launch, run=stage.run, report=lines.append, gpu_reader=reader), lines
+
+
+async def test_what_an_earlier_run_left_on_the_gpu_is_ended_and_named_and_its_memory_waited_for(stage: Stage) -> None:
+    with process(stage, **ORPHAN) as left:
+        card = Card(held={left.pid: 66_100_000_000}, lag=3)
+        refusal, [line] = await cleared(stage, card)
+        assert refusal is None
+        assert left.wait() == -9
+        assert card.held == {}
+        start = (
+            f"GPU 0: 66.1 GB held by pid {left.pid}, left by run tiny-1121 of this project: ended, free again after "
+        )
+        assert line.startswith(start)
+
+
+async def test_an_earlier_attempt_of_the_service_goes_and_another_service_of_the_run_stays(stage: Stage) -> None:
+    marks = {"GRPO_TUI_RUN": stage.run, "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
+    with (
+        process(stage, GRPO_TUI_SERVICE="vllm", **marks) as earlier,
+        process(stage, GRPO_TUI_SERVICE="trainer", **marks) as trainer,
+    ):
+        refusal, [line] = await cleared(stage, Card(held={earlier.pid: 60 * GB, trainer.pid: 64 * GB}))
+        assert refusal is None
+        assert line.startswith(f"GPU 0: 60.0 GB held by pid {earlier.pid}, left by an earlier attempt: ended, ")
+        assert trainer.poll() is None
+        refusal, lines = await cleared(stage, Card(held={trainer.pid: 90 * GB}))
+        assert refusal is not None
+        assert f"90.0 GB held by pid {trainer.pid}, service trainer of this run: " in refusal
+        assert trainer.poll() is None
+        assert lines == []
+
+
+async def test_leftovers_go_also_where_it_is_unknown_how_much_memory_the_service_needs(stage: Stage) -> None:
+    with process(stage, **ORPHAN) as left, process(stage) as stranger:
+        refusal, lines = await cleared(
+            stage, Card(held={left.pid: GB, stranger.pid: 130 * GB}), name="trainer", gpu_memory_share=None
+        )
+        assert (refusal, len(lines)) == (None, 1)
+        assert left.wait() == -9
+        assert stranger.poll() is None
+
+
+async def test_a_run_that_is_still_supervised_keeps_its_memory_and_the_refusal_says_how_to_end_it(stage: Stage) -> None:
+    lock = take_lock(stage.folder)
+    assert lock is not None
+    marks = {"GRPO_TUI_RUN": "other", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
+    with process(stage, **marks) as theirs:
+        refusal, _ = await cleared(stage, Card(held={theirs.pid: 100 * GB}))
+        assert refusal is not None
+        assert "service vllm of run other, which is still supervised (`grpo-tui down other` ends it)" in refusal
+        assert theirs.poll() is None
+        os.close(lock)
+        refusal, _ = await cleared(stage, Card(held={theirs.pid: 100 * GB}))
+        assert refusal is None
+        assert theirs.wait() == -9
+
+
+async def test_a_stranger_is_named_with_what_is_free_and_needed_and_what_to_do(stage: Stage) -> None:
+    with process(stage) as stranger:
+        refusal, lines = await cleared(stage, Card(held={stranger.pid: 100 * GB}))
+        assert refusal is not None
+        assert refusal.startswith(
+            "GPU 0 has 40.0 GB free, and vllm needs 63.0 GB (45% of 140.0 GB); "
+            f"100.0 GB held by pid {stranger.pid} (user {user_name(os.getuid())}): {sys.executable} -I -S -c "
+        )
+        assert stage.token in refusal
+        assert refusal.endswith(
+            f"; to do: end pid {stranger.pid}, "
+            "or demand less: `--set services.vllm.gpu_memory_utilization=0.28`, "
+            "or take another GPU: `--set services.vllm.gpus=[…]`"
+        )
+        assert stranger.poll() is None
+        assert lines == []
+
+
+async def test_a_service_of_another_kind_is_told_the_setting_that_it_has(stage: Stage) -> None:
+    with process(stage) as stranger:
+        refusal, _ = await cleared(stage, Card(held={stranger.pid: 100 * GB}), name="job", kind="command")
+        assert refusal is not None
+        assert "`--set services.job.gpu_memory_share=0.28`" in refusal
+
+
+async def test_memory_that_leaves_enough_is_nobodys_business(stage: Stage) -> None:
+    with process(stage) as stranger:
+        assert await cleared(stage, Card(held={stranger.pid: 77 * GB})) == (None, [])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+async def test_another_users_process_is_named_and_never_ended(stage: Stage) -> None:
+    with process(stage, "import os, signal; os.setuid(65534); signal.pause()", **ORPHAN) as theirs:
+        await until(lambda: uid_of(theirs.pid) == 65534)
+        refusal, lines = await cleared(stage, Card(held={theirs.pid: 100 * GB}))
+        assert refusal is not None
+        assert f"pid {theirs.pid} (user {user_name(65534)}): " in refusal
+        assert f"end pid {theirs.pid}" not in refusal
+        assert theirs.poll() is None
+        assert lines == []
+
+
+async def test_a_process_that_cannot_be_seen_is_named_as_what_can_be_said(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+    refusal, _ = await cleared(stage, Card(held={INVISIBLE_PID: 100 * GB}))
+    assert refusal is not None
+    assert f"100.0 GB held by pid {INVISIBLE_PID}, which cannot be seen from here (in another container, " in refusal
+
+
+async def test_a_share_that_the_driver_does_not_tell_is_unknown_and_not_0(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+    with process(stage) as first, process(stage) as second:
+        refusal, _ = await cleared(stage, Card(held={first.pid: None, second.pid: None}))
+        assert refusal is not None
+        assert f"an unknown amount held by pid {first.pid} " in refusal
+        assert "0.0 GB held" not in refusal
+
+
+async def test_memory_that_nobody_listed_holds_is_waited_for_and_named_when_it_stays(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal, [line] = await cleared(stage, Card(unlisted=100 * GB, lag=4))
+    assert refusal is None
+    assert re.fullmatch(r"vllm: waited [\d.]+ s until the driver gave GPU memory back", line)
+    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+    refusal, lines = await cleared(stage, Card(unlisted=100 * GB, lag=1000))
+    assert refusal is not None
+    assert "; 100.0 GB held by nobody whom the driver lists here (in another container?); " in refusal
+    assert lines == []
+
+
+async def test_memory_that_would_not_be_enough_when_it_came_back_is_not_waited_for(stage: Stage) -> None:
+    with process(stage) as stranger:
+        card = Card(held={stranger.pid: 100 * GB}, unlisted=20 * GB, lag=1000)
+        refusal, _ = await cleared(stage, card)
+        assert refusal is not None
+        assert card.num_readings == 2
+
+
+async def test_a_leftover_that_hangs_in_the_kernel_is_named_and_its_memory_not_waited_for(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process(stage, **ORPHAN) as stuck, monkeypatch.context() as patched:
+        patched.setattr("grpo_tui.supervisor.proc.send_signal", lambda *_: None)  # as deaf as one in a driver
+        patched.setattr(teardown, "UNKILLABLE_AFTER_S", 0.0)
+        patched.setattr(preflight, "FADING_LIMIT_S", 1e9)
+        refusal, [line] = await cleared(stage, Card(held={stuck.pid: 100 * GB}))
+        assert line.endswith("does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
+        assert refusal is not None
+        assert f"100.0 GB held by pid {stuck.pid}, left by run tiny-1121 of this project: " in refusal
+
+
+async def test_a_dead_process_that_still_holds_memory_is_named_as_hanging(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process(stage, "pass", **ORPHAN) as zombie:  # nobody waits for it
+        await until(lambda: (stat := read_stat(zombie.pid)) is not None and stat.is_dead)
+        monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+        refusal, lines = await cleared(stage, Card(held={zombie.pid: 100 * GB}, lag=1000))
+        assert refusal is not None
+        assert f"100.0 GB held by pid {zombie.pid} (python" in refusal
+        assert "), which is dead and hangs in the driver; to do: demand less" in refusal
+        assert lines == []
+
+
+async def test_a_leftover_that_dies_but_keeps_its_memory_hangs_and_ends_the_wait_for_all(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teardown, "GPU_LIMIT_S", 1e9)
+    monkeypatch.setattr(teardown, "UNKILLABLE_AFTER_S", 0.1)
+    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 1e9)
+    with process(stage, **ORPHAN) as left:  # a zombie once it is ended, since nobody waits for it
+        refusal, [line] = await cleared(stage, Card(held={left.pid: 100 * GB}, lag=1_000_000))
+        assert "it hangs in the kernel" in line
+        assert refusal is not None
+        assert f"pid {left.pid} (python" in refusal
+
+
+async def test_a_card_without_driver_or_with_one_that_hangs_holds_nothing_against_a_start(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await cleared(stage, Card(has_driver=False)) == (None, [])
+    monkeypatch.setattr(preflight, "ANSWER_LIMIT_S", 0.02)
+    hanging = Card(unlisted=140 * GB)
+    hanging.answers.clear()
+    assert await cleared(stage, hanging) == (None, [])
+    hanging.answers.set()
+
+
+async def test_a_service_that_takes_no_gpu_never_asks_the_driver(stage: Stage) -> None:
+    card = Card(unlisted=140 * GB)
+    assert await cleared(stage, card, gpus=(), gpu_memory_share=None) == (None, [])
+    assert card.num_readings == 0
+
+
+async def test_only_the_gpus_of_the_service_are_looked_at(stage: Stage) -> None:
+    with process(stage, **ORPHAN) as left:
+        assert await cleared(stage, Card(held={left.pid: 140 * GB}), gpus=(1,)) == (None, [])
+        assert left.poll() is None
+
+
+async def test_ports_and_gpus_are_cleared_together_and_refused_together(stage: Stage) -> None:
+    [port] = free_ports(1)
+    with process(stage, HOLDER, port) as stranger:
+        await until(lambda: is_open(port))
+        refusal, [line] = await cleared(stage, Card(held={stranger.pid: 100 * GB}), ports=(port,))
+        assert refusal is not None
+        assert refusal.startswith(f"port {port} is held by pid {stranger.pid} (user ")
+        assert "; GPU 0 has 40.0 GB free, " in refusal
+        assert line.endswith("it is left alone")
+        launch = stage.launch("true", name="vllm", ports=(port,))
+        words = await clear_the_way(
+            launch, run=stage.run, report=lambda _: None, gpu_reader=GpuReader(Card), take_ports=True
+        )
+        assert words is None
+        assert stranger.wait() == -9
+
+
+async def test_looking_ends_nobody(stage: Stage) -> None:
+    with process(stage, **ORPHAN) as left:
+        launch = stage.launch("true", gpus=(0,))
+        [gpu] = await look_at_gpus([launch], GpuReader(lambda: Card(held={left.pid: 66 * GB})))
+        assert len(gpu.in_words(None)) == 1
+        assert gpu.in_words(None)[0].startswith(
+            f"66.0 GB held by pid {left.pid}, left by run tiny-1121 of this project"
+        )
+        assert left.poll() is None

@@ -1,0 +1,84 @@
+"""What the doctor says of ports and GPUs, told who holds them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_tui.profile.doctor import Finding, GpuFacts, Machine, examine
+from grpo_tui.profile.loading import load
+from grpo_tui.profile.plan import make_plan
+
+STRANGER = "100.0 GB held by pid 4711 (user bob): python train.py"
+LEFTOVER = "66.1 GB held by pid 4712, left by run tiny-1121 of this project: python server.py"
+
+
+def nobody(ports: Sequence[int]) -> Sequence[str]:
+    """Whoever listens on a free port."""
+    return ()
+
+
+def findings(folder: Path, settings: str, check: str, **machine: Any) -> list[Finding]:
+    """Findings of one check for a profile with one command `job`."""
+    profile = folder / "p.toml"
+    profile.write_text(f'[services.job]\nkind = "command"\nargv = ["true"]\n{settings}\n')
+    loaded = load(str(profile), [])
+    plan = make_plan(loaded, run_folder=folder / "run", python=sys.executable)
+    facts: dict[str, Any] = {"gpus": (), "gpu_note": "no NVIDIA driver", "port_holders": nobody, **machine}
+    return [each for each in examine(Machine(**facts), loaded, plan, folder) if each.check == check]
+
+
+def card(index: int = 0, *, free: int, **more: Any) -> GpuFacts:
+    """A GPU of 140 GB."""
+    return GpuFacts(
+        index=index, name="H200", uuid=f"GPU-{index}", total_bytes=140 * 10**9, free_bytes=free * 10**9, **more
+    )
+
+
+def test_a_gpu_with_too_little_room_is_a_problem_that_names_who_holds_the_rest(tmp_path: Path) -> None:
+    gpus = [card(0, free=140), card(1, free=40, holders=[STRANGER])]
+    [_, _, problem] = findings(tmp_path, "gpus = [1]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
+    assert problem.level == "problem"
+    assert problem.text == f"job wants 45% of GPU 1 (63.0 GB), 40.0 GB are free; {STRANGER}"
+    assert problem.hint == "free the GPU, or --set services.job.gpu_memory_share=…"
+
+
+def test_what_a_start_would_end_is_a_note(tmp_path: Path) -> None:
+    gpus = [card(free=40, holders=[LEFTOVER], left_over_bytes=66_100_000_000)]
+    [_, note] = findings(tmp_path, "gpus = [0]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
+    assert (note.level, note.hint) == ("note", "a start ends what runs of this project left behind")
+    assert note.text.endswith(LEFTOVER)
+    gpus = [card(free=40, holders=[STRANGER, LEFTOVER], left_over_bytes=22_000_000_000)]
+    [_, problem] = findings(tmp_path, "gpus = [0]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
+    assert problem.level == "problem"
+
+
+@pytest.mark.parametrize("settings", ["gpus = [0]", "gpus = [0]\ngpu_memory_share = 0.25"])
+def test_a_gpu_is_well_when_there_is_room_or_nobody_says_how_much_is_needed(tmp_path: Path, settings: str) -> None:
+    [well] = findings(tmp_path, settings, "gpu", gpus=[card(free=40, holders=[STRANGER])])
+    assert (well.level, well.text) == ("ok", "0: H200, 40 of 140 GB free")
+
+
+def test_ports_tell_strangers_from_what_a_start_would_end(tmp_path: Path) -> None:
+    [free] = findings(tmp_path, "ports = [9001]", "port")
+    assert (free.level, free.text) == ("ok", "9001 free")
+    [note, problem] = findings(
+        tmp_path,
+        "ports = [9001, 9002]",
+        "port",
+        port_holders=lambda ports: [f"port {ports[0]} is held by a stranger"],
+        port_leftovers=lambda ports: [f"port {ports[1]} is held by a leftover"],
+    )
+    assert (note.level, note.text) == ("note", "port 9002 is held by a leftover")
+    assert (problem.level, problem.text) == ("problem", "port 9001 is held by a stranger")
+
+
+@pytest.mark.slow
+def test_the_doctor_loads_without_torch() -> None:
+    code = "import sys, grpo_tui.profile.doctor; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
