@@ -124,6 +124,8 @@ def _user(uid: int | None) -> str:
 
 def _on_one_line(command: str) -> str:
     line = " ".join(command.split())
+    while line.endswith(" ''"):  # the rest of the room that a program which named itself anew had for its arguments
+        line = line.removesuffix(" ''")
     if len(line) <= COMMAND_HEAD + COMMAND_TAIL:
         return line
     return f"{line[:COMMAND_HEAD]}…{line[-COMMAND_TAIL:]}"

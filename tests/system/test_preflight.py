@@ -25,7 +25,7 @@ from grpo_tui.supervisor import preflight, teardown
 from grpo_tui.supervisor.gpus import GpuReader
 from grpo_tui.supervisor.lock import take_lock
 from grpo_tui.supervisor.preflight import clear_the_way, look_at_gpus
-from grpo_tui.supervisor.proc import identify, read_stat, uid_of, user_name
+from grpo_tui.supervisor.proc import command_line, identify, read_stat, uid_of, user_name
 
 GB = 10**9
 WAITING = "import signal\nsignal.pause()"
@@ -210,6 +210,19 @@ async def test_a_stranger_is_named_with_what_is_free_and_needed_and_what_to_do(s
         )
         assert stranger.poll() is None
         assert lines == []
+
+
+async def test_a_process_that_named_itself_anew_is_shown_by_that_name_alone(stage: Stage) -> None:
+    setproctitle = pytest.importorskip("setproctitle")
+    folder = str(Path(setproctitle.__file__).parents[1])
+    program = "import sys; sys.path.append(sys.argv[1])\nimport setproctitle, signal\n" + (
+        "setproctitle.setproctitle('VLLM::EngineCore'); signal.pause()"
+    )
+    with process(stage, program, folder) as engine:
+        await until(lambda: command_line(engine.pid).startswith("VLLM::"))
+        refusal, _ = await cleared(stage, Card(held={engine.pid: 100 * GB}))
+        assert refusal is not None
+        assert "): VLLM::EngineCore; to do: end pid" in refusal
 
 
 async def test_a_service_of_another_kind_is_told_the_setting_that_it_has(stage: Stage) -> None:
