@@ -210,8 +210,10 @@ def cap(path: Path, limit_bytes: int) -> int:
         except OSError as error:
             if error.errno not in _CANNOT:
                 raise
-            cut = max(cut, size - COPIED_BYTES_MAX)
-            _copy_down(descriptor, cut, dropped)
+            if size - cut > COPIED_BYTES_MAX:
+                cut = size - COPIED_BYTES_MAX
+                header = _header(descriptor, cut, dropped + cut)
+            _copy_down(descriptor, cut, header, dropped)
         return cut
 
 
@@ -224,9 +226,8 @@ def _collapse(descriptor: int, num_bytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _copy_down(descriptor: int, cut: int, dropped: int) -> None:
+def _copy_down(descriptor: int, cut: int, header: bytes, dropped: int) -> None:
     """Copy what follows `cut` to the front, also what is appended meanwhile, and cut the file behind it."""
-    header = _header(descriptor, cut, dropped + cut)
     size = os.fstat(descriptor).st_size
     first_line, newline, rest = header.partition(b"\n")
     words = CAPPED.match(first_line)
