@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_tui.profile.loading import LoadedProfile, resolved
-from grpo_tui.profile.plan_file import Plan
 from grpo_tui.profile.model import Profile
+from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Launch, Place
 
 __all__ = ["Plan", "describe", "make_plan", "shown_env"]
