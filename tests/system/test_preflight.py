@@ -25,7 +25,7 @@ from grpo_tui.supervisor import preflight, teardown
 from grpo_tui.supervisor.gpus import GpuReader
 from grpo_tui.supervisor.lock import take_lock
 from grpo_tui.supervisor.preflight import clear_the_way, look_at_gpus
-from grpo_tui.supervisor.proc import command_line, identify, read_stat, uid_of, user_name
+from grpo_tui.supervisor.proc import all_processes, command_line, identify, read_stat, uid_of, user_name
 
 GB = 10**9
 WAITING = "import signal\nsignal.pause()"
@@ -313,6 +313,21 @@ async def test_a_dead_process_that_still_holds_memory_is_named_as_hanging(
         assert refusal is not None
         assert f"100.0 GB held by pid {zombie.pid} (python" in refusal
         assert "), which is dead and hangs in the driver; to do: demand less" in refusal
+        assert lines == []
+
+
+async def test_a_dead_process_below_a_marked_one_is_not_taken_for_one_that_can_be_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead_children(pid: int) -> list[int]:
+        return [each.pid for each in all_processes() if each.parent == pid and each.is_dead]
+
+    with process(stage, "import os, signal; os.fork() or os._exit(0); signal.pause()", **ORPHAN) as parent:
+        await until(lambda: bool(dead_children(parent.pid)))
+        monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+        refusal, lines = await cleared(stage, Card(held={dead_children(parent.pid)[0]: 100 * GB}, lag=1000))
+        assert refusal is not None
+        assert "which is dead and hangs in the driver" in refusal
         assert lines == []
 
 
