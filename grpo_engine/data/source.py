@@ -1,8 +1,8 @@
 """Where groups come from: the trainer's client of the rollout API.
 
 Fetches one batch at a time, so that nothing goes stale in a drawer here, and acknowledges it when it asks for the next:
-a batch whose step was never finished is offered again to the trainer that comes after. Outlives a restart of the API,
-also one that has forgotten the registration. How old a group may be is the loop's to decide.
+a batch whose step was never finished is offered again to the trainer that comes after. Outlives an API that is killed
+and comes back, also one that has forgotten the registration. How old a group may be is the loop's to decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 import httpx
 from pydantic import ValidationError
 
-from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
 from grpo_engine.wire.rollouts import TOKEN_VARIABLE, BatchResponse, RegisterRequest, ScoredGroup
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class RolloutSource:
 
         Args:
             token: bearer token; absent: $GRPO_API_TOKEN, if set.
-            reach_timeout_s: how long the API may take to appear, at the start and after it was lost.
+            reach_timeout_s: how long the API may take to appear at the start.
         """
         self.url = url.rstrip("/")
         token = token or os.environ.get(TOKEN_VARIABLE)
@@ -59,6 +59,7 @@ class RolloutSource:
         self._reach_timeout_s = reach_timeout_s
         self._registration: RegisterRequest | None = None
         self._lease = ""
+        self._is_used = False
         self._said: tuple[str, float] = ("", 0.0)
 
     def __enter__(self) -> RolloutSource:
@@ -67,7 +68,7 @@ class RolloutSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if self._is_used and (kind is None or issubclass(kind, GrpoError)):  # after any other, the step may be lost
             self.acknowledge()
         self.close()
 
@@ -163,8 +164,12 @@ class RolloutSource:
             self._say(f"{self.url}: {response.message}")
         if not response.batch:
             return None
-        self._lease = response.lease or ""
+        self._lease, self._is_used = response.lease or "", False
         return response.batch
+
+    def mark_used(self) -> None:
+        """Note that the last batch was trained on: from here on a goodbye acknowledges it as well."""
+        self._is_used = True
 
     def next_batch(
         self,
@@ -179,7 +184,7 @@ class RolloutSource:
             meanwhile: called at the start and then about once a second.
 
         Raises:
-            PeerUnavailable: none came within `timeout_s`, or the API stayed away for longer than it may.
+            PeerUnavailable: none came within `timeout_s`, be it that the API was away.
             PeerError: the API answers something outside the protocol.
         """
         deadline = time.monotonic() + timeout_s
@@ -190,12 +195,14 @@ class RolloutSource:
             now = time.monotonic()
             try:
                 batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)))
+                if lost_at is not None:
+                    log.info("%s is back after %.1f s", self.url, now - lost_at)
                 lost_at = None
             except PeerUnavailable as error:
                 batch = None
                 lost_at = lost_at or now
-                self._say(f"{error}; asking again for up to {self._reach_timeout_s:g} s")
-                if now - lost_at > self._reach_timeout_s:
+                self._say(f"{error}; waiting for the rollout API to come back")
+                if now >= deadline:
                     raise
             if batch is not None:
                 return batch

@@ -86,6 +86,7 @@ def train(
 
             bridge.ensure_current()  # before the step: where parameters are their own masters, it changes them
             result = gradient_step(trainee, batch, step=step, policy_version=version)
+            source.mark_used()
             step += 1
             stepped = time.perf_counter()
 

@@ -100,6 +100,9 @@ class ListedSource:
         meanwhile()
         return None if stop() or not self._batches else self._batches.pop(0)
 
+    def mark_used(self) -> None:
+        pass
+
 
 class ListeningBridge:
     """Notes what is published, with the first weight that inference would then read."""

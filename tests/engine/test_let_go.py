@@ -1,0 +1,270 @@
+"""A server that ends under training: its memory is let go of, nothing is lost, and the numbers go on as before."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from serving import RunningServer, free_port, model_logprobs, our_segments, running_server, save_tiny_model
+from test_bridges_contract import PROMPT, assert_agreement
+from training import ListedSource, made_up_groups, settings, weights_of
+
+from grpo_engine.bridges import Bridge, BridgeContext, SharedVllm
+from grpo_engine.bridges.bridge_files import read_bridge_file
+from grpo_engine.bridges.protocol import never
+from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX
+from grpo_engine.errors import PeerUnavailable
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.train import checkpoints, loop
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.loop import train
+from grpo_engine.train.recorder import Recorder
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.rollouts import ScoredGroup
+
+pytestmark = pytest.mark.slow
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    before = our_segments()
+    yield
+    assert our_segments() == before
+    gc.collect()
+    assert mapped_segments() == set()
+
+
+def mapped_segments() -> set[str]:
+    """Shared memory of inference servers that this process maps, also where its name is gone."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split("/dev/shm/")[1] for line in lines if f"/dev/shm/{SEGMENT_PREFIX}" in line}
+
+
+class Serving:
+    """An inference server with shared weights that can be ended and started again on its port."""
+
+    def __init__(self, model: Path, folder: Path, dtype: str) -> None:
+        self.model, self.folder, self.dtype = model, folder, dtype
+        self.port = free_port()
+        self._stack = ExitStack()
+        self.now: RunningServer
+
+    def start(self) -> None:
+        flags = ("--shared-weights", "--bridge-file", str(self.folder / "bridge.json"), "--dtype", self.dtype)
+        server = running_server(self.model, *flags, folder=self.folder, port=self.port)
+        self.now = self._stack.enter_context(server)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        self.now.stop(number)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def serving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serving]:
+    model = save_tiny_model(tmp_path / "model", seed=1)
+    server = Serving(model, tmp_path, getattr(request, "param", "bfloat16"))
+    server.start()
+    yield server
+    server.close()
+
+
+def bridge_to(serving: Serving, is_stopping: Callable[[], bool] = never) -> Bridge:
+    context = BridgeContext(
+        model_name=str(serving.model),
+        dtype=serving.dtype,
+        device="cpu",
+        server_url=f"http://127.0.0.1:{serving.port}",
+        folder=serving.folder / "run",
+        lora=LoraSettings(),
+        is_stopping=is_stopping,
+    )
+    return SharedVllm(config_path=serving.folder / "bridge.json").build(context)
+
+
+class EventfulSource(ListedSource):
+    """Lets things happen while the batch with a certain number is awaited."""
+
+    def __init__(self, count: int, events: dict[int, Callable[[Callable[[], None]], None]]) -> None:
+        super().__init__([made_up_groups(seed) for seed in range(count)])
+        self._events = events
+        self._num_asked = 0
+
+    def next_batch(
+        self,
+        timeout_s: float,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[ScoredGroup] | None:
+        self._events.get(self._num_asked, lambda meanwhile: None)(meanwhile)
+        self._num_asked += 1
+        return super().next_batch(timeout_s, stop=stop, meanwhile=meanwhile)
+
+
+def run(serving: Serving, folder: Path, config: TrainConfig, source: ListedSource, **more: object) -> int:
+    bridge = bridge_to(serving)
+    try:
+        with Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
+            save_path = folder / "checkpoints"
+            return train(config, source, bridge, recorder, decode=str, save_path=save_path, **more)
+    finally:
+        bridge.close()
+
+
+def config_for(serving: Serving, **changes: object) -> TrainConfig:
+    return settings(model_name=str(serving.model), training_steps=STEPS, checkpoint_interval=STEPS, **changes)
+
+
+def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:
+    """Step, version and every metric that is no time."""
+    lines = [MetricsLine.model_validate_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    is_time = ("_time", "per_second")
+    return [
+        (line.step, line.policy_version, {k: v for k, v in line.metrics.items() if not k.endswith(is_time)})
+        for line in lines
+    ]
+
+
+def assert_same_training(one: Path, other: Path, model_name: str) -> None:
+    assert curve(one) == curve(other)
+    assert len(curve(one)) == STEPS
+    states = [checkpoints.load(folder / f"checkpoints/step_{STEPS}", model_name=model_name) for folder in (one, other)]
+    assert states[0].masters.keys() == states[1].masters.keys()
+    assert all(torch.equal(states[0].masters[name], states[1].masters[name]) for name in states[0].masters)
+    torch.testing.assert_close(states[0].optimizer, states[1].optimizer, rtol=0, atol=0)
+    saved = [weights_of(folder / f"checkpoints/step_{STEPS}") for folder in (one, other)]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+@pytest.fixture
+def undisturbed(serving: Serving, tmp_path: Path) -> Path:
+    """A run whose server stays; then a new server, since the version that one serves is where a run begins."""
+    run(serving, tmp_path / "undisturbed", config_for(serving), EventfulSource(STEPS, {}))
+    serving.end()
+    serving.start()
+    return tmp_path / "undisturbed"
+
+
+@pytest.mark.parametrize("serving", ["float32", "bfloat16"], indirect=True)
+def test_a_restart_while_a_batch_is_awaited_changes_no_number(
+    serving: Serving, undisturbed: Path, tmp_path: Path
+) -> None:
+    def restart(meanwhile: Callable[[], None]) -> None:
+        assert mapped_segments()
+        serving.end(signal.SIGKILL)
+        meanwhile()
+        assert mapped_segments() == set()
+        meanwhile()
+        serving.start()
+        meanwhile()
+        assert mapped_segments()
+        with serving.now.client as client:
+            assert client.get("/bridge/info").json()["policy_version"] == 3
+
+    run(serving, tmp_path / "run", config_for(serving), EventfulSource(STEPS, {3: restart}))
+    assert_same_training(tmp_path / "run", undisturbed, str(serving.model))
+
+
+def test_a_server_that_ends_in_mid_step_costs_nothing(
+    serving: Serving, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_with = loop.gradient_step
+
+    def step_while_it_ends(trainee, batch, *, step, policy_version):
+        score = trainee.logprobs
+
+        def end_and_score(rows):
+            if step == 2:
+                serving.end()
+            assert mapped_segments()
+            return score(rows)
+
+        monkeypatch.setattr(trainee, "logprobs", end_and_score)
+        result = step_with(trainee, batch, step=step, policy_version=policy_version)
+        monkeypatch.setattr(trainee, "logprobs", score)
+        return result
+
+    def come_back(meanwhile: Callable[[], None]) -> None:
+        assert mapped_segments() == set()
+        serving.start()
+        meanwhile()
+        with serving.now.client as client:
+            assert client.get("/bridge/info").json()["policy_version"] == 3
+
+    monkeypatch.setattr(loop, "gradient_step", step_while_it_ends)
+    run(serving, tmp_path / "run", config_for(serving), EventfulSource(STEPS, {3: come_back}))
+    assert_same_training(tmp_path / "run", undisturbed, str(serving.model))
+
+
+def test_what_is_frozen_is_kept_in_host_memory_and_brought_to_the_next_server(serving: Serving, tmp_path: Path) -> None:
+    bridge = bridge_to(serving)
+    model = bridge.attach().model.eval()
+    trained, frozen = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is trained)
+    with torch.no_grad():
+        frozen.data.mul_(2)  # as a server has it that was not started from the same file
+
+    def write() -> None:
+        trained.data.fill_(values[-1])
+
+    values = [0.25]
+    bridge.publish(1, write)
+    others = {name: p.detach().clone() for name, p in model.named_parameters() if p is not trained}
+    for version in (1, 2):
+        serving.end()
+        bridge.keep_up()
+        assert mapped_segments() == set()
+        if version == 2:
+            values.append(0.5)
+            bridge.publish(2, write)  # nobody is there to take it
+        serving.start()
+        bridge.ensure_current()
+        now = dict(model.named_parameters())
+        assert all(torch.equal(now[name], others[name]) for name in others)
+        assert torch.equal(trained.detach(), torch.full_like(trained, values[-1]))
+        assert_agreement(serving.now, model, version, tolerance=0.5)
+    bridge.close()
+
+
+def test_weights_that_nobody_serves_are_saved_whole(serving: Serving, tmp_path: Path) -> None:
+    def end(meanwhile: Callable[[], None]) -> None:
+        serving.end(signal.SIGKILL)
+        meanwhile()
+
+    asked = iter([False] * 4 + [True] * 9)
+    config = config_for(serving, train_layer_indices="1")
+    steps = run(serving, tmp_path / "run", config, EventfulSource(STEPS, {2: end}), stop=lambda: next(asked))
+    assert steps == 2
+    state = checkpoints.load(tmp_path / "run/checkpoints/step_2", model_name=str(serving.model))
+    saved, untrained = weights_of(tmp_path / "run/checkpoints/step_2"), weights_of(serving.model)
+    dtype = getattr(torch, serving.dtype)
+    assert 0 < len(state.masters) < len(saved)
+    for name, values in saved.items():
+        assert torch.equal(values, state.masters.get(name, untrained[name]).to(dtype)), name
+    assert not any(torch.equal(saved[name], untrained[name].to(dtype)) for name in state.masters)
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_server(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    bridge = bridge_to(serving, is_stopping=lambda: True)
+    model = bridge.attach().model
+    expected = model_logprobs(model, PROMPT, [40, 50])
+    pid = read_bridge_file(serving.folder / "bridge.json").pid
+    serving.end()
+    with caplog.at_level(logging.WARNING), pytest.raises(PeerUnavailable, match="training is to stop"):
+        bridge.ensure_current()
+    assert mapped_segments() == set()
+    assert torch.equal(model_logprobs(model, PROMPT, [40, 50]), expected)  # nothing was published: all of it is kept
+    [line] = [record.message for record in caplog.records if record.name.endswith("shared_vllm")]
+    assert f"the inference server (pid {pid}) has ended" in line
+    assert f"waiting for {serving.folder / 'bridge.json'} of a new one" in line
+    bridge.close()
