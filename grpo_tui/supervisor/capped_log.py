@@ -151,42 +151,58 @@ class LogCapper:
     def __init__(self, limits: Mapping[Path, int]) -> None:
         """Watch these files, which need not exist yet; limits in bytes."""
         self._limits = dict(limits)
-        self._sizes: dict[Path, tuple[float, int]] = {}
-        """When a log was looked at last, on the monotonic clock, and its size then."""
+        self._sizes: dict[Path, int] = {}
+        self._looked_at_s = time.monotonic()
+        self._growth: dict[Path, float] = {}
+        """Bytes a second between the last two looks; where a log was capped between them, before."""
         self._faults: dict[Path, str] = {}
 
     async def run(self) -> None:
         """Look at every log about once a second and cap those that are too long, until cancelled."""
-        wait_s = 0.0
         while True:
+            wait_s = self.look()
+            for path in self.too_long():
+                await asyncio.to_thread(self.cap, path)
+                wait_s = LOOK_SOONEST_S
             await asyncio.sleep(wait_s)
-            wait_s = await asyncio.to_thread(self.look)
 
     def look(self) -> float:
-        """Cap every log that is over its limit; in how many seconds to look again."""
-        return min((self._look_at(path, limit) for path, limit in self._limits.items()), default=LOOK_EVERY_S)
+        """Note every size; in how many seconds to look again: sooner where a log will be full before."""
+        now_s = time.monotonic()
+        seconds, self._looked_at_s = now_s - self._looked_at_s, now_s
+        wait_s = LOOK_EVERY_S
+        for path, limit_bytes in self._limits.items():
+            size_before, size = self._sizes.get(path), _size(path)
+            self._sizes[path] = size
+            if size_before is not None and size >= size_before:
+                self._growth[path] = (size - size_before) / seconds
+            if growth := self._growth.get(path):
+                wait_s = min(wait_s, (limit_bytes - size) / growth)
+        return max(wait_s, LOOK_SOONEST_S)
 
-    def _look_at(self, path: Path, limit_bytes: int) -> float:
+    def too_long(self) -> list[Path]:
+        """The logs that were over their limits at the last look."""
+        return [path for path, limit_bytes in self._limits.items() if self._sizes[path] > limit_bytes]
+
+    def cap(self, path: Path) -> None:
+        """Drop the older half of a log."""
+        limit_bytes = self._limits[path]
         try:
-            size = path.stat().st_size
-            if size > limit_bytes:
-                dropped_bytes = cap(path, limit_bytes)
-                log.info("%s: dropped its oldest %d bytes; its limit is %d", path.name, dropped_bytes, limit_bytes)
-                size = path.stat().st_size
-        except FileNotFoundError:
-            return LOOK_EVERY_S
+            dropped_bytes = cap(path, limit_bytes)
         except OSError as error:
             if self._faults.get(path) != str(error):
                 log.info("%s: cannot be capped to %d bytes: %s", path.name, limit_bytes, error)
                 self._faults[path] = str(error)
-            return LOOK_EVERY_S
-        now_s = time.monotonic()
-        before_s, size_before = self._sizes.get(path, (now_s, size))
-        self._sizes[path] = now_s, size
-        if size <= size_before:
-            return LOOK_EVERY_S
-        seconds_to_limit = (limit_bytes - size) * (now_s - before_s) / (size - size_before)
-        return min(max(seconds_to_limit, LOOK_SOONEST_S), LOOK_EVERY_S)
+        else:
+            log.info("%s: dropped its oldest %d bytes; its limit is %d", path.name, dropped_bytes, limit_bytes)
+
+
+def _size(path: Path) -> int:
+    """Of a file; 0 when there is none, also where nothing can be seen."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def cap(path: Path, limit_bytes: int) -> int:

@@ -120,7 +120,6 @@ async def test_who_follows_across_many_caps_sees_every_line_once(stage: Stage) -
     num_bursts = 40
     keeper = await stage.start(*python(BURSTS, num_bursts, go, stage.token))
     ended = asyncio.ensure_future(keeper.exited())
-    capper = LogCapper({path: LIMIT_BYTES})
     seen: list[bytes] = []
     gaps: list[int] = []
 
@@ -130,7 +129,7 @@ async def test_who_follows_across_many_caps_sees_every_line_once(stage: Stage) -
         for line in lines:
             seen.append(line)
             if int(line) % 1000 == 999:  # no faster than it is read: dropped is what was seen
-                capper.look()
+                cap(path, LIMIT_BYTES)
                 Path(f"{go}{int(line) // 1000}").touch()
 
     await asyncio.to_thread(follow_to_the_end)
@@ -314,7 +313,7 @@ async def test_what_cannot_be_capped_is_told_once_and_disturbs_nobody(
     capping = asyncio.create_task(capper.run())
     await until(lambda: fine.stat().st_size <= LIMIT_BYTES)
     capping.cancel()
-    capper.look()
+    capper.cap(odd)
     assert [record.message.split(": ")[0] for record in caplog.records] == ["odd.log", "fine.log"]
 
 
@@ -322,12 +321,11 @@ def test_a_log_that_fills_up_is_looked_at_when_it_should_be_full(tmp_path: Path)
     path = tmp_path / "a.log"
     capper = LogCapper({path: LIMIT_BYTES})
     assert capper.look() == 1.0
-    fill(path, 10)
+    fill(path, 9_990)
+    assert (capper.look(), capper.too_long()) == (0.05, [])
     assert capper.look() == 1.0
-    fill(path, 9_980)
-    assert capper.look() == 0.05
-    assert capper.look() == 1.0
-    for _ in range(3):
-        fill(path, 9_980)
-        capper.look()
-        assert path.stat().st_size <= LIMIT_BYTES
+    fill(path, 100)
+    assert (capper.look(), capper.too_long()) == (0.05, [path])
+    capper.cap(path)
+    capper.look()
+    assert (capper.look(), capper.too_long()) == (1.0, [])
