@@ -1,0 +1,199 @@
+"""Metrics read from what real processes print, through real keepers: while they run, after they ended, and again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from stage import Stage, open_stage, python, until
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_tui.services.base import ConsoleMetric
+from grpo_tui.supervisor import capped_log, console_metrics
+from grpo_tui.supervisor.console_metrics import ConsoleMetrics
+from grpo_tui.supervisor.processes import Keeper
+
+PRINTER = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+for number, part in enumerate(sys.argv[1:-1]):
+    if number: signal.sigwait([signal.SIGUSR1])
+    sys.stdout.write(part)
+    sys.stdout.flush()
+"""
+"""Prints its arguments but the last, one at once and each other on SIGUSR1, and ends."""
+
+CONSOLE = {
+    "step": ConsoleMetric(pattern=r"^Step (\d+)/\d+$"),
+    "train/loss": ConsoleMetric(pattern=r"^\s*Loss: (-?[\d.]+|nan)"),
+    "grpo/clipped_fraction": ConsoleMetric(pattern=r"clipped=([\d.]+)%", scale=0.01),
+}
+
+
+def printed(*steps: int) -> str:
+    """What the stock trainer prints of some steps, with all lines ended."""
+    return "".join(
+        f"\nStep {n}/9\n  Loss: {n}.5000, Grad norm: 0.1\n    GRPO: ratio=1.0, clipped=50.0%\n" for n in steps
+    )
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setattr(console_metrics, "POLL_S", 0.01)
+    with open_stage(tmp_path) as stage:
+        yield stage
+
+
+async def start(stage: Stage, *parts: str, attempt: int = 1) -> Keeper:
+    return await stage.start(*python(PRINTER, *parts, stage.token), attempt=attempt)
+
+
+def go_on(keeper: Keeper) -> None:
+    """Have the process print its next part."""
+    assert keeper.main_pid is not None
+    os.kill(keeper.main_pid, signal.SIGUSR1)
+
+
+def reader(stage: Stage, keeper: Keeper, told: list[str] | None = None) -> ConsoleMetrics:
+    return ConsoleMetrics(
+        stage.launch("true", console=CONSOLE),
+        attempt=keeper.attempt,
+        log_offset=keeper.log_offset,
+        run_folder=stage.folder,
+        notice=[].append if told is None else told.append,
+    )
+
+
+@asynccontextmanager
+async def following(stage: Stage, keeper: Keeper, told: list[str] | None = None) -> AsyncIterator[None]:
+    """A daemon's task that reads the attempt, and is cancelled with the daemon at the end."""
+    task = asyncio.create_task(reader(stage, keeper, told).run(asyncio.Event()))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def read_to_the_end(stage: Stage, keeper: Keeper, told: list[str] | None = None) -> None:
+    await keeper.exited()
+    ended = asyncio.Event()
+    ended.set()
+    await reader(stage, keeper, told).run(ended)
+
+
+def kept(stage: Stage) -> list[tuple[int, dict[str, float]]]:
+    """The lines of metrics.jsonl."""
+    file = stage.folder / "metrics.jsonl"
+    lines = [MetricsLine.model_validate_json(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+    return [(line.step, line.metrics) for line in lines]
+
+
+def whole(*steps: int) -> list[tuple[int, dict[str, float]]]:
+    return [(step, {"train/loss": step + 0.5, "grpo/clipped_fraction": 0.5}) for step in steps]
+
+
+async def test_a_step_is_kept_while_the_process_goes_on_with_the_next(stage: Stage) -> None:
+    keeper = await start(stage, printed(1, 2), printed(3))
+    async with following(stage, keeper):
+        await until(lambda: kept(stage) == whole(1, 2))
+    go_on(keeper)
+    await read_to_the_end(stage, keeper)
+    assert kept(stage) == whole(1, 2, 3)
+
+
+async def test_the_last_line_counts_though_it_was_never_ended(stage: Stage) -> None:
+    keeper = await start(stage, printed(1).rstrip("\n"))
+    await read_to_the_end(stage, keeper)
+    assert kept(stage) == whole(1)
+
+
+async def test_a_line_that_comes_in_two_pieces_is_read_once_it_is_whole(stage: Stage) -> None:
+    keeper = await start(stage, printed(1) + "Step 2/9\n  Loss: 2.5", "000, Grad norm: 0.1\n  GRPO: clipped=50.0%\n")
+    async with following(stage, keeper):
+        await until(lambda: kept(stage) == whole(1))
+        go_on(keeper)
+        await keeper.exited()
+        await until(lambda: kept(stage) == whole(1, 2))
+
+
+async def test_a_progress_bar_ends_its_lines_with_carriage_returns(stage: Stage) -> None:
+    keeper = await start(stage, "  0%|   |\rStep 1/9\r 10%|#  |\r  Loss: 1.5000\r 50%|## | clipped=50.0%\r100%|###|")
+    await read_to_the_end(stage, keeper)
+    assert kept(stage) == whole(1)
+
+
+async def test_a_daemon_that_takes_over_writes_no_step_twice_and_leaves_none_out(stage: Stage) -> None:
+    keeper = await start(stage, printed(1, 2, 3), printed(4), printed(5))
+    async with following(stage, keeper):
+        await until(lambda: kept(stage) == whole(1, 2, 3))
+    go_on(keeper)
+    await until(lambda: "Step 4/9" in stage.log())
+    async with following(stage, keeper):
+        await until(lambda: kept(stage) == whole(1, 2, 3, 4))
+    go_on(keeper)
+    await read_to_the_end(stage, keeper)
+    assert kept(stage) == whole(1, 2, 3, 4, 5)
+
+
+async def test_an_attempt_that_was_read_to_its_end_adds_nothing_when_it_is_read_again(stage: Stage) -> None:
+    keeper = await start(stage, printed(1, 2))
+    await read_to_the_end(stage, keeper)
+    await read_to_the_end(stage, keeper)
+    assert kept(stage) == whole(1, 2)
+
+
+async def test_a_restarted_process_that_counts_from_1_again_is_kept_as_it_counts(stage: Stage) -> None:
+    first = await start(stage, printed(1, 2, 3))
+    await read_to_the_end(stage, first)
+    second = await start(stage, printed(1, 2), printed(3), attempt=2)
+    async with following(stage, second):
+        await until(lambda: kept(stage) == whole(1, 2, 3, 1, 2))
+    go_on(second)
+    await read_to_the_end(stage, second)
+    assert kept(stage) == whole(1, 2, 3, 1, 2, 3)
+
+
+async def test_not_a_number_is_left_out_and_told_once_while_the_process_runs(stage: Stage) -> None:
+    told: list[str] = []
+    nan = "\nStep {0}/9\n  Loss: nan, Grad norm: nan\n    GRPO: clipped=50.0%\n"
+    keeper = await start(stage, printed(1) + nan.format(2) + nan.format(3), "")
+    async with following(stage, keeper, told):
+        await until(lambda: kept(stage) == [*whole(1), *((n, {"grpo/clipped_fraction": 0.5}) for n in (2, 3))])
+    assert told == ["train/loss is nan at step 2: left out of the metrics (said once)"]
+    go_on(keeper)
+    await keeper.exited()
+
+
+async def test_a_log_that_is_cut_at_its_beginning_meanwhile_costs_no_step(stage: Stage) -> None:
+    chatter = ("." * 99 + "\n") * 1000
+    keeper = await start(stage, printed(1) + chatter + printed(2), printed(3))
+    async with following(stage, keeper):
+        await until(lambda: kept(stage) == whole(1, 2))
+        assert capped_log.cap(stage.folder / "a.log", 70_000) > 0
+        go_on(keeper)
+        await keeper.exited()
+        await until(lambda: kept(stage) == whole(1, 2, 3))
+    await read_to_the_end(stage, keeper)
+    assert kept(stage) == whole(1, 2, 3)
+
+
+async def test_steps_wait_in_the_log_until_their_file_can_be_written(stage: Stage) -> None:
+    told: list[str] = []
+    file = stage.folder / "metrics.jsonl"
+    file.mkdir()
+    keeper = await start(stage, printed(1, 2), "")
+    async with following(stage, keeper, told):
+        await until(lambda: bool(told))
+        file.rmdir()
+        await until(lambda: kept(stage) == whole(1, 2))
+    assert len(told) == 1
+    assert "no metrics are kept: " in told[0]
+    go_on(keeper)
+    await keeper.exited()
