@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,18 +116,27 @@ def _rounds_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teardown, "GPU_ROUND_S", 0.002)
 
 
-@contextmanager
-def process(
+@asynccontextmanager
+async def process(
     stage: Stage, program: str = WAITING, *arguments: object, **marks: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that no keeper started."""
+) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """A process that no keeper started; its environment can be read."""
     argv = python(program, *arguments, stage.token)
-    environment = {**os.environ, **marks}
-    with subprocess.Popen(argv, env=environment, start_new_session=True) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
+    started = subprocess.Popen(argv, env={**os.environ, **marks}, start_new_session=True)  # noqa: ASYNC220 - it is short
+    try:
+        await until(lambda: shows_environment(started.pid))
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+
+
+def shows_environment(pid: int) -> bool:
+    """Whether the environment can be read, which for a moment after `exec` it cannot; or never again."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes() != b"" or identify(pid) is None
+    except ProcessLookupError:
+        return True
 
 
 async def cleared(stage: Stage, card: Card, **changes: Any) -> tuple[str | None, list[str]]:
@@ -140,7 +149,7 @@ async def cleared(stage: Stage, card: Card, **changes: Any) -> tuple[str | None,
 
 
 async def test_what_an_earlier_run_left_on_the_gpu_is_ended_and_named_and_its_memory_waited_for(stage: Stage) -> None:
-    with process(stage, **ORPHAN) as left:
+    async with process(stage, **ORPHAN) as left:
         card = Card(held={left.pid: 66_100_000_000}, lag=3)
         refusal, [line] = await cleared(stage, card)
         assert refusal is None
@@ -154,7 +163,7 @@ async def test_what_an_earlier_run_left_on_the_gpu_is_ended_and_named_and_its_me
 
 async def test_an_earlier_attempt_of_the_service_goes_and_another_service_of_the_run_stays(stage: Stage) -> None:
     marks = {"GRPO_TUI_RUN": stage.run, "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
-    with (
+    async with (
         process(stage, GRPO_TUI_SERVICE="vllm", **marks) as earlier,
         process(stage, GRPO_TUI_SERVICE="trainer", **marks) as trainer,
     ):
@@ -170,7 +179,7 @@ async def test_an_earlier_attempt_of_the_service_goes_and_another_service_of_the
 
 
 async def test_leftovers_go_also_where_it_is_unknown_how_much_memory_the_service_needs(stage: Stage) -> None:
-    with process(stage, **ORPHAN) as left, process(stage) as stranger:
+    async with process(stage, **ORPHAN) as left, process(stage) as stranger:
         refusal, lines = await cleared(
             stage, Card(held={left.pid: GB, stranger.pid: 130 * GB}), name="trainer", gpu_memory_share=None
         )
@@ -183,7 +192,7 @@ async def test_a_run_that_is_still_supervised_keeps_its_memory_and_the_refusal_s
     lock = take_lock(stage.folder)
     assert lock is not None
     marks = {"GRPO_TUI_RUN": "other", "GRPO_TUI_SERVICE": "vllm", "GRPO_TUI_RUN_FOLDER": str(stage.folder)}
-    with process(stage, **marks) as theirs:
+    async with process(stage, **marks) as theirs:
         refusal, _ = await cleared(stage, Card(held={theirs.pid: 100 * GB}))
         assert refusal is not None
         assert "service vllm of run other, which is still supervised (`grpo-tui down other` ends it)" in refusal
@@ -195,7 +204,7 @@ async def test_a_run_that_is_still_supervised_keeps_its_memory_and_the_refusal_s
 
 
 async def test_a_stranger_is_named_with_what_is_free_and_needed_and_what_to_do(stage: Stage) -> None:
-    with process(stage) as stranger:
+    async with process(stage) as stranger:
         refusal, lines = await cleared(stage, Card(held={stranger.pid: 100 * GB}))
         assert refusal is not None
         assert refusal.startswith(
@@ -218,7 +227,7 @@ async def test_a_process_that_named_itself_anew_is_shown_by_that_name_alone(stag
     program = "import sys; sys.path.append(sys.argv[1])\nimport setproctitle, signal\n" + (
         "setproctitle.setproctitle('VLLM::EngineCore'); signal.pause()"
     )
-    with process(stage, program, folder) as engine:
+    async with process(stage, program, folder) as engine:
         await until(lambda: command_line(engine.pid).startswith("VLLM::"))
         refusal, _ = await cleared(stage, Card(held={engine.pid: 100 * GB}))
         assert refusal is not None
@@ -226,20 +235,20 @@ async def test_a_process_that_named_itself_anew_is_shown_by_that_name_alone(stag
 
 
 async def test_a_service_of_another_kind_is_told_the_setting_that_it_has(stage: Stage) -> None:
-    with process(stage) as stranger:
+    async with process(stage) as stranger:
         refusal, _ = await cleared(stage, Card(held={stranger.pid: 100 * GB}), name="job", kind="command")
         assert refusal is not None
         assert "`--set services.job.gpu_memory_share=0.28`" in refusal
 
 
 async def test_memory_that_leaves_enough_is_nobodys_business(stage: Stage) -> None:
-    with process(stage) as stranger:
+    async with process(stage) as stranger:
         assert await cleared(stage, Card(held={stranger.pid: 77 * GB})) == (None, [])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 async def test_another_users_process_is_named_and_never_ended(stage: Stage) -> None:
-    with process(stage, "import os, signal; os.setuid(65534); signal.pause()", **ORPHAN) as theirs:
+    async with process(stage, "import os, signal; os.setuid(65534); signal.pause()", **ORPHAN) as theirs:
         await until(lambda: uid_of(theirs.pid) == 65534)
         refusal, lines = await cleared(stage, Card(held={theirs.pid: 100 * GB}))
         assert refusal is not None
@@ -262,7 +271,7 @@ async def test_a_share_that_the_driver_does_not_tell_is_unknown_and_not_0(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
-    with process(stage) as first, process(stage) as second:
+    async with process(stage) as first, process(stage) as second:
         refusal, _ = await cleared(stage, Card(held={first.pid: None, second.pid: None}))
         assert refusal is not None
         assert f"an unknown amount held by pid {first.pid} " in refusal
@@ -283,7 +292,7 @@ async def test_memory_that_nobody_listed_holds_is_waited_for_and_named_when_it_s
 
 
 async def test_memory_that_would_not_be_enough_when_it_came_back_is_not_waited_for(stage: Stage) -> None:
-    with process(stage) as stranger:
+    async with process(stage) as stranger:
         card = Card(held={stranger.pid: 100 * GB}, unlisted=20 * GB, lag=1000)
         refusal, _ = await cleared(stage, card)
         assert refusal is not None
@@ -293,10 +302,10 @@ async def test_memory_that_would_not_be_enough_when_it_came_back_is_not_waited_f
 async def test_a_leftover_that_hangs_in_the_kernel_is_named_and_its_memory_not_waited_for(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with process(stage, **ORPHAN) as stuck, monkeypatch.context() as patched:
-        patched.setattr("grpo_tui.supervisor.proc.send_signal", lambda *_: None)  # as deaf as one in a driver
-        patched.setattr(teardown, "UNKILLABLE_AFTER_S", 0.0)
-        patched.setattr(preflight, "FADING_LIMIT_S", 1e9)
+    async with process(stage, **ORPHAN) as stuck:
+        monkeypatch.setattr("grpo_tui.supervisor.proc.send_signal", lambda *_: None)  # as deaf as one in a driver
+        monkeypatch.setattr(teardown, "UNKILLABLE_AFTER_S", 0.0)
+        monkeypatch.setattr(preflight, "FADING_LIMIT_S", 1e9)
         refusal, [line] = await cleared(stage, Card(held={stuck.pid: 100 * GB}))
         assert line.endswith("does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
         assert refusal is not None
@@ -306,7 +315,7 @@ async def test_a_leftover_that_hangs_in_the_kernel_is_named_and_its_memory_not_w
 async def test_a_dead_process_that_still_holds_memory_is_named_as_hanging(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with process(stage, "pass", **ORPHAN) as zombie:  # nobody waits for it
+    async with process(stage, "pass", **ORPHAN) as zombie:  # nobody waits for it
         await until(lambda: (stat := read_stat(zombie.pid)) is not None and stat.is_dead)
         monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
         refusal, lines = await cleared(stage, Card(held={zombie.pid: 100 * GB}, lag=1000))
@@ -322,7 +331,7 @@ async def test_a_dead_process_below_a_marked_one_is_not_taken_for_one_that_can_b
     def dead_children(pid: int) -> list[int]:
         return [each.pid for each in all_processes() if each.parent == pid and each.is_dead]
 
-    with process(stage, "import os, signal; os.fork() or os._exit(0); signal.pause()", **ORPHAN) as parent:
+    async with process(stage, "import os, signal; os.fork() or os._exit(0); signal.pause()", **ORPHAN) as parent:
         await until(lambda: bool(dead_children(parent.pid)))
         monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
         refusal, lines = await cleared(stage, Card(held={dead_children(parent.pid)[0]: 100 * GB}, lag=1000))
@@ -337,7 +346,7 @@ async def test_a_leftover_that_dies_but_keeps_its_memory_hangs_and_ends_the_wait
     monkeypatch.setattr(teardown, "GPU_LIMIT_S", 1e9)
     monkeypatch.setattr(teardown, "UNKILLABLE_AFTER_S", 0.1)
     monkeypatch.setattr(preflight, "FADING_LIMIT_S", 1e9)
-    with process(stage, **ORPHAN) as left:  # a zombie once it is ended, since nobody waits for it
+    async with process(stage, **ORPHAN) as left:  # a zombie once it is ended, since nobody waits for it
         refusal, [line] = await cleared(stage, Card(held={left.pid: 100 * GB}, lag=1_000_000))
         assert "it hangs in the kernel" in line
         assert refusal is not None
@@ -362,14 +371,14 @@ async def test_a_service_that_takes_no_gpu_never_asks_the_driver(stage: Stage) -
 
 
 async def test_only_the_gpus_of_the_service_are_looked_at(stage: Stage) -> None:
-    with process(stage, **ORPHAN) as left:
+    async with process(stage, **ORPHAN) as left:
         assert await cleared(stage, Card(held={left.pid: 140 * GB}), gpus=(1,)) == (None, [])
         assert left.poll() is None
 
 
 async def test_ports_and_gpus_are_cleared_together_and_refused_together(stage: Stage) -> None:
     [port] = free_ports(1)
-    with process(stage, HOLDER, port) as stranger:
+    async with process(stage, HOLDER, port) as stranger:
         await until(lambda: is_open(port))
         refusal, [line] = await cleared(stage, Card(held={stranger.pid: 100 * GB}), ports=(port,))
         assert refusal is not None
@@ -385,7 +394,7 @@ async def test_ports_and_gpus_are_cleared_together_and_refused_together(stage: S
 
 
 async def test_looking_ends_nobody(stage: Stage) -> None:
-    with process(stage, **ORPHAN) as left:
+    async with process(stage, **ORPHAN) as left:
         launch = stage.launch("true", gpus=(0,))
         [gpu] = await look_at_gpus([launch], GpuReader(lambda: Card(held={left.pid: 66 * GB})))
         assert len(gpu.in_words(None)) == 1
