@@ -197,7 +197,7 @@ class RolloutSource:
                 batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)))
                 if lost_at is not None:
                     log.info("%s is back after %.1f s", self.url, now - lost_at)
-                lost_at = None
+                    lost_at, self._said = None, ("", 0.0)
             except PeerUnavailable as error:
                 batch = None
                 lost_at = lost_at or now

@@ -164,6 +164,7 @@ def test_a_restarted_server_gets_the_current_weights_before_the_next_batch(
         model = bridge.attach().model.eval()
         bridge.publish(7, shift(model, 1))
         assert server.stop() == 0
+        bridge.keep_up()  # waits for nobody, whatever the bridge
         port = int(server.url.rsplit(":", 1)[1])
         flags = ("--bridge-file", str(tmp_path / "bridge.json"), *SERVER_FLAGS[str(settings["mode"])])
         with running_server(tmp_path / "model", *flags, folder=tmp_path, port=port) as again:

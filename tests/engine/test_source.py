@@ -70,6 +70,25 @@ def test_a_source_that_failed_leaves_its_batch_to_the_next_one() -> None:
         assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
 
 
+def test_a_batch_that_was_fetched_and_not_trained_on_is_left_to_the_next_one_also_after_a_polite_end() -> None:
+    with served_api() as url:
+        post(url, 10)
+        post(url, 11)
+        with RolloutSource(url) as source:
+            source.register(**RUN)
+            source.next_batch(timeout_s=10)
+            source.mark_used()
+            source.next_batch(timeout_s=10)
+        with pytest.raises(PeerUnavailable), RolloutSource(url) as source:
+            source.register(**RUN)
+            again = source.next_batch(timeout_s=10)
+            source.mark_used()
+            raise PeerUnavailable("the loop has saved the step")
+        assert again is not None
+        assert again[0].tokens[0][2] == 11
+        assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
+
+
 @pytest.mark.slow
 def test_waiting_ends_at_the_wish_to_stop() -> None:
     answers = iter([False, True])
@@ -108,6 +127,24 @@ def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
         batch = source.next_batch(timeout_s=10)
     assert batch is not None
     assert batch[0].tokens[0][2] == 10
+    source.close()
+
+
+def test_an_api_that_is_lost_is_waited_for_as_long_as_a_batch_and_others_are_looked_after_meanwhile() -> None:
+    answers = iter([httpx.ConnectError("refused")] * 3)
+    looks: list[None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        for error in answers:
+            raise error
+        return httpx.Response(200, json={"batch": [group(1)], "lease": "a"})
+
+    source = RolloutSource("http://api.test", reach_timeout_s=0.01, transport=httpx.MockTransport(answer))
+    assert source.next_batch(timeout_s=60, meanwhile=lambda: looks.append(None)) is not None
+    assert len(looks) == 4
+    answers = iter([httpx.ConnectError("refused")] * 1000)
+    with pytest.raises(PeerUnavailable, match=r"http://api\.test/batch: refused"):
+        source.next_batch(timeout_s=0.05)
     source.close()
 
 
