@@ -47,6 +47,17 @@ class Owner:
             return service is None or self.mark.service == service
         return not self.is_supervised
 
+    @property
+    def may_be_ended(self) -> bool:
+        """Whether ending it is possible and allowed at all: it lives, is of our user, and is not the one who asks."""
+        if self.process is None or self.process.is_dead or self.is_other_users:
+            return False
+        return self.process.pid not in proc.ourselves()
+
+    def is_left_over(self, run: str | None, service: str | None) -> bool:
+        """Whether a start of this service ends it without asking: its own earlier attempt, or an orphan."""
+        return self.may_be_ended and self.belongs_to(run, service)
+
     def who(self, run: str | None = None) -> str:
         """The process for a person, and what to do where it is clear; `run` is the one that asks."""
         if self.process is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from grpo_tui.services.base import Launch
 from grpo_tui.services.visible_gpus import gpus_of
-from grpo_tui.supervisor import proc, teardown
+from grpo_tui.supervisor import teardown
 from grpo_tui.supervisor.gpus import GpuMemory, GpuReader
 from grpo_tui.supervisor.owners import Owner, owner_of
 from grpo_tui.supervisor.proc import ProcessId
@@ -79,6 +79,11 @@ class Gpu:
         held_bytes = sum(each.memory_bytes or 0 for each in staying)
         return self.memory.usable_bytes - held_bytes >= share * self.memory.usable_bytes
 
+    @property
+    def left_over_bytes(self) -> int:
+        """What runs of ours left on it, and any start ends."""
+        return sum(each.memory_bytes or 0 for each in self.holders if each.owner.is_left_over(None, None))
+
     def in_words(self, run: str | None) -> list[str]:
         """Everybody who holds memory of it, the largest first, then what nobody listed holds."""
         words = [each.words(run) for each in sorted(self.holders, key=lambda each: -(each.memory_bytes or 0))]
@@ -119,13 +124,6 @@ async def look_at_gpus(launches: Iterable[Launch], gpu_reader: GpuReader) -> lis
     return await asyncio.to_thread(_with_holders, [memory for memory in memories if memory.index in taken])
 
 
-def is_left_over(owner: Owner, run: str | None, service: str | None) -> bool:
-    """Whether a start of this service ends a process that holds GPU memory: its own earlier attempt, or an orphan."""
-    if owner.process is None or owner.process.is_dead or owner.is_other_users:
-        return False
-    return owner.belongs_to(run, service) and owner.process.pid not in proc.ourselves()
-
-
 def _with_holders(memories: Iterable[GpuMemory]) -> list[Gpu]:
     return [
         Gpu(
@@ -161,7 +159,7 @@ async def _end_leftovers(
 ) -> frozenset[ProcessId]:
     """End whoever is ours and left over, and wait until the driver has their memory back; who hangs in the kernel."""
     holders = [each for gpu in gpus for each in gpu.holders]
-    left = [each for each in holders if is_left_over(each.owner, run, launch.name)]
+    left = [each for each in holders if each.owner.is_left_over(run, launch.name)]
     processes = {each.identity: each.owner.process for each in left}
     if not left:
         return frozenset()

@@ -99,13 +99,10 @@ async def clear_ports(
     Returns who was ended, who could not be ended (both in words), and the strangers, who are named and left alone.
     """
     wanted = frozenset(ports)
-    spared = proc.ourselves()
 
     def may_end(holder: Holder) -> bool:
         owner = holder.owner
-        if owner.process is None or owner.process.pid in spared:
-            return False
-        return not owner.is_other_users and (owner.belongs_to(run, service) or (take and owner.mark is None))
+        return owner.may_be_ended and (owner.belongs_to(run, service) or (take and owner.mark is None))
 
     def ours() -> list[Stat]:
         holders = port_holders(wanted)
