@@ -79,7 +79,7 @@ def test_a_batch_that_was_fetched_and_not_trained_on_is_left_to_the_next_one_als
             source.next_batch(timeout_s=10)
             source.mark_used()
             source.next_batch(timeout_s=10)
-        with pytest.raises(PeerUnavailable), RolloutSource(url) as source:
+        with pytest.raises(PeerUnavailable), RolloutSource(url) as source:  # noqa: PT012
             source.register(**RUN)
             again = source.next_batch(timeout_s=10)
             source.mark_used()
