@@ -17,6 +17,7 @@ from grpo_tui.client.api import (
     NoSuchRun,
     Run,
     daemon_of,
+    end_orphans,
     look_at,
     replace_daemon,
     runs,
@@ -66,6 +67,8 @@ def down_command(
     take_ports: TakePortsOption = False,
 ) -> None:
     """End a run and leave nothing of it; says what it ended and how long each part took."""
+    if run is not None and asyncio.run(end_orphans(run, lambda line: print(line))):
+        return
     targets = [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]
     if not targets:
         raise NoSuchRun("no run lives here")

@@ -15,7 +15,7 @@ from grpo_engine.errors import ConfigError
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
 from grpo_tui.profile.loading import LoadedProfile, load
-from grpo_tui.profile.plan import Plan, describe, make_plan
+from grpo_tui.profile.plan import Plan, describe, make_plan, shown_env
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
@@ -46,7 +46,7 @@ def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOp
             f"GPU {gpus}" if gpus else "",
         ]
         print(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
-        for variable, value in launch.env.items():
+        for variable, value in shown_env(launch).items():
             print(f"   {variable}={shlex.quote(value)}")
         print(f"   {_folded(launch.argv)}")
 

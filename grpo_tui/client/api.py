@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from grpo_engine.errors import PeerError, PeerUnavailable
@@ -10,7 +11,9 @@ from grpo_engine.wire.supervisor import RunStatus, Warning
 from grpo_tui.client.launch import OpenedRun, StartFailed, ensure_daemon, open_run, replace_daemon
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.socket import Daemon
+from grpo_tui.supervisor import proc, teardown
 from grpo_tui.supervisor.lock import has_daemon
+from grpo_tui.supervisor.owners import is_supervised
 
 __all__ = [
     "Daemon",
@@ -19,6 +22,7 @@ __all__ = [
     "Run",
     "StartFailed",
     "daemon_of",
+    "end_orphans",
     "ensure_daemon",
     "find_run",
     "latest_metrics",
@@ -45,6 +49,20 @@ def daemon_of(run_folder: Path) -> Daemon:
     if not ensure_daemon(run_folder):
         raise NoSuchRun(f"run {run_folder.name} is over")
     return Daemon(run_folder)
+
+
+async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
+    """End what lives of a run that has neither folder nor supervisor any more; whether there was such a run."""
+    if any(run.id == run_id for run in runs()) or not await asyncio.to_thread(_is_orphaned, run_id):
+        return False
+    await teardown.sweep(run_id, None, ports=(), report=report)
+    return True
+
+
+def _is_orphaned(run_id: str) -> bool:
+    marks = [proc.marker(process.pid) for process in proc.processes_of_run(run_id)]
+    folders = {mark.run_folder for mark in marks if mark is not None and mark.run_folder is not None}
+    return bool(folders) and not any(is_supervised(Path(folder)) for folder in folders)
 
 
 async def until_gone(run_folder: Path) -> None:

@@ -118,7 +118,11 @@ def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
         except FileExistsError:
             number += 1
             folder = logs.resolve() / f"{base}.{number}"  # not "-": shared memory is swept by the prefix "grpo-<run>-"
-    plan = make_plan(loaded, run_folder=folder, python=sys.executable, take_ports=take_ports)
+    try:
+        plan = make_plan(loaded, run_folder=folder, python=sys.executable, take_ports=take_ports)
+    except GrpoError:
+        folder.rmdir()  # nothing will run in it
+        raise
     write_json_atomically(folder / RESOLVED_FILE, resolved(loaded), mode=0o600)
     write_atomically(folder / PLAN_FILE, plan.to_json().encode(), mode=0o600)
     return folder

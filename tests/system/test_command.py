@@ -189,6 +189,16 @@ def test_env_files_reach_the_service_and_neither_a_readable_file_nor_the_plan_as
     (described,) = json.loads(shown)["services"]
     assert described["env"] == {"FIRST": "***", "LATER": "***", "OWN": "mine", "SPACED": "***"}
     assert "s3cret" not in shown
+    assert "s3cret" not in place.grpo("plan", "--profile", "p").stdout
+
+
+@pytest.mark.slow
+def test_an_env_file_that_is_missing_refuses_the_start_and_leaves_no_run(place: Workplace) -> None:
+    place.profile(service("a", POLITE, env_files=["absent.env"]))
+    done = place.grpo("up", "--profile", "p", "--detach")
+    assert done.returncode == 2
+    assert "services.a.env_files: " in done.stderr
+    assert [path for path in (place.folder / "logs").glob("*") if path.is_dir()] == []
 
 
 @pytest.mark.parametrize(

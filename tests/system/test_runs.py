@@ -514,3 +514,16 @@ def test_on_explicit_word_a_stranger_on_the_port_makes_way(place: Workplace) -> 
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_what_lives_of_a_run_without_folder_and_supervisor_is_ended_by_its_name(place: Workplace) -> None:
+    place.profile(service("a", DEAF, ready="{ log = 'deaf', interval_s = 0.02 }"))
+    run = place.up()
+    pid = place.pid("a")
+    place.lose_daemon()
+    shutil.rmtree(place.run_folder())
+    done = place.grpo("down", run)
+    assert done.returncode == 0, done.stderr
+    assert f"pid {pid}" in done.stdout
+    assert place.survivors() == []
+    assert place.grpo("down", run).returncode == 5
