@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from grpo_tui.services.kinds import KINDS
 
 HEAVY = ("torch", "transformers", "vllm", "peft")
 
 
-def loaded_after(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter holds after a statement."""
-    code = f"import sys; {statement}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+def modules_after(statement: str) -> set[str]:
+    """Modules that a fresh interpreter holds after a statement."""
+    code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after a statement."""
+    return {name.partition(".")[0] for name in modules_after(statement)}
 
 
 @pytest.mark.slow
@@ -44,6 +52,23 @@ def test_the_terminal_side_and_every_setting_load_without_torch(module: str) -> 
 @pytest.mark.slow
 def test_the_command_line_loads_neither_a_screen_nor_an_http_client() -> None:
     assert not loaded_after("import grpo_tui.cli").intersection({"textual", "httpx", "pynvml"})
+
+
+@pytest.mark.slow
+def test_a_profile_of_commands_loads_no_setting_of_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text('[services.a]\nkind = "command"\nargv = ["true"]\n')
+    loaded = modules_after(f"from grpo_tui.profile.loading import load; load({str(tmp_path / 'x.toml')!r})")
+    assert "grpo_tui.services.command" in loaded
+    rooms = ("train", "server", "rollouts", "environments", "bridges", "models", "data", "algo", "flags")
+    assert not {name for name in loaded for room in rooms if f"{name}.".startswith(f"grpo_engine.{room}.")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["look", "follow", "act", "up"])
+def test_a_command_on_a_run_loads_no_profile_and_no_kind_of_service(command: str) -> None:
+    loaded = modules_after(f"import grpo_tui.cli.{command}")
+    kinds = {f"grpo_tui.services.{kind}" for kind in KINDS}
+    assert not loaded & {"grpo_tui.profile.loading", "grpo_tui.profile.model", "rich.console", "httpx", *kinds}
 
 
 @pytest.mark.slow

@@ -15,16 +15,11 @@ from typing import Any
 
 from grpo_engine.config import RawTable, apply_overrides, did_you_mean, read_table, validated
 from grpo_engine.errors import ConfigError
-from grpo_engine.models.config import check_model_name
-from grpo_engine.rollouts.config import ApiConfig
-from grpo_engine.server.config import ServerConfig
 from grpo_tui.paths import available_profiles
-from grpo_tui.profile.model import Profile
+from grpo_tui.profile.model import Profile, profile_type
 from grpo_tui.services.base import NeedCondition, RestartPolicy
-from grpo_tui.services.environment import Environment
-from grpo_tui.services.inference import Inference
-from grpo_tui.services.rollout_api import RolloutApi
-from grpo_tui.services.trainer import Trainer
+from grpo_tui.services.command import Command
+from grpo_tui.services.kinds import service_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +40,8 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
     path = find(name_or_file)
     table = _with_model_from(path.parent, read_table(path))
     table = _hand_out(_with_model_from(Path.cwd(), apply_overrides(table, overrides)))
-    profile = validated(Profile, table, where=str(path))
-    faults = [f"{path}: {fault}" for check in CHECKS for fault in check(profile)]
+    profile = validated(profile_type(table), table, where=str(path))
+    faults = [f"{path}: {fault}" for check in _checks_for(profile) for fault in check(profile)]
     if faults:
         raise ConfigError("\n".join(faults))
     return LoadedProfile(name=path.stem, path=path, profile=profile)
@@ -102,21 +97,21 @@ def _hand_out(table: RawTable) -> RawTable:
         },
         "environment": {
             **({"model_name": model["name"]} if "name" in model else {}),
-            **({"rollout_server_url": _url(api, ApiConfig)} if api is not None else {}),
-            **({"inference_url": _url(inference, ServerConfig)} if inference is not None else {}),
+            **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
+            **({"inference_url": _url(inference, "inference")} if inference is not None else {}),
         },
         "trainer": {
             **shared,
             **({"bridge": bridge} if bridge else {}),
             **({"seq_len": model["max_model_len"]} if "max_model_len" in model else {}),
-            **({"atropos_url": _url(api, ApiConfig)} if api is not None else {}),
+            **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
             **({"vllm_port": inference["port"]} if inference is not None and "port" in inference else {}),
         },
     }
     return {
         **table,
         "services": {
-            name: {**handed.get(service.get("kind", ""), {}), **service} if isinstance(service, dict) else service
+            name: {**handed.get(str(service.get("kind")), {}), **service} if isinstance(service, dict) else service
             for name, service in services.items()
         },
     }
@@ -133,8 +128,8 @@ def _only(services: RawTable, kind: str) -> RawTable | None:
     return found[0] if len(found) == 1 else None
 
 
-def _url(service: RawTable, config: type[ApiConfig] | type[ServerConfig]) -> str:
-    fields = config.model_fields
+def _url(service: RawTable, kind: str) -> str:
+    fields = service_class(kind).model_fields
     return f"http://{service.get('host', fields['host'].default)}:{service.get('port', fields['port'].default)}"
 
 
@@ -190,7 +185,8 @@ def _finished_needs_can_finish(profile: Profile) -> Iterator[str]:
 def _ports_are_used_once(profile: Profile) -> Iterator[str]:
     users: dict[int, list[str]] = {}
     for name, service in profile.services.items():
-        own = (service.port,) if isinstance(service, RolloutApi | Inference) else ()
+        port = getattr(service, "port", None)
+        own = () if port is None else (port,)
         for port, count in Counter((*own, *service.ports)).items():
             users.setdefault(port, []).extend([name] * (count if port not in own else 1))
     for port, names in users.items():
@@ -200,52 +196,12 @@ def _ports_are_used_once(profile: Profile) -> Iterator[str]:
             yield f"services.{second}.{key}: {port} is already the port of services.{first}"
 
 
-def _models_exist(profile: Profile) -> Iterator[str]:
-    names = {"model.name": profile.model.name} if profile.model else {}
-    for key, service in profile.services.items():
-        if isinstance(service, Inference | Environment | Trainer) and service.model_name not in names.values():
-            names[f"services.{key}.model_name"] = service.model_name
-    for key, name in names.items():
-        problem = check_model_name(name)
-        if problem:
-            yield f"{key}: {problem}"
-
-
-def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
-    sizes = {s.group_size for s in profile.services.values() if isinstance(s, Environment)}
-    for name, service in profile.services.items():
-        if isinstance(service, Trainer) and len(sizes) == 1 and service.sequences_per_batch % min(sizes):
-            yield (
-                f"services.{name}.batch_size: {service.batch_size} × gradient_accumulation_steps "
-                f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences a batch, which is no "
-                f"multiple of the environment's group_size {min(sizes)}: no batch would ever form"
-            )
-
-
-def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
-    servers = [service for service in profile.services.values() if isinstance(service, Inference)]
-    sharing = [server for server in servers if server.shared_weights]
-    for name, service in profile.services.items():
-        if not isinstance(service, Trainer) or service.bridge.mode != "shared_vllm":
-            continue
-        if servers and not sharing:
-            yield f"services.{name}.bridge.mode: shared_vllm, but no inference service has shared_weights = true"
-        if any(server.dtype != service.dtype for server in sharing):
-            yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
-
-
-def _one_writer_of_metrics(profile: Profile) -> Iterator[str]:
-    writers = []
-    for name, service in profile.services.items():
-        if isinstance(service, Trainer) and service.run_folder is None:
-            writers.append((f"services.{name}", "a trainer writes it by itself"))
-        if service.console:
-            writers.append((f"services.{name}.console", "from its console"))
-    for key, how in writers[1:]:
-        first, first_how = writers[0]
+def _one_console_of_metrics(profile: Profile) -> Iterator[str]:
+    first, *others = [name for name, service in profile.services.items() if service.console] or [""]
+    for name in others:
         yield (
-            f"{key}: metrics.jsonl has one writer, and {first} is it ({first_how}); this would be a second ({how}): "
-            f"take one of them away"
+            f"services.{name}.console: metrics.jsonl has one writer, and services.{first}.console is it; this would be "
+            f"a second: take one of them away"
         )
 
 
@@ -258,6 +214,15 @@ def _console_metrics_have_a_step(profile: Profile) -> Iterator[str]:
             )
 
 
+def _checks_for(profile: Profile) -> tuple[Check, ...]:
+    """The checks here, and those of the training stack where a profile has any of it."""
+    if profile.model is None and all(isinstance(service, Command) for service in profile.services.values()):
+        return CHECKS
+    from grpo_tui.profile.stack_checks import STACK_CHECKS
+
+    return (*CHECKS, *STACK_CHECKS)
+
+
 Check = Callable[[Profile], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _needs_name_services,
@@ -266,10 +231,7 @@ CHECKS: tuple[Check, ...] = (
     _needs_have_no_cycle,
     _finished_needs_can_finish,
     _ports_are_used_once,
-    _models_exist,
-    _batches_are_whole_groups,
-    _shared_weights_have_their_bridge,
-    _one_writer_of_metrics,
+    _one_console_of_metrics,
     _console_metrics_have_a_step,
 )
 

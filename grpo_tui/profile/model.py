@@ -1,19 +1,23 @@
 """A profile: one way of running, as people write it in TOML.
 
-The model and the bridge are stated once; `loading` hands them to every service that needs them.
+The model and the bridge are stated once; `loading` hands them to every service that needs them. `profile_type` closes
+a profile over the kinds of service that it has, so that no other kind is loaded for it.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from functools import cache, reduce
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, create_model
 
-from grpo_engine.bridges import AnyBridge
 from grpo_engine.config import Config
+from grpo_tui.services.base import Service
 from grpo_tui.services.hook import Hook
-from grpo_tui.services.kinds import AnyService
+from grpo_tui.services.kinds import KINDS, service_class
 
 
 def _is_free(name: str) -> str:
@@ -40,13 +44,36 @@ class ModelTable(Config):
 
 
 class Profile(Config):
-    """One way of running."""
+    """One way of running; read as the `profile_type` of its table, which knows kinds and bridges."""
 
     description: str = ""
     """One line for `grpo-tui profiles`."""
     model: ModelTable | None = None
-    bridge: AnyBridge | None = None
-    services: dict[ServiceName, AnyService] = Field(min_length=1)
+    bridge: Config | None = None
+    """How new weights reach inference."""
+    services: dict[ServiceName, Service] = Field(min_length=1)
     """What is supervised, by name."""
     hooks: tuple[Hook, ...] = ()
     """Commands that are run when something becomes of a service or of the run."""
+
+
+def profile_type(table: Mapping[str, Any]) -> type[Profile]:
+    """`Profile` for a table: with the kinds of service in it, and with every kind where one of them is unknown."""
+    services = table.get("services")
+    tables = services.values() if isinstance(services, dict) else ()
+    found = {str(service.get("kind")) if isinstance(service, dict) else "" for service in tables}
+    kinds = tuple(kind for kind in KINDS if kind in found) if found and found <= KINDS.keys() else tuple(KINDS)
+    return _profile_of(kinds, has_bridge="bridge" in table)
+
+
+@cache
+def _profile_of(kinds: tuple[str, ...], *, has_bridge: bool) -> type[Profile]:
+    service: Any = reduce(operator.or_, map(service_class, kinds))
+    if len(kinds) > 1:
+        service = Annotated[service, Field(discriminator="kind")]
+    closed: dict[str, Any] = {"services": (dict[ServiceName, service], Field(min_length=1))}
+    if has_bridge:
+        from grpo_engine.bridges import AnyBridge
+
+        closed["bridge"] = (AnyBridge | None, None)
+    return create_model("Profile", __base__=Profile, **closed)

@@ -1,20 +1,26 @@
-"""The kinds of service and the union that registers them.
+"""The kinds of service, each loaded when a profile has one of it.
 
-Apart from `__init__`, because it loads every engine setting: the daemon and the command line work with launches, which
-need none of them.
+A kind brings the settings of its part of the engine; building them all takes longer than the rest of a start, and a
+profile of commands has none of them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
 
-from pydantic import Field
+from grpo_tui.services.base import Service
 
-from grpo_tui.services.command import Command
-from grpo_tui.services.environment import Environment
-from grpo_tui.services.inference import Inference
-from grpo_tui.services.rollout_api import RolloutApi
-from grpo_tui.services.trainer import Trainer
+KINDS = {
+    "command": "Command",
+    "rollout_api": "RolloutApi",
+    "inference": "Inference",
+    "environment": "Environment",
+    "trainer": "Trainer",
+}
+"""Each kind, which is the name of its file here, with its class. A new kind is one new file and one name here."""
 
-AnyService = Annotated[Command | RolloutApi | Inference | Environment | Trainer, Field(discriminator="kind")]
-"""A new kind is one new file and one name here."""
+
+def service_class(kind: str) -> type[Service]:
+    """Load the class of one of `KINDS`."""
+    found: type[Service] = getattr(importlib.import_module(f"grpo_tui.services.{kind}"), KINDS[kind])
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from grpo_tui.profile.plan import describe, make_plan
 from grpo_tui.services.base import NeedCondition
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
+from grpo_tui.services.kinds import KINDS, service_class
 from grpo_tui.services.trainer import Trainer
 
 STACK = """
@@ -99,6 +101,47 @@ def test_a_list_of_needs_means_ready(tmp_path: Path) -> None:
 def test_an_unknown_setting_of_the_trainer_names_the_nearest(tmp_path: Path) -> None:
     text = fault(tmp_path, STACK, "services.trainer.leaning_rate=1")
     assert text == "x.toml: services.trainer.leaning_rate: not a setting here (did you mean 'learning_rate'?)"
+
+
+def test_an_unknown_kind_names_the_nearest_and_all_there_are(tmp_path: Path) -> None:
+    text = fault(tmp_path, commands("a ports = [9000]"), 'services.a.kind="comand"')
+    kinds = "command, rollout_api, inference, environment, trainer"
+    assert text == f"x.toml: services.a.kind: 'comand' is not one of {kinds} (did you mean 'command'?)"
+
+
+@pytest.mark.parametrize("kind", ["3", "[1]", "{ a = 1 }"])
+def test_a_kind_that_is_no_word_is_a_fault_and_not_a_crash(tmp_path: Path, kind: str) -> None:
+    assert "x.toml: services.a" in fault(tmp_path, commands("a ports = [9000]"), f"services.a.kind={kind}")
+
+
+def test_a_service_without_a_kind_or_that_is_no_table_is_named(tmp_path: Path) -> None:
+    assert fault(tmp_path, "[services.a]\nargv = ['true']\n") == "x.toml: services.a.kind: required, but missing"
+    assert "x.toml: services.a: " in fault(tmp_path, "[services]\na = 5\n")
+    assert "x.toml: services: " in fault(tmp_path, "services = 5\n")
+    assert "x.toml: services: " in fault(tmp_path, "[services]\n")
+
+
+def test_faults_of_several_services_are_told_at_once(tmp_path: Path) -> None:
+    text = fault(tmp_path, STACK, "services.trainer.leaning_rate=1", "services.api.kind=rolout_api")
+    assert "services.trainer.leaning_rate: not a setting here (did you mean 'learning_rate'?)" in text
+    assert "services.api.kind: 'rolout_api' is not one of" in text
+    assert "(did you mean 'rollout_api'?)" in text
+
+
+def test_an_unknown_setting_names_the_nearest_where_all_services_are_of_one_kind(tmp_path: Path) -> None:
+    text = fault(tmp_path, commands("a port = [9000]"))
+    assert text == "x.toml: services.a.port: not a setting here (did you mean 'ports'?)"
+
+
+def test_an_unknown_bridge_names_the_nearest(tmp_path: Path) -> None:
+    text = fault(tmp_path, '[bridge]\nmode = "lora_onli"\n' + commands("a ports = [9000]"))
+    assert text.startswith("x.toml: bridge.mode: 'lora_onli' is not one of ")
+    assert text.endswith("(did you mean 'lora_only'?)")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_called_like_its_file_and_chosen_by_that_name(kind: str) -> None:
+    assert service_class(kind).model_fields["kind"].annotation == Literal[kind]
 
 
 def test_the_rate_may_be_called_learning_rate(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Checks of the training stack in a profile: models, batches, bridges, metrics. Each yields `dotted.key: what (hint)`.
+
+Apart from `loading`, because it loads the settings of the engine, which a profile of commands does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from grpo_engine.models.config import check_model_name
+from grpo_tui.profile.model import Profile
+from grpo_tui.services.environment import Environment
+from grpo_tui.services.inference import Inference
+from grpo_tui.services.trainer import Trainer
+
+
+def _models_exist(profile: Profile) -> Iterator[str]:
+    names = {"model.name": profile.model.name} if profile.model else {}
+    for key, service in profile.services.items():
+        if isinstance(service, Inference | Environment | Trainer) and service.model_name not in names.values():
+            names[f"services.{key}.model_name"] = service.model_name
+    for key, name in names.items():
+        problem = check_model_name(name)
+        if problem:
+            yield f"{key}: {problem}"
+
+
+def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
+    sizes = {s.group_size for s in profile.services.values() if isinstance(s, Environment)}
+    for name, service in profile.services.items():
+        if isinstance(service, Trainer) and len(sizes) == 1 and service.sequences_per_batch % min(sizes):
+            yield (
+                f"services.{name}.batch_size: {service.batch_size} × gradient_accumulation_steps "
+                f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences a batch, which is no "
+                f"multiple of the environment's group_size {min(sizes)}: no batch would ever form"
+            )
+
+
+def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
+    servers = [service for service in profile.services.values() if isinstance(service, Inference)]
+    sharing = [server for server in servers if server.shared_weights]
+    for name, service in profile.services.items():
+        if not isinstance(service, Trainer) or service.bridge.mode != "shared_vllm":
+            continue
+        if servers and not sharing:
+            yield f"services.{name}.bridge.mode: shared_vllm, but no inference service has shared_weights = true"
+        if any(server.dtype != service.dtype for server in sharing):
+            yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
+
+
+def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
+    services = profile.services.items()
+    writers = [f"services.{name}" for name, each in services if isinstance(each, Trainer) and each.run_folder is None]
+    consoles = [f"services.{name}.console" for name, service in services if service.console]
+    for key in (*writers[1:], *consoles) if writers else ():
+        yield (
+            f"{key}: metrics.jsonl has one writer, and {writers[0]} is it (a trainer writes it by itself); this would "
+            f"be a second: take one of them away"
+        )
+
+
+STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
+    _models_exist,
+    _batches_are_whole_groups,
+    _shared_weights_have_their_bridge,
+    _trainer_alone_writes_metrics,
+)
