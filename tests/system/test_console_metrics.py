@@ -134,7 +134,7 @@ async def test_a_daemon_that_takes_over_writes_no_step_twice_and_leaves_none_out
     async with following(stage, keeper):
         await until(lambda: kept(stage) == whole(1, 2, 3))
     go_on(keeper)
-    await until(lambda: "Step 4/9" in stage.log())
+    await stage.says("Step 4/9")
     async with following(stage, keeper):
         await until(lambda: kept(stage) == whole(1, 2, 3, 4))
     go_on(keeper)
