@@ -13,8 +13,8 @@ All offsets here, and a keeper's `log_offset`, are absolute.
 
 Where a file system cannot take blocks out (tmpfs, btrfs, NFS), a few of the newest megabytes are copied to the front
 and the file is cut behind them. What is appended between the last copied byte and the cut, some microseconds, is lost,
-and the line at that place may be torn. Who reads the oldest megabytes just then may see newer lines there.
-Until the cut the first line says from which size on the older number holds ("dropped 0 from 256000123 bytes on").
+and the line at that place may be torn. Until the cut the first line says from which size on the older number holds
+("dropped 0 from 256000123 bytes on"), and readers wait.
 
 Standard library only; supervisor, screen and command line read through it.
 """
@@ -38,6 +38,8 @@ KEPT_BYTES_MIN = 64 * 1024
 COPIED_BYTES_MAX = 4 * 1024 * 1024
 """At most so much is kept where it has to be copied."""
 BLOCK_BYTES = 1 << 20
+MOVING_MS_MAX = 200
+"""Who copies a log takes less than this, or was killed and has left the log as it was, but for its oldest part."""
 OLDER_COUNT_BYTES = 64
 """Room in the header for the older count, while a log is copied down."""
 ATTEMPT_LINE_BYTES = 2000
@@ -102,9 +104,13 @@ class Part:
 
 
 def place(descriptor: int) -> Place:
-    """Where a log begins and ends now."""
-    dropped, header_bytes, size = extent(descriptor)
-    return Place(dropped, dropped + header_bytes, dropped + size)
+    """Where a log begins and ends now. Waits while its newest part is being copied to the front, some milliseconds."""
+    for _ in range(MOVING_MS_MAX):
+        now = extent(descriptor)
+        if not now.is_moving:
+            break
+        time.sleep(0.001)
+    return Place(now.dropped, now.dropped + now.header, now.dropped + now.size)
 
 
 def read_part(descriptor: int, start: int, max_bytes: int, *, with_header: bool = True) -> Part:
@@ -217,10 +223,10 @@ def cap(path: Path, limit_bytes: int) -> int:
         cut = (size - max(limit_bytes // 2, KEPT_BYTES_MIN)) // block_bytes * block_bytes
         if size <= limit_bytes or cut <= 0:
             return 0
-        dropped, _, _ = extent(descriptor)
+        dropped = extent(descriptor).dropped
         header = _header(descriptor, cut, dropped + cut)
-        os.pwrite(descriptor, header, cut)  # where the file will begin: so at no time it begins without
         os.fdatasync(descriptor)  # `fallocate` would do that, and keep the service waiting meanwhile
+        os.pwrite(descriptor, header, cut)  # where the file will begin: so at no time it begins without
         try:
             _collapse(descriptor, cut)
         except OSError as error:

@@ -458,21 +458,33 @@ def ends_with_newline(path: str) -> bool:
         return file.read(1) == b"\n"
 
 
-def extent(log: int) -> tuple[int, int, int]:
-    """How many bytes a log has lost at its beginning, how long the header is that says so, and the file's size."""
+class Extent(NamedTuple):
+    """What a log file holds."""
+
+    dropped: int
+    """How many bytes it has lost at its beginning."""
+    header: int
+    """How long the lines are that say so."""
+    size: int
+    is_moving: bool
+    """Whether bytes are being moved to its front just now."""
+
+
+def extent(log: int) -> Extent:
+    """Read the first line of a log for what it has lost."""
     header, size = CAPPED.match(os.pread(log, 200, 0)), os.fstat(log).st_size
     if header is None:
-        return 0, 0, size
-    is_pending = header[4] is not None and size >= int(header[4])
-    return int(header[3 if is_pending else 1]), int(header[2]), size
+        return Extent(0, 0, size, False)
+    is_moving = header[4] is not None and size >= int(header[4])
+    return Extent(int(header[3 if is_moving else 1]), int(header[2]), size, is_moving)
 
 
 def written_bytes(log: int) -> int:
     """How many bytes were written to a log since it began, with those that it has lost."""
     while True:
-        dropped, _, size = extent(log)
-        if extent(log)[0] == dropped:  # else its older part was dropped between the two numbers
-            return dropped + size
+        now = extent(log)
+        if extent(log).dropped == now.dropped:  # else its older part was dropped between the two numbers
+            return now.dropped + now.size
 
 
 def write_line(log: int, line: str) -> None:
