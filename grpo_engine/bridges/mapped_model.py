@@ -63,9 +63,10 @@ class MappedModel:
         if not self.is_mapped:
             write()
             return
-        tensors = self._tensors()
-        for name, values in self._kept.items():
-            tensors[name].data.copy_(values)
+        if self._kept:
+            tensors = self._tensors()
+            for name, values in self._kept.items():
+                tensors[name].data.copy_(values)
         write()
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)

@@ -84,7 +84,7 @@ def train(
             batch = fitting_batch(groups, config.seq_len)
             fetched = time.perf_counter()
 
-            bridge.ensure_current()  # before the step: where parameters are their own masters, it changes them
+            bridge.ensure_current()  # the step reads what is mapped of a server: that must be a living one's
             result = gradient_step(trainee, batch, step=step, policy_version=version)
             source.mark_used()
             step += 1
