@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -42,8 +43,12 @@ def available_profiles() -> dict[str, Path]:
 
 
 def new_run_id(profile_name: str, now: float | None = None) -> str:
-    """`tiny-cpu-1121-041503`: readable, sortable within a profile, short enough for one line."""
-    return f"{profile_name}-{time.strftime('%m%d-%H%M%S', time.localtime(now))}"
+    """`tiny-cpu-1121-041503-7f3a`: readable, sortable within a profile, short enough for one line.
+
+    Processes and shared memory of a run are known by it on the whole machine, where another folder may start a run of
+    the same profile in the same second: hence the four digits of chance.
+    """
+    return f"{profile_name}-{time.strftime('%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
 def runtime_folder() -> Path:

@@ -81,6 +81,10 @@ class ServiceStatus(Message):
     state: ServiceState
     health: str | None = None
     """The last answer of its probe, in words; null without a probe."""
+    probe: ProbeOutcome | None = None
+    """The same for programs."""
+    phase: str | None = None
+    """What its start-up is at, in words, where its log tells."""
     pid: int | None = None
     pgid: int | None = None
     started_at: float | None = None

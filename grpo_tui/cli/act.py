@@ -122,9 +122,10 @@ async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
     """Ask for the end, and print what the daemon says until it is gone."""
     started = time.monotonic()
     daemon = await asyncio.to_thread(daemon_of, run.folder)
-    listening = asyncio.create_task(_print_notices(daemon, started))
+    hears = asyncio.Event()
+    listening = asyncio.create_task(_print_notices(daemon, started, hears))
     try:
-        await asyncio.sleep(0)
+        await hears.wait()
         reply = await daemon.command("down", wait=True, timeout_s=timeout_s, take_ports=take_ports)
         if not reply.ok:
             print(reply.error, file=sys.stderr)
@@ -139,13 +140,16 @@ async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-async def _print_notices(daemon: Daemon, started: float) -> RunState | None:
+async def _print_notices(daemon: Daemon, started: float, hears: asyncio.Event) -> RunState | None:
     try:
         async for message in daemon.events():
+            hears.set()
             if isinstance(message, Notice):
                 print(f"{time.monotonic() - started:6.2f} s  {message.text}")
             elif isinstance(message, Bye):
                 return message.state
     except PeerUnavailable:
         pass  # it was gone before we listened; its files say the rest
+    finally:
+        hears.set()
     return None

@@ -62,9 +62,12 @@ def doctor_command(
     from grpo_tui.profile.doctor import GpuFacts, Machine, examine
     from grpo_tui.supervisor.gpus import GpuReader
     from grpo_tui.supervisor.ports import port_holders
+    from grpo_tui.supervisor.preflight import look_at_gpus
 
     loaded, plan = planned(profile, set_ or []) if profile else (None, None)
-    sample = asyncio.run(GpuReader().sample({}))
+    reader = GpuReader()
+    sample = asyncio.run(reader.sample({}))
+    taken = {gpu.memory.index: gpu for gpu in asyncio.run(look_at_gpus(plan.launches if plan else (), reader))}
     machine = Machine(
         gpus=[
             GpuFacts(
@@ -72,12 +75,20 @@ def doctor_command(
                 name=gpu.name,
                 total_bytes=gpu.memory_total_bytes,
                 free_bytes=gpu.memory_total_bytes - gpu.memory_used_bytes,
+                uuid=gpu.uuid,
+                holders=taken[gpu.index].in_words(None) if gpu.index in taken else (),
+                left_over_bytes=taken[gpu.index].left_over_bytes if gpu.index in taken else 0,
             )
             for gpu in sample.gpus
             if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
         ],
         gpu_note=sample.note,
-        port_holders=lambda ports: [holder.words() for holder in port_holders(ports)],
+        port_holders=lambda ports: [
+            each.words() for each in port_holders(ports) if not each.owner.is_left_over(None, None)
+        ],
+        port_leftovers=lambda ports: [
+            each.words() for each in port_holders(ports) if each.owner.is_left_over(None, None)
+        ],
     )
     findings = examine(machine, loaded, plan, LOGS)
     if as_json:

@@ -254,13 +254,17 @@ def _from_files(folder: Path, watch: Watch, say: Speaker) -> ExitCode:
 async def _take_down(folder: Path, watch: Watch, say: Speaker) -> None:
     daemon = Daemon(folder)
 
+    hears = asyncio.Event()
+
     async def listen() -> None:
         async for message in daemon.events():
+            hears.set()
             say.heard(message)
             watch.hear(message)
 
     listening = asyncio.create_task(listen())
-    await asyncio.sleep(0)
+    listening.add_done_callback(lambda _: hears.set())
+    await hears.wait()
     try:
         await daemon.command("down", wait=True)
         await listening

@@ -11,6 +11,7 @@ from grpo_engine.wire.supervisor import RunStatus, Warning
 from grpo_tui.client.launch import OpenedRun, StartFailed, ensure_daemon, open_run, replace_daemon
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.socket import Daemon
+from grpo_tui.paths import socket_path
 from grpo_tui.supervisor import proc, teardown
 from grpo_tui.supervisor.lock import has_daemon
 from grpo_tui.supervisor.owners import is_supervised
@@ -53,16 +54,21 @@ def daemon_of(run_folder: Path) -> Daemon:
 
 async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
     """End what lives of a run that has neither folder nor supervisor any more; whether there was such a run."""
-    if any(run.id == run_id for run in runs()) or not await asyncio.to_thread(_is_orphaned, run_id):
+    if any(run.id == run_id for run in runs()):
+        return False
+    folders = await asyncio.to_thread(_folders_of, run_id)
+    if not folders or any(is_supervised(folder) for folder in folders):
         return False
     await teardown.sweep(run_id, None, ports=(), report=report)
+    for folder in folders:
+        socket_path(folder).unlink(missing_ok=True)
     return True
 
 
-def _is_orphaned(run_id: str) -> bool:
+def _folders_of(run_id: str) -> set[Path]:
+    """The folder in which a run was started, there or not, as its living processes say."""
     marks = [proc.marker(process.pid) for process in proc.processes_of_run(run_id)]
-    folders = {mark.run_folder for mark in marks if mark is not None and mark.run_folder is not None}
-    return bool(folders) and not any(is_supervised(Path(folder)) for folder in folders)
+    return {Path(mark.run_folder) for mark in marks if mark is not None and mark.run_folder is not None}
 
 
 async def until_gone(run_folder: Path) -> None:

@@ -150,7 +150,7 @@ def start_daemon(folder: Path) -> bool:
 
 
 async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
-    """Hand a run over to a new daemon, of the program as it is installed now; who had it (None: nobody), and who has it.
+    """Hand a run over to a new daemon, of the program as it is installed now; who had it, if any, and who has it.
 
     The new one has loaded itself and this program has read the run's plan before the old one is asked to leave.
 

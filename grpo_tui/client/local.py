@@ -6,18 +6,15 @@ Reads only. What a dead daemon left in `state.json` is checked against the keepe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
-from grpo_tui.paths import KEEPERS, LOGS, PLAN_FILE, STATE_FILE
+from grpo_tui.paths import LOGS, PLAN_FILE, STATE_FILE
 from grpo_tui.supervisor.latest_metrics import latest_metrics as latest_metrics
 from grpo_tui.supervisor.lock import has_daemon
-from grpo_tui.supervisor.processes import KeeperState
+from grpo_tui.supervisor.processes import KeeperState, keeper_states, living_keepers
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
@@ -82,23 +79,6 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     raise NoSuchRun(f"no run lives in {logs.resolve()}: {hint}")
 
 
-def living_keepers(folder: Path) -> Iterator[KeeperState]:
-    """Keepers of a run that live."""
-    for state in _keeper_states(folder):
-        if state.state != "gone" and state.keeper.identity().is_alive():
-            yield state
-
-
-def _keeper_states(folder: Path) -> Iterator[KeeperState]:
-    for path in (folder / KEEPERS).glob("*.json"):
-        if path.name.endswith(".spec.json"):
-            continue
-        try:
-            yield KeeperState.model_validate_json(path.read_bytes())
-        except (ValidationError, FileNotFoundError):
-            continue  # being written, or damaged: the daemon that takes over says so
-
-
 def _born_at(folder: Path) -> float:
     return (folder / PLAN_FILE).stat().st_mtime
 
@@ -121,7 +101,7 @@ def stored_status(run: Run) -> RunStatus:
 
 def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunStatus:
     """The status of a run whose daemon died: services as their keepers show them."""
-    keepers = {(state.service, state.attempt): state for state in _keeper_states(run.folder)}
+    keepers = {(state.service, state.attempt): state for state in keeper_states(run.folder)}
     services = [_seen(service, keepers.get((service.name, service.attempt))) for service in status.services]
     num_living = sum(service.state in MOVING for service in services)
     if num_living:

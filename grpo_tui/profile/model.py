@@ -21,8 +21,8 @@ from grpo_tui.services.kinds import KINDS, service_class
 
 
 def _is_free(name: str) -> str:
-    if name == "supervisor":
-        raise ValueError("'supervisor' is the name of the supervisor's own log: choose another")
+    if name in ("supervisor", "hooks"):
+        raise ValueError(f"{name!r} is the name of a log of the supervisor's own: choose another")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"{name!r} names files and words of a command line: letters, digits, _, . and - only")
     return name

@@ -60,6 +60,13 @@ class Inference(Service, ServerConfig):
         making = (r"making (\S+) in .* \(once", "making {0}")
         return (making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
 
+    @property
+    def demanded_share(self) -> float | None:
+        """Share of each GPU that must be free: vLLM does not start on one with less than it is to take."""
+        if self.gpu_memory_share is not None or self.engine != "vllm" or self.device == "cpu":
+            return self.gpu_memory_share
+        return self.gpu_memory_utilization
+
     def launch(self, name: str, place: Place) -> Launch:
         """Put the bridge file into the run folder; be ready when `/health` answers 200, and stay asked after that."""
         config = self
@@ -72,6 +79,7 @@ class Inference(Service, ServerConfig):
             place,
             argv=(place.python, "-m", "grpo_engine", "server", *to_flags(config, ServerConfig)),
             ports=(self.port, *self.ports),
+            gpu_memory_share=self.demanded_share,
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
             live=self.live or Probe(http=health, interval_s=5, timeout_s=10, within_s=60),
         )

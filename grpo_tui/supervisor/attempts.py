@@ -15,11 +15,14 @@ from typing import Literal
 
 from grpo_engine.errors import GrpoError
 from grpo_tui.services.base import Launch, Probe
-from grpo_tui.supervisor import teardown
+from grpo_tui.supervisor import preflight, teardown
 from grpo_tui.supervisor.capped_log import last_lines
-from grpo_tui.supervisor.machine import Answered, Effect, Event, Exited, Refused, Spawned
+from grpo_tui.supervisor.console_metrics import ConsoleMetrics
+from grpo_tui.supervisor.machine import Answered, Effect, Event, Exited, Moved, Refused, Spawned
+from grpo_tui.supervisor.machine_facts import oom_kill_count
 from grpo_tui.supervisor.probes import Answer, Prober
 from grpo_tui.supervisor.processes import ExitReport, Keeper, start_keeper
+from grpo_tui.supervisor.progress import Progress
 from grpo_tui.supervisor.sampling import Sampler
 
 log = logging.getLogger(__name__)
@@ -56,14 +59,20 @@ class Attempts:
         self._is_ready = False
         self.may_take_ports = False
         """The word, good for one start, to end strangers of our own user that hold a declared port."""
+        self._clearing: asyncio.Task[str | None] | None = None
+        """Looks after ports and GPUs before a start."""
         self._life: asyncio.Task[None] | None = None
         self.keeper: Keeper | None = None
         """Of the attempt at hand."""
         self.started_at: float | None = None
         """Unix time at which the last attempt started."""
+        self.oom_kills_before: int | None = None
+        """How often the kernel had ended processes for want of memory when it started; None where that is not known."""
 
     def do(self, effect: Effect, attempt: int) -> None:
         """Have an effect carried out, after those before it."""
+        if effect is not Effect.SPAWN and self._clearing is not None:
+            self._clearing.cancel()
         self._effects.put_nowait((effect, attempt))
 
     async def work(self) -> None:
@@ -85,7 +94,7 @@ class Attempts:
 
     def bury(self, attempt: int, report: ExitReport) -> None:
         """Tell the core of an attempt that ended while no daemon was there."""
-        self._tasks.create_task(self._tell_end(attempt, 0, report), name=f"end of {self._launch.name}")
+        self._tasks.create_task(self._bury(attempt, report), name=f"end of {self._launch.name}")
 
     def let_go(self) -> None:
         """Wait no longer for an attempt that is stuck in the kernel."""
@@ -96,10 +105,11 @@ class Attempts:
 
     async def _spawn(self, attempt: int) -> None:
         name = self._launch.name
-        in_the_way = await self._pre_flight()
+        in_the_way = await self._clear_the_way()
         if in_the_way:
             self._tell(Refused(in_the_way))
             return
+        self.oom_kills_before = oom_kill_count()
         try:
             keeper = await start_keeper(self._launch, run=self._run, attempt=attempt, run_folder=self._run_folder)
         except GrpoError as error:
@@ -111,19 +121,24 @@ class Attempts:
         if keeper.main_pid is not None:
             self._tell(Spawned())
 
-    async def _pre_flight(self) -> str | None:
-        """Clear the declared ports of what is ours; who else holds them, in words."""
-        if not self._launch.ports:
-            return None
-        _, stuck, strangers = await teardown.clear_ports(
-            self._run, self._launch.name, ports=self._launch.ports, report=self._report, take=self.may_take_ports
+    async def _clear_the_way(self) -> str | None:
+        """End what is ours on its ports and GPUs; who else is in the way, in words. A stop ends the looking."""
+        take_ports, self.may_take_ports = self.may_take_ports, False
+        self._clearing = asyncio.create_task(
+            preflight.clear_the_way(
+                self._launch,
+                run=self._run,
+                report=self._report,
+                gpu_reader=self._sampler.gpu_reader,
+                take_ports=take_ports,
+            )
         )
-        self.may_take_ports = False
-        faults = [
-            *(holder.words() for holder in strangers),
-            *(f"{words} holds a port, and does not end" for words in stuck),
-        ]
-        return "; ".join(faults) or None
+        try:
+            await asyncio.wait({self._clearing})
+            return "stopped before it was started" if self._clearing.cancelled() else self._clearing.result()
+        finally:
+            self._clearing.cancel()
+            self._clearing = None
 
     def _follow(self, keeper: Keeper) -> None:
         self.keeper = keeper
@@ -134,14 +149,27 @@ class Attempts:
     async def _live(self, keeper: Keeper) -> None:
         """Probe the attempt while it lives; clear away what is left of it; tell the core."""
         probing = self._tasks.create_task(self._probe(keeper), name=f"probing {self._launch.name}")
+        ended = asyncio.Event()
+        reading = self._tasks.create_task(
+            self._read_console(keeper.attempt, keeper.log_offset, ended), name=f"console of {self._launch.name}"
+        )
         try:
             report = await keeper.exited()
         finally:
             probing.cancel()
+            ended.set()
+        await reading
         if report.code == 0 and not self._is_ready:
             await self._ask_once_more(keeper)
         self.keeper = None
         await self._tell_end(keeper.attempt, keeper.log_offset, report)
+
+    async def _bury(self, attempt: int, report: ExitReport) -> None:
+        if report.log_offset is not None:
+            ended = asyncio.Event()
+            ended.set()
+            await self._read_console(attempt, report.log_offset, ended)
+        await self._tell_end(attempt, report.log_offset or 0, report)
 
     async def _tell_end(self, attempt: int, log_offset: int, report: ExitReport) -> None:
         name = self._launch.name
@@ -167,8 +195,10 @@ class Attempts:
         """Ask whether it is ready until it is, and from then on whether it lives."""
         if self._launch.ready is not None and not self._is_ready:
             prober = self._prober(self._launch.ready, keeper)
+            progress = Progress(self._log, keeper.log_offset, self._launch.phases)
             while not (answer := await prober.ask()).passed:
                 self._tell(_answered(keeper, answer))
+                await self._look_for_progress(keeper, progress)
                 await asyncio.sleep(self._launch.ready.interval_s)
             self._is_ready = True
             self._tell(_answered(keeper, answer))
@@ -177,6 +207,26 @@ class Attempts:
             while True:
                 await asyncio.sleep(self._launch.live.interval_s)
                 self._tell(_answered(keeper, await prober.ask()))
+
+    async def _look_for_progress(self, keeper: Keeper, progress: Progress) -> None:
+        name = self._launch.name
+        held_bytes = self._sampler.gpu_memory_bytes.get(name)
+        pids = [process.pid for process in self._sampler.processes(name)]
+        movement = await asyncio.to_thread(progress.look, held_bytes, pids)
+        if movement is not None:
+            self._tell(Moved(attempt=keeper.attempt, phase=movement.phase))
+
+    async def _read_console(self, attempt: int, log_offset: int, ended: asyncio.Event) -> None:
+        """Keep the metrics that it prints, where it has any."""
+        if self._launch.console:
+            reader = ConsoleMetrics(
+                self._launch,
+                attempt=attempt,
+                log_offset=log_offset,
+                run_folder=self._run_folder,
+                notice=lambda words: self._notice("warning", f"{self._launch.name}: {words}", self._launch.name),
+            )
+            await reader.run(ended)
 
     async def _ask_once_more(self, keeper: Keeper) -> None:
         """A command that does its work between two questions and ends has been ready if what it left says so."""
@@ -198,4 +248,4 @@ class Attempts:
 
 
 def _answered(keeper: Keeper, answer: Answer) -> Answered:
-    return Answered(attempt=keeper.attempt, passed=answer.passed, words=answer.words)
+    return Answered(attempt=keeper.attempt, outcome=answer.kind, words=answer.words)

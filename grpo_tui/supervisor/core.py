@@ -26,20 +26,27 @@ from grpo_engine.wire.supervisor import (
     Warning,
 )
 from grpo_engine.wire.supervisor import ServiceState as S
+from grpo_tui.paths import SUPERVISOR_LOG
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.services.hook import HookEvent
 from grpo_tui.supervisor import order, teardown
 from grpo_tui.supervisor.attempts import Attempts
 from grpo_tui.supervisor.broadcast import Broadcast
+from grpo_tui.supervisor.capped_log import LogCapper
+from grpo_tui.supervisor.crash_report import write_report
+from grpo_tui.supervisor.hooks import HOOKS, Hooks
 from grpo_tui.supervisor.machine import (
     RUNNING,
     Effect,
     Event,
+    Overran,
     RestartAsked,
     Service,
     Tick,
     adopted,
     step,
 )
+from grpo_tui.supervisor.machine_facts import oom_kill_count
 from grpo_tui.supervisor.proc import ProcessId
 from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper
 from grpo_tui.supervisor.sampling import Sampler
@@ -54,6 +61,7 @@ from grpo_tui.supervisor.state_file import (
 )
 from grpo_tui.supervisor.words import why
 
+OWN_LOG_LIMIT_BYTES = 64_000_000
 log = logging.getLogger(__name__)
 
 
@@ -81,7 +89,19 @@ class Supervisor:
         self._me: SupervisorInfo | None = SupervisorInfo(pid=os.getpid(), started_at=time.time())
         self._changed = asyncio.Event()
         self._writer = StateWriter(run_folder, self.document)
-        self._sampler = Sampler(self.broadcast, self.keeper_pids, told=self._retell, ledger_changed=self._writer.mark)
+        self._sampler = Sampler(
+            self.broadcast,
+            self.keeper_pids,
+            told=self._retell,
+            ledger_changed=self._writer.mark,
+            limits={each.name: each.memory_limit_bytes for each in plan.launches if each.memory_limit_bytes},
+            over_limit=self._over_limit,
+        )
+        self._hooks = Hooks(
+            plan.hooks, run=self.run_name, run_folder=run_folder, cwd=plan.profile_folder, notice=self.notice
+        )
+        self._log_capper = LogCapper(_log_limits(plan, run_folder))
+        self._tasks: asyncio.TaskGroup
 
     # --- the story of a run ----------------------------------------------------------------------------------------
 
@@ -100,10 +120,11 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
             helpers = self._take_hands(tasks)
             self._take_over()
             await self._writer.write()
-            helpers += [tasks.create_task(self._writer.run()), tasks.create_task(self._sampler.run())]
+            helpers += [tasks.create_task(helper.run()) for helper in (self._writer, self._sampler, self._log_capper)]
             while not self._is_over():
                 self._decide()
                 self._publish()
@@ -148,6 +169,7 @@ class Supervisor:
             self._services[name] = self._adopt(service, attempt, found, now_s)
             if self._services[name].has_process:
                 log.info("%s: taken over in attempt %d: %s", name, attempt, self._services[name].state)
+        self._hooks.take_over()
         if ledger is not None and ledger.ending is not None:
             self.end(ledger.ending)
 
@@ -207,6 +229,7 @@ class Supervisor:
     async def _leave_nothing(self) -> None:
         """The second net below all services, then the last words."""
         assert self._ending is not None
+        await self._run_last_hooks(self._ending.state)
         ports = [port for launch in self._launches.values() for port in launch.ports]
         await teardown.sweep(
             self.run_name,
@@ -222,6 +245,11 @@ class Supervisor:
         self._set_state(self._ending.state)
         await self._writer.write()
         self._pulse()
+
+    async def _run_last_hooks(self, state: RunState) -> None:
+        event = HookEvent.FAILED if state is RunState.FAILED else HookEvent.FINISHED
+        self._hooks.fire(event, service=None, status=self.status().model_copy(update={"state": state}))
+        await self._hooks.finish(max((hook.timeout_s for hook in self._plan.hooks), default=0.0))
 
     # --- what others may ask ---------------------------------------------------------------------------------------
 
@@ -331,12 +359,19 @@ class Supervisor:
         if after.state is S.READY and not before.was_ready:
             self._ready_at[name] = time.time()
             self.broadcast.figures_wanted.set()
+            self._fire(HookEvent.READY, name)
+            if after.attempt > 1:
+                self._fire(HookEvent.RESTARTED, name)
         elif after.state is S.STARTING:
             self._ready_at[name] = None
         words = f"{name}: {before.state} → {after.state}" + (f" ({after.reason})" if after.reason else "")
         log.log(logging.WARNING if after.state in {S.FAILED, S.UNHEALTHY, S.BACKOFF} else logging.INFO, "%s", words)
         if after.state is S.FAILED:
             self.notice("error", f"{name} failed: {why(name, self._services, self._launches, time.monotonic())}", name)
+        if after.state is S.FINISHED:
+            self._fire(HookEvent.FINISHED, name)
+        if after.state in {S.FAILED, S.BACKOFF}:
+            self._tasks.create_task(self._record_failure(name, after), name=f"crash report of {name}")
         if before.state is S.STOPPING and not after.has_process:
             seconds = time.monotonic() - before.since_s
             self.notice("info", f"{name} ended in {seconds:.2f} s ({_how(after)})", name)
@@ -344,6 +379,32 @@ class Supervisor:
             for follower in order.restart_group(name, self._launches):
                 if self._services[follower].state in RUNNING:
                     self.post(follower, RestartAsked(f"restarted because {name} is"))
+
+    def _fire(self, event: HookEvent, name: str) -> None:
+        self._hooks.fire(event, service=self.service_status(name), status=self.status())
+
+    async def _record_failure(self, name: str, failed: Service) -> None:
+        """Write down how everything stood, and only then tell the hooks, which may send it to somebody."""
+        status, before = self.status(last_usage_of=name), self._hands[name].oom_kills_before
+        now = oom_kill_count()
+        path = await asyncio.to_thread(
+            write_report,
+            self._run_folder,
+            status,
+            self._launches,
+            name,
+            attempt=failed.attempt,
+            why=failed.reason or "failed",
+            oom_kills=None if before is None or now is None else now - before,
+        )
+        if path is not None:
+            self.notice("info", f"{name}: how everything stood is in {path}", name)
+        service = next(each for each in status.services if each.name == name)
+        self._hooks.fire(HookEvent.FAILED, service=service, status=status)
+
+    def _over_limit(self, name: str, held_bytes: int) -> None:
+        limit_bytes = self._launches[name].memory_limit_bytes or 0
+        self.post(name, Overran(f"holds {held_bytes / 1e9:.2f} GB, over its memory_limit_gb of {limit_bytes / 1e9:g}"))
 
     def _tell_service(self, name: str) -> None:
         status, at = self.service_status(name), time.time()
@@ -360,8 +421,11 @@ class Supervisor:
         """Tell what became of the run, and wake whoever waits for a change."""
         if self._ending is None:
             state = order.run_state(self._services, self._launches, has_been_up=self._has_been_up)
-            self._has_been_up = self._has_been_up or state is RunState.RUNNING
+            is_first_time_up = state is RunState.RUNNING and not self._has_been_up
+            self._has_been_up = self._has_been_up or is_first_time_up
             self._set_state(state)
+            if is_first_time_up:
+                self._hooks.fire(HookEvent.READY, service=None, status=self.status())
         self._pulse()
 
     def _set_state(self, state: RunState) -> None:
@@ -378,8 +442,12 @@ class Supervisor:
 
     # --- the status document ---------------------------------------------------------------------------------------
 
-    def status(self) -> RunStatus:
-        """Where the run stands now. Metrics are added by whoever reads: they are a file, not ours."""
+    def status(self, *, last_usage_of: str | None = None) -> RunStatus:
+        """Where the run stands now. Metrics are added by whoever reads: they are a file, not ours.
+
+        Args:
+            last_usage_of: a service that has ended, of which the last sample is to be told nevertheless.
+        """
         warnings = []
         if self._writer.fault is not None:
             hint = "free some space; services go on, and the state is written again at the next change"
@@ -389,7 +457,7 @@ class Supervisor:
             profile=self._plan.profile_name,
             state=self._state,
             supervisor=self._me,
-            services=[self.service_status(name) for name in self._launches],
+            services=[self.service_status(name, with_last_usage=name == last_usage_of) for name in self._launches],
             gpus=self._sampler.gpus,
             gpu_note=self._sampler.gpu_note,
             warnings=warnings,
@@ -397,16 +465,19 @@ class Supervisor:
             ended_at=self._ended_at,
         )
 
-    def service_status(self, name: str) -> ServiceStatus:
+    def service_status(self, name: str, *, with_last_usage: bool = False) -> ServiceStatus:
         """One service, for the status document."""
         service, launch, hands = self._services[name], self._launches[name], self._hands[name]
         pid = hands.keeper.main_pid if hands.keeper is not None else None
-        usage = self._sampler.usage.get(name) if service.has_process else None
+        has_usage = service.has_process or with_last_usage
+        usage = self._sampler.usage.get(name) if has_usage else None
         return ServiceStatus(
             name=name,
             kind=launch.kind,
             state=service.state,
             health=service.answer,
+            probe=service.outcome,
+            phase=service.phase,
             pid=pid,
             pgid=pid,
             started_at=hands.started_at,
@@ -418,7 +489,7 @@ class Supervisor:
             gpus=list(launch.gpus),
             cpu_percent=usage.cpu_percent if usage else None,
             rss_bytes=usage.rss_bytes if usage else None,
-            gpu_memory_bytes=self._sampler.gpu_memory_bytes.get(name) if service.has_process else None,
+            gpu_memory_bytes=self._sampler.gpu_memory_bytes.get(name) if has_usage else None,
             log=str(self._run_folder / f"{name}.log"),
             why=why(name, self._services, self._launches, time.monotonic()),
             is_refused=service.is_refused,
@@ -445,7 +516,18 @@ class Supervisor:
 
 def _shown(service: Service) -> tuple[object, ...]:
     """The part of a service that people see."""
-    return (service.state, service.answer, service.reason, service.attempt, service.is_running, service.exit_code)
+    answer, how_far = (service.answer, service.outcome), (service.phase, service.is_running)
+    return (service.state, answer, service.reason, service.attempt, how_far, service.exit_code)
+
+
+def _log_limits(plan: Plan, run_folder: Path) -> dict[Path, int]:
+    """Every log of a run, with its limit in bytes."""
+    services = {run_folder / f"{launch.name}.log": launch.log_limit_bytes for launch in plan.launches}
+    return {
+        **services,
+        run_folder / SUPERVISOR_LOG: OWN_LOG_LIMIT_BYTES,
+        run_folder / f"{HOOKS}.log": OWN_LOG_LIMIT_BYTES,
+    }
 
 
 def _how(service: Service) -> str:

@@ -15,6 +15,7 @@ import signal
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.services.base import Launch, RestartPolicy
 
@@ -67,6 +68,8 @@ class Service:
     """What brought it into a state that it was not meant for."""
     answer: str | None = None
     """The last answer of its probe, in words."""
+    outcome: ProbeOutcome | None = None
+    """The same for programs."""
     phase: str | None = None
     """What its start-up is at, in words, where its log tells."""
     moved_at_s: float = 0.0
@@ -128,8 +131,13 @@ class Answered:
     """Its probe was asked."""
 
     attempt: int
-    passed: bool
+    outcome: ProbeOutcome
     words: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answer is yes."""
+        return self.outcome is ProbeOutcome.PASSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +209,8 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
         case Refused(words), _ if service.has_process:
             return _refused(service, words, now_s), ()
         case Answered(), S.STARTING | S.READY | S.UNHEALTHY if event.attempt == service.attempt:
-            return _answered(replace(service, answer=event.words), event.passed, now_s, launch), ()
+            heard = replace(service, answer=event.words, outcome=event.outcome)
+            return _answered(heard, event.passed, now_s, launch), ()
         case Moved(phase=phase), S.STARTING if event.attempt == service.attempt:
             return replace(service, moved_at_s=now_s, phase=phase or service.phase), ()
         case Overran(words), S.STARTING | S.READY | S.UNHEALTHY:
@@ -246,11 +255,11 @@ def _enter(service: Service, state: S, now_s: float, *, reason: str | None) -> S
 
 
 def _settle(service: Service, state: S, now_s: float, reason: str | None) -> Service:
-    return replace(_enter(service, state, now_s, reason=reason), after_stop=AfterStop.REST, answer=None)
+    return replace(_enter(service, state, now_s, reason=reason), after_stop=AfterStop.REST, answer=None, outcome=None)
 
 
 def _wait(service: Service, now_s: float) -> Service:
-    return replace(_enter(service, S.WAITING, now_s, reason=None), after_stop=AfterStop.REST, answer=None)
+    return replace(_enter(service, S.WAITING, now_s, reason=None), after_stop=AfterStop.REST, answer=None, outcome=None)
 
 
 def _start(service: Service, now_s: float, launch: Launch) -> Step:
@@ -263,6 +272,7 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         is_killed=False,
         exit_code=None,
         answer=None,
+        outcome=None,
         phase=None,
         moved_at_s=now_s,
         last_lines=(),

@@ -15,6 +15,7 @@ from pathlib import Path
 from grpo_tui.supervisor import proc
 from grpo_tui.supervisor.lock import LOCK_FILE, has_daemon
 from grpo_tui.supervisor.proc import Stat
+from grpo_tui.supervisor.processes import living_keepers
 
 COMMAND_HEAD, COMMAND_TAIL = 100, 60
 """Characters of a long command line that a message shows: the program, and what tells one run of it from another."""
@@ -33,6 +34,8 @@ class Owner:
     """The run of ours that it was started for."""
     is_supervised: bool
     """Whether the supervisor of that run still lives."""
+    is_kept: bool = False
+    """Whether a keeper of that run stands above it: with or without a supervisor, the run goes on."""
 
     @property
     def is_other_users(self) -> bool:
@@ -45,7 +48,7 @@ class Owner:
             return False
         if self.mark.run == run:
             return service is None or self.mark.service == service
-        return not self.is_supervised
+        return not self.is_supervised and not self.is_kept
 
     @property
     def may_be_ended(self) -> bool:
@@ -67,8 +70,11 @@ class Owner:
             return f"{pid} (user {_user(self.uid)}): {command}"
         if self.mark.run == run:
             return f"{pid}, service {self.mark.service} of this run: {command}"
-        if not self.is_supervised:
+        if not self.is_supervised and not self.is_kept:
             return f"{pid}, left by run {self.mark.run} of this project: {command}"
+        if not self.is_supervised:
+            ways = f"`grpo-tui attach {self.mark.run}` takes it over, `grpo-tui down {self.mark.run}` ends it"
+            return f"{pid}, service {self.mark.service} of run {self.mark.run}, which goes on ({ways}): {command}"
         owner = f"service {self.mark.service} of run {self.mark.run}"
         return f"{pid}, {owner}, which is still supervised (`grpo-tui down {self.mark.run}` ends it): {command}"
 
@@ -80,12 +86,14 @@ def owner_of(pid: int | None, uid: int | None = None) -> Owner:
         return Owner(process=None, uid=uid, command="", mark=None, is_supervised=False)
     known_uid = proc.uid_of(stat.pid)
     mark = mark_of(stat.pid)
+    folder = None if mark is None or mark.run_folder is None else Path(mark.run_folder)
     return Owner(
         process=stat,
         uid=uid if known_uid is None else known_uid,
         command=proc.command_line(stat.pid),
         mark=mark,
-        is_supervised=mark is not None and mark.run_folder is not None and is_supervised(Path(mark.run_folder)),
+        is_supervised=folder is not None and is_supervised(folder),
+        is_kept=folder is not None and is_kept(stat.pid, folder),
     )
 
 
@@ -94,6 +102,12 @@ def mark_of(pid: int) -> proc.Marker | None:
     if (mark := proc.marker(pid)) is not None or proc.uid_of(pid) != os.getuid():
         return mark
     return next((mark for parent in proc.ancestors(pid) if (mark := proc.marker(parent)) is not None), None)
+
+
+def is_kept(pid: int, run_folder: Path) -> bool:
+    """Whether a living keeper of the run stands above a process."""
+    keepers = {state.keeper.pid for state in living_keepers(run_folder)}
+    return not keepers.isdisjoint(proc.ancestors(pid))
 
 
 def is_supervised(run_folder: Path) -> bool:

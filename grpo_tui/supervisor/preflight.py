@@ -25,6 +25,8 @@ ANSWER_LIMIT_S = 10.0
 """For the driver's answer: without its persistence mode it wakes every card for the first one."""
 FADING_LIMIT_S = 5.0
 """For memory that nobody living accounts for: the driver takes a large model's back within a second."""
+LETTING_GO_LIMIT_S = 120.0
+"""For other services of the run to let go of weights that they have mapped: a trainer ends its step first."""
 CONTEXT_BYTES = 600_000_000
 """About what a program takes on a GPU before it has allocated anything."""
 
@@ -44,6 +46,11 @@ class GpuHolder:
         """The process by pid and start time; None when it cannot be seen."""
         process = self.owner.process
         return None if process is None else ProcessId(process.pid, process.start_ticks)
+
+    @property
+    def run(self) -> str | None:
+        """The run of ours that it was started for."""
+        return None if self.owner.mark is None else self.owner.mark.run
 
     @property
     def lives(self) -> bool:
@@ -73,9 +80,17 @@ class Gpu:
         """Whether so much of it is free."""
         return self.memory.free_bytes >= share * self.memory.usable_bytes
 
-    def may_get_room(self, share: float, hanging: Set[ProcessId | None]) -> bool:
-        """Whether so much would be free if only those held on who live, or hang in the kernel."""
-        staying = [each for each in self.holders if each.lives or each.identity in hanging]
+    def may_get_room(self, share: float, hanging: Set[ProcessId | None], *, but_for_run: str | None = None) -> bool:
+        """Whether so much would be free if only those held on who live, or hang in the kernel.
+
+        Args:
+            but_for_run: a run whose services are about to let go.
+        """
+        staying = [
+            each
+            for each in self.holders
+            if each.identity in hanging or (each.lives and (but_for_run is None or each.run != but_for_run))
+        ]
         held_bytes = sum(each.memory_bytes or 0 for each in staying)
         return self.memory.usable_bytes - held_bytes >= share * self.memory.usable_bytes
 
@@ -204,15 +219,21 @@ async def _shortfalls(
         return []
     started = time.monotonic()
     has_waited = False
+    # Who has mapped the weights of the last attempt lets go of them, if need be at the end of a step.
+    letting_go = run if launch.after_restart is not None else None
     while True:
         short = [gpu for gpu in await look_at_gpus([launch], gpu_reader) if not gpu.has_room(share)]
-        is_late = time.monotonic() - started > FADING_LIMIT_S
-        if not short or is_late or not all(gpu.may_get_room(share, hanging) for gpu in short):
+        is_fading = all(gpu.may_get_room(share, hanging) for gpu in short)
+        is_let_go = all(gpu.may_get_room(share, hanging, but_for_run=letting_go) for gpu in short)
+        limit_s = FADING_LIMIT_S if is_fading or letting_go is None else LETTING_GO_LIMIT_S
+        if not short or time.monotonic() - started > limit_s or not (is_fading or is_let_go):
             break
+        if not has_waited and not is_fading:
+            report(f"{launch.name}: waits for the others of this run to let go of GPU memory of its last attempt")
         has_waited = True
         await asyncio.sleep(teardown.GPU_ROUND_S)
     if has_waited and not short:
-        report(f"{launch.name}: waited {time.monotonic() - started:.2f} s until the driver gave GPU memory back")
+        report(f"{launch.name}: waited {time.monotonic() - started:.2f} s until GPU memory was given back")
     return [_refusal(launch, run, share, gpu) for gpu in short]
 
 

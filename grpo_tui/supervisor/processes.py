@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,8 @@ class ExitReport:
     """Why it could not be started or followed, in words."""
     unkillable: tuple[str, ...] = ()
     """Processes that SIGKILL did not end within seconds, in words."""
+    log_offset: int | None = None
+    """Where in the log the attempt begins; None when nobody knows."""
     keeper_lost: bool = False
     """Whether the keeper did not live to the end: processes may be left, and `teardown.sweep` must look for them."""
 
@@ -181,6 +184,24 @@ def adopt_keeper(run_folder: Path, service: str, attempt: int) -> Keeper | ExitR
     return _report(state, state_file)
 
 
+def living_keepers(folder: Path) -> Iterator[KeeperState]:
+    """Keepers of a run that live."""
+    for state in keeper_states(folder):
+        if state.state != "gone" and state.keeper.identity().is_alive():
+            yield state
+
+
+def keeper_states(folder: Path) -> Iterator[KeeperState]:
+    """What the keepers of a run wrote, living or not."""
+    for path in (folder / KEEPERS).glob("*.json"):
+        if path.name.endswith(".spec.json"):
+            continue
+        try:
+            yield KeeperState.model_validate_json(path.read_bytes())
+        except (ValidationError, FileNotFoundError):
+            continue  # being written, or damaged: the daemon that takes over says so
+
+
 def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_script.Spec:
     """What the keeper is told; every path absolute, since it has a working directory of its own."""
     folder = run_folder.resolve()
@@ -201,7 +222,8 @@ def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_script.Spec:
 def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> dict[str, str]:
     """Ours, then the service's, then the marks by which its processes are found again."""
     marks = {RUN: run, SERVICE: launch.name, ATTEMPT: str(attempt), RUN_FOLDER: str(run_folder.resolve())}
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **launch.env, **marks}
+    # setproctitle, by which vLLM names its engine, would write over the environment, and with it over the marks.
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **launch.env, **marks}
 
 
 def _spawn(spec: keeper_script.Spec, environment: dict[str, str], report: int) -> int:
@@ -245,6 +267,7 @@ def _report(state: KeeperState | None, state_file: Path) -> ExitReport:
     is_lost = state.state != "gone"
     return ExitReport(
         code=state.exit_code,
+        log_offset=state.log_offset,
         ended_at=state.ended_at or time.time(),
         ended=tuple(entry.words() for entry in state.ended),
         error="its keeper was killed: nobody saw how it ended" if is_lost else state.error,

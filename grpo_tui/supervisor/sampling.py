@@ -43,7 +43,7 @@ class Sampler:
         self._ledger_changed = ledger_changed
         self._memory_limits = MemoryLimits(limits or {}, over_limit)
         self._usage_reader = UsageReader()
-        self._gpu_reader = GpuReader()
+        self.gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
         self._living: dict[str, frozenset[ProcessId]] = {}
         self._dead: deque[ProcessId] = deque(maxlen=MAX_DEAD)
@@ -77,7 +77,7 @@ class Sampler:
         pids = {service: frozenset(process.pid for process in self.processes(service))}
 
         async def held_bytes() -> int | None:
-            sample = await self._gpu_reader.sample(pids)
+            sample = await self.gpu_reader.sample(pids)
             return sum(gpu.by_service.get(service, 0) for gpu in sample.gpus)
 
         return held_bytes if self.gpus and pids[service] else None
@@ -102,7 +102,7 @@ class Sampler:
             self._note(service)
         await self._memory_limits.look(self.usage, keepers)
         pids = {name: usage.pids for name, usage in self.usage.items()}
-        gpus = await self._gpu_reader.sample(pids)
+        gpus = await self.gpu_reader.sample(pids)
         self.gpus, self.gpu_note = list(gpus.gpus), gpus.note
         at = time.time()
         self._broadcast.send(lambda number: self._event(number, at))

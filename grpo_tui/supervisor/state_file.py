@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message, from_line, write_atomically
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState
 from grpo_tui.paths import KEEPERS, STATE_FILE

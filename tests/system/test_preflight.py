@@ -283,7 +283,7 @@ async def test_memory_that_nobody_listed_holds_is_waited_for_and_named_when_it_s
 ) -> None:
     refusal, [line] = await cleared(stage, Card(unlisted=100 * GB, lag=4))
     assert refusal is None
-    assert re.fullmatch(r"vllm: waited [\d.]+ s until the driver gave GPU memory back", line)
+    assert re.fullmatch(r"vllm: waited [\d.]+ s until GPU memory was given back", line)
     monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
     refusal, lines = await cleared(stage, Card(unlisted=100 * GB, lag=1000))
     assert refusal is not None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_engine.wire.supervisor import RunState
+from grpo_engine.wire.supervisor import ProbeOutcome, RunState
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.services.base import Launch, NeedCondition, Probe, RestartPolicy
 from grpo_tui.supervisor import order
@@ -83,11 +83,11 @@ def play(how: Launch, *timed: tuple[float, Event], service: Service | None = Non
 
 
 def passed(attempt: int = 1) -> Answered:
-    return Answered(attempt=attempt, passed=True, words="/health answers 200")
+    return Answered(attempt=attempt, outcome=ProbeOutcome.PASSED, words="/health answers 200")
 
 
 def refused(attempt: int = 1) -> Answered:
-    return Answered(attempt=attempt, passed=False, words="/health answers 503")
+    return Answered(attempt=attempt, outcome=ProbeOutcome.BAD_STATUS, words="/health answers 503")
 
 
 UP = ((0.0, Admitted()), (0.1, Spawned()), (5.0, passed()))
@@ -495,7 +495,8 @@ def happen(world: World, what: str, index: int, seconds: float) -> None:
         case "spawned" if name in world.alive:
             world.apply(name, Spawned())
         case "pass" | "fail" if name in world.alive:
-            world.apply(name, Answered(attempt=attempt, passed=what == "pass", words=what))
+            outcome = ProbeOutcome.PASSED if what == "pass" else ProbeOutcome.CLOSED
+            world.apply(name, Answered(attempt=attempt, outcome=outcome, words=what))
         case "move" if name in world.alive:
             world.apply(name, Moved(attempt=attempt, phase="loading"))
         case "overrun" if name in world.alive:
