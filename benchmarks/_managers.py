@@ -6,8 +6,10 @@ session or environment, the folder in its command line tells that it is one of o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -21,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from grpo_tui.client.local import living_keepers
 from grpo_tui.supervisor.lock import read_address
 from grpo_tui.supervisor.proc import Stat, command_line, living, read_stat, send_signal
+from grpo_tui.supervisor.processes import living_keepers
 
 PEERS = ("supervisor==4.3.0", "honcho==2.0.0")
 GRACE_S = 1.0
@@ -291,12 +293,9 @@ def is_open(port: int) -> bool:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = tuple(each.getsockname()[1] for each in sockets)
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports that nobody listens on, below those that the kernel hands to outgoing connections."""
+    free = (port for port in random.sample(range(20_000, 32_000), 1000) if not is_open(port))
+    return tuple(itertools.islice(free, count))
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float | None:

@@ -500,6 +500,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="NAME")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 2:
+        print(f"the machine is busy (load {load:.1f} on {cores} cores): times will be too long", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         bench = Bench(Path(name), makers(Path(name)))
         for only in arguments.only:
