@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from grpo_engine.server.answers import generate_answer
 from grpo_engine.server.bridge_routes import bridge_routes
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.engine import Engine
+from grpo_engine.server.engine import Engine, EngineStalled
 from grpo_engine.server.lora_routes import lora_routes
 from grpo_engine.server.openai_routes import openai_routes
 from grpo_engine.server.requests import (
@@ -65,7 +65,10 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        engine.check_health()
+        try:
+            engine.check_health()
+        except EngineStalled as error:  # said for programs too: waiting does not help, as it does while a model loads
+            return JSONResponse({"detail": str(error), "engine": "stalled"}, 503)
         return Response()
 
     @app.get("/health_generate")

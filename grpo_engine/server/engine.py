@@ -24,6 +24,10 @@ class EngineUnavailable(GrpoError):
     """The engine is loading, overloaded, has stopped, or its weights are half-written: ask again later (503)."""
 
 
+class EngineStalled(EngineUnavailable):
+    """The engine has requests and gives no tokens: it hangs."""
+
+
 class WeightsBusy(GrpoError):
     """Somebody else has paused the engine or is changing its weights (409)."""
 
@@ -86,7 +90,10 @@ class Engine(Protocol):
     logprobs_mode: LogprobsMode
 
     def check_health(self) -> None:
-        """Return when a request would be answered; raises `EngineUnavailable` or `HalfWritten` otherwise."""
+        """Return when a request would be answered; raises `EngineUnavailable` or `HalfWritten` otherwise.
+
+        An engine that has had requests and given no token for `pulse.STALLED_AFTER_S` raises `EngineStalled`.
+        """
 
     def info(self) -> EngineInfo:
         """Where the engine stands."""

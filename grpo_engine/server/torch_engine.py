@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from grpo_engine.server.engine import (
     WeightsBusy,
 )
 from grpo_engine.server.pausing import Pause
+from grpo_engine.server.pulse import STALLED_AFTER_S, Pulse
 from grpo_engine.server.weights import ServedWeights, open_weights, tokenizer_for_another_thread
 from grpo_engine.wire.inference import GenerateRequest
 
@@ -63,6 +65,8 @@ class TorchEngine:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[Job] = []
         self._pause: Pause | None = None
+        self._pulse = Pulse(STALLED_AFTER_S)
+        """Kept by the worker thread: a running batch is work, and every pass through the model a sign of it."""
         self._is_closing = False
         self._is_exporting = False
         """Shared memory is being made: the thread must be waited for, or the memory stays behind."""
@@ -90,7 +94,9 @@ class TorchEngine:
     # --- asked from the event loop ---------------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        self._loaded().fence.check()
+        weights = self._loaded()
+        self._pulse.check(time.monotonic())
+        weights.fence.check()
 
     def info(self) -> EngineInfo:
         weights = self._loaded()
@@ -265,7 +271,8 @@ class TorchEngine:
         if not batch:
             return
         try:
-            decoded = self._decode(batch)
+            with self._working():
+                decoded = self._decode(batch)
         except Exception as error:  # one batch that cannot be decoded (memory, say) must not end the server
             logger.exception("A batch of %d requests failed", len(batch))
             self._drop(self._running, error)
@@ -285,6 +292,15 @@ class TorchEngine:
         with self._changed:
             while time.monotonic() < until and self._changed.wait(_QUIET_S):
                 pass
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._pulse.enter(time.monotonic())
+        try:
+            yield
+        finally:
+            self._pulse.leave(time.monotonic())
+            self._pulse.beat(time.monotonic())
 
     def _decode(self, batch: list[tuple[Job, int]]) -> list[list[Decoded]]:
         works: list[Work] = []
@@ -323,6 +339,7 @@ class TorchEngine:
         self._pause = None
 
     def _make_decoder(self, weights: ServedWeights) -> Decoder:
+        weights.model.register_forward_hook(lambda *_: self._pulse.beat(time.monotonic()))
         generator = torch.Generator()
         if self._config.seed is None:
             generator.seed()

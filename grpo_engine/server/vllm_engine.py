@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -31,6 +31,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
+from grpo_engine.server.pulse import STALLED_AFTER_S, Pulse
 from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
 from grpo_engine.server.vllm_processes import end_engine_processes
@@ -68,6 +69,9 @@ class VllmEngine:
         self._pause: Pause | None = None
         self._is_pausing = False
         """A pause waits for what runs; it can be given up."""
+        self._pulse = Pulse(STALLED_AFTER_S)
+        self._question: asyncio.Task[None] | None = None
+        """Put to a stalled engine core; its answer shows that it lives again."""
         self._num_requests = 0
         self._request_numbers = itertools.count()
         self._adapter: Adapter | None = None
@@ -165,6 +169,7 @@ class VllmEngine:
                 llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
             )
             self._fence = self._sharing.fence
+        _hear_outputs(llm, lambda: self._pulse.beat(time.monotonic()))
         # The first request of all compiles what is left to compile; seconds later than the start it would time out.
         first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
         await self._one(llm, [0, 0], sampling_params(first, 1), self._weights_epoch())
@@ -176,14 +181,26 @@ class VllmEngine:
             await asyncio.sleep(_POLL_S)
             if llm.errored:
                 raise EngineUnavailable(_DEAD)
+            if self._pulse.is_stalled(time.monotonic()) and not self._pulse.num_inside and self._question is None:
+                self._question = asyncio.create_task(self._ask_core(llm))
             if self._pause is not None and (why := self._pause.is_over(time.monotonic())) is not None:
                 logger.warning("Resumed without being asked: %s", why)
                 await self._end_pause()
+
+    async def _ask_core(self, llm: AsyncLLM) -> None:
+        """Ask the engine core anything: it answers between two steps."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with suppress(EngineDeadError):
+            await llm.is_sleeping()
+            self._pulse.beat(time.monotonic())
+        self._question = None
 
     # --- asked by the routes -----------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
         self._running()
+        self._pulse.check(time.monotonic())
         self._fence.check()
 
     def info(self) -> EngineInfo:
@@ -343,6 +360,7 @@ class VllmEngine:
         request_id = f"{self._instance}-{next(self._request_numbers)}"
         output = None
         async with self._using(llm, lora):
+            self._pulse.enter(time.monotonic())
             try:
                 async for last in llm.generate(salted, sampling, request_id, lora_request=lora):
                     output = last
@@ -350,6 +368,8 @@ class VllmEngine:
                 raise EngineUnavailable(_DEAD) from error
             except refusals() as error:
                 raise DataError(f"vLLM refuses the request: {error}") from None
+            finally:
+                self._pulse.leave(time.monotonic())
         assert output is not None
         return output
 
@@ -403,6 +423,22 @@ class VllmEngine:
         async with self._changing:
             if self._pause is None:
                 await self._go_on(self._running())
+
+
+def _hear_outputs(llm: AsyncLLM, on_output: Callable[[], None]) -> None:
+    """Have `on_output` called whenever the engine core sends tokens; requests themselves learn of their end alone.
+
+    vLLM 0.20 to 0.33 await `engine_core.get_output_async()` for each of these messages.
+    """
+    core = llm.engine_core
+    get_output = core.get_output_async
+
+    async def heard() -> Any:
+        output = await get_output()
+        on_output()
+        return output
+
+    core.get_output_async = heard
 
 
 def _check_rank(path: Path, max_rank: int) -> None:

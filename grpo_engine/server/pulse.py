@@ -1,0 +1,56 @@
+"""Whether an engine that has work gives any sign of it: what tells a long answer from a hang.
+
+Whoever runs the engine says when work goes in, that something came out, and when work leaves. Requests that wait
+outside, at a closed gate or in a queue while weights are handed over, are no work. Time comes in as an argument, in
+seconds.
+"""
+
+from __future__ import annotations
+
+from grpo_engine.server.engine import EngineStalled
+
+STALLED_AFTER_S = 120.0
+"""Far more than a step takes: the first token of a long prompt on a CPU, or a kernel that is compiled on the way."""
+
+
+class Pulse:
+    """Of one engine."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._silent_since: float | None = None
+        """Since when it has had work and given nothing."""
+        self.num_inside = 0
+        """Pieces of work in the engine."""
+
+    def enter(self, now: float) -> None:
+        """Work goes in."""
+        self.num_inside += 1
+        if self._silent_since is None:
+            self._silent_since = now
+
+    def beat(self, now: float) -> None:
+        """The engine has given something."""
+        self._silent_since = now if self.num_inside else None
+
+    def leave(self, now: float) -> None:
+        """Work is out, done or given up. A stall outlasts those who gave up over it: only a beat ends it."""
+        self.num_inside -= 1
+        if not self.num_inside and not self.is_stalled(now):
+            self._silent_since = None
+
+    def is_stalled(self, now: float) -> bool:
+        """Whether the engine has had work and given nothing for too long."""
+        return self._silence_s(now) >= self._limit_s
+
+    def check(self, now: float) -> None:
+        """Return while the engine is well, raise `EngineStalled` otherwise."""
+        silence_s = self._silence_s(now)
+        if silence_s >= self._limit_s:
+            raise EngineStalled(
+                f"the engine hangs: it has had requests and given no token for {silence_s:.0f} s; restart the server"
+            )
+
+    def _silence_s(self, now: float) -> float:
+        since = self._silent_since  # read once: torch's worker thread writes it
+        return -1.0 if since is None else now - since

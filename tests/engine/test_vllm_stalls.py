@@ -1,0 +1,110 @@
+"""What `/health` says of a real vLLM whose engine processes hang or die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import httpx
+import psutil
+import pytest
+import torch
+from serving import RunningServer, free_port, python_path, save_tiny_model, wait_healthy
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SERVE = (
+    "import sys; from grpo_engine.server import pulse; pulse.STALLED_AFTER_S = 2.0; "
+    "from grpo_engine.flags import parse_flags; from grpo_engine.server.config import ServerConfig; "
+    "from grpo_engine.server.main import run; "
+    "sys.exit(run(parse_flags(ServerConfig, sys.argv[1:], prog='server', description='')))"
+)
+"""Our server, with less patience for its engine."""
+DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("stalls")
+    model, port, log = save_tiny_model(folder / "model", seed=1), free_port(), folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", SERVE, "--engine", "vllm", "--model-name", str(model), "--port", str(port)),
+                *("--device", DEVICE, "--dtype", DTYPE, "--max-model-len", "512", "--gpu-memory-utilization", "0.1"),
+                *("--threads", "1", "--enforce-eager"),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"},
+        )
+    running = RunningServer(process, f"http://127.0.0.1:{port}", log)
+    try:
+        wait_healthy(running)
+        yield running
+    finally:
+        for below in engine_processes(running):
+            below.resume()
+        with suppress(subprocess.TimeoutExpired):
+            running.stop()
+        process.kill()
+        process.wait()
+
+
+def engine_processes(server: RunningServer) -> list[psutil.Process]:
+    """vLLM's engine core, and its worker where that is a process of its own."""
+    with suppress(psutil.NoSuchProcess):
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        return [each for each in below if not any("resource_tracker" in part for part in each.cmdline())]
+    return []
+
+
+def health(server: RunningServer) -> httpx.Response:
+    with server.client as client:
+        return client.get("/health")
+
+
+def wait_status(server: RunningServer, status: int) -> httpx.Response:
+    while (answer := health(server)).status_code != status:
+        time.sleep(0.1)  # the interval of a probe, whose limit is the test's own
+    return answer
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["engine core", "worker"])
+def test_health_tells_of_a_process_of_the_engine_that_hangs_until_it_goes_on(server: RunningServer, which: int) -> None:
+    hanging = engine_processes(server)[which]
+    server.generate(prompt="abc", max_tokens=4, ignore_eos=True)
+    hanging.suspend()
+    try:
+        assert health(server).status_code == 200  # it has nothing to do
+        with server.client as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/generate", json={"prompt": "abc", "max_tokens": 64}, timeout=4)
+        stalled = wait_status(server, 503)  # also after the only one who asked has given up
+        assert stalled.json()["engine"] == "stalled"
+        assert "given no token for" in stalled.json()["detail"]
+        with server.client as client:
+            assert client.post("/generate", json={"prompt": "abc"}).status_code == 503
+    finally:
+        hanging.resume()
+    wait_status(server, 200)  # though nobody asks for tokens
+    assert server.generate(prompt="abc", max_tokens=4, ignore_eos=True)["finish_reasons"] == ["length"]
+
+
+def test_a_killed_engine_core_answers_who_waits_and_ends_the_server(server: RunningServer) -> None:
+    core = engine_processes(server)[0]
+    core.suspend()
+    with ThreadPoolExecutor(1) as pool, server.client as client:
+        asking = pool.submit(client.post, "/generate", json={"prompt": "abc"})
+        wait_status(server, 503)
+        core.kill()
+        answer = asking.result()
+    assert (answer.status_code, "engine has died" in answer.json()["detail"]) == (503, True)
+    assert server.process.wait(30) == 1
