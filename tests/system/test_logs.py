@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import threading
 import tracemalloc
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from stage import Stage, open_stage, python, until
+from workplace import open_workplace, service
 
 from grpo_tui.cli import follow
 from grpo_tui.supervisor.capped_log import LogCapper, Part, Place, cap, last_lines, place, read_part
@@ -28,11 +30,12 @@ for number in range(count): os.write(1, b"%0*d\\n" % (line_bytes - 1, number))
 """Writes numbered lines, each with a system call of its own, as fast as it can."""
 BURSTS = """
 import os, sys
-for burst in range(int(sys.argv[1])):
-    os.write(1, b"".join(b"%099d\\n" % number for number in range(1000 * burst, 1000 * burst + 1000)))
-    while not os.path.exists(sys.argv[2] + str(burst)): pass
+with open(sys.argv[1], "rb", buffering=0) as go:
+    for first in range(0, 20_000, 1000):
+        os.write(1, b"".join(b"%099d\\n" % number for number in range(first, first + 1000)))
+        go.read(1)
 """
-"""Writes a thousand numbered lines whenever the next file is there."""
+"""Writes a thousand numbered lines, twenty times, and waits after each thousand for a byte in a pipe."""
 LIMIT_BYTES = 1_000_000
 
 
@@ -117,25 +120,25 @@ async def test_the_next_attempt_knows_where_it_begins_in_a_log_that_was_capped(s
 @pytest.mark.slow
 async def test_who_follows_across_many_caps_sees_every_line_once(stage: Stage) -> None:
     path, go = stage.folder / "a.log", stage.folder / "go"
-    num_bursts = 40
-    keeper = await stage.start(*python(BURSTS, num_bursts, go, stage.token))
+    os.mkfifo(go)
+    keeper = await stage.start(*python(BURSTS, go, stage.token))
     ended = asyncio.ensure_future(keeper.exited())
     seen: list[bytes] = []
     gaps: list[int] = []
 
     def follow_to_the_end() -> None:
         last = follow.Tail([], keeper.log_offset)
-        lines = follow.grown(path, last, lambda: not ended.done(), tell_gap=gaps.append)
-        for line in lines:
-            seen.append(line)
-            if int(line) % 1000 == 999:  # no faster than it is read: dropped is what was seen
-                cap(path, LIMIT_BYTES)
-                Path(f"{go}{int(line) // 1000}").touch()
+        with go.open("r+b", buffering=0) as pipe:
+            for line in follow.grown(path, last, lambda: not ended.done(), tell_gap=gaps.append):
+                seen.append(line)
+                if line.endswith(b"999\n"):  # no faster than it is read: dropped is what was seen
+                    cap(path, 300_000)
+                    pipe.write(b".")
 
     await asyncio.to_thread(follow_to_the_end)
-    assert [int(line) for line in seen] == list(range(1000 * num_bursts))
+    assert [int(line) for line in seen] == list(range(20_000))
     assert not gaps
-    assert read_all(path).place.dropped > 2 * LIMIT_BYTES
+    assert read_all(path).place.dropped > 1_500_000
 
 
 @pytest.mark.slow
@@ -329,3 +332,41 @@ def test_a_log_that_fills_up_is_looked_at_when_it_should_be_full(tmp_path: Path)
     capper.cap(path)
     capper.look()
     assert (capper.look(), capper.too_long()) == (1.0, [])
+
+
+# --- through the command line ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_logs_follows_a_service_across_caps_to_the_end_of_the_run(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    with open_workplace(tmp_path) as workplace:
+        workplace.profile(service("a", BURSTS, go))
+        workplace.grpo("up", "--profile", "p", "--detach")
+        path = workplace.run_folder() / "a.log"
+        seen: list[str] = []
+        everything = ("logs", "a", "-n", "1000000", "-f")
+        with (
+            workplace.start(*everything) as following,
+            workplace.start(*everything, "--grep", "999$") as grepping,
+            go.open("r+b", buffering=0) as pipe,
+        ):
+            assert following.stdout is not None
+            assert grepping.stdout is not None
+            for line in following.stdout:
+                seen.append(line)
+                if line.endswith("999\n"):
+                    assert grepping.stdout.readline() == line
+                    cap(path, 300_000)
+                    pipe.write(b".")
+            assert grepping.stdout.read() == ""
+        opening, *lines = seen
+        assert opening.startswith("=== attempt 1 · ")
+        assert [int(line) for line in lines] == list(range(20_000))
+        assert workplace.status().services[0].exit_code == 0
+        header, attempt, *shown = workplace.grpo("logs", "a", "-n", "1000000").stdout.splitlines(keepends=True)
+        assert header.startswith("=== capped · dropped ")
+        assert header == header.rstrip() + "\n"
+        assert attempt == opening
+        assert shown == lines[-len(shown) :]
