@@ -206,6 +206,19 @@ def test_a_capped_log_begins_with_what_was_dropped_and_the_attempt_that_goes_on(
     assert read_all(path).place == Place(dropped_bytes, read_all(path).offset, written_bytes + 1_000_000)
 
 
+def test_of_a_large_log_half_is_kept_and_some_megabytes_where_they_must_be_copied(folder: Path, tmp_path: Path) -> None:
+    path = folder / "a.log"
+    fill(path, 210_000)
+    end = path.stat().st_size
+    cap(path, 20_000_000)
+    part = read_all(path)
+    kept = numbers(part.data)
+    assert kept == list(range(kept[0], 210_000))
+    assert part.place.end == end
+    sizes = (4 * 2**20, 10_000_000)[: 1 + (folder == tmp_path)]  # a disk may be of either kind
+    assert min(abs(path.stat().st_size - size) for size in sizes) <= 4096
+
+
 def test_the_attempt_is_found_among_many_short_ones_and_a_long_command_line_is_cut(folder: Path) -> None:
     path = folder / "a.log"
     for number in range(20_000):
