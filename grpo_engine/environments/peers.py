@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -20,6 +21,7 @@ from grpo_engine.environments.groups import Completions
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.inference import GenerateRequest
 from grpo_engine.wire.rollouts import (
+    POST_HEADER,
     EnvironmentStatus,
     RegisterEnvironmentRequest,
     RegisterEnvironmentResponse,
@@ -56,6 +58,8 @@ class RolloutApi:
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
+        self._name = secrets.token_hex(8)
+        self._num_posts = 0
 
     async def limits(self) -> BatchLimits:
         """Batch size and longest sequence; waits until the API answers."""
@@ -91,10 +95,14 @@ class RolloutApi:
         return _read(EnvironmentStatus, await _patiently(ask, "rollout API"))
 
     async def post(self, groups: Sequence[ScoredGroup]) -> None:
-        """Hand over groups, one or several, compressed when that makes them smaller."""
+        """Hand over groups, one or several, compressed when that makes them smaller; one call at a time.
+
+        An API that took them and was ended before it said so is asked again, and knows the post by its name.
+        """
+        self._num_posts += 1
         bodies = [group.model_dump_json(exclude_none=True).encode() for group in groups]
         path, body = ("/scored_data", bodies[0]) if len(bodies) == 1 else ("/scored_data_list", _array(bodies))
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", POST_HEADER: f"{self._name}:{self._num_posts}"}
         if len(body) >= _COMPRESS_FROM_BYTES:
             packed = gzip.compress(body, 1)
             if len(packed) < len(body):

@@ -26,7 +26,7 @@ from grpo_engine.rollouts.entry import CheckedGroup, Refusal, decompressed, read
 from grpo_engine.rollouts.exchange import Exchange
 from grpo_engine.rollouts.guard import Guard
 from grpo_engine.rollouts.store import Store
-from grpo_engine.wire.rollouts import RegisterEnvironmentRequest, RegisterRequest
+from grpo_engine.wire.rollouts import POST_HEADER, RegisterEnvironmentRequest, RegisterRequest
 
 _COMPRESS_FROM_BYTES = 1000
 """Answers from here on are compressed for clients that ask, as the stock API does."""
@@ -191,9 +191,9 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             group = read_group(body, names)
         else:
             group = await asyncio.to_thread(read_group, body, names)
-        (placed,) = await exchange.add([group])
-        if _is_odd(exchange, group):
-            return {"status": "buffered", "buffer_size": placed.num_buffered}
+        placed = await exchange.add([group], _post(request))
+        if placed and _is_odd(exchange, group):
+            return {"status": "buffered", "buffer_size": placed[0].num_buffered}
         return {"status": "received"}
 
     @app.post("/scored_data_list")
@@ -205,8 +205,8 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             groups = read_groups(body, names)
         else:
             groups = await asyncio.to_thread(read_groups, body, names)
-        placed = await exchange.add(groups)
-        odd = [p.num_buffered for p, group in zip(placed, groups, strict=True) if _is_odd(exchange, group)]
+        placed = await exchange.add(groups, _post(request))
+        odd = [p.num_buffered for p, group in zip(placed, groups, strict=bool(placed)) if _is_odd(exchange, group)]
         buffered = {"buffered": len(odd), "last_buffer_size": odd[-1]} if odd else {}
         return {"status": "received", "groups_processed": len(groups), **buffered}
 
@@ -265,6 +265,12 @@ def _is_odd(exchange: Exchange, group: CheckedGroup) -> bool:
     """Whether a group went by way of its environment's buffer, being smaller than the others."""
     environment = exchange.ledger.environments.get(group.env_id) if group.env_id is not None else None
     return environment is not None and group.num_sequences < environment.group_size
+
+
+def _post(request: Request) -> tuple[str, str] | None:
+    """Sender and number of a post, where it says so."""
+    sender, colon, number = request.headers.get(POST_HEADER, "").partition(":")
+    return (sender, number) if colon else None
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:

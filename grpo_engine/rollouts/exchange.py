@@ -52,6 +52,8 @@ class Exchange:
         self.ledger = Ledger(stored, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
         self.counters = Counters()
         self.latest_body = stored.latest_body
+        self._posts = stored.posts
+        """Number of the last post of each sender."""
         self._changed = asyncio.Condition()
         self._num_held = 0
         self._is_closing = False
@@ -158,24 +160,35 @@ class Exchange:
             await self._comes_true(is_news, deadline)
         return self.ledger.environment_status(env_id, time.time())
 
-    async def add(self, groups: Sequence[CheckedGroup]) -> list[Placed]:
-        """Queue or buffer groups, as soon as there is room.
+    async def add(self, groups: Sequence[CheckedGroup], post: tuple[str, str] | None = None) -> list[Placed]:
+        """Queue or buffer groups, as soon as there is room; nothing where this very post was taken in before.
+
+        Args:
+            post: sender and number, where the post says so.
 
         Raises:
             Refusal: 503 when there was none for `hold_s`, or the disk refuses.
         """
         if not groups:
             return []
+        if self._is_known(post):
+            return []
         await self._wait_for_room()
+        if self._is_known(post):  # its sender gave the first up while that waited
+            return []
         now = time.time()
         placed = [self.ledger.place(g.env_id, g.num_sequences, len(g.body), now) for g in groups]
         rows = [(p.group, p.place, g.body) for p, g in zip(placed, groups, strict=True)]
         own = {p.group.id for p in placed}
         released = [id_ for p in placed for id_ in p.released]
+        if post is not None:
+            self._posts[post[0]] = post[1]
         try:
-            await self._write(lambda: self._store.add_groups(rows, released))
+            await self._write(lambda: self._store.add_groups(rows, released, post))
         except sqlite3.Error as error:
             self.ledger.forget_groups(own)
+            if post is not None:
+                del self._posts[post[0]]
             _event(logging.ERROR, "group not stored", error=str(error))
             raise Refusal(503, f"the group cannot be stored: {error}: is the disk full?", "store") from None
         self.latest_body = groups[-1].body
@@ -194,6 +207,7 @@ class Exchange:
         nothing = Stored(run=None, environments=[], leases=[], groups=[], latest_body=None)
         self.ledger = Ledger(nothing, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
         self.latest_body = None
+        self._posts = {}
         await self._write(self._store.clear)
         await self._tell()
 
@@ -264,6 +278,9 @@ class Exchange:
             self._num_held -= 1
         if self._is_closing:
             raise self._full()
+
+    def _is_known(self, post: tuple[str, str] | None) -> bool:
+        return post is not None and self._posts.get(post[0]) == post[1]
 
     def _full(self) -> Refusal:
         waiting = self.ledger.num_waiting_sequences()

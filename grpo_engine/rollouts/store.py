@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS environments (id INTEGER PRIMARY KEY, record TEXT NOT
 CREATE TABLE IF NOT EXISTS leases (id TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
   id INTEGER PRIMARY KEY, env_id INTEGER, num_sequences INTEGER NOT NULL, place TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS posts (sender TEXT PRIMARY KEY, number TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_by_place ON groups (place);
 """
 
@@ -49,6 +50,8 @@ class Stored:
     groups: list[tuple[QueuedGroup, str]]
     """Each group, oldest first, with its place."""
     latest_body: bytes | None
+    posts: dict[str, str] = field(default_factory=dict)
+    """Number of the last post of each sender."""
 
 
 class Store:
@@ -108,6 +111,7 @@ class Store:
                 for id_, env_id, sequences, size, place in rows
             ],
             latest_body=latest[0] if latest else None,
+            posts=dict(self._db.execute("SELECT sender, number FROM posts")),
         )
 
     def save_run(self, run: RunRecord, *, dropped: Sequence[int] = ()) -> None:
@@ -126,14 +130,25 @@ class Store:
                 (environment.id, _ENVIRONMENT.dump_json(environment).decode()),
             )
 
-    def add_groups(self, groups: Iterable[tuple[QueuedGroup, str, bytes]], queued: Sequence[int]) -> None:
-        """Add groups with their place and body, and move the buffered groups `queued` into the queue."""
+    def add_groups(
+        self,
+        groups: Iterable[tuple[QueuedGroup, str, bytes]],
+        queued: Sequence[int],
+        post: tuple[str, str] | None = None,
+    ) -> None:
+        """Add groups with their place and body, and move the buffered groups `queued` into the queue.
+
+        Args:
+            post: sender and number of the post that they came with, where it said so.
+        """
         with self._transaction():
             self._db.executemany(
                 "INSERT INTO groups VALUES (?, ?, ?, ?, ?)",
                 ((g.id, g.env_id, g.num_sequences, place, body) for g, place, body in groups),
             )
             self._move(queued, QUEUE)
+            if post is not None:
+                self._db.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", post)
 
     def hand_out(
         self, run: RunRecord, *, acknowledged: Sequence[str], returned: Sequence[int], lease: Lease | None
@@ -158,7 +173,7 @@ class Store:
     def clear(self) -> None:
         """Forget everything."""
         with self._transaction():
-            for table in ("run", "environments", "leases", "groups"):
+            for table in ("run", "environments", "leases", "groups", "posts"):
                 self._db.execute(f"DELETE FROM {table}")
 
     def _put_run(self, run: RunRecord) -> None:

@@ -20,6 +20,10 @@ MASKED_LOGPROB = 1.0
 TOKEN_VARIABLE = "GRPO_API_TOKEN"
 """Environment variable with the bearer token of a rollout API that asks for one; keeps it off command lines."""
 
+POST_HEADER = "Idempotency-Key"
+"""Names a post of groups as `sender:number`: one whose answer was lost is sent again, and must not count twice. Stock
+environments send none; ours send one post at a time, so that the last of each sender is all that has to be known."""
+
 
 class RegisterRequest(Message):
     """Body of `POST /register`: a trainer announces a run."""

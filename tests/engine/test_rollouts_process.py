@@ -56,6 +56,23 @@ def test_a_killed_api_comes_back_with_queue_step_and_environment_ids(tmp_path: P
         assert tags(api.get("/batch").json()["batch"]) == [11]
 
 
+def test_a_post_whose_answer_was_lost_in_a_kill_counts_once(tmp_path: Path) -> None:
+    database, name = tmp_path / "rollouts.sqlite", {"Idempotency-Key": "somebody:1"}
+    with api_process(database) as (process, api):
+        api.post("/scored_data", json=group(4), headers=name)
+        api.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "another:7"})
+        process.kill()
+        process.wait()
+    with api_process(database) as (_, api):
+        assert api.post("/scored_data", json=group(4), headers=name).json() == {"status": "received"}
+        again = api.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "another:7"})
+        assert again.json() == {"status": "received", "groups_processed": 2}
+        assert api.get("/status").json()["queue_size"] == 3
+        api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "somebody:2"})
+        api.post("/scored_data", json=group(4))  # as stock environments do
+        assert api.get("/status").json()["queue_size"] == 5
+
+
 def test_fresh_forgets_what_the_database_holds(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
     with api_process(database) as (_, api):
