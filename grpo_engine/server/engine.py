@@ -92,7 +92,7 @@ class Engine(Protocol):
     def check_health(self) -> None:
         """Return when a request would be answered; raises `EngineUnavailable` or `HalfWritten` otherwise.
 
-        An engine that has had requests and given no token for `pulse.STALLED_AFTER_S` raises `EngineStalled`.
+        An engine that has had requests and given no token for `stalled_after_s` raises `EngineStalled`.
         """
 
     def info(self) -> EngineInfo:

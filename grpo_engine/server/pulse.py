@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from grpo_engine.server.engine import EngineStalled
 
-STALLED_AFTER_S = 120.0
-"""Far more than a step takes: the first token of a long prompt on a CPU, or a kernel that is compiled on the way."""
-
 
 class Pulse:
     """Of one engine."""

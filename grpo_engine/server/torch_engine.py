@@ -33,7 +33,7 @@ from grpo_engine.server.engine import (
     WeightsBusy,
 )
 from grpo_engine.server.pausing import Pause
-from grpo_engine.server.pulse import STALLED_AFTER_S, Pulse
+from grpo_engine.server.pulse import Pulse
 from grpo_engine.server.weights import ServedWeights, open_weights, tokenizer_for_another_thread
 from grpo_engine.wire.inference import GenerateRequest
 
@@ -65,7 +65,7 @@ class TorchEngine:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[Job] = []
         self._pause: Pause | None = None
-        self._pulse = Pulse(STALLED_AFTER_S)
+        self._pulse = Pulse(config.stalled_after_s)
         """Kept by the worker thread: a running batch is work, and every pass through the model a sign of it."""
         self._is_closing = False
         self._is_exporting = False

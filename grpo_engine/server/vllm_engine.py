@@ -31,7 +31,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
-from grpo_engine.server.pulse import STALLED_AFTER_S, Pulse
+from grpo_engine.server.pulse import Pulse
 from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
 from grpo_engine.server.vllm_processes import end_engine_processes
@@ -69,7 +69,7 @@ class VllmEngine:
         self._pause: Pause | None = None
         self._is_pausing = False
         """A pause waits for what runs; it can be given up."""
-        self._pulse = Pulse(STALLED_AFTER_S)
+        self._pulse = Pulse(config.stalled_after_s)
         self._question: asyncio.Task[None] | None = None
         """Put to a stalled engine core; its answer shows that it lives again."""
         self._num_requests = 0

@@ -54,6 +54,7 @@ def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_port
 def _with_followers(launch: Launch, profile: Profile) -> Launch:
     """A launch that knows who must be restarted after it, and what follows from the bridge instead."""
     followers = tuple(name for name, service in profile.services.items() if launch.name in service.restart_with)
+    # Every bridge says so; which classes they are is loaded for a profile that has one alone.
     words = getattr(profile.bridge, "after_server_restart", None) if launch.kind == "inference" else None
     return dataclasses.replace(launch, followers=followers, after_restart=words)
 

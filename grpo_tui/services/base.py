@@ -44,6 +44,9 @@ class Probe(Config):
     http: str | None = Field(None, pattern=r"^https?://")
     """URL that must answer one of `status`."""
     status: tuple[int, ...] = (200,)
+    then_http: str | None = Field(None, pattern=r"^https?://")
+    """URL that is asked once `http` has answered, and must do so too: one that makes the engine behind a web server
+    work, e.g. `/health_generate`."""
     tcp: str | None = Field(None, pattern=r"^[^:]+:\d+$")
     """`host:port` that must accept a connection."""
     log: str | None = None
@@ -67,6 +70,8 @@ class Probe(Config):
         asked = [name for name in ("http", "tcp", "log", "file", "command") if getattr(self, name) is not None]
         if len(asked) != 1:
             raise ValueError(f"a probe asks one of http, tcp, log, file, command; this one has {asked or 'none'}")
+        if self.then_http is not None and self.http is None:
+            raise ValueError(f"then_http = {self.then_http!r} is asked after http, which is not set: set http too")
         try:
             re.compile(self.log or "")
         except re.error as error:
@@ -147,7 +152,8 @@ class Service(Config):
     log_limit_mb: float = Field(256.0, ge=1)
     """Size of its log, in 10^6 bytes, past which the older half is dropped."""
     console: dict[str, Annotated[ConsoleMetric, BeforeValidator(_pattern_alone)]] = {}
-    """Metrics to be read from what it prints, by name, with `step` among them: kept in `metrics.jsonl`."""
+    """Metrics to be read from what it prints, by name, with `step` among them, and `policy_version` where it is told:
+    kept in `metrics.jsonl`."""
     cwd: Path = Path(".")
     """Working directory, relative to the folder of the profile."""
     ends_run: bool | None = None

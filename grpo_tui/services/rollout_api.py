@@ -6,13 +6,15 @@ from typing import Literal
 
 from grpo_engine.flags import to_flags
 from grpo_engine.rollouts.config import ApiConfig
-from grpo_tui.services.base import Launch, Place, Probe, Service
+from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
 
 
 class RolloutApi(Service, ApiConfig):
     """Collects scored groups from environments and hands batches to the trainer."""
 
     kind: Literal["rollout_api"]
+    restart: RestartPolicy = RestartPolicy.ON_FAILURE
+    """What it was sent is on disk, and everybody who talks to it waits for it, so a crash is not the end of a run."""
 
     def launch(self, name: str, place: Place) -> Launch:
         """Keep the database in the run folder, and be ready when `/info` answers."""

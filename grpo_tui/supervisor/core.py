@@ -39,9 +39,11 @@ from grpo_tui.supervisor.machine import (
     RUNNING,
     Effect,
     Event,
+    KillAsked,
     Overran,
     RestartAsked,
     Service,
+    StopAsked,
     Tick,
     adopted,
     step,
@@ -81,6 +83,8 @@ class Supervisor:
         # Unbounded: it is filled by our own probes and by commands of people, and each event takes microseconds.
         self._events: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
         self._ending: order.Ending | None = None
+        self._restarting: set[str] = set()
+        """Services to be restarted, of which some follower may still have to end first."""
         self._takes_ports_at_end = False
         self._has_been_up = False
         self._state = RunState.STARTING if predecessor is None else predecessor.state
@@ -158,6 +162,7 @@ class Supervisor:
             ledger = ledger.model_copy(update={"services": {}})
         if ledger is not None:
             self._has_been_up = ledger.has_been_up
+            self._restarting = set(ledger.restarting)
         for name in self._launches:
             entry = ledger.services.get(name) if ledger is not None else None
             service = self._services[name] if entry is None else from_ledger(name, entry)
@@ -196,7 +201,9 @@ class Supervisor:
         now_s = time.monotonic()
         if self._ending is None and (state := order.verdict(self._services, self._launches)):
             self.end(state)
-        for name, event in order.decisions(self._services, self._launches, self._ending, now_s):
+        for name, event in order.decisions(self._services, self._launches, self._ending, now_s, self._restarting):
+            if name in self._restarting and isinstance(event, RestartAsked):
+                self._restarting.remove(name)
             self._apply(name, event)
 
     async def _next_event(self) -> None:
@@ -286,10 +293,10 @@ class Supervisor:
     def restart(self, name: str) -> None:
         """Restart a service and those that must follow, and say who does."""
         followers = [f for f in order.restart_group(name, self._launches) if self._services[f].has_process]
-        for follower in reversed(followers):
-            self.post(follower, RestartAsked(f"restarted because {name} is"))
-        self.post(name, RestartAsked())
         self.notice("info", f"{name} is restarted; {self._what_follows(name, followers)}", name)
+        self._restarting.add(name)
+        self._writer.mark()
+        self.post(name, Tick())
 
     def _what_follows(self, name: str, followers: list[str]) -> str:
         if followers:
@@ -341,6 +348,8 @@ class Supervisor:
         self.broadcast.send(lambda n: Notice(number=n, time=at, severity=severity, service=service, text=text))
 
     def _apply(self, name: str, event: Event) -> None:
+        if isinstance(event, StopAsked | KillAsked):
+            self._restarting.discard(name)
         before, launch = self._services[name], self._launches[name]
         after, effects = step(before, event, time.monotonic(), launch)
         self._services[name] = after
@@ -501,6 +510,7 @@ class Supervisor:
             ending=self._ending.state if self._ending is not None and self._state not in ENDED_RUN_STATES else None,
             has_been_up=self._has_been_up,
             boot_id=boot_id(),
+            restarting=tuple(self._restarting),
             services={
                 name: to_ledger(
                     service,

@@ -5,7 +5,7 @@ Assumes that `needs` has no cycle, which a profile is checked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from grpo_engine.wire.supervisor import RunState
@@ -45,13 +45,27 @@ class Ending:
         return self.since_s + self.budget_s
 
 
-def decisions(services: Services, launches: Launches, ending: Ending | None, now_s: float) -> list[tuple[str, Event]]:
-    """What follows from where all services stand now: who starts, or, when the run is ending, who stops."""
-    if ending is None:
-        return [
-            decision for name in admissible(services, launches) for decision in _admission(name, services, launches)
-        ]
-    return list(_winding_down(services, launches, ending, now_s))
+def decisions(
+    services: Services,
+    launches: Launches,
+    ending: Ending | None,
+    now_s: float,
+    restarting: Set[str] = frozenset(),
+) -> list[tuple[str, Event]]:
+    """What follows from where all services stand now: who starts, or, when the run is ending, who stops.
+
+    Args:
+        restarting: services that somebody wants restarted, whose followers may still be in the way; each stays named
+            here until its `RestartAsked` has come.
+    """
+    if ending is not None:
+        return list(_winding_down(services, launches, ending, now_s))
+    held_back = {follower for name in restarting for follower in restart_group(name, launches)}
+    starts = [name for name in admissible(services, launches) if name not in held_back]
+    return [
+        *(decision for name in restarting for decision in _restart(name, services, launches)),
+        *(decision for name in starts for decision in _admission(name, services, launches)),
+    ]
 
 
 # --- starting ------------------------------------------------------------------------------------------------------
@@ -94,10 +108,24 @@ def is_hopeless(name: str, services: Services, launches: Launches) -> bool:
 
 def _admission(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:
     """Start a service; if it is not the first time, once everybody that follows its restart has made way."""
-    in_the_way = [each for each in restart_group(name, launches) if services[each].has_process]
-    if services[name].attempt == 0 or not in_the_way:
+    if services[name].attempt == 0 or not _in_the_way(name, services, launches):
         return [(name, Admitted())]
-    running = [follower for follower in reversed(in_the_way) if services[follower].state in RUNNING]
+    return _make_way(name, services, launches)
+
+
+def _restart(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:
+    """Restart a service once everybody that follows has ended: who maps its memory lets go of it first."""
+    if not _in_the_way(name, services, launches):
+        return [(name, RestartAsked())]
+    return _make_way(name, services, launches)
+
+
+def _in_the_way(name: str, services: Services, launches: Launches) -> list[str]:
+    return [follower for follower in restart_group(name, launches) if services[follower].has_process]
+
+
+def _make_way(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:
+    running = [each for each in reversed(_in_the_way(name, services, launches)) if services[each].state in RUNNING]
     return [(follower, RestartAsked(f"restarted because {name} is")) for follower in running]
 
 

@@ -85,7 +85,7 @@ class Prober:
     async def _ask(self) -> Answer:
         probe = self._probe
         if probe.http is not None:
-            return await _ask_http(probe.http, probe.status, body_within_s=min(BODY_WITHIN_S, probe.timeout_s / 2))
+            return await self._ask_pages(probe.http, probe.then_http)
         if probe.tcp is not None:
             return await _ask_tcp(probe.tcp)
         if self._log is not None:
@@ -94,6 +94,20 @@ class Prober:
             return await asyncio.to_thread(_ask_file, self._cwd / probe.file)
         assert probe.command is not None, "a probe asks one question, as `Probe` checks"
         return await _ask_command(probe.command, self._cwd, self._env)
+
+    async def _ask_pages(self, http: str, then_http: str | None) -> Answer:
+        """Ask one page, and then the one that makes the engine behind it work."""
+        wanted, body_within_s = self._probe.status, min(BODY_WITHIN_S, self._probe.timeout_s / 2)
+        answer = await _ask_http(http, wanted, body_within_s=body_within_s)
+        if then_http is None or not answer.passed:
+            return answer
+        try:
+            async with asyncio.timeout(self._probe.timeout_s / 2):
+                then = await _ask_http(then_http, wanted, body_within_s=body_within_s / 2)
+        except TimeoutError:
+            path = _path(urlsplit(then_http))
+            then = Answer(ProbeOutcome.SILENT, f"{path} gives no answer in {self._probe.timeout_s / 2:g} s")
+        return then if then.passed else Answer(ProbeOutcome.ENGINE_STALLED, f"{answer.words}, but {then.words}")
 
     def _subject(self) -> str:
         """What a silent probe was asking, to begin a sentence with."""

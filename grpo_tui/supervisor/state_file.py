@@ -55,6 +55,7 @@ class Ledger(Message):
     ending: RunState | None
     """What the run was being ended as; None while it goes on."""
     has_been_up: bool
+    restarting: tuple[str, ...]
     services: dict[str, ServiceLedger]
 
 

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from serving import save_tiny_model
 
-from grpo_engine.server import torch_engine
 from grpo_engine.server.app import Service, create_app
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.decoding import Decoder
@@ -64,7 +63,7 @@ def test_a_stall_outlasts_those_who_give_up_over_it() -> None:
 
 
 @asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncClient]]:
+async def served(folder: Path, *, stalled_after_s: float = 120) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncClient]]:
     """A loaded engine on torch behind our routes, without a process around it."""
     config = ServerConfig(
         model_name=str(save_tiny_model(folder / "model", seed=1)),
@@ -73,6 +72,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncCl
         dtype="float32",
         max_model_len=64,
         threads=1,
+        stalled_after_s=stalled_after_s,
     )
     engine = TorchEngine(config, instance="test", environment={})
     engine.start()
@@ -90,7 +90,6 @@ async def served(folder: Path) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncCl
 async def test_health_tells_of_a_decode_step_that_hangs_until_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_engine, "STALLED_AFTER_S", 0.0)
     hangs, may_go_on, step = threading.Event(), threading.Event(), Decoder._step
 
     def hanging_step(*arguments: object) -> object:
@@ -99,7 +98,7 @@ async def test_health_tells_of_a_decode_step_that_hangs_until_it_goes_on(
         return step(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Decoder, "_step", hanging_step)
-    async with served(tmp_path) as (_, client):
+    async with served(tmp_path, stalled_after_s=1e-9) as (_, client):
         assert (await client.get("/health")).status_code == 200
         asking = asyncio.create_task(client.post("/generate", json=REQUEST))
         try:
@@ -133,11 +132,8 @@ async def test_every_pass_through_the_model_is_a_sign_of_life(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-async def test_requests_that_wait_for_a_weight_hand_over_are_no_stall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_engine, "STALLED_AFTER_S", 0.0)
-    async with served(tmp_path) as (engine, client):
+async def test_requests_that_wait_for_a_weight_hand_over_are_no_stall(tmp_path: Path) -> None:
+    async with served(tmp_path, stalled_after_s=1e-9) as (engine, client):
         (await client.post("/bridge/pause", json={})).raise_for_status()
         asking = asyncio.create_task(client.post("/generate", json=REQUEST))
         while not engine._waiting:

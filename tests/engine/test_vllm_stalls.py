@@ -19,13 +19,6 @@ from serving import RunningServer, free_port, python_path, save_tiny_model, wait
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-SERVE = (
-    "import sys; from grpo_engine.server import pulse; pulse.STALLED_AFTER_S = 2.0; "
-    "from grpo_engine.flags import parse_flags; from grpo_engine.server.config import ServerConfig; "
-    "from grpo_engine.server.main import run; "
-    "sys.exit(run(parse_flags(ServerConfig, sys.argv[1:], prog='server', description='')))"
-)
-"""Our server, with less patience for its engine."""
 DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
 
 
@@ -36,9 +29,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-c", SERVE, "--engine", "vllm", "--model-name", str(model), "--port", str(port)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "grpo_engine",
+                    "server",
+                    "--engine",
+                    "vllm",
+                    "--model-name",
+                    str(model),
+                    "--port",
+                    str(port),
+                ),
                 *("--device", DEVICE, "--dtype", DTYPE, "--max-model-len", "512", "--gpu-memory-utilization", "0.1"),
-                *("--threads", "1", "--enforce-eager"),
+                *("--threads", "1", "--enforce-eager", "--stalled-after-s", "2"),
             ],
             stdout=output,
             stderr=subprocess.STDOUT,

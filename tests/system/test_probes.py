@@ -157,6 +157,25 @@ async def test_a_closed_port_is_told_for_http_and_tcp(tmp_path: Path) -> None:
     assert await asked(tmp_path, tcp=f"127.0.0.1:{port}") == closed
 
 
+async def test_a_web_server_that_is_well_over_an_engine_that_is_not(tmp_path: Path) -> None:
+    def reply(request: bytes) -> bytes | None:
+        for path, answer in answers.items():
+            if request.startswith(f"GET {path} ".encode()):
+                return answer
+        raise AssertionError(request)
+
+    ok, gone = b"HTTP/1.1 200 OK\r\n\r\n", b'HTTP/1.1 500 No\r\n\r\n{"detail": "died"}'
+    for deep, kind, words in (
+        (ok, P.PASSED, "/deep answers 200"),
+        (gone, P.ENGINE_STALLED, "/health answers 200, but /deep answers 500: died"),
+        (None, P.ENGINE_STALLED, "/health answers 200, but /deep gives no answer in 0.1 s"),
+    ):
+        answers = {"/health": ok, "/deep": deep}
+        async with serving(reply) as port:
+            pages = {"http": f"http://127.0.0.1:{port}/health", "then_http": f"http://127.0.0.1:{port}/deep"}
+            assert await asked(tmp_path, **pages, timeout_s=0.2) == Answer(kind, words)
+
+
 async def test_an_open_port_passes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

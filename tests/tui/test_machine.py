@@ -393,6 +393,7 @@ class World:
     dying: set[str] = field(default_factory=set)
     is_down: set[str] = field(default_factory=set)
     """Services whose last command was a stop that was obeyed."""
+    restarting: set[str] = field(default_factory=set)
     ending: order.Ending | None = None
     now_s: float = 0.0
 
@@ -420,7 +421,12 @@ class World:
     def decide(self) -> None:
         if self.ending is None and (state := order.verdict(self.services, self.launches)):
             self.end(state)
-        for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s):
+        for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s, self.restarting):
+            if name in self.restarting and isinstance(event, RestartAsked):
+                self.restarting.remove(name)
+                assert self.ending or not any(f in self.alive for f in order.restart_group(name, self.launches)), (
+                    f"{name} is restarted before its followers have ended"
+                )
             self.apply(name, event)
 
     def end(self, state: RunState) -> None:
@@ -436,7 +442,12 @@ class World:
     def command(self, name: str, event: Event) -> None:
         if isinstance(event, StartAsked | RestartAsked):
             self.is_down.discard(name)
-        self.apply(name, event)
+        if isinstance(event, StopAsked | KillAsked):
+            self.restarting.discard(name)
+        if isinstance(event, RestartAsked):
+            self.restarting.add(name)
+        else:
+            self.apply(name, event)
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds

@@ -1,0 +1,253 @@
+"""What a run survives: lost keepers, a full disk, hangs, hunger, restarts in a group. Through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import FAMILY, HOLDER, free_ports, is_open
+from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, until
+
+from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, ServiceStatus
+from grpo_tui.supervisor.proc import identify
+from grpo_tui.supervisor.processes import living_keepers
+
+pytestmark = pytest.mark.slow
+
+NOTES_START = """
+import os, signal, sys, time
+with open(sys.argv[1], "a") as file: file.write(f"{sys.argv[2]} {os.getpid()} {time.monotonic()}\\n")
+print("up", flush=True)
+signal.pause()
+"""
+"""Leaves a line for every process of it that was ever started: its name, its pid, when."""
+UP = "{ log = '^up$', interval_s = 0.02 }"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path) as workplace:
+        yield workplace
+
+
+def status_of(place: Workplace, name: str) -> ServiceStatus:
+    return next(each for each in place.status().services if each.name == name)
+
+
+def keeper_pid(place: Workplace, name: str) -> int:
+    (pid,) = [state.keeper.pid for state in living_keepers(place.run_folder()) if state.service == name]
+    return pid
+
+
+def test_what_a_killed_keeper_leaves_is_ended_before_its_service_starts_again(place: Workplace) -> None:
+    place.ports = free_ports(5)
+    wait = " and ".join(f"is_open({port})" for port in place.ports)
+    ready = "import socket\ndef is_open(p):\n with socket.socket() as s: return s.connect_ex(('127.0.0.1', p)) == 0\n"
+    probe = f"[{place.argv()[0]!r}, '-I', '-S', '-c', {ready + f'raise SystemExit(not ({wait}))'!r}]"
+    place.profile(
+        service(
+            "a", FAMILY, HOLDER, "family", *place.ports,
+            ports=place.ports, restart="'on-failure'", backoff_s=0.1, ready=f"{{ command = {probe} }}",
+        ),
+    )  # fmt: skip
+    place.up()
+    before = place.pid("a")
+    os.kill(keeper_pid(place, "a"), signal.SIGKILL)
+    until(lambda: status_of(place, "a").attempt == 2 and status_of(place, "a").state is ServiceState.READY)
+    assert identify(before) is None
+    assert "keeper was killed" in (place.run_folder() / "supervisor.log").read_text()
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_full_disk_is_told_and_services_go_on(place: Workplace) -> None:
+    place.profile(service("a", POLITE), service("b", POLITE, ends_run="false"))
+    place.up()
+    supervisor, a = place.status().supervisor, place.pid("a")
+    assert supervisor is not None
+    unlimited = resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, (0, unlimited[1]))  # as when no byte can be written
+    os.kill(place.pid("b"), signal.SIGKILL)
+    until(lambda: status_of(place, "b").state is ServiceState.FAILED)
+    until(lambda: any("state.json cannot be written" in each.text for each in place.status().warnings))
+    assert identify(a) is not None
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, unlimited)
+    assert place.grpo("start", "b", "--wait").returncode == 0
+    until(lambda: place.status().warnings == [])  # with the next change it is written again
+    assert place.pid("a") == a
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_stop_during_a_start_is_obeyed_and_a_start_after_it_too(place: Workplace) -> None:
+    (port,) = place.ports = free_ports(1)
+    ready = f"{{ http = 'http://127.0.0.1:{port}/', interval_s = 0.05 }}"
+    place.profile(service("a", SERVER, port, 3600, ports=[port], ready=ready), service("b", POLITE))
+    assert place.grpo("up", "--profile", "p", "--detach").returncode == 0
+    until(lambda: status_of(place, "a").probe is ProbeOutcome.BAD_STATUS)
+    why = status_of(place, "a").why or ""
+    assert why.startswith("starting for ")
+    assert "/ answers 503" in why
+    assert place.grpo("stop", "a", "--wait").returncode == 0
+    assert (status_of(place, "a").state, is_open(port)) == (ServiceState.STOPPED, False)
+    assert place.grpo("start", "a").returncode == 0
+    until(lambda: status_of(place, "a").attempt == 2 and is_open(port))
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_restart_takes_its_followers_along_in_order(place: Workplace) -> None:
+    notes = place.folder / "notes"
+    place.profile(
+        service("vllm", NOTES_START, notes, "vllm", ready=UP),
+        service("env", NOTES_START, notes, "env", ready=UP, needs=["vllm"]),
+        service("trainer", NOTES_START, notes, "trainer", ready=UP, needs=["vllm"], restart_with=["vllm"]),
+    )
+    place.up()
+    pids = {name: place.pid(name) for name in ("vllm", "env", "trainer")}
+    assert place.grpo("restart", "vllm", "--wait").returncode == 0
+    until(lambda: place.status().state is RunState.RUNNING and status_of(place, "trainer").attempt == 2)
+    assert place.pid("env") == pids["env"]
+    assert identify(pids["trainer"]) is None
+    names = [line.split()[0] for line in notes.read_text().splitlines()]
+    assert names[-2:] == ["vllm", "trainer"]
+    assert len(names) == 5
+    log = (place.run_folder() / "supervisor.log").read_text()
+    assert "vllm is restarted; after it trainer" in log
+    assert log.index("trainer: stopping → waiting") < log.index("vllm: stopping → waiting")
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_crash_takes_followers_along_too(place: Workplace) -> None:
+    notes = place.folder / "notes"
+    place.profile(
+        service("vllm", NOTES_START, notes, "vllm", ready=UP, restart="'on-failure'", backoff_s=0.1),
+        service("trainer", NOTES_START, notes, "trainer", ready=UP, needs=["vllm"], restart_with=["vllm"]),
+    )
+    place.up()
+    os.kill(place.pid("vllm"), signal.SIGKILL)
+    until(lambda: place.status().state is RunState.RUNNING and status_of(place, "trainer").attempt == 2)
+    names = [line.split()[0] for line in notes.read_text().splitlines()]
+    assert names == ["vllm", "trainer", "vllm", "trainer"]
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_service_that_takes_too_much_memory_is_ended_as_failed_in_words(place: Workplace) -> None:
+    hungry = "import time\nblock = bytearray(300_000_000)\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+    place.profile(service("a", hungry, memory_limit_gb=0.1), service("b", POLITE, ends_run="true"))
+    assert place.grpo("up", "--profile", "p", "--detach").returncode == 0
+    until(lambda: status_of(place, "a").state is ServiceState.FAILED)
+    assert "over its memory_limit_gb of 0.1" in (status_of(place, "a").why or "")
+    assert place.status().state is RunState.DEGRADED
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_start_that_moves_is_waited_for_past_its_limit(place: Workplace) -> None:
+    slow = """
+import os, sys
+with open(sys.argv[1]) as gate:
+    for line in gate: print("shard", line.strip(), flush=True)
+print("up", flush=True)
+import signal; signal.pause()
+"""
+    os.mkfifo(place.folder / "gate")
+    ready = "{ log = '^up$', interval_s = 0.02, within_s = 0.3, stalled_s = 3 }"
+    place.profile(service("a", slow, place.folder / "gate", ready=ready))
+    assert place.grpo("up", "--profile", "p", "--detach").returncode == 0
+    with (place.folder / "gate").open("w", buffering=1) as gate:
+        for number in range(3):
+            gate.write(f"{number}\n")
+            until(lambda: f"shard {number}" in place.grpo("logs", "a").stdout)  # noqa: B023 - called at once
+            assert status_of(place, "a").state is ServiceState.STARTING
+    until(lambda: status_of(place, "a").state is ServiceState.READY)
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_hang_after_readiness_is_unhealthy_and_restarted_where_the_policy_says_so(place: Workplace) -> None:
+    (port,) = place.ports = free_ports(1)
+    probe = f"http = 'http://127.0.0.1:{port}/health', interval_s = 0.1, timeout_s = 0.5"
+    place.profile(
+        service(
+            "a", SERVER, port, ports=[port], ready=f"{{ {probe} }}", live=f"{{ {probe}, within_s = 1 }}",
+            restart="'on-failure'", restart_unhealthy="true", backoff_s=0.1, stop_grace_s=0.3,
+        ),
+    )  # fmt: skip
+    place.up()
+    before = place.pid("a")
+    os.kill(before, signal.SIGSTOP)  # the port stays open, and nobody answers
+    until(lambda: status_of(place, "a").attempt == 2 and status_of(place, "a").state is ServiceState.READY)
+    assert identify(before) is None
+    log = (place.run_folder() / "supervisor.log").read_text()
+    assert "no good answer for 1 s: /health: no answer in 0.5 s" in log
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_failure_leaves_a_crash_report_and_tells_the_hooks_in_that_order(place: Workplace) -> None:
+    note = "import os, pathlib, sys; e = os.environ; report = pathlib.Path(e['GRPO_TUI_RUN_FOLDER']) / "
+    note += "f\"crash-{e['GRPO_TUI_HOOK_SERVICE']}-{e['GRPO_TUI_HOOK_ATTEMPT']}.txt\"; "
+    note += "line = f\"{e['GRPO_TUI_HOOK_EVENT']} {e['GRPO_TUI_HOOK_SERVICE'] or 'run'} {report.exists()}\\n\"; "
+    note += "open(sys.argv[1], 'a').write(line)"
+    argv = [place.argv()[0], "-I", "-S", "-c", note, str(place.folder / "told")]
+    hooks = f"[[hooks]]\non = ['ready', 'failed', 'restarted', 'finished']\nargv = {json.dumps(argv)}\n"
+    crashes = "import sys; print('Traceback: boom', flush=True); sys.exit(3)"
+    place.profile(
+        service("idle", POLITE),
+        service("trainer", crashes, needs=["idle"], restart="'on-failure'", max_restarts=1, backoff_s=0.1),
+        hooks,
+    )
+    assert place.grpo("up", "--profile", "p", "--wait", "finished").returncode == 1
+    told = (place.folder / "told").read_text().splitlines()
+    assert told.count("failed trainer True") == 2
+    assert any(line.startswith("ready idle") for line in told)
+    assert any(line.startswith("restarted trainer") for line in told)  # ready as soon as it runs, without a probe
+    assert told[-1].startswith("failed run")
+    report = (place.run_folder() / "crash-trainer-2.txt").read_text()
+    assert report.startswith("trainer failed: exit code 3")
+    assert "Traceback: boom" in report
+
+
+def test_a_deaf_service_does_not_hold_up_a_down_with_a_time_limit(place: Workplace) -> None:
+    place.profile(service("a", DEAF, stop_grace_s=3600, ready="{ log = 'deaf', interval_s = 0.02 }"))
+    place.up()
+    done = place.grpo("down", "--timeout", 0.2, limit_s=30)
+    assert done.returncode == 0, done.stderr
+    assert place.survivors() == []
+
+
+def test_down_all_ends_every_run_of_the_folder(place: Workplace) -> None:
+    for name in ("p", "q"):
+        place.profile(service("a", POLITE), name=name)
+        assert place.grpo("up", "--profile", name, "--detach", "--wait", "ready").returncode == 0
+    done = place.grpo("down", "--all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("nothing is left") == 2
+    assert place.survivors() == []
+
+
+def test_a_socket_that_somebody_removed_is_put_back(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    place.up()
+    supervisor = place.status().supervisor
+    (socket,) = place.runtime.rglob("*.sock")
+    socket.unlink()
+    until(socket.exists)
+    assert place.status().supervisor == supervisor
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_killed_daemon_and_a_killed_keeper_together_leave_nobody_unknown(place: Workplace) -> None:
+    place.ports = free_ports(5)
+    place.profile(service("a", FAMILY, HOLDER, "family", *place.ports), service("b", POLITE))
+    place.up()
+    until(lambda: all(map(is_open, place.ports)))
+    seen = status_of(place, "a")
+    until(lambda: f"{seen.pid}," in (place.run_folder() / "state.json").read_text().replace(" ", "").replace("\n", ""))
+    keeper = keeper_pid(place, "a")
+    place.lose_daemon()
+    os.kill(keeper, signal.SIGKILL)
+    assert place.grpo("restart", "b").returncode == 0  # brings a daemon that takes over
+    until(lambda: status_of(place, "a").state is ServiceState.FAILED)
+    until(lambda: not any(map(is_open, place.ports)))
+    assert place.grpo("down").returncode == 0
