@@ -7,7 +7,7 @@ from typing import Literal
 from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_tui.paths import BRIDGE_FILE
-from grpo_tui.services.base import Launch, Place, Probe, Service
+from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
 
 READY_WITHIN_S = 300.0
 STALLED_S = 180.0
@@ -53,6 +53,8 @@ class Inference(Service, ServerConfig):
     """Samples completions: vLLM, or torch on a CPU or GPU."""
 
     kind: Literal["inference"]
+    restart: RestartPolicy = RestartPolicy.ON_FAILURE
+    """The trainer keeps the weights and brings them to the next server, so a crash is not the end of a run."""
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
