@@ -19,6 +19,7 @@ import psutil
 from textual import on
 from textual.app import App
 from textual.binding import Binding
+from textual.content import Content
 from textual.filter import LineFilter
 from textual.screen import Screen
 
@@ -26,14 +27,16 @@ from grpo_engine.errors import GrpoError
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, ServiceState
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import METRICS_FILE
-from grpo_tui.ui import messages
+from grpo_tui.supervisor.proc import user_name
+from grpo_tui.ui import messages, questions
 from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import AsciiOnly, wants_ascii
-from grpo_tui.ui.screens.confirm import ConfirmScreen
+from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, warnings_page
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 from grpo_tui.view import state as view
+from grpo_tui.view.crash_files import newest_report
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.log_tail import LogTail
 from grpo_tui.view.metrics_tail import MetricsTail
@@ -45,7 +48,6 @@ LOG_POLL_BUSY_S = 0.1
 """Between two reads of a log that is being written: a flood becomes ten pictures a second."""
 LOG_POLL_QUIET_S = 0.5
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-TRAINER_KIND = "trainer"
 
 
 class GrpoScreen(App[None]):
@@ -215,12 +217,12 @@ class GrpoScreen(App[None]):
         if service is None:
             self._tell("warning", "no inference server among the services of this run; r restarts the selected one")
             return
-        self._ask("restart", service)
+        self._bring_up("restart", service)
 
     def action_restart_selected(self) -> None:
         """Restart the service whose log is shown."""
         if self.state.selected is not None:
-            self._ask("restart", self.state.selected)
+            self._bring_up("restart", self.state.selected)
 
     def action_start_or_stop(self) -> None:
         """Start what does not run, stop what does; stopping the trainer is asked about first."""
@@ -228,25 +230,28 @@ class GrpoScreen(App[None]):
         if service is None:
             return
         if service.state in STOPPED_STATES:
-            self._ask("start", service.name)
-        elif service.kind == TRAINER_KIND:
-            step = self.state.history.last.step if self.state.history.last else 0
-            named = [
-                f"{service.name}, pid {service.pid}, after step {step}",
-                "training goes no further until it is started",
-            ]
-            self._confirm(f"Stop {service.name}?", named, "stop", service.name)
+            self._bring_up("start", service.name)
+        elif service.kind == questions.TRAINER_KIND:
+            self._confirm(questions.about_stopping_the_trainer(service, self.state), "stop", service.name)
         else:
             self._ask("stop", service.name)
+
+    def action_kill_selected(self) -> None:
+        """Kill the selected service after a yes."""
+        service = self.state.service(self.state.selected)
+        if service is None:
+            return
+        if service.state not in questions.KILLABLE_STATES:
+            self._tell("info", f"{service.name} is {service.state}: there is nothing to kill")
+            return
+        self._confirm(questions.about_killing(service, self.state), "kill", service.name)
 
     def action_end_run(self) -> None:
         """End the run after a yes; the question names every process that will end."""
         if self.state.has_ended:
             self._tell("info", "the run is over already; q leaves")
             return
-        live = [service for service in self.state.services if service.pid is not None]
-        named = [f"{service.name}, {service.state}, pid {service.pid}" for service in live] or ["no service runs"]
-        self._confirm(f"End the run {self.state.run}?", named, "down", None)
+        self._confirm(questions.about_ending_the_run(self.state), "down", None)
 
     def action_detach(self) -> None:
         """Leave the screen; the run goes on."""
@@ -293,21 +298,51 @@ class GrpoScreen(App[None]):
         """Open every warning in full."""
         self.push_screen(ReadingScreen("warnings", warnings_page(self.state)))
 
-    def _confirm(self, question: str, named: Sequence[str], do: view.Do, service: str | None) -> None:
+    async def action_crash_report(self) -> None:
+        """Open the newest crash report of the selected service, or say that there is none."""
+        service = self.state.service(self.state.selected)
+        if service is None:
+            return
+        try:
+            report = await asyncio.to_thread(newest_report, self.state.run_folder, service.name)
+        except OSError as error:
+            self._tell("error", f"the crash report of {service.name} cannot be read: {error}")
+            return
+        if report is None:
+            self._tell("info", f"{service.name} has no crash report in {self.state.run}: it has not failed there")
+            return
+        self.push_screen(ReadingScreen(report.path.name, Content(report.text), is_wide=True))
+
+    def _confirm(self, question: questions.Question, do: view.Do, service: str | None) -> None:
         def act(is_yes: bool | None) -> None:
             if is_yes:
                 self._ask(do, service)
 
-        self.push_screen(ConfirmScreen(question, named), act)
+        self.push_screen(ConfirmScreen(question.text, question.named), act)
 
-    def _ask(self, do: view.Do, service: str | None) -> None:
+    def _bring_up(self, do: Literal["start", "restart"], name: str) -> None:
+        """Start or restart a service; where a stranger has its port, ask first whether that is to be ended."""
+        service = self.state.service(name)
+        me = user_name(os.getuid())
+        question = None if service is None or self.state.has_ended else questions.about_a_taken_port(service, me)
+        if question is None:
+            self._ask(do, name)
+            return
+
+        def act(answer: PortAnswer | None) -> None:
+            if answer is not None:
+                self._ask(do, name, take_ports=answer is PortAnswer.END_IT)
+
+        self.push_screen(TakePortScreen(question.text, question.named, f"{do} {name}"), act)
+
+    def _ask(self, do: view.Do, service: str | None, *, take_ports: bool = False) -> None:
         """Send a command without waiting for it; what happens then comes as events."""
-        self._apply(view.CommandSent(do=do, service=service, time=self._clock()))
-        self.run_worker(self._command(do, service), name=f"{do} {service or ''}")
+        self._apply(view.CommandSent(do=do, service=service, time=self._clock(), takes_ports=take_ports))
+        self.run_worker(self._command(do, service, take_ports), name=f"{do} {service or ''}")
 
-    async def _command(self, do: view.Do, service: str | None) -> None:
+    async def _command(self, do: view.Do, service: str | None, take_ports: bool) -> None:
         try:
-            reply = await self._connection.command(do, service)
+            reply = await self._connection.command(do, service, take_ports=take_ports)
             error = None if reply.ok else (reply.error or "no reason given")
         except (GrpoError, OSError) as unreachable:
             error = str(unreachable)

@@ -29,8 +29,11 @@ class RunConnection(Protocol):
         """
         ...
 
-    async def command(self, do: Do, service: str | None = None) -> Reply:
+    async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
         """Ask for an action and wait for the answer that it was taken up.
+
+        Args:
+            take_ports: the word to end strangers of our own user that hold a port of the service.
 
         Raises:
             GrpoError: no daemon answers, and none could be started.
@@ -57,14 +60,14 @@ class LocalRun:
         """See `RunConnection.events`; never starts a daemon, since looking must not."""
         return self._daemon.events()
 
-    async def command(self, do: Do, service: str | None = None) -> Reply:
+    async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
         """See `RunConnection.command`."""
         try:
-            return await self._daemon.command(do, service)
+            return await self._daemon.command(do, service, take_ports=take_ports)
         except PeerUnavailable:
             if not await asyncio.to_thread(ensure_daemon, self._run_folder):
                 raise PeerUnavailable(f"the run {self._run_folder.name} is over") from None
-            return await self._daemon.command(do, service)
+            return await self._daemon.command(do, service, take_ports=take_ports)
 
     def stored_status(self) -> RunStatus:
         """See `RunConnection.stored_status`."""

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-from grpo_engine.wire.supervisor import RunState, ServiceState
+from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState
 
 SERVICE_GLYPHS = {
     ServiceState.WAITING: "○",
@@ -26,6 +26,11 @@ SERVICE_GLYPHS = {
     ServiceState.FINISHED: "✓",
     ServiceState.FAILED: "✗",
 }
+PROBE_SIGNS = {
+    ProbeOutcome.SILENT: ("◌", "hanging"),
+    ProbeOutcome.ENGINE_STALLED: ("◍", "stalled"),
+}
+"""Answers that tell more than the state of a service does: sign and word."""
 RUN_GLYPHS = {
     RunState.STARTING: "◐",
     RunState.RUNNING: "●",
@@ -44,6 +49,7 @@ FREE_FILL = "·"
 
 _ASCII = str.maketrans(
     {
+        "◌": "?", "◍": "=",
         "○": "o", "◐": "(", "●": "*", "▲": "!", "↻": "@", "◑": ")", "■": "#", "✓": "+", "✗": "x", "▼": "v",
         "▁": "_", "▂": ".", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "%", "█": "#",
         "▓": "=", "▒": "+", "▚": "%", "▞": "$", "▤": "-", "▥": ":", "▦": "&", "╳": "x", "░": "~", "·": ".",

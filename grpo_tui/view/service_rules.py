@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from grpo_engine.wire.supervisor import RunStatus, ServiceState, ServiceStatus, Warning
+from grpo_engine.wire.supervisor import GpuStatus, ProbeOutcome, RunStatus, ServiceState, ServiceStatus, Warning
 from grpo_tui.view.format import bytes_text, count_text
+from grpo_tui.view.refusals import obstacles
 
-MANY_RESTARTS = 3
+MANY_RESTARTS = 2
+"""From here on it is a crash loop; one restart may have been a person's."""
+INFERENCE_KIND = "inference"
 OTHERS_BYTES = 1 << 30
 """Less of a GPU in strangers' hands is a display or a monitor, not a neighbour."""
 NEARLY_FULL = 0.97
@@ -39,31 +42,54 @@ def failed_services(status: RunStatus) -> Iterator[Warning]:
         yield Warning(
             id=f"failed:{service.name}",
             severity="error",
-            text=f"{service.name} failed: {service.why or _ended_with(service.exit_code)}",
-            hint=f"{_help_for(service)}; its log: {service.log}",
+            text=f"{service.name} failed: {reason(service) or _ended_with(service.exit_code)}",
+            hint=_help_for_refused(service)
+            if service.is_refused
+            else f"{_help_for(service)}; c opens its crash report; its log: {service.log}",
         )
 
 
 def unhealthy_services(status: RunStatus) -> Iterator[Warning]:
-    """A service that runs and does not answer, and one that falls over again and again."""
+    """A service that runs and does not answer, or whose engine stands still behind a web server that answers."""
     for service in status.services:
-        if service.state is ServiceState.UNHEALTHY:
-            yield Warning(
-                id=f"unhealthy:{service.name}",
-                severity="error",
-                text=f"{service.name} runs but does not answer: {service.why or service.health or 'no answer'}",
-                hint=f"read its log ({service.log}); restarting it often helps: grpo-tui restart {service.name}",
-            )
-        elif service.state is ServiceState.BACKOFF or (
-            service.restarts >= MANY_RESTARTS and service.state is ServiceState.STARTING
-        ):
-            times = count_text(service.restarts, "restart")
-            yield Warning(
-                id=f"restarting:{service.name}",
-                severity="warning",
-                text=f"{service.name} keeps ending ({times}): {service.why or _ended_with(service.exit_code)}",
-                hint=_help_for(service),
-            )
+        is_stalled = service.probe is ProbeOutcome.ENGINE_STALLED
+        if service.state is not ServiceState.UNHEALTHY and not (service.state is ServiceState.READY and is_stalled):
+            continue
+        what = "runs but does not answer"
+        if is_stalled:
+            what = "answers, but its engine stands still"
+        elif service.probe is ProbeOutcome.SILENT:
+            what = "hangs: it takes connections and never answers"
+        ways = f"`v` or `grpo-tui restart {service.name}`"
+        if service.kind != INFERENCE_KIND:
+            ways = f"`grpo-tui restart {service.name}`"
+        yield Warning(
+            id=f"unhealthy:{service.name}",
+            severity="error",
+            text=f"{service.name} {what}: {reason(service) or service.health or 'no answer'}",
+            hint=f"{ways} restarts it; its log ({service.log}) may say what it is at",
+        )
+
+
+def crash_loops(status: RunStatus) -> Iterator[Warning]:
+    """A service that falls over again and again."""
+    for service in status.services:
+        is_looping = service.restarts >= MANY_RESTARTS
+        if service.state is ServiceState.BACKOFF:
+            why = reason(service) or _ended_with(service.exit_code)
+            text = f"{service.name} ended and is started again: {why}"
+            if is_looping:
+                text = f"{service.name} keeps ending ({count_text(service.restarts, 'restart')}): {why}"
+        elif service.state is ServiceState.STARTING and is_looping:
+            text = f"{service.name} is started again after {count_text(service.restarts, 'restart')}"
+        else:
+            continue
+        yield Warning(
+            id=f"restarting:{service.name}",
+            severity="warning",
+            text=text,
+            hint=f"{_help_for(service)}; c opens its newest crash report, `grpo-tui logs {service.name}` its log",
+        )
 
 
 def gpu_memory_of_others(status: RunStatus) -> Iterator[Warning]:
@@ -73,7 +99,8 @@ def gpu_memory_of_others(status: RunStatus) -> Iterator[Warning]:
             yield Warning(
                 id=f"gpu-others:{gpu.index}",
                 severity="warning",
-                text=f"GPU {gpu.index}: {bytes_text(gpu.other_bytes)} belong to processes outside this run",
+                text=f"GPU {gpu.index}: {bytes_text(gpu.other_bytes)} belong to processes outside this run"
+                + _users(gpu),
                 hint="nvidia-smi names them; use other GPUs (`gpus = […]` of the services) or less memory "
                 "(--gpu-memory-utilization)",
             )
@@ -90,8 +117,26 @@ def gpu_memory_of_others(status: RunStatus) -> Iterator[Warning]:
 SERVICE_RULES: tuple[Callable[[RunStatus], Iterator[Warning]], ...] = (
     failed_services,
     unhealthy_services,
+    crash_loops,
     gpu_memory_of_others,
 )
+
+
+def reason(service: ServiceStatus) -> str | None:
+    """Why it is where it is, in one line; the last lines of its log, which the supervisor adds, are left to its log."""
+    return service.why.partition("\n")[0].removesuffix("; last lines:") if service.why else None
+
+
+def _users(gpu: GpuStatus) -> str:
+    shares = [f"{user} {bytes_text(held_bytes)}" for user, held_bytes in gpu.other_by_user.items() if held_bytes]
+    return f" ({', '.join(shares)})" if shares else ""
+
+
+def _help_for_refused(service: ServiceStatus) -> str:
+    """What helps a service that was not started because somebody is in its way; for a GPU its words say it."""
+    if any(obstacle.pid is not None for obstacle in obstacles(service)):
+        return "s or r on the screen asks whether to end that process and start; or give the service another port"
+    return "once that is out of the way, s on the screen starts it"
 
 
 def _ended_with(exit_code: int | None) -> str:

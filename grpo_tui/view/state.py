@@ -29,12 +29,12 @@ from grpo_engine.wire.supervisor import (
 )
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
 from grpo_tui.view.history import MetricHistory, extended
+from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling, last_restart
 
 MAX_LOG_LINES = 5000
 MAX_NOTICES = 100
 FELT_SHARE = 0.002
 """Changes of the host's memory below this share of it are not seen in a bar."""
-MAX_TRANSITIONS = 12
 INFERENCE_KIND = "inference"
 CONVENTIONAL_INFERENCE_NAME = "vllm"
 """A profile of plain commands calls its inference server so."""
@@ -49,14 +49,6 @@ class Connection(StrEnum):
     LIVE = "live"
     LOST = "lost"
     ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transition:
-    """A service entered a state."""
-
-    state: ServiceState
-    time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +94,8 @@ class ViewState:
     status: RunStatus | None = None
     transitions: Mapping[str, tuple[Transition, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """The latest states of each service, the newest last."""
+    start_phases: Mapping[str, tuple[StartPhase, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """What the latest start of each service was at, as its log tells, the newest last."""
     history: MetricHistory = field(default_factory=MetricHistory)
     num_bad_metric_lines: int = 0
     selected: str | None = None
@@ -206,6 +200,8 @@ class CommandSent:
     do: Do
     service: str | None
     time: float
+    takes_ports: bool = False
+    """Whether strangers on the service's ports are to be ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +262,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
         case FollowChanged():
             return replace(state, is_following=change.is_following)
         case CommandSent():
-            return _with_outcome(state, "info", f"{_asked(change.do, change.service)} …", change.time)
+            taking = ", ending who holds its port" if change.takes_ports else ""
+            return _with_outcome(state, "info", f"{_asked(change.do, change.service)}{taking} …", change.time)
         case CommandRefused():
             return _with_outcome(
                 state, "error", f"{_asked(change.do, change.service)} was refused: {change.error}", change.time
@@ -278,17 +275,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
 
 
 def phases_of_restart(state: ViewState, service: str) -> tuple[Transition, ...]:
-    """The states of a service since it was last asked to stop or fell over, if it has not been ready for long.
-
-    For example stopping (0.4 s) → starting (36.6 s) → ready.
-    """
-    transitions = state.transitions.get(service, ())
-    begins = [
-        place
-        for place, transition in enumerate(transitions)
-        if transition.state in (ServiceState.STOPPING, ServiceState.BACKOFF)
-    ]
-    return transitions[begins[-1] :] if begins else ()
+    """The states of a service's last restart, with their times; none of one that was only ever started once."""
+    return last_restart(state.transitions.get(service, ()))
 
 
 def inference_service(state: ViewState) -> str | None:
@@ -303,6 +291,7 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
     match event:
         case ServiceChanged():
             noted = _with_transition(state, event.service.name, event.service.state, event.time)
+            noted = _with_phase(noted, event.service, event.time)
             return _with_services(noted, _replaced(event.service))
         case RunChanged():
             if state.status is None:
@@ -335,6 +324,7 @@ def _with_status(state: ViewState, status: RunStatus) -> ViewState:
             known = _with_transition(known, service.name, service.state, since or state.now)
         else:
             known = _with_transition(known, service.name, service.state, state.now)
+        known = _with_phase(known, service, None)
     return _rediagnosed(known)
 
 
@@ -372,10 +362,23 @@ def _with_services(state: ViewState, change: Callable[[ServiceStatus], ServiceSt
 
 def _with_transition(state: ViewState, service: str, to: ServiceState, time: float) -> ViewState:
     past = state.transitions.get(service, ())
-    if past and past[-1].state is to:
+    entered = after_entering(past, to, time)
+    if entered is past:
         return state
-    entered = (*past, Transition(state=to, time=time))[-MAX_TRANSITIONS:]
-    return replace(state, transitions=MappingProxyType({**state.transitions, service: entered}))
+    transitions = MappingProxyType({**state.transitions, service: entered})
+    if to is not ServiceState.STARTING:
+        return replace(state, transitions=transitions)
+    phases = MappingProxyType({**state.start_phases, service: ()})
+    return replace(state, transitions=transitions, start_phases=phases)
+
+
+def _with_phase(state: ViewState, service: ServiceStatus, since: float | None) -> ViewState:
+    """Note what a start-up is at; `since` is when it was first heard of, None where it may have been at it before."""
+    past = state.start_phases.get(service.name, ())
+    if service.state is not ServiceState.STARTING or service.phase is None:
+        return state
+    told = after_telling(past, service.phase, since)
+    return replace(state, start_phases=MappingProxyType({**state.start_phases, service.name: told}))
 
 
 def _rediagnosed(state: ViewState) -> ViewState:

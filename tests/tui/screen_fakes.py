@@ -40,6 +40,8 @@ class FakeConnection:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Do, str | None]] = []
+        self.took_ports: list[bool] = []
+        """Of each thing asked, whether strangers on its ports were to be ended."""
         self.refusal: str | None = None
         self.is_there = True
         self.stored: RunStatus | None = None
@@ -66,10 +68,11 @@ class FakeConnection:
             raise PeerUnavailable("state.json: missing")
         return self.stored
 
-    async def command(self, do: Do, service: str | None = None) -> Reply:
+    async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
         if not self.is_there:
             raise PeerUnavailable("no supervisor listens")
         self.asked.append((do, service))
+        self.took_ports.append(take_ports)
         return Reply(id=1, ok=self.refusal is None, error=self.refusal)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from screen_fakes import (
+    GIB,
     NOW,
     FakeConnection,
     changed,
@@ -24,10 +26,11 @@ from screen_fakes import (
 )
 from textual.pilot import Pilot
 
-from grpo_engine.wire.supervisor import Bye, Notice, RunChanged, RunState, RunStatus, Snapshot
+from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot
+from grpo_tui.supervisor.proc import user_name
 from grpo_tui.ui.app import GrpoScreen, farewell
 from grpo_tui.ui.keys import KEYS
-from grpo_tui.ui.screens.confirm import ConfirmScreen
+from grpo_tui.ui.screens.confirm import ConfirmScreen, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.widgets.activity_line import ActivityLine
@@ -66,6 +69,15 @@ class Shown:
 
     def text(self, part: type[Lines] | type[LogLines]) -> str:
         return "\n".join(self.lines(part))
+
+    def row(self, name: str) -> str:
+        """Of the table of services."""
+        return next(line for line in self.lines(ServicesTable) if name in line.split()[:2])
+
+    @property
+    def picture(self) -> str:
+        """Everything that is on the screen, what is open over it included."""
+        return self.app.export_screenshot().replace("&#160;", " ")
 
 
 @asynccontextmanager
@@ -201,6 +213,84 @@ async def test_a_terminal_that_is_resized_is_arranged_anew(tmp_path: Path) -> No
         assert "step 39" in screen.text(LogLines)
 
 
+@SIZES
+async def test_a_start_shows_once_what_it_is_at_and_not_twice_its_seconds(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    starting = service(
+        "vllm",
+        state="starting",
+        phase="loading weights",
+        health="port 9001 is closed",
+        probe=ProbeOutcome.CLOSED,
+        why="starting for 12 s, loading weights, port 9001 is closed (limit 300 s)",
+    )
+    async with shown(tmp_path, size) as screen:
+        screen.connection.say(changed(2, NOW - 12, starting))
+        await screen.until(lambda: "loading" in screen.row("vllm"))
+        assert screen.row("vllm").count("loading") == 1
+        assert "starting for" not in screen.row("vllm")
+        assert "◐ starting 12s" in screen.row("vllm")
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("probe", "sign"), [(ProbeOutcome.SILENT, "◌ hanging"), (ProbeOutcome.ENGINE_STALLED, "◍ stalled")]
+)
+async def test_what_hangs_or_stalls_is_called_so(
+    tmp_path: Path, size: tuple[int, int], probe: ProbeOutcome, sign: str
+) -> None:
+    async with shown(tmp_path, size) as screen:
+        screen.connection.say(changed(2, NOW, service("vllm", probe=probe, health="/health: so it is")))
+        await screen.until(lambda: sign in screen.row("vllm"))
+        assert "● ready" in screen.row("vllm")
+        unhealthy = service("vllm", state="unhealthy", probe=probe, health="/health: so it is", why="no good answer")
+        screen.connection.say(changed(3, NOW, unhealthy))
+        await screen.until(lambda: "● ready" not in screen.row("vllm"))
+        assert screen.row("vllm").split()[1:3] == sign.split()
+        assert "/health: so" in screen.row("vllm")
+
+
+async def test_an_unhealthy_service_that_answers_badly_is_called_unhealthy(tmp_path: Path) -> None:
+    why = "no good answer for 60 s: 500"
+    status = run_status(
+        run=tmp_path.name, services=[service("vllm", state="unhealthy", probe=ProbeOutcome.BAD_STATUS, why=why)]
+    )
+    async with shown(tmp_path, LARGE, status) as screen:
+        assert "▲ unhealthy" in screen.row("vllm")
+        assert why in screen.row("vllm")
+
+
+async def test_the_explanation_of_a_failure_is_its_first_line(tmp_path: Path) -> None:
+    why = "exit code 3; last lines:\n  Traceback\n  RuntimeError: no data"
+    status = run_status(run=tmp_path.name, services=[service("env", state="failed", why=why, pid=None)])
+    async with shown(tmp_path, LARGE, status) as screen:
+        assert screen.row("env").rstrip().endswith("exit code 3")
+        assert "env failed: exit code 3" in screen.lines(WarningsBar)[0]
+
+
+@SIZES
+async def test_memory_of_strangers_is_named_by_user(tmp_path: Path, size: tuple[int, int]) -> None:
+    shared = gpu(other=12 * GIB).model_copy(update={"other_by_user": {"ann": 9 * GIB}})
+    async with shown(tmp_path, size, run_status(run=tmp_path.name, gpus=[shared])) as screen:
+        bar, legend = screen.lines(GpuPanel)
+        assert bar.count("╳") > 0
+        assert "user ann 9.0G" in legend
+        if size == LARGE:
+            assert "others 3.0G" in legend
+
+
+async def test_as_many_warnings_as_fit_are_told_in_full(tmp_path: Path) -> None:
+    names = ("a", "b", "c", "d", "e")
+    services = [service(name, state="failed", why="exit code 1") for name in names]
+    async with shown(tmp_path, (100, 30), run_status(run=tmp_path.name, services=services)) as screen:
+        bar = screen.app.main.query_one(WarningsBar)
+        assert len(bar.plain_lines) == bar.size.height
+        assert bar.plain_lines[-1].rstrip().endswith("w: what to do")
+        assert [line[:10] for line in bar.plain_lines if line.startswith("✗")] == [f"✗ {name} failed" for name in names]
+        assert bar.plain_lines[1].startswith("  → ")
+
+
 async def test_twelve_services_and_eight_gpus_leave_room_for_the_log(tmp_path: Path) -> None:
     services = [service(f"worker{number:02d}", kind="command") for number in range(12)]
     status = run_status(run=tmp_path.name, services=services, gpus=[gpu(index) for index in range(8)])
@@ -254,6 +344,28 @@ async def test_the_phases_of_a_restart_are_shown_with_their_seconds(tmp_path: Pa
         assert "◐ starting 37s → ● ready   in 37s" in screen.text(ActivityLine)
 
 
+async def test_the_phases_of_a_start_are_shown_while_they_last_and_summed_up_when_it_is_ready(tmp_path: Path) -> None:
+    async with shown(tmp_path, LARGE) as screen:
+        screen.connection.say(
+            changed(2, NOW - 40, service("vllm", state="stopping")),
+            changed(3, NOW - 39.6, service("vllm", state="waiting")),
+            changed(4, NOW - 37.6, service("vllm", state="starting")),
+            changed(5, NOW - 37, service("vllm", state="starting", phase="importing vLLM")),
+            changed(6, NOW - 12, service("vllm", state="starting", phase="loading weights, 1 of 4 shards")),
+            changed(7, NOW - 6, service("vllm", state="starting", phase="loading weights, 2 of 4 shards")),
+        )
+        await screen.until(lambda: "2 of 4" in screen.text(ActivityLine))
+        assert screen.text(ActivityLine).rstrip() == (
+            "vllm  ◑ stopping 0.4s → ○ waiting 2.0s → ◐ starting 38s: loading weights, 2 of 4 shards (12s) …"
+        )
+        screen.connection.say(changed(8, NOW, service("vllm")))
+        await screen.until(lambda: "● ready" in screen.text(ActivityLine))
+        assert screen.text(ActivityLine).rstrip() == (
+            "vllm  ◑ stopping 0.4s → ○ waiting 2.0s → ◐ starting 38s → ● ready   in 40s"
+            " · importing vLLM 25s · loading weights 12s"
+        )
+
+
 async def test_v_without_an_inference_server_says_so(tmp_path: Path) -> None:
     status = run_status(run=tmp_path.name, services=[service("web", kind="command")])
     async with shown(tmp_path, status=status) as screen:
@@ -290,13 +402,106 @@ async def test_stopping_the_trainer_is_asked_about_first(tmp_path: Path) -> None
         assert screen.connection.asked == []
 
 
+def refused(name: str, user: str) -> RunStatus:
+    """A run in which a stranger holds the port of a service."""
+    why = f"port 9001 is held by pid 4242 (user {user}): python app.py"
+    others = [one for one in four_services() if one.name != name]
+    return run_status(services=[service(name, state="failed", is_refused=True, why=why, pid=None), *others])
+
+
+ME = user_name(os.getuid())
+
+
+@pytest.mark.parametrize(("key", "do"), [("s", "start"), ("r", "restart"), ("v", "restart")])
+@pytest.mark.parametrize(("answer", "took_ports"), [("e", True), ("t", False)])
+async def test_a_stranger_on_the_port_is_named_and_ended_only_on_the_word(
+    tmp_path: Path, key: str, do: str, answer: str, took_ports: bool
+) -> None:
+    async with shown(tmp_path, status=refused("vllm", ME)) as screen:
+        await screen.until(lambda: screen.app.state.selected == "vllm")
+        await screen.pilot.press(key)
+        await screen.until(lambda: isinstance(screen.app.screen, TakePortScreen))
+        assert f"port 9001 is held by pid 4242 (user {ME}): python app.py" in screen.picture
+        assert screen.connection.asked == []
+        await screen.pilot.press(answer)
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert screen.connection.asked == [(do, "vllm")]
+        assert screen.connection.took_ports == [took_ports]
+
+
+@pytest.mark.parametrize("key", ["n", "escape", "enter", "q"])
+async def test_a_stranger_on_the_port_is_left_alone_by_every_other_key(tmp_path: Path, key: str) -> None:
+    async with shown(tmp_path, status=refused("vllm", ME)) as screen:
+        await screen.pilot.press("s")
+        await screen.until(lambda: isinstance(screen.app.screen, TakePortScreen))
+        await screen.pilot.press(key)
+        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
+        assert screen.connection.asked == []
+
+
+async def test_another_users_process_is_not_offered_to_be_ended(tmp_path: Path) -> None:
+    async with shown(tmp_path, status=refused("vllm", f"not-{ME}")) as screen:
+        await screen.pilot.press("s")
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert (screen.connection.asked, screen.connection.took_ports) == ([("start", "vllm")], [False])
+
+
+async def test_a_lack_of_gpu_memory_is_tried_again_without_a_question(tmp_path: Path) -> None:
+    why = f"GPU 0 has 20.0 GB free, and vllm needs 36.0 GB; 60.0 GB held by pid 7 (user {ME}): x; to do: end pid 7"
+    status = run_status(services=[service("vllm", state="failed", is_refused=True, why=why, pid=None)])
+    async with shown(tmp_path, status=status) as screen:
+        await screen.pilot.press("s")
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert (screen.connection.asked, screen.connection.took_ports) == ([("start", "vllm")], [False])
+
+
+async def test_kill_asks_first_and_names_the_process(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=7) as screen:
+        await screen.pilot.press("K")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
+        assert f"trainer, ready, pid {4000 + len('trainer')}" in screen.picture
+        assert "step 7" in screen.picture
+        await screen.pilot.press("n")
+        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
+        assert screen.connection.asked == []
+        await screen.pilot.press("K", "y")
+        await screen.until(lambda: bool(screen.connection.asked))
+        assert screen.connection.asked == [("kill", "trainer")]
+
+
+async def test_what_does_not_run_is_not_killed(tmp_path: Path) -> None:
+    status = run_status(run=tmp_path.name, services=[service("env", state="stopped", pid=None)])
+    async with shown(tmp_path, status=status) as screen:
+        await screen.pilot.press("K")
+        await screen.until(lambda: "nothing to kill" in screen.text(ActivityLine))
+        assert screen.connection.asked == []
+
+
+async def test_c_opens_the_newest_crash_report_of_the_selected_service(tmp_path: Path) -> None:
+    for name, attempt in (("trainer", 2), ("trainer", 10), ("trainer-b", 11), ("env", 12)):
+        (tmp_path / f"crash-{name}-{attempt}.txt").write_text(f"this is [b]attempt {attempt} of {name}")
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("c")
+        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
+        await screen.until(lambda: "this is [b]attempt 10 of trainer" in screen.picture)
+        assert "crash-trainer-10.txt" in screen.picture
+        await screen.pilot.press("c")
+        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
+
+
+async def test_c_without_a_crash_report_says_so(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        await screen.pilot.press("c")
+        await screen.until(lambda: "trainer has no crash report" in screen.text(ActivityLine))
+        assert isinstance(screen.app.screen, MainScreen)
+
+
 async def test_ending_the_run_asks_first_and_names_every_process(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
         await screen.pilot.press("D")
         await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
-        picture = screen.app.export_screenshot().replace("&#160;", " ")
         for one in four_services():
-            assert f"{one.name}, ready, pid {one.pid}" in picture
+            assert f"{one.name}, ready, pid {one.pid}" in screen.picture
         await screen.pilot.press("y")
         await screen.until(lambda: bool(screen.connection.asked))
         assert screen.connection.asked == [("down", None)]
@@ -371,7 +576,13 @@ async def test_leaving_detaches_and_asks_the_daemon_for_nothing(tmp_path: Path, 
 
 
 def test_every_key_has_a_word_and_a_sentence() -> None:
-    bindings = [*MainScreen.BINDINGS, *ConfirmScreen.BINDINGS, *ReadingScreen.BINDINGS, *GrpoScreen.BINDINGS]
+    bindings = [
+        *MainScreen.BINDINGS,
+        *ConfirmScreen.BINDINGS,
+        *TakePortScreen.BINDINGS,
+        *ReadingScreen.BINDINGS,
+        *GrpoScreen.BINDINGS,
+    ]
     assert all(binding.description and binding.tooltip for binding in bindings)
     assert len({key.key for key in KEYS}) == len(KEYS)
 

@@ -12,7 +12,7 @@ from grpo_engine.flags import add_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.metrics import MetricsLine
-from grpo_engine.wire.supervisor import Warning
+from grpo_engine.wire.supervisor import ProbeOutcome, Warning
 from grpo_tui.view import service_rules, training_rules
 from grpo_tui.view.diagnosis import diagnose
 
@@ -176,11 +176,72 @@ def test_an_unhealthy_service_is_told() -> None:
     assert "no answer for 60 s" in only(diagnose([], status)).text
 
 
-def test_a_service_in_backoff_is_told_with_its_count() -> None:
+@pytest.mark.parametrize(
+    ("probe", "words"), [(ProbeOutcome.SILENT, "hangs"), (ProbeOutcome.ENGINE_STALLED, "its engine stands still")]
+)
+def test_an_inference_server_that_hangs_or_stalls_is_called_so_and_v_restarts_it(
+    probe: ProbeOutcome, words: str
+) -> None:
+    warning = only(diagnose([], run_status(services=[service("vllm", state="unhealthy", probe=probe, health="x")])))
+    assert words in warning.text
+    assert warning.hint is not None
+    assert warning.hint.startswith("`v` or `grpo-tui restart vllm` restarts it")
+
+
+def test_a_stalled_engine_is_told_before_its_service_counts_as_unhealthy_and_one_late_answer_is_not() -> None:
+    stalled = service("vllm", probe=ProbeOutcome.ENGINE_STALLED, health="/health answers 503: no token for 130 s")
+    assert "no token for 130 s" in only(diagnose([], run_status(services=[stalled]))).text
+    assert diagnose([], run_status(services=[service("vllm", probe=ProbeOutcome.SILENT)])) == []
+
+
+def test_a_taken_port_is_told_with_its_holder_and_the_key_that_asks() -> None:
+    why = "port 9001 is held by pid 4242 (user ann): python app.py"
+    warning = only(diagnose([], run_status(services=[service("vllm", state="failed", is_refused=True, why=why)])))
+    assert warning.text == f"vllm failed: {why}"
+    assert warning.hint is not None
+    assert "asks whether to end that process" in warning.hint
+
+
+def test_a_lack_of_gpu_memory_is_told_without_an_offer_to_end_anybody() -> None:
+    why = "GPU 0 has 1.0 GB free, and vllm needs 36.0 GB; 60.0 GB held by pid 7 (user ann): x; to do: end pid 7"
+    warning = only(diagnose([], run_status(services=[service("vllm", state="failed", is_refused=True, why=why)])))
+    assert warning.hint == "once that is out of the way, s on the screen starts it"
+
+
+def test_last_lines_of_a_log_are_left_to_the_crash_report() -> None:
+    failed = service("env", state="failed", why="exit code 3; last lines:\n  RuntimeError: no data")
+    warning = only(diagnose([], run_status(services=[failed])))
+    assert warning.text == "env failed: exit code 3"
+    assert warning.hint is not None
+    assert "c opens its crash report" in warning.hint
+
+
+def test_memory_of_strangers_is_told_by_user() -> None:
+    shared = gpu(other=12 * GIB).model_copy(update={"other_by_user": {"ann": 9 * GIB}})
+    assert "(ann 9.0G)" in only(diagnose([], run_status(gpus=[shared]))).text
+
+
+def test_a_service_in_backoff_is_told_with_how_it_ended() -> None:
     status = run_status(services=[service("env", state="backoff", restarts=1, exit_code=3)])
-    text = only(diagnose([], status)).text
-    assert "1 restart)" in text
-    assert "exit code 3" in text
+    assert only(diagnose([], status)).text == "env ended and is started again: ended with exit code 3"
+
+
+def test_a_crash_loop_is_told_with_its_count_its_last_reason_and_where_to_read_more() -> None:
+    why = "exit code 3; restart 3 of 5 after 4.2 s"
+    status = run_status(services=[service("env", state="backoff", restarts=2, exit_code=3, why=why)])
+    warning = only(diagnose([], status))
+    assert warning.text == f"env keeps ending (2 restarts): {why}"
+    assert warning.hint is not None
+    assert "crash report" in warning.hint
+    assert "`grpo-tui logs env`" in warning.hint
+
+
+def test_a_crash_loop_stays_one_warning_while_the_service_starts_again() -> None:
+    both = [
+        run_status(services=[service("env", state=state, restarts=2, why="w")]) for state in ("backoff", "starting")
+    ]
+    assert {only(diagnose([], status)).id for status in both} == {"restarting:env"}
+    assert diagnose([], run_status(services=[service("env", state="starting", restarts=1)])) == []
 
 
 def test_memory_of_strangers_is_told_and_a_display_is_not() -> None:

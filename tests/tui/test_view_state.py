@@ -70,6 +70,56 @@ def test_the_phases_of_a_restart_carry_their_times() -> None:
     ]
 
 
+def entering(*words: str) -> ViewState:
+    """A run in which vLLM went from ready through these states, one a second."""
+    state = live()
+    for number, word in enumerate(words, start=6):
+        state = reduce(state, changed(number, 100.0 + number, service("vllm", state=word)))
+    return state
+
+
+def words_of_restart(state: ViewState) -> list[str]:
+    return [phase.state.value for phase in phases_of_restart(state, "vllm")]
+
+
+def test_a_restart_ends_where_it_led() -> None:
+    assert words_of_restart(entering("stopping", "waiting", "starting", "ready", "unhealthy", "ready")) == [
+        "stopping",
+        "waiting",
+        "starting",
+        "ready",
+    ]
+
+
+def test_a_start_after_a_stop_does_not_count_the_time_in_between() -> None:
+    assert words_of_restart(entering("stopping", "stopped")) == ["stopping", "stopped"]
+    assert words_of_restart(entering("stopping", "stopped", "waiting", "starting")) == ["waiting", "starting"]
+
+
+def test_the_phases_of_a_start_keep_their_time_while_they_count_on_and_begin_anew_with_the_next_start() -> None:
+    state = entering("stopping", "starting")
+    for number, (time, words) in enumerate([(120.0, "loading, 1 of 4"), (125.0, "loading, 2 of 4"), (130.0, "graphs")]):
+        state = reduce(state, changed(20 + number, time, service("vllm", state="starting", phase=words)))
+    told = [(phase.words, phase.since) for phase in state.start_phases["vllm"]]
+    assert told == [("loading, 2 of 4", 120.0), ("graphs", 130.0)]
+    state = reduce(state, changed(30, 140.0, service("vllm", state="stopping")))
+    state = reduce(state, changed(31, 141.0, service("vllm", state="starting")))
+    assert state.start_phases["vllm"] == ()
+
+
+def test_a_phase_that_began_before_anybody_looked_has_no_time() -> None:
+    loading = run_status(services=[service("vllm", state="starting", phase="loading, 1 of 4")])
+    state = reduce(fresh(), Snapshot(number=5, status=loading))
+    state = reduce(state, changed(6, 100.0, service("vllm", state="starting", phase="loading, 2 of 4")))
+    assert [(phase.words, phase.since) for phase in state.start_phases["vllm"]] == [("loading, 2 of 4", None)]
+
+
+def test_a_command_that_ends_a_stranger_is_told_as_such() -> None:
+    state = reduce(live(), view.CommandSent(do="start", service="vllm", time=NOW, takes_ports=True))
+    assert state.outcome is not None
+    assert state.outcome.text == "start vllm, ending who holds its port …"
+
+
 def test_a_service_that_never_restarted_has_no_phases() -> None:
     assert phases_of_restart(live(), "vllm") == ()
 

@@ -3,42 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Static
 
 
-class ConfirmScreen(ModalScreen[bool]):
-    """A question; `y` is yes, every other way out is no."""
+class QuestionScreen(ModalScreen[ScreenResultType]):
+    """Base: a question, what it is about, and the keys that answer it."""
 
-    BINDINGS = [
-        Binding("y", "answer(True)", "yes", tooltip="do it"),
-        Binding("n,escape,q,enter,ctrl+c", "answer(False)", "no", tooltip="leave everything as it is"),
-    ]
     DEFAULT_CSS = """
-    ConfirmScreen { align: center middle; }
-    ConfirmScreen > Vertical {
+    QuestionScreen { align: center middle; }
+    QuestionScreen > Vertical {
         width: 72; max-width: 90%; height: auto; max-height: 90%; overflow-y: auto;
         padding: 1 2; background: $surface; border: round $error;
     }
+    QuestionScreen .named { padding: 0 0 0 2; }
     """
 
-    def __init__(self, question: str, named: Sequence[str]) -> None:
+    def __init__(self, question: str, named: Sequence[str], answers: Sequence[Content]) -> None:
         super().__init__()
         self._question = question
         self._named = named
+        self._answers = answers
 
     def compose(self) -> ComposeResult:
-        """The question, what it is about, and the two answers."""
+        """The question, what it is about, and the answers."""
         with Vertical():
             yield Static(Content.styled(self._question, "bold"))
-            yield Static(Content("\n".join(["", *(f"  {name}" for name in self._named), ""])))
-            yield Static(Content.assemble(("y", "bold"), " yes     ", ("n", "bold"), " no"))
+            yield Static(" ")
+            for name in self._named:
+                yield Static(Content(name), classes="named")
+            yield Static(" ")
+            for answer in self._answers:
+                yield Static(answer)
 
-    def action_answer(self, is_yes: bool) -> None:
+
+class ConfirmScreen(QuestionScreen[bool]):
+    """A question; `y` is yes, every other way out is no."""
+
+    BINDINGS = [
+        Binding("y", "dismiss(True)", "yes", tooltip="do it"),
+        Binding("n,escape,q,enter,ctrl+c", "dismiss(False)", "no", tooltip="leave everything as it is"),
+    ]
+
+    def __init__(self, question: str, named: Sequence[str]) -> None:
+        super().__init__(question, named, [Content.assemble(("y", "bold"), " yes     ", ("n", "bold"), " no")])
+
+
+class PortAnswer(StrEnum):
+    """What to do about a stranger on a port that a service wants."""
+
+    END_IT = "end it"
+    TRY_AGAIN = "try again"
+
+
+class TakePortScreen(QuestionScreen[PortAnswer]):
+    """Whether to end a stranger that holds a port; every way out but two changes nothing."""
+
+    BINDINGS = [
+        Binding("e", f"answer('{PortAnswer.END_IT}')", "end it", tooltip="end who holds the port, then start"),
+        Binding("t", f"answer('{PortAnswer.TRY_AGAIN}')", "try again", tooltip="start if the port is free by now"),
+        Binding("n,escape,q,enter,ctrl+c", "dismiss", "cancel", tooltip="leave everything as it is"),
+    ]
+
+    def __init__(self, question: str, named: Sequence[str], do: str) -> None:
+        """Ask.
+
+        Args:
+            do: what follows when the port is free, in words: `start vllm`.
+        """
+        super().__init__(question, named, [
+            Content.assemble(("e", "bold"), f"  end it and {do}"),
+            Content.assemble(("t", "bold"), f"  just try again to {do}"),
+            Content.assemble(("n", "bold"), "  cancel"),
+        ])  # fmt: skip
+
+    def action_answer(self, answer: str) -> None:
         """Close with the answer."""
-        self.dismiss(is_yes)
+        self.dismiss(PortAnswer(answer))

@@ -1,4 +1,7 @@
-"""A page to read over the main screen: the help, or every warning in full. Scrolls; any of several keys closes it."""
+"""A page to read over the main screen: the help, every warning in full, or a crash report.
+
+It scrolls; any of several keys closes it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS
-from grpo_tui.ui.glyphs import SERVICE_GLYPHS, SEVERITY_GLYPHS
+from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
 from grpo_tui.ui.keys import KEYS
 from grpo_tui.ui.widgets.metrics_panel import band_text
 from grpo_tui.view.state import ViewState
@@ -23,7 +26,7 @@ class ReadingScreen(ModalScreen[None]):
     """A titled page."""
 
     BINDINGS = [
-        Binding("escape,q,enter,w,question_mark,ctrl+c", "dismiss", "close", tooltip="go back to the main screen"),
+        Binding("escape,q,enter,w,c,question_mark,ctrl+c", "dismiss", "close", tooltip="go back to the main screen"),
         Binding("down,j", "scroll(1)", "on", tooltip="read on"),
         Binding("up,k", "scroll(-1)", "back", tooltip="read back"),
     ]
@@ -35,10 +38,16 @@ class ReadingScreen(ModalScreen[None]):
         border-title-color: $foreground; border-subtitle-color: $foreground 65%;
         scrollbar-size-vertical: 1;
     }
+    ReadingScreen.-wide > VerticalScroll { width: 98%; max-width: 98%; padding: 0 1; }
     """
 
-    def __init__(self, title: str, page: Content) -> None:
-        super().__init__()
+    def __init__(self, title: str, page: Content, *, is_wide: bool = False) -> None:
+        """Show a page.
+
+        Args:
+            is_wide: for a page with tables and lines of logs, which are longer than one likes to read.
+        """
+        super().__init__(classes="-wide" if is_wide else None)
         self._page_title = title
         self._page = page
 
@@ -59,9 +68,9 @@ def help_page() -> Content:
     rows = [_heading("keys")]
     rows += [Content.assemble((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help) for key in KEYS]
     rows += [Content(""), _heading("services")]
-    states = list(SERVICE_GLYPHS.items())
-    for start in range(0, len(states), 3):
-        rows.append(Content("  " + "".join(f"{glyph} {state:<18}" for state, glyph in states[start : start + 3])))
+    signs = [*((glyph, str(state)) for state, glyph in SERVICE_GLYPHS.items()), *PROBE_SIGNS.values()]
+    for start in range(0, len(signs), 3):
+        rows.append(Content("  " + "".join(f"{glyph} {word:<18}" for glyph, word in signs[start : start + 3])))
     rows += [Content(""), _heading("healthy bands: ✓ inside, ▲ above, ▼ below")]
     rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
     rows += [

@@ -10,13 +10,16 @@ from grpo_tui.ui.widgets.lines import Lines, Styled, line
 from grpo_tui.ui.widgets.services_table import PASSING_STATES, STATE_STYLES
 from grpo_tui.ui.widgets.warnings_bar import SEVERITY_STYLES
 from grpo_tui.view.format import clock_text, duration_text
-from grpo_tui.view.state import Connection, Transition, ViewState, phases_of_restart
+from grpo_tui.view.phases import StartPhase, Transition
+from grpo_tui.view.state import Connection, ViewState, phases_of_restart
 
 SHOWN_AFTER_READY_S = 30.0
 """How long the phases of a finished restart stay."""
 SHOWN_OUTCOME_S = 30.0
 SHORTEST_SHOWN_S = 0.05
 """A restarted service passes through `waiting` in no time."""
+WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
+"""States in the middle of a restart: waiting for the services that it needs is one of them."""
 QUIET_WORDS = "↑↓ choose a service, its log is shown · ? explains everything"
 
 
@@ -47,16 +50,20 @@ class ActivityLine(Lines):
 
 
 def _restart_in_view(state: ViewState) -> list[str | Styled]:
-    """`vllm  ◑ stopping 0.4s → ◐ starting 36.6s → ● ready`, of the service whose restart changed last."""
-    latest: tuple[float, str] | None = None
+    """`vllm  ◑ stopping 0.4s → ◐ starting 36.6s → ● ready`, of the service whose restart changed last.
+
+    One that waits for another is told when nobody moves.
+    """
+    latest: tuple[bool, float, str] | None = None
     for service in state.services:
         phases = phases_of_restart(state, service.name)
         if not phases:
             continue
-        is_under_way = phases[-1].state in PASSING_STATES
+        is_under_way = phases[-1].state in WAITED_FOR
         if is_under_way or state.now - phases[-1].time < SHOWN_AFTER_READY_S:
-            latest = max(latest or (0.0, ""), (phases[-1].time, service.name))
-    return _phases(state, latest[1]) if latest else []
+            is_moving = phases[-1].state is not ServiceState.WAITING
+            latest = max(latest or (False, 0.0, ""), (is_moving, phases[-1].time, service.name))
+    return _phases(state, latest[2]) if latest else []
 
 
 def _seen_phases(phases: tuple[Transition, ...]) -> list[Transition]:
@@ -69,15 +76,33 @@ def _seen_phases(phases: tuple[Transition, ...]) -> list[Transition]:
 
 def _phases(state: ViewState, service: str) -> list[str | Styled]:
     phases = _seen_phases(phases_of_restart(state, service))
+    begun = state.start_phases.get(service, ())
     pieces: list[str | Styled] = [(service, ".strong"), "  "]
     for place, phase in enumerate(phases):
         word = f"{SERVICE_GLYPHS[phase.state]} {phase.state}"
         is_last = place == len(phases) - 1
         if not is_last:
             word += f" {duration_text(phases[place + 1].time - phase.time)}"
-        elif phase.state in PASSING_STATES:
-            word += f" {clock_text(state.now - phase.time)} …"
+        elif phase.state in WAITED_FOR:
+            word += f" {clock_text(state.now - phase.time)}"
+            word += f": {_now_at(begun[-1], state.now)} …" if begun and phase.state is ServiceState.STARTING else " …"
         pieces += [(" → ", ".muted") if place else "", (word, STATE_STYLES[phase.state])]
     if phases[-1].state is ServiceState.READY and len(phases) > 1:
         pieces.append((f"   in {duration_text(phases[-1].time - phases[0].time)}", ".muted"))
+        pieces += [(f" · {words}", ".muted") for words in _durations(begun, phases[-1].time)]
     return pieces
+
+
+def _now_at(phase: StartPhase, now: float) -> str:
+    """`loading weights, 2 of 4 shards (12s)`."""
+    return phase.words if phase.since is None else f"{phase.words} ({clock_text(now - phase.since)})"
+
+
+def _durations(phases: tuple[StartPhase, ...], ready_at: float) -> list[str]:
+    """`loading weights 1.7s`, of each phase of a start that took its time."""
+    ends = [*(phase.since for phase in phases[1:]), ready_at]
+    return [
+        f"{phase.name} {duration_text(end - phase.since)}"
+        for phase, end in zip(phases, ends, strict=False)
+        if phase.since is not None and end is not None and end - phase.since >= SHORTEST_SHOWN_S
+    ]

@@ -75,12 +75,20 @@ def _gpu_line(gpu: GpuStatus, state: ViewState, width: int) -> Content:
 def _gpu_parts(gpu: GpuStatus, state: ViewState) -> list[Part]:
     """Our services in the order of the plan, then strangers, then what no process is named for."""
     parts = _service_parts({name: gpu.by_service.get(name) for name in _names(state)})
-    others = gpu.other_bytes or 0
-    parts.append(Part(name="others", num_bytes=others, fill=OTHERS_FILL, style=".others"))
+    parts += [
+        Part(name=name, num_bytes=num_bytes, fill=OTHERS_FILL, style=".others")
+        for name, num_bytes in _strangers(gpu).items()
+    ]
     if gpu.memory_used_bytes is not None:
         rest = gpu.memory_used_bytes - sum(part.num_bytes for part in parts)
         parts.append(Part(name="driver", num_bytes=max(0, rest), fill=REST_FILL, style=".muted"))
     return parts
+
+
+def _strangers(gpu: GpuStatus) -> dict[str, int]:
+    """Bytes of each user whose processes can be seen, and of all others together."""
+    named = {f"user {user}": num_bytes for user, num_bytes in gpu.other_by_user.items()}
+    return {**named, "others": max(0, (gpu.other_bytes or 0) - sum(named.values()))}
 
 
 def _host_lines(state: ViewState, width: int) -> list[Content]:

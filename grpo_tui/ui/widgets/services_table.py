@@ -13,10 +13,11 @@ from textual import events
 from textual.content import Content
 
 from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
-from grpo_tui.ui.glyphs import SERVICE_GLYPHS
+from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
-from grpo_tui.ui.widgets.lines import Lines, fit, line
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line
 from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, percent_text
+from grpo_tui.view.service_rules import reason
 from grpo_tui.view.state import ServiceSelected, ViewState
 
 STATE_STYLES = {
@@ -114,14 +115,14 @@ class ServicesTable(Lines):
             ("▌ " if is_selected else "  ", ".busy"),
             (fit(service.name, name_width), ".strong"),
             " ",
-            (fit(state_text(service, state), STATE_WIDTH), STATE_STYLES[service.state]),
+            (fit(state_text(service, state), STATE_WIDTH), state_style(service)),
         ]
         cells += [
             (" " + fit(column.text(service, state), column.width, right=True), column.style or quiet)
             for column in columns
         ]
-        note_style = ".error" if service.state is ServiceState.FAILED else ".muted"
-        cells.append(("  " + fit(service.why or service.health or "", note_width), note_style))
+        words, style = explanation(service)
+        cells.append(("  " + fit(words, note_width), style))
         row = line(*cells)
         return row.pad_right(max(0, self.size.width - row.cell_length)).stylize(".selected") if is_selected else row
 
@@ -130,7 +131,9 @@ STATE_WIDTH = 15
 
 
 def state_text(service: ServiceStatus, state: ViewState) -> str:
-    """`● ready`, or with its seconds while somebody waits for it: `◐ starting 12s`."""
+    """`● ready`, with its seconds while somebody waits for it: `◐ starting 12s`; of what is unhealthy, how it is."""
+    if service.state is ServiceState.UNHEALTHY and service.probe in PROBE_SIGNS:
+        return " ".join(PROBE_SIGNS[service.probe])
     text = f"{SERVICE_GLYPHS[service.state]} {service.state}"
     transitions = state.transitions.get(service.name, ())
     if service.state in PASSING_STATES and transitions:
@@ -138,6 +141,36 @@ def state_text(service: ServiceStatus, state: ViewState) -> str:
     if service.state is ServiceState.FAILED and service.exit_code is not None:
         return f"{text} ({service.exit_code})"
     return text
+
+
+def state_style(service: ServiceStatus) -> str:
+    """The colour of its state."""
+    is_hanging = service.state is ServiceState.UNHEALTHY and service.probe in PROBE_SIGNS
+    return ".error" if is_hanging else STATE_STYLES[service.state]
+
+
+def explanation(service: ServiceStatus) -> Styled:
+    """Why it is where it is: what its start is at and what its probe was told, else the supervisor's reason.
+
+    The seconds of a start stand beside its state already, so they are not told here. A service that still counts as
+    ready and gives no answer any more shows it here first: `◌ hanging: /health: no answer in 10 s`.
+    """
+    match service.state:
+        case ServiceState.STARTING if service.phase is not None:
+            return ", ".join(filter(None, (service.phase, service.health))), ".muted"
+        case ServiceState.STARTING | ServiceState.READY if service.probe in PROBE_SIGNS:
+            sign, word = PROBE_SIGNS[service.probe]
+            return f"{sign} {word}: {service.health}", ".warning"
+        case ServiceState.STARTING if service.health is not None:
+            return service.health, ".muted"
+        case ServiceState.UNHEALTHY if service.probe in PROBE_SIGNS and service.health:
+            return service.health, ".warning"
+        case ServiceState.UNHEALTHY:
+            return reason(service) or service.health or "", ".warning"
+        case ServiceState.FAILED:
+            return reason(service) or "", ".error"
+        case _:
+            return reason(service) or service.health or "", ".muted"
 
 
 def _columns_for(room: int, *, has_gpus: bool) -> list[Column]:

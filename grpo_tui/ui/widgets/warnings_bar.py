@@ -26,7 +26,7 @@ class WarningsBar(Lines):
         return (state.warnings, state.status is None)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """Every warning in full if that fits, else one row each, else the gravest and how many more there are."""
+        """Every warning in full if that fits, else as many as do and one row for each other, or how many more."""
         if not height:
             return []
         if not state.warnings:
@@ -35,7 +35,14 @@ class WarningsBar(Lines):
         if len(in_full) <= height:
             return in_full
         shown = state.warnings[:height]
-        rows = [_one_row(warning, width) for warning in shown[:-1]]
+        rows: list[Content] = []
+        spare = height - len(shown)
+        for warning in shown[:-1]:
+            told = full_text(warning, width)
+            if len(told) - 1 > spare:
+                told = [_one_row(warning, width)]
+            rows += told
+            spare -= len(told) - 1
         num_more = len(state.warnings) - len(shown)
         more = f" +{num_more} more, w: all" if num_more else " w: what to do"
         last = shown[-1]

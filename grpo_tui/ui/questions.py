@@ -1,0 +1,69 @@
+"""What the screen asks before it destroys something: the question, and who or what will end. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
+from grpo_tui.ui.glyphs import PROBE_SIGNS
+from grpo_tui.view.refusals import obstacles
+from grpo_tui.view.state import ViewState
+
+TRAINER_KIND = "trainer"
+KILLABLE_STATES = frozenset({ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question, and lines that name what it is about."""
+
+    text: str
+    named: tuple[str, ...]
+
+
+def about_stopping_the_trainer(trainer: ServiceStatus, state: ViewState) -> Question:
+    """Whether training is to go no further."""
+    named = (f"{trainer.name}, pid {trainer.pid}, after step {_step(state)}",)
+    return Question(text=f"Stop {trainer.name}?", named=(*named, "training goes no further until it is started"))
+
+
+def about_killing(service: ServiceStatus, state: ViewState) -> Question:
+    """Whether a service is to end without time to save anything."""
+    named = [
+        _told(service),
+        "and all that it started: by SIGKILL, so nothing is saved",
+        "it stays down until s starts it",
+    ]
+    if service.kind == TRAINER_KIND:
+        named.insert(2, f"it is at step {_step(state)}; what is in no checkpoint is lost")
+    return Question(text=f"Kill {service.name} now?", named=tuple(named))
+
+
+def about_ending_the_run(state: ViewState) -> Question:
+    """Whether everything is to end."""
+    live = tuple(_told(service) for service in state.services if service.pid is not None)
+    return Question(text=f"End the run {state.run}?", named=live or ("no service runs",))
+
+
+def about_a_taken_port(service: ServiceStatus, user: str) -> Question | None:
+    """Whether to end who holds a port of this service; None where nobody is there whom we may end.
+
+    Args:
+        user: whose screen and supervisor this is.
+    """
+    in_the_way = obstacles(service)
+    ended = [each.words for each in in_the_way if each.may_be_ended_by(user)]
+    if not ended:
+        return None
+    spared = [f"left alone, and in the way too: {each.words}" for each in in_the_way if each.words not in ended]
+    text = f"{service.name} was not started: its port is taken. End this process?"
+    return Question(text=text, named=(*ended, *spared))
+
+
+def _told(service: ServiceStatus) -> str:
+    state = PROBE_SIGNS[service.probe][1] if service.probe in PROBE_SIGNS else service.state
+    return f"{service.name}, {state}, pid {'not known' if service.pid is None else service.pid}"
+
+
+def _step(state: ViewState) -> int:
+    return state.history.last.step if state.history.last else 0
