@@ -27,10 +27,17 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 
 
 class Config(BaseModel):
-    """Base of all settings: unknown keys are refused, values never change, docstrings are the help."""
+    """Base of all settings: unknown keys are refused, values never change.
+
+    The docstrings under the fields are the help, which `flags` reads from the source when somebody asks for it.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_by_name=True, validate_by_alias=True
+        extra="forbid",
+        frozen=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        defer_build=True,  # most kinds of settings that are loaded are never validated
     )
 
 

@@ -8,11 +8,16 @@ words (`--lora-target-modules q_proj v_proj`), which click's options cannot.
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
@@ -39,13 +44,15 @@ class Flag:
     names: tuple[str, ...]
 
 
-def add_flags(parser: argparse.ArgumentParser, model: type[Config]) -> None:
-    """Add a flag for every setting of `model`: `--batch-size`, its aliases, and `--table.key` for nested tables."""
+def add_flags(parser: argparse.ArgumentParser, model: type[Config], *, with_help: bool = True) -> None:
+    """Add a flag for every setting of `model`: `--batch-size`, its aliases, and `--table.key` for nested tables.
+
+    Args:
+        with_help: whether anybody will read the help; reading docstrings takes as long as all the rest.
+    """
     for setting in _settings(model):
         field = setting.field
-        default = "required" if field.is_required() else f"default: {_default_text(field)}"
-        text = " ".join((field.description or "").split())
-        help_text = f"{text} ({default})".strip().replace("%", "%%")
+        help_text = _help_text(setting) if with_help else None
         names, dest = list(setting.flags), ".".join(setting.path)
         if _plain(field.annotation) is bool:
             parser.add_argument(
@@ -67,7 +74,7 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config", type=Path, help="TOML or JSON file with the same settings")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="dotted override, repeatable")
-    add_flags(parser, model)
+    add_flags(parser, model, with_help=not {"-h", "--help"}.isdisjoint(argv))
     namespace = parser.parse_args(argv)
     table = read_table(namespace.config) if namespace.config else {}
     given = {dest: value for dest, value in vars(namespace).items() if dest not in {"config", "set"}}
@@ -110,6 +117,7 @@ def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
 class _Setting:
     path: tuple[str, ...]
     field: FieldInfo
+    owner: type[BaseModel]
     flags: tuple[str, ...]
     annotations: tuple[Any, ...]
     is_tag: bool = False
@@ -133,7 +141,32 @@ def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
             continue
         explicit = next((m.names for m in field.metadata if isinstance(m, Flag)), None)
         keys = [".".join((*prefix, key)).replace("_", "-") for key in keys_of(name, field)]
-        yield _Setting((*prefix, name), field, explicit or tuple(f"--{key}" for key in keys), (field.annotation,))
+        flags = explicit or tuple(f"--{key}" for key in keys)
+        yield _Setting((*prefix, name), field, model, flags, (field.annotation,))
+
+
+def _help_text(setting: _Setting) -> str:
+    field = setting.field
+    default = "required" if field.is_required() else f"default: {_default_text(field)}"
+    text = " ".join(_docstrings(setting.owner).get(setting.path[-1], "").split())
+    return f"{text} ({default})".strip().replace("%", "%%")
+
+
+@cache
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring under each field, by the field's name; a class overrides what its base classes say."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if not issubclass(base, Config):
+            continue
+        [body] = (
+            node.body for node in ast.parse(dedent(inspect.getsource(base))).body if isinstance(node, ast.ClassDef)
+        )
+        for statement, below in pairwise(body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = text
+    return found
 
 
 def _without_foreignkeys_of(model: type[BaseModel], table: RawTable) -> RawTable:

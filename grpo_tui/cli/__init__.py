@@ -19,7 +19,7 @@ from grpo_tui.exit_codes import ExitCode
 
 COMMANDS = {
     "up": "up",
-    "attach": "screen",
+    "attach": "attach",
     "ps": "look",
     "status": "look",
     "metrics": "follow",

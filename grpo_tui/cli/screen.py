@@ -1,42 +1,34 @@
-"""`grpo-tui --profile …` and `grpo-tui attach`: open the screen on a run. The only module here that loads Textual."""
+"""`grpo-tui --profile …`: open the screen on a run that is started or joined.
+
+Starts the daemon first and loads Textual and everything else meanwhile, so this module opens with next to nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 
-import typer
-
 from grpo_engine.errors import ConfigError
-from grpo_tui.cli.arguments import RunArgument, run_to_read
-from grpo_tui.client.api import ensure_daemon, open_run
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command("attach")(attach_command)
-
-
-def attach_command(run: RunArgument = None) -> None:
-    """Open the screen on a run; `q` leaves it running. One that has ended is shown as it ended."""
-    folder = run_to_read(run).folder
-    _require_terminal()
-    from grpo_tui.ui.app import open_screen
-
-    ensure_daemon(folder)  # one that died while its services live is replaced; a run that is over needs none
-    raise typer.Exit(open_screen(folder))
-
-
-def _require_terminal() -> None:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("the screen needs a terminal; without one: `grpo-tui up`, `grpo-tui status`")
+from grpo_tui.client.new_daemon import NewDaemon
 
 
 def start_and_show(profile: str, overrides: list[str]) -> int:
     """Start the profile or join its run, and open the screen; the screen's exit code."""
-    _require_terminal()
-    from grpo_tui.ui.app import open_screen
+    require_terminal()
+    with NewDaemon() as daemon:
+        from grpo_tui.client.launch import open_run
+        from grpo_tui.ui.app import open_screen
 
-    opened = open_run(profile, overrides)
+        opened = open_run(profile, overrides, daemon=daemon)
     if opened.note is not None:
         print(opened.note, file=sys.stderr)
     return open_screen(opened.folder)
+
+
+def require_terminal() -> None:
+    """Refuse to open a screen where nobody would see it.
+
+    Raises:
+        ConfigError: stdin or stdout is no terminal.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("the screen needs a terminal; without one: `grpo-tui up`, `grpo-tui status`")

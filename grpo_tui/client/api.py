@@ -8,8 +8,9 @@ from pathlib import Path
 
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.supervisor import RunStatus, Warning
-from grpo_tui.client.launch import OpenedRun, StartFailed, ensure_daemon, open_run, replace_daemon
+from grpo_tui.client.launch import OpenedRun, ensure_daemon, open_run, replace_daemon
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
+from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
 from grpo_tui.paths import socket_path
 from grpo_tui.supervisor import proc, teardown
@@ -18,6 +19,7 @@ from grpo_tui.supervisor.owners import is_supervised
 
 __all__ = [
     "Daemon",
+    "NewDaemon",
     "NoSuchRun",
     "OpenedRun",
     "Run",

@@ -10,39 +10,28 @@ import asyncio
 import fcntl
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
+from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Hello
-from grpo_tui.client.local import NoSuchRun, look_at, runs
-from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, STATE_FILE, SUPERVISOR_LOG, new_run_id
-from grpo_tui.profile.plan_file import Plan
-from grpo_tui.supervisor.lock import LOADED, has_daemon
+from grpo_engine.wire.supervisor import Hello
+from grpo_tui.client.local import NoSuchRun, is_over, look_at, runs
+from grpo_tui.client.new_daemon import NewDaemon
+from grpo_tui.client.socket import Daemon, answers
+from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, new_run_id
+from grpo_tui.supervisor.lock import has_daemon
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import end_of
-from grpo_tui.supervisor.state_file import read_state
 
 if TYPE_CHECKING:
     from grpo_tui.profile.loading import LoadedProfile
 
-HELLO_WITHIN_S = 20.0
-"""A daemon says hello within 0.3 s; a machine that is starting eight engines may take its time."""
-HELLO_POLL_S = 0.01
 START_LOCK = ".start.lock"
-
-
-class StartFailed(GrpoError):
-    """The daemon of a run did not come up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +44,29 @@ class OpenedRun:
     """What a person should know about a run that was joined."""
 
 
-def open_run(profile: str, overrides: Sequence[str] = (), *, take_ports: bool = False, logs: Path = LOGS) -> OpenedRun:
+def open_run(
+    profile: str, overrides: Sequence[str] = (), *, daemon: NewDaemon, take_ports: bool = False, logs: Path = LOGS
+) -> OpenedRun:
     """Start a run of a profile, or join the one that lives.
 
     Args:
+        daemon: the one that is told a new run; told nothing when a run was joined.
         take_ports: the word to end strangers of our own user that hold a declared port when a service starts first.
 
     Raises:
         ConfigError: the profile is wrong; nothing was started.
         StartFailed: the daemon did not come up.
     """
-    with NewDaemon() as daemon:  # it loads its modules while we load the profile
-        from grpo_tui.profile.loading import load
+    from grpo_tui.profile.loading import load
 
-        loaded = load(profile, overrides)
-        logs.mkdir(parents=True, exist_ok=True)
-        with _starting(logs):
-            joined = _live_run(loaded, logs)
-            if joined is not None:
-                return joined
-            folder = _make_folder(loaded, logs, take_ports)
-            daemon.supervise(folder)
+    loaded = load(profile, overrides)
+    logs.mkdir(parents=True, exist_ok=True)
+    with _starting(logs):
+        joined = _live_run(loaded, logs)
+        if joined is not None:
+            return joined
+        folder = _make_folder(loaded, logs, take_ports)
+        daemon.supervise(folder)
     return OpenedRun(folder=folder, is_new=True)
 
 
@@ -92,6 +83,7 @@ def _starting(logs: Path) -> Iterator[None]:
 
 def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
     from grpo_tui.profile.loading import resolved
+    from grpo_tui.profile.plan_file import Plan
 
     for run in runs(logs):
         if not run.is_live or Plan.from_json((run.folder / PLAN_FILE).read_text()).profile_name != loaded.name:
@@ -134,9 +126,9 @@ def ensure_daemon(folder: Path) -> bool:
     Raises:
         StartFailed: it has none, and a new one did not come up.
     """
-    if _is_over(folder) and not has_daemon(folder):
+    if is_over(folder) and not has_daemon(folder):
         return look_at(folder).has_services and start_daemon(folder)
-    return start_daemon(folder) if not _answers(folder) else True
+    return start_daemon(folder) if not answers(folder) else True
 
 
 def start_daemon(folder: Path) -> bool:
@@ -159,6 +151,8 @@ async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
         StartFailed: the new daemon does not come up; if the old one has left by then, services go on without one.
         NoSuchRun: the run was over before it could be handed over.
     """
+    from grpo_tui.profile.plan_file import Plan
+
     Plan.from_json((folder / PLAN_FILE).read_text(), where=str(folder / PLAN_FILE))
     with NewDaemon() as successor:
         successor.wait_until_loaded()
@@ -179,85 +173,6 @@ async def _dismiss(folder: Path) -> Hello | None:
         os.kill(process.pid, signal.SIGTERM)
         await end_of(process)
     return hello
-
-
-class NewDaemon:
-    """A daemon that was started and waits to be told its run; told nothing, it ends with this context."""
-
-    def __init__(self) -> None:
-        self._talk = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object, which closes it
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_tui.supervisor.daemon", "-"],
-            stdin=subprocess.PIPE,
-            stdout=self._talk,
-            stderr=self._talk,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> NewDaemon:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()  # what was told its run has left this process behind by then
-        self._process.communicate()
-        self._talk.close()
-
-    def wait_until_loaded(self) -> None:
-        """Return once it can be told its run at any moment.
-
-        Raises:
-            StartFailed: it ends instead, e.g. because its program is broken; with its last words.
-        """
-        deadline = time.monotonic() + HELLO_WITHIN_S
-        while os.fstat(self._talk.fileno()).st_size < len(LOADED):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise StartFailed(f"a new supervisor cannot be started: {self._own_words()}")
-            time.sleep(HELLO_POLL_S)
-
-    def supervise(self, folder: Path) -> bool:
-        """Tell it its run and wait until it says hello; False when the run was over before it could.
-
-        Raises:
-            StartFailed: it did not come up; with its last words.
-        """
-        with suppress(BrokenPipeError):
-            self._process.communicate(os.fsencode(folder) + b"\n")
-        deadline = time.monotonic() + HELLO_WITHIN_S
-        while self._process.returncode == 0 and time.monotonic() < deadline:
-            if _answers(folder):
-                return True
-            if _is_over(folder):
-                return False
-            time.sleep(HELLO_POLL_S)
-        raise StartFailed(f"the supervisor of {folder.name} did not come up: {self._last_words(folder)}")
-
-    def _last_words(self, folder: Path) -> str:
-        log = folder / SUPERVISOR_LOG
-        logged = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return "\n".join([f"{log} ends with:", *logged[-8:], self._own_words()])
-
-    def _own_words(self) -> str:
-        self._talk.seek(0)
-        words = self._talk.read().decode(errors="replace").removeprefix(LOADED)
-        return "\n".join(words.splitlines()[-8:])
-
-
-def _answers(folder: Path) -> bool:
-    try:
-        asyncio.run(Daemon(folder).hello())
-    except PeerUnavailable:
-        return False
-    return True
-
-
-def _is_over(folder: Path) -> bool:
-    if not (folder / STATE_FILE).exists():
-        return False
-    try:
-        document = read_state(folder)
-    except PeerError:
-        return False
-    return document is not None and document.state in ENDED_RUN_STATES
 
 
 def _read_json_text(path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
@@ -15,7 +16,9 @@ from grpo_tui.paths import LOGS, PLAN_FILE, STATE_FILE
 from grpo_tui.supervisor.latest_metrics import latest_metrics as latest_metrics
 from grpo_tui.supervisor.lock import has_daemon
 from grpo_tui.supervisor.processes import KeeperState, keeper_states, living_keepers
-from grpo_tui.supervisor.state_file import StateDocument, read_state
+
+if TYPE_CHECKING:
+    from grpo_tui.supervisor.state_file import StateDocument
 
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
@@ -56,6 +59,17 @@ def look_at(folder: Path) -> Run:
     return Run(folder=folder.resolve(), has_daemon=supervised, has_services=supervised or any(living_keepers(folder)))
 
 
+def is_over(folder: Path) -> bool:
+    """Whether a run has ended for good, as its state file says."""
+    from grpo_tui.supervisor.state_file import read_state
+
+    try:
+        document = read_state(folder)
+    except PeerError:
+        return False
+    return document is not None and document.state in ENDED_RUN_STATES
+
+
 def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     """The run that a person means: by id or unique prefix; by nothing, the newest live one.
 
@@ -92,6 +106,8 @@ def stored_status(run: Run) -> RunStatus:
     Raises:
         PeerError: `state.json` is missing or damaged.
     """
+    from grpo_tui.supervisor.state_file import read_state  # here: where a daemon answers, nobody needs it
+
     document = read_state(run.folder)
     if document is None:
         raise PeerError(f"{run.folder / STATE_FILE}: missing: the run has not begun, or its folder was emptied")

@@ -126,3 +126,16 @@ class Daemon:
                 f"`grpo-tui upgrade {name}` hands the run over to this program, and no service notices"
             )
         return hello
+
+
+def answers(run_folder: Path) -> bool:
+    """Whether the daemon of a run says hello.
+
+    Raises:
+        PeerError: it speaks another protocol.
+    """
+    try:
+        asyncio.run(Daemon(run_folder).hello())
+    except PeerUnavailable:
+        return False
+    return True

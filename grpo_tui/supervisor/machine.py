@@ -14,10 +14,13 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.supervisor import ServiceState as S
-from grpo_tui.services.base import Launch, RestartPolicy
+
+if TYPE_CHECKING:
+    from grpo_tui.services.base import Launch
 
 MAX_BACKOFF_S = 60.0
 KILL_MARGIN_S = 2.0
@@ -355,6 +358,8 @@ def _refused(service: Service, words: str, now_s: float) -> Service:
 
 
 def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Service:
+    from grpo_tui.services.base import RestartPolicy  # here, since `state.json` is read without any setting
+
     gone = replace(service, has_process=False, is_running=False, exit_code=exit_.code)
     if service.state is S.FAILED:
         return gone  # the kernel let go of it after all
@@ -379,6 +384,8 @@ def _after_stop(gone: Service, now_s: float) -> Service:
 
 def _failed(gone: Service, words: str, exit_: Exited, now_s: float, launch: Launch) -> Service:
     """Start again after a while if the policy wants it and the limit allows it; else it has failed."""
+    from grpo_tui.services.base import RestartPolicy
+
     recent = tuple(at for at in gone.restarted_at_s if now_s - at < launch.restart_window_s)
     if launch.restart is RestartPolicy.NEVER:
         return _settle(gone, S.FAILED, now_s, words)

@@ -16,15 +16,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import Message, write_json_atomically
 from grpo_tui.paths import KEEPERS
-from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import keeper as keeper_script
 from grpo_tui.supervisor.proc import ATTEMPT, RUN, RUN_FOLDER, SERVICE, ProcessId, read_stat, send_signal
+
+if TYPE_CHECKING:
+    from grpo_tui.services.base import Launch
 
 POLL_S = 0.05
 """Between two looks at a keeper where the kernel has no pidfd."""
