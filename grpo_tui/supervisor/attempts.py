@@ -173,8 +173,8 @@ class Attempts:
 
     async def _tell_end(self, attempt: int, log_offset: int, report: ExitReport) -> None:
         name = self._launch.name
-        for words in report.ended:
-            log.info("%s: attempt %d left %s behind: ended", name, attempt, words)
+        if report.ended:
+            log.info("%s: ended what attempt %d left behind: %s", name, attempt, ", ".join(report.ended))
         for words in report.unkillable:
             self._notice("error", f"{words} does not end after SIGKILL: it hangs in the kernel", name)
         if report.keeper_lost or self._launch.ports or self._sampler.gpus:

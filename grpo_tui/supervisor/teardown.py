@@ -27,6 +27,8 @@ GpuMemory = Callable[[], Awaitable[int | None]]
 """GPU memory in bytes that the service still holds; None when nobody knows."""
 
 KILL_ROUND_S = 0.02
+CLOSING_LIMIT_S = 1.0
+"""For the kernel to close the sockets of a process that was killed."""
 UNKILLABLE_AFTER_S = 5.0
 """What outlives SIGKILL for so long hangs in the kernel: it is named and not waited for."""
 GPU_LIMIT_S = 15.0
@@ -78,7 +80,7 @@ async def sweep(
     for words in (*stuck, *held):
         report(f"{whose}: {words} does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
-    removed = _remove_shared_memory(run, ledger) if service is None else []
+    removed = _remove_shared_memory(run if service is None else None, ledger)
     if removed:
         report(f"{whose}: removed from shared memory: {', '.join(removed)}")
     return SweepReport(
@@ -108,7 +110,7 @@ async def clear_ports(
         holders = port_holders(wanted)
         return [each.owner.process for each in holders if each.owner.process is not None and may_end(each)]
 
-    holders = await asyncio.to_thread(port_holders, wanted)
+    holders = await _settled_holders(wanted)
     for holder in holders:
         is_refused = take and holder.owner.is_other_users
         refusal = "another user's process is never ended" if is_refused else "it is left alone"
@@ -116,7 +118,18 @@ async def clear_ports(
     if not any(map(may_end, holders)):
         return [], [], holders
     ended, stuck = await end_all(ours)
-    return ended, stuck, [holder for holder in await asyncio.to_thread(port_holders, wanted) if not may_end(holder)]
+    return ended, stuck, [holder for holder in await _settled_holders(wanted) if not may_end(holder)]
+
+
+async def _settled_holders(ports: frozenset[int]) -> list[Holder]:
+    """Who holds these ports; a socket of ours that nobody has open any more is on its way out, and waited for."""
+    deadline = time.monotonic() + CLOSING_LIMIT_S
+    while True:
+        holders = await asyncio.to_thread(port_holders, ports)
+        is_closing = any(each.owner.process is None and each.owner.uid == os.getuid() for each in holders)
+        if not is_closing or time.monotonic() > deadline:
+            return holders
+        await asyncio.sleep(KILL_ROUND_S)
 
 
 def _left(run: str, service: str | None, ledger: frozenset[ProcessId]) -> list[Stat]:
@@ -160,14 +173,14 @@ async def _gpu_is_free(gpu_memory: GpuMemory, whose: str, report: Report) -> int
     return held
 
 
-def _remove_shared_memory(run: str, ledger: frozenset[ProcessId]) -> list[str]:
-    """Remove this run's files in shared memory: `grpo-<run>-*`, and what its dead processes left; only our own user's.
+def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:
+    """Remove what dead processes left in shared memory, and at the end of a run `grpo-<run>-*`; only our own user's.
 
     The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`) and torch (`torch_<pid>_*`) leave the files by which memory
     was shared between processes, unless every process that mapped it ended in the right order.
     """
-    dead = [entry.pid for entry in ledger if not entry.is_alive()]
-    patterns = [f"grpo-{glob.escape(run)}-*"]
+    dead = [entry.pid for entry in ledger if proc.identify(entry.pid) is None]  # nor a later process with its pid
+    patterns = [] if run is None else [f"grpo-{glob.escape(run)}-*"]
     patterns += [pattern for pid in dead for pattern in (f"cuda.shm.*.{pid:x}.*", f"torch_{pid}_*")]
     removed = []
     for path in [path for pattern in patterns for path in glob.glob(f"{SHARED_MEMORY}/{pattern}")]:
