@@ -323,8 +323,10 @@ class GrpoScreen(App[None]):
     def _bring_up(self, do: Literal["start", "restart"], name: str) -> None:
         """Start or restart a service; where a stranger has its port, ask first whether that is to be ended."""
         service = self.state.service(name)
-        me = user_name(os.getuid())
-        question = None if service is None or self.state.has_ended else questions.about_a_taken_port(service, me)
+        if self.state.status is not None and self.state.has_ended:
+            self._tell("info", f"the run is over; grpo-tui --profile {self.state.status.profile} starts another")
+            return
+        question = None if service is None else questions.about_a_taken_port(service, user_name(os.getuid()))
         if question is None:
             self._ask(do, name)
             return

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from grpo_engine.wire.supervisor import GpuStatus, ProbeOutcome, RunStatus, ServiceState, ServiceStatus, Warning
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    GpuStatus,
+    ProbeOutcome,
+    RunStatus,
+    ServiceState,
+    ServiceStatus,
+    Warning,
+)
 from grpo_tui.view.format import bytes_text, count_text
 from grpo_tui.view.refusals import obstacles
 
@@ -43,7 +51,7 @@ def failed_services(status: RunStatus) -> Iterator[Warning]:
             id=f"failed:{service.name}",
             severity="error",
             text=f"{service.name} failed: {reason(service) or _ended_with(service.exit_code)}",
-            hint=_help_for_refused(service)
+            hint=_help_for_refused(service, status)
             if service.is_refused
             else f"{_help_for(service)}; c opens its crash report; its log: {service.log}",
         )
@@ -132,11 +140,16 @@ def _users(gpu: GpuStatus) -> str:
     return f" ({', '.join(shares)})" if shares else ""
 
 
-def _help_for_refused(service: ServiceStatus) -> str:
+def _help_for_refused(service: ServiceStatus, status: RunStatus) -> str:
     """What helps a service that was not started because somebody is in its way; for a GPU its words say it."""
-    if any(obstacle.pid is not None for obstacle in obstacles(service)):
-        return "s or r on the screen asks whether to end that process and start; or give the service another port"
-    return "once that is out of the way, s on the screen starts it"
+    is_over = status.state in ENDED_RUN_STATES
+    if not any(obstacle.pid is not None for obstacle in obstacles(service)):
+        again = f"`grpo-tui --profile {status.profile}`" if is_over else "s on the screen"
+        return f"once that is out of the way, {again} starts it"
+    ends_it = "s or r on the screen asks whether to end that process and start"
+    if is_over:
+        ends_it = f"`grpo-tui up --profile {status.profile} --take-ports` ends that process and starts again"
+    return f"{ends_it}; or give the service another port"
 
 
 def _ended_with(exit_code: int | None) -> str:

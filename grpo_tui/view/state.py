@@ -78,6 +78,8 @@ class Outcome:
     severity: Literal["info", "warning", "error"]
     text: str
     time: float
+    is_answer: bool = False
+    """Whether it answers a key, and is not news."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,11 +267,10 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             taking = ", ending who holds its port" if change.takes_ports else ""
             return _with_outcome(state, "info", f"{_asked(change.do, change.service)}{taking} …", change.time)
         case CommandRefused():
-            return _with_outcome(
-                state, "error", f"{_asked(change.do, change.service)} was refused: {change.error}", change.time
-            )
+            text = f"{_asked(change.do, change.service)} was refused: {change.error}"
+            return _with_answer(state, "error", text, change.time)
         case Told():
-            return _with_outcome(state, change.severity, change.text, change.time)
+            return _with_answer(state, change.severity, change.text, change.time)
         case _:
             assert_never(change)
 
@@ -437,3 +438,7 @@ def _asked(do: Do, service: str | None) -> str:
 
 def _with_outcome(state: ViewState, severity: Literal["info", "warning", "error"], text: str, time: float) -> ViewState:
     return replace(state, outcome=Outcome(severity=severity, text=text, time=time))
+
+
+def _with_answer(state: ViewState, severity: Literal["info", "warning", "error"], text: str, time: float) -> ViewState:
+    return replace(state, outcome=Outcome(severity=severity, text=text, time=time, is_answer=True))

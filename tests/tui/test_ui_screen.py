@@ -496,6 +496,14 @@ async def test_c_without_a_crash_report_says_so(tmp_path: Path) -> None:
         assert isinstance(screen.app.screen, MainScreen)
 
 
+async def test_a_restart_in_view_does_not_hide_what_a_key_is_answered(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        screen.connection.say(changed(2, NOW - 1, service("vllm", state="stopping")))
+        await screen.until(lambda: "◑ stopping 1s …" in screen.text(ActivityLine))
+        await screen.pilot.press("c")
+        await screen.until(lambda: "trainer has no crash report" in screen.text(ActivityLine))
+
+
 async def test_ending_the_run_asks_first_and_names_every_process(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
         await screen.pilot.press("D")
@@ -631,6 +639,20 @@ async def test_the_end_of_the_run_is_shown_and_the_screen_stays(tmp_path: Path) 
         assert "✓ finished" in screen.text(HeaderLine)
         assert screen.app.is_running
         assert farewell(screen.app.state).startswith(f"{tmp_path.name} finished after 12m05s, step 30")
+
+
+@pytest.mark.parametrize("key", ["s", "r", "v"])
+async def test_in_a_run_that_is_over_nothing_is_started_and_nobody_is_ended(tmp_path: Path, key: str) -> None:
+    over = refused("vllm", ME).model_copy(update={"state": RunState.FAILED, "ended_at": NOW})
+    async with shown(tmp_path, status=over) as screen:
+        screen.connection.stored = over
+        screen.connection.is_there = False
+        screen.connection.say(Bye(state=RunState.FAILED))
+        screen.connection.hang_up()
+        await screen.until(lambda: "q leaves" in screen.text(ActivityLine))
+        await screen.pilot.press(key)
+        await screen.until(lambda: "grpo-tui --profile hermes8b-shared starts another" in screen.text(ActivityLine))
+        assert screen.connection.asked == []
 
 
 async def test_detaching_from_a_live_run_says_how_to_come_back(tmp_path: Path) -> None:

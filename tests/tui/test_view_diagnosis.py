@@ -200,6 +200,10 @@ def test_a_taken_port_is_told_with_its_holder_and_the_key_that_asks() -> None:
     assert warning.text == f"vllm failed: {why}"
     assert warning.hint is not None
     assert "asks whether to end that process" in warning.hint
+    over = run_status(state="failed", services=[service("vllm", state="failed", is_refused=True, why=why)])
+    hint = only(diagnose([], over)).hint
+    assert hint is not None
+    assert hint.startswith("`grpo-tui up --profile hermes8b-shared --take-ports` ends that process")
 
 
 def test_a_lack_of_gpu_memory_is_told_without_an_offer_to_end_anybody() -> None:
@@ -261,6 +265,7 @@ def test_the_gravest_trouble_comes_first() -> None:
 
 def test_every_flag_in_a_hint_is_one_of_a_service() -> None:
     known = {"--openai.server_type"}  # of the stock environments, which are not ours
+    known |= {"--profile", "--take-ports"}  # of grpo-tui itself
     for config in (TrainConfig, ServerConfig, EnvironmentConfig):
         parser = argparse.ArgumentParser(add_help=False)
         add_flags(parser, config)

@@ -11,11 +11,13 @@ from grpo_tui.ui.widgets.services_table import PASSING_STATES, STATE_STYLES
 from grpo_tui.ui.widgets.warnings_bar import SEVERITY_STYLES
 from grpo_tui.view.format import clock_text, duration_text
 from grpo_tui.view.phases import StartPhase, Transition
-from grpo_tui.view.state import Connection, ViewState, phases_of_restart
+from grpo_tui.view.state import Connection, Outcome, ViewState, phases_of_restart
 
 SHOWN_AFTER_READY_S = 30.0
 """How long the phases of a finished restart stay."""
 SHOWN_OUTCOME_S = 30.0
+SHOWN_ANSWER_S = 6.0
+"""How long everything else gives way to what a key is answered."""
 SHORTEST_SHOWN_S = 0.05
 """A restarted service passes through `waiting` in no time."""
 WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
@@ -31,22 +33,28 @@ class ActivityLine(Lines):
     """
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """The lost connection, else phases of a restart, else the last outcome, else a hint."""
+        """What a key is answered, else the lost connection, what went wrong, a restart, news, or a hint."""
+        outcome = state.outcome
+        age_s = state.now - outcome.time if outcome else 0.0
+        if outcome is not None and outcome.is_answer and age_s < SHOWN_ANSWER_S:
+            return [_said(outcome, width)]
         if state.connection is not Connection.LIVE and state.connection_note:
             style = ".error" if state.connection is Connection.LOST else ".muted"
             sign = "✗" if state.connection is Connection.LOST else "■"
             return [line((f"{sign} {state.connection_note}", style)).truncate(width, ellipsis=True)]
-        outcome = state.outcome
-        is_fresh = outcome is not None and state.now - outcome.time < SHOWN_OUTCOME_S
-        if outcome is not None and is_fresh and outcome.severity != "info":
-            words = (f"{SEVERITY_GLYPHS[outcome.severity]} {outcome.text}", SEVERITY_STYLES[outcome.severity])
-            return [line(words).truncate(width, ellipsis=True)]
+        if outcome is not None and outcome.severity != "info" and age_s < SHOWN_OUTCOME_S:
+            return [_said(outcome, width)]
         phases = _restart_in_view(state)
         if phases:
             return [line(*phases).truncate(width, ellipsis=True)]
-        if outcome is not None and is_fresh:
-            return [line((f"· {outcome.text}", ".muted")).truncate(width, ellipsis=True)]
+        if outcome is not None and age_s < SHOWN_OUTCOME_S:
+            return [_said(outcome, width)]
         return [line((QUIET_WORDS, ".faint")).truncate(width, ellipsis=True)]
+
+
+def _said(outcome: Outcome, width: int) -> Content:
+    words = f"{SEVERITY_GLYPHS[outcome.severity]} {outcome.text}"
+    return line((words, SEVERITY_STYLES[outcome.severity])).truncate(width, ellipsis=True)
 
 
 def _restart_in_view(state: ViewState) -> list[str | Styled]:
