@@ -25,6 +25,7 @@ from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
 from grpo_tui.supervisor.lock import ADDRESS_FILE, LOADED, read_address, take_lock, write_address
+from grpo_tui.supervisor.orphans import become_reaper
 from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
@@ -47,6 +48,7 @@ def main() -> int:
     run_folder = Path(told).resolve()
     plan = Plan.from_json((run_folder / PLAN_FILE).read_text(), where=str(run_folder / PLAN_FILE))
     _detach(run_folder / SUPERVISOR_LOG)
+    become_reaper()
     lock = take_lock(run_folder)
     if lock is None:
         log.info("another daemon supervises %s: nothing to do", run_folder.name)

@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.capped_log import read_part
+from grpo_tui.supervisor.orphans import own_children
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import end_of
 
@@ -240,15 +241,17 @@ async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str])
     """Run it in a session of its own, which ends with the answer, the time limit, or the one who asks."""
     nothing = subprocess.DEVNULL
     try:
-        process = subprocess.Popen(  # noqa: ASYNC220 - returns once it runs; asyncio's own would reap behind our back
-            argv,
-            cwd=cwd,
-            env={**os.environ, **env},
-            stdin=nothing,
-            stdout=nothing,
-            stderr=nothing,
-            start_new_session=True,
-        )
+        with own_children() as children:
+            process = subprocess.Popen(  # noqa: ASYNC220 - returns once it runs; asyncio would reap behind our back
+                argv,
+                cwd=cwd,
+                env={**os.environ, **env},
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                start_new_session=True,
+            )
+            children.add(process.pid)
     except OSError as error:
         return Answer(ProbeOutcome.UNASKABLE, f"cannot run {argv[0]}: {_reason(error)}")
     try:
@@ -257,7 +260,9 @@ async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str])
             await end_of(running)
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # before the leader is reaped, so the group is still its own
-        code = process.wait()
+        with own_children() as children:
+            code = process.wait()
+            children.discard(process.pid)
     return Answer.to_yes_or_no(code == 0, f"{argv[0]} exits {code}")
 
 

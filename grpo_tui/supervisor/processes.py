@@ -24,6 +24,7 @@ from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import Message, write_json_atomically
 from grpo_tui.paths import KEEPERS
 from grpo_tui.supervisor import keeper as keeper_script
+from grpo_tui.supervisor.orphans import own_children
 from grpo_tui.supervisor.proc import ATTEMPT, RUN, RUN_FOLDER, SERVICE, ProcessId, read_stat, send_signal
 
 if TYPE_CHECKING:
@@ -237,19 +238,22 @@ def _spawn(spec: keeper_script.Spec, environment: dict[str, str], report: int) -
     spec_file.write_text(json.dumps(spec._asdict()))
     log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        return os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", keeper_script.__file__, str(spec_file)],
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, report, 1),
-                (os.POSIX_SPAWN_DUP2, log, 2),
-            ],
-            setsid=True,
-            setsigmask=[],
-            setsigdef=[keeper_script.STOP, *keeper_script.KILL_NOW],
-        )
+        with own_children() as children:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", keeper_script.__file__, str(spec_file)],
+                environment,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, report, 1),
+                    (os.POSIX_SPAWN_DUP2, log, 2),
+                ],
+                setsid=True,
+                setsigmask=[],
+                setsigdef=[keeper_script.STOP, *keeper_script.KILL_NOW],
+            )
+            children.add(pid)
+        return pid
     finally:
         os.close(log)
 
@@ -299,8 +303,9 @@ async def end_of(process: ProcessId) -> None:
 async def _reap(process: ProcessId) -> None:
     """Wait for a process, and bury it if it is a child of ours."""
     await end_of(process)
-    with suppress(ChildProcessError):
+    with suppress(ChildProcessError), own_children() as children:
         os.waitpid(process.pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
+        children.discard(process.pid)
 
 
 async def _readable(descriptor: int) -> None:

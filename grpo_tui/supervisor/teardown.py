@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from grpo_tui.supervisor import proc
+from grpo_tui.supervisor import orphans, proc
 from grpo_tui.supervisor.ports import Holder, port_holders
 from grpo_tui.supervisor.proc import ProcessId, Stat
 
@@ -133,8 +133,8 @@ async def _settled_holders(ports: frozenset[int]) -> list[Holder]:
 
 
 def _left(run: str, service: str | None, ledger: frozenset[ProcessId]) -> list[Stat]:
-    """What is left of a service: marked processes, those in the ledger, and all below either."""
-    found = {process.pid: process for process in proc.processes_of_run(run, service)}
+    """What is left of a service: marked processes, those in the ledger, all below either, and orphans of any keeper."""
+    found = {process.pid: process for process in (*proc.processes_of_run(run, service), *orphans.adopted())}
     if any(entry.is_alive() for entry in ledger):
         everybody = proc.living()
         for process in everybody:

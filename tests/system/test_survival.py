@@ -14,6 +14,7 @@ from stage import FAMILY, HOLDER, free_ports, is_open
 from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, ServiceStatus
+from grpo_tui.supervisor.keeper import all_processes, below
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import living_keepers
 
@@ -61,6 +62,24 @@ def test_what_a_killed_keeper_leaves_is_ended_before_its_service_starts_again(pl
     until(lambda: status_of(place, "a").attempt == 2 and status_of(place, "a").state is ServiceState.READY)
     assert identify(before) is None
     assert "keeper was killed" in (place.run_folder() / "supervisor.log").read_text()
+    assert place.grpo("down").returncode == 0
+
+
+def test_orphans_that_nobody_has_seen_yet_are_ended_with_their_keeper(place: Workplace) -> None:
+    place.ports = free_ports(5)
+    program = f"import sys; open(sys.argv.pop(1)).read()\n{FAMILY}"  # no sample can know who is born after the gate
+    os.mkfifo(place.folder / "gate")
+    place.profile(service("a", program, place.folder / "gate", HOLDER, "family", *place.ports), service("b", POLITE))
+    place.up()
+    keeper = keeper_pid(place, "a")
+    (place.folder / "gate").write_text("go")
+    until(lambda: all(map(is_open, place.ports)))
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: status_of(place, "a").state is ServiceState.FAILED)
+    assert not any(map(is_open, place.ports))
+    supervisor = place.status().supervisor
+    assert supervisor is not None
+    until(lambda: len(below(supervisor.pid, all_processes())) == 2)  # the keeper of b, and b: no zombie stays either
     assert place.grpo("down").returncode == 0
 
 
