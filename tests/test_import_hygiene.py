@@ -72,6 +72,32 @@ def test_a_command_on_a_run_loads_no_profile_and_no_kind_of_service(command: str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("module", ["grpo_tui.cli.up", "grpo_tui.cli.screen"])
+def test_a_command_that_starts_a_run_loads_little_before_it_starts_the_daemon(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    ours = {name for name in loaded if name.partition(".")[0] in ("grpo_tui", "grpo_engine")}
+    assert ours == {
+        "grpo_engine",
+        "grpo_engine.errors",
+        "grpo_tui",
+        "grpo_tui.cli",
+        "grpo_tui.client",
+        "grpo_tui.client.new_daemon",
+        "grpo_tui.exit_codes",
+        module,
+    }
+    assert not loaded & {"asyncio", "textual"}
+
+
+@pytest.mark.slow
+def test_the_status_of_a_run_loads_no_setting_and_nothing_that_starts_or_ends_a_service() -> None:
+    live = modules_after("import grpo_tui.cli.look, grpo_tui.view.diagnosis")
+    ended = modules_after("import grpo_tui.cli.look, grpo_tui.view.diagnosis, grpo_tui.supervisor.state_file")
+    assert not ended & {"grpo_engine.config", "grpo_tui.services", "grpo_tui.profile", "grpo_tui.supervisor.teardown"}
+    assert not live & {"grpo_tui.supervisor.state_file", "grpo_tui.supervisor.machine"}
+
+
+@pytest.mark.slow
 def test_the_daemon_loads_neither_a_screen_nor_a_command_line() -> None:
     assert not loaded_after("import grpo_tui.supervisor.daemon").intersection({"textual", "typer", "rich"})
 

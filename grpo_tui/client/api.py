@@ -13,9 +13,7 @@ from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look
 from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
 from grpo_tui.paths import socket_path
-from grpo_tui.supervisor import proc, teardown
 from grpo_tui.supervisor.lock import has_daemon
-from grpo_tui.supervisor.owners import is_supervised
 
 __all__ = [
     "Daemon",
@@ -56,6 +54,9 @@ def daemon_of(run_folder: Path) -> Daemon:
 
 async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
     """End what lives of a run that has neither folder nor supervisor any more; whether there was such a run."""
+    from grpo_tui.supervisor import teardown  # here, since few commands end anything themselves
+    from grpo_tui.supervisor.owners import is_supervised
+
     if any(run.id == run_id for run in runs()):
         return False
     folders = await asyncio.to_thread(_folders_of, run_id)
@@ -69,6 +70,8 @@ async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
 
 def _folders_of(run_id: str) -> set[Path]:
     """The folder in which a run was started, there or not, as its living processes say."""
+    from grpo_tui.supervisor import proc
+
     marks = [proc.marker(process.pid) for process in proc.processes_of_run(run_id)]
     return {Path(mark.run_folder) for mark in marks if mark is not None and mark.run_folder is not None}
 

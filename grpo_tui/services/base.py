@@ -55,7 +55,7 @@ class Probe(Config):
     """Path that must exist, relative to the service's working directory."""
     command: tuple[str, ...] | None = None
     """Command that must exit 0."""
-    interval_s: float = Field(0.25, gt=0)
+    interval_s: float = Field(0.2, gt=0)
     """Seconds between two questions."""
     timeout_s: float = Field(5.0, gt=0)
     """Seconds after which one question counts as unanswered."""
