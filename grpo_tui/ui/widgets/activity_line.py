@@ -20,6 +20,8 @@ SHOWN_ANSWER_S = 6.0
 """How long everything else gives way to what a key is answered."""
 SHORTEST_SHOWN_S = 0.05
 """A restarted service passes through `waiting` in no time."""
+SHORTEST_SUMMED_UP_S = 0.5
+"""Of the phases of a start: vLLM tells more than a line has room for, and a few of them take all the time."""
 WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 """States in the middle of a restart: waiting for the services that it needs is one of them."""
 QUIET_WORDS = "↑↓ choose a service, its log is shown · ? explains everything"
@@ -112,5 +114,5 @@ def _durations(phases: tuple[StartPhase, ...], ready_at: float) -> list[str]:
     return [
         f"{phase.name} {duration_text(end - phase.since)}"
         for phase, end in zip(phases, ends, strict=False)
-        if phase.since is not None and end is not None and end - phase.since >= SHORTEST_SHOWN_S
+        if phase.since is not None and end is not None and end - phase.since >= SHORTEST_SUMMED_UP_S
     ]
