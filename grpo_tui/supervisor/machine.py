@@ -197,6 +197,8 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _stop(service, now_s, launch, AfterStop.RESTART, reason)
         case StopAsked(reason), S.WAITING | S.BACKOFF:
             return _settle(service, S.STOPPED, now_s, f"{reason}, before it was started"), ()
+        case KillAsked(), S.WAITING | S.BACKOFF:
+            return _settle(service, S.STOPPED, now_s, "killed by request, before it was started"), ()
         case StopAsked(reason), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.REST, reason)
         case StopAsked(), S.STOPPING:
