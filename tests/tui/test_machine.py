@@ -266,7 +266,8 @@ def test_an_adopted_service_goes_on_in_the_state_its_last_supervisor_saw() -> No
     watched = launch(live=Probe(tcp="a:1", within_s=30))
     assert adopted(replace(ready, deadline_s=50.0), 100.0, watched).deadline_s == 130.0
     late, _ = play(how, (0.0, Admitted()), (0.1, Spawned()))
-    assert adopted(late, 100.0, how).deadline_s == 100.0 + 2 * 5.0 + 0.25
+    probe = READY_WITHIN_60_S
+    assert adopted(late, 100.0, how).deadline_s == 100.0 + 2 * probe.timeout_s + probe.interval_s
     unseen = adopted(Service(name="vllm", attempt=2), 100.0, how)
     assert (unseen.state, unseen.deadline_s, unseen.has_process) == (S.STARTING, 160.0, True)
 
