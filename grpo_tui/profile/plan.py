@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -42,20 +42,23 @@ def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_port
     for name in order:
         depth[name] = 1 + max((depth[needed] for needed in services[name].needs), default=-1)
     names = sorted(services, key=lambda name: (depth[name], position[name]))
+    launches = [services[name].launch(name, place) for name in names]
+    kinds = {launch.kind for launch in launches}
     return Plan(
         profile_name=loaded.name,
         profile_folder=place.profile_folder,
-        launches=tuple(_with_followers(services[name].launch(name, place), loaded.profile) for name in names),
+        launches=tuple(_with_followers(launch, loaded.profile, kinds) for launch in launches),
         hooks=loaded.profile.hooks,
         take_ports=take_ports,
     )
 
 
-def _with_followers(launch: Launch, profile: Profile) -> Launch:
+def _with_followers(launch: Launch, profile: Profile, kinds: Collection[str]) -> Launch:
     """A launch that knows who must be restarted after it, and what follows from the bridge instead."""
     followers = tuple(name for name, service in profile.services.items() if launch.name in service.restart_with)
-    # Every bridge says so; which classes they are is loaded for a profile that has one alone.
-    words = getattr(profile.bridge, "after_server_restart", None) if launch.kind == "inference" else None
+    # Every bridge says so, and our trainer does it; which classes they are is loaded for a profile that has one alone.
+    is_told = launch.kind == "inference" and "trainer" in kinds
+    words = getattr(profile.bridge, "after_server_restart", None) if is_told else None
     return dataclasses.replace(launch, followers=followers, after_restart=words)
 
 

@@ -30,6 +30,8 @@ class Hook(Config):
     services: tuple[str, ...] = ()
     """Services whose events count; none: all of them, and those of the run."""
     argv: tuple[str, ...] = Field(min_length=1)
-    """Program and arguments; never a shell string. Runs in the folder of the profile."""
+    """Program and arguments; never a shell string. Runs in the folder of the profile, and finds in its environment
+    GRPO_TUI_RUN, GRPO_TUI_RUN_FOLDER and GRPO_TUI_HOOK_EVENT, _SERVICE (empty for the run), _ATTEMPT, _STATE, _WHY and
+    _EXIT_CODE. What it leaves running at its end is ended; its output is in `hooks.log`."""
     timeout_s: float = Field(30.0, gt=0)
     """Seconds after which it is ended with all that it started."""

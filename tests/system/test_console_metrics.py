@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +11,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+import workplace
 from stage import Stage, open_stage, python, until
+from workplace import Workplace, open_workplace
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_tui.services.base import ConsoleMetric
@@ -47,6 +50,12 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(console_metrics, "POLL_S", 0.01)
     with open_stage(tmp_path) as stage:
         yield stage
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path) as place:
+        yield place
 
 
 async def start(stage: Stage, *parts: str, attempt: int = 1) -> Keeper:
@@ -197,3 +206,34 @@ async def test_steps_wait_in_the_log_until_their_file_can_be_written(stage: Stag
     assert "no metrics are kept: " in told[0]
     go_on(keeper)
     await keeper.exited()
+
+
+# --- a whole run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_keeps_what_its_trainer_prints_also_while_no_daemon_is_there(place: Workplace) -> None:
+    console = r"{ step = '^Step (\d+)', 'train/loss' = 'Loss: ([\d.]+|nan)' }"
+    parts = [printed(1, 2), printed(3), printed(4).replace("4.5000", "nan") + printed(5)]
+    others = workplace.service("b", workplace.POLITE)
+    place.profile(workplace.service("t", PRINTER, *parts, "end", console=console), others)
+    place.up()
+    workplace.until(lambda: place.status().metrics == {"step": 2, "train/loss": 2.5})
+    pid = place.pid("t")
+    log = place.run_folder() / "t.log"
+    place.lose_daemon()
+    for last_step in (3, 5):
+        os.kill(pid, signal.SIGUSR1)
+        workplace.until(lambda line=f"Step {last_step}/9": line in log.read_text().splitlines())
+    assert place.grpo("restart", "b", "--wait").returncode == 0  # any command brings a daemon that takes over
+    workplace.until(lambda: len(place.grpo("metrics", "--json").stdout.splitlines()) == 5)
+    lines = [json.loads(line) for line in place.grpo("metrics", "--json").stdout.splitlines()]
+    assert [(line["step"], line["metrics"].get("train/loss")) for line in lines] == [
+        (1, 1.5),
+        (2, 2.5),
+        (3, 3.5),
+        (4, None),
+        (5, 5.5),
+    ]
+    assert "train/loss is nan at step 4" in (place.run_folder() / "supervisor.log").read_text()
+    assert place.grpo("down").returncode == 0
