@@ -14,7 +14,7 @@ import signal
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -33,6 +33,8 @@ MAX_BODY_BYTES = 4096
 BODY_WITHIN_S = 1.0
 """A body only explains a status that is known already; it is not waited for."""
 MAX_REASON_CHARS = 300
+COMMAND_END_LIMIT_S = 0.5
+"""For a command that was killed; one that hangs in the kernel, as `nvidia-smi` may in its driver, is not awaited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Prober:
         self._cwd = cwd
         self._env = env
         self._log = None if probe.log is None else LogSearch(log, log_offset, probe.log)
+        self._command: asyncio.Task[int] | None = None
+        """The command that was started last; its exit code."""
 
     async def ask(self) -> Answer:
         """Ask once, within the probe's time limit."""
@@ -82,6 +86,8 @@ class Prober:
                 return await self._ask()
         except TimeoutError:
             return Answer(ProbeOutcome.SILENT, f"{self._subject()}no answer in {self._probe.timeout_s:g} s")
+        except OSError as error:  # a log or a file that may not be read, no descriptor left
+            return Answer(ProbeOutcome.UNASKABLE, f"{self._subject()}{_reason(error)}")
 
     async def _ask(self) -> Answer:
         probe = self._probe
@@ -94,7 +100,7 @@ class Prober:
         if probe.file is not None:
             return await asyncio.to_thread(_ask_file, self._cwd / probe.file)
         assert probe.command is not None, "a probe asks one question, as `Probe` checks"
-        return await _ask_command(probe.command, self._cwd, self._env)
+        return await self._ask_command(probe.command)
 
     async def _ask_pages(self, http: str, then_http: str | None) -> Answer:
         """Ask one page, and then the one that makes the engine behind it work."""
@@ -109,6 +115,23 @@ class Prober:
             path = _path(urlsplit(then_http))
             then = Answer(ProbeOutcome.SILENT, f"{path} gives no answer in {self._probe.timeout_s / 2:g} s")
         return then if then.passed else Answer(ProbeOutcome.ENGINE_STALLED, f"{answer.words}, but {then.words}")
+
+    async def _ask_command(self, argv: tuple[str, ...]) -> Answer:
+        """Run it in a session of its own, which ends with the answer, the time limit, or the one who asks."""
+        if self._command is not None and not self._command.done():
+            return Answer(ProbeOutcome.SILENT, f"{argv[0]} does not end, SIGKILL or not: it hangs in the kernel")
+        try:
+            process = _start_command(argv, self._cwd, self._env)
+        except (OSError, ValueError) as error:
+            return Answer(ProbeOutcome.UNASKABLE, f"cannot run {argv[0]}: {_reason(error)}")
+        self._command = asyncio.create_task(_end_of_command(process))
+        try:
+            code = await asyncio.shield(self._command)
+        finally:
+            if not self._command.done():
+                _kill_group(process)
+                await asyncio.wait({self._command}, timeout=COMMAND_END_LIMIT_S)
+        return Answer.to_yes_or_no(code == 0, f"{argv[0]} exits {code}")
 
     def _subject(self) -> str:
         """What a silent probe was asking, to begin a sentence with."""
@@ -228,7 +251,7 @@ async def _ask_tcp(address: str) -> Answer:
             return Answer(ProbeOutcome.PASSED, f"port {port} is open")
     except ConnectionRefusedError:
         return Answer(ProbeOutcome.CLOSED, f"port {port} is closed")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return Answer(ProbeOutcome.UNASKABLE, f"{address}: {_reason(error)}")
 
 
@@ -237,33 +260,41 @@ def _ask_file(path: Path) -> Answer:
     return Answer.to_yes_or_no(there, f"{path.name} is {'there' if there else 'not there yet'}")
 
 
-async def _ask_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> Answer:
-    """Run it in a session of its own, which ends with the answer, the time limit, or the one who asks."""
+def _start_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Returns once it runs; asyncio's own way would reap behind our back."""
     nothing = subprocess.DEVNULL
-    try:
-        with own_children() as children:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns once it runs; asyncio would reap behind our back
-                argv,
-                cwd=cwd,
-                env={**os.environ, **env},
-                stdin=nothing,
-                stdout=nothing,
-                stderr=nothing,
-                start_new_session=True,
-            )
-            children.add(process.pid)
-    except OSError as error:
-        return Answer(ProbeOutcome.UNASKABLE, f"cannot run {argv[0]}: {_reason(error)}")
+    with own_children() as children:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env={**os.environ, **env},
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,
+        )
+        children.add(process.pid)
+    return process
+
+
+async def _end_of_command(process: subprocess.Popen[bytes]) -> int:
+    """Wait until it has ended, and end its group; its exit code."""
     try:
         running = identify(process.pid)
         if running is not None:
             await end_of(running)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # before the leader is reaped, so the group is still its own
-        with own_children() as children:
-            code = process.wait()
-            children.discard(process.pid)
-    return Answer.to_yes_or_no(code == 0, f"{argv[0]} exits {code}")
+        _kill_group(process)
+    with own_children() as children:
+        code = process.wait()
+        children.discard(process.pid)
+    return code
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """To be called before its leader is reaped: the group is still its own."""
+    with suppress(PermissionError):  # another user's (sudo)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @asynccontextmanager

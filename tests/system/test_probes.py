@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -272,6 +273,28 @@ async def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -
         await asking
     child, leader = (int(path.read_text()) for path in started)
     await until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in (child, leader)))
+
+
+async def test_a_command_that_does_not_end_holds_up_nobody_and_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = Probe(command=("sh", "-c", f"echo $$ >> {tmp_path}/started; exec sleep 1000"), timeout_s=0.3)
+    prober = Prober(probe, log=tmp_path / "a.log", log_offset=0, cwd=tmp_path, env={})
+    with monkeypatch.context() as patched:  # as deaf to SIGKILL as one that hangs in a driver
+        patched.setattr(probes, "_kill_group", lambda process: None)
+        patched.setattr(probes, "COMMAND_END_LIMIT_S", 0.0)
+        assert await prober.ask() == Answer(P.SILENT, "sh: no answer in 0.3 s")
+        words = "sh does not end, SIGKILL or not: it hangs in the kernel"
+        assert await prober.ask() == Answer(P.SILENT, words)
+    (pid,) = map(int, (tmp_path / "started").read_text().split())
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+async def test_what_may_not_be_read_cannot_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "a.log").mkdir()
+    answer = await asked(tmp_path, log="up")
+    assert answer == Answer(P.UNASKABLE, "Is a directory")
 
 
 async def test_a_command_over_its_time_limit_is_no_answer(tmp_path: Path) -> None:
