@@ -42,13 +42,18 @@ class Owner:
         """Whether it runs as another user, whose processes are never touched."""
         return self.process is None or self.uid != os.getuid()
 
+    @property
+    def is_strangers(self) -> bool:
+        """Whether it is none of ours, or says of no folder in which its run could be looked for: started by hand."""
+        return self.mark is None or self.mark.run_folder is None
+
     def belongs_to(self, run: str | None, service: str | None) -> bool:
         """Whether this run (and this service, if one is named) may end it without asking: its own, or an orphan."""
         if self.mark is None:
             return False
         if self.mark.run == run:
             return service is None or self.mark.service == service
-        return not self.is_supervised and not self.is_kept
+        return not (self.is_strangers or self.is_supervised or self.is_kept)
 
     @property
     def may_be_ended(self) -> bool:
@@ -66,10 +71,10 @@ class Owner:
         if self.process is None:
             return f"a process of user {_user(self.uid)} that we may not look into"
         pid, command = f"pid {self.process.pid}", _on_one_line(self.command)
-        if self.mark is None:
-            return f"{pid} (user {_user(self.uid)}): {command}"
-        if self.mark.run == run:
+        if self.mark is not None and self.mark.run == run:
             return f"{pid}, service {self.mark.service} of this run: {command}"
+        if self.mark is None or self.is_strangers:
+            return f"{pid} (user {_user(self.uid)}): {command}"
         if not self.is_supervised and not self.is_kept:
             return f"{pid}, left by run {self.mark.run} of this project: {command}"
         if not self.is_supervised:

@@ -253,7 +253,7 @@ def _refusal(launch: Launch, run: str, share: float, gpu: Gpu) -> str:
 
 def _is_strangers(holder: GpuHolder) -> bool:
     """Whether a person can end it by its pid: it lives, it is of our user, and no run of ours."""
-    return holder.lives and not holder.owner.is_other_users and holder.owner.mark is None
+    return holder.lives and not holder.owner.is_other_users and holder.owner.is_strangers
 
 
 def _gb(held_bytes: float | None) -> str:

@@ -9,12 +9,13 @@ alone, another user's process never.
 from __future__ import annotations
 
 import asyncio
-import glob
 import os
+import re
 import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from grpo_tui.supervisor import orphans, proc
@@ -35,6 +36,8 @@ GPU_LIMIT_S = 15.0
 """The driver frees a large model's memory within a second; past this somebody else maps it."""
 GPU_ROUND_S = 0.1
 SHARED_MEMORY = "/dev/shm"
+CUDA_SHARED = re.compile(r"cuda\.shm\.[^.]+\.([0-9a-f]+)\.")
+TORCH_SHARED = re.compile(r"torch_(\d+)_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ async def sweep(
     for words in (*stuck, *held):
         report(f"{whose}: {words} does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
-    removed = _remove_shared_memory(run if service is None else None, ledger)
+    removed = await asyncio.to_thread(_remove_shared_memory, run if service is None else None, ledger)
     if removed:
         report(f"{whose}: removed from shared memory: {', '.join(removed)}")
     return SweepReport(
@@ -104,7 +107,7 @@ async def clear_ports(
 
     def may_end(holder: Holder) -> bool:
         owner = holder.owner
-        return owner.may_be_ended and (owner.belongs_to(run, service) or (take and owner.mark is None))
+        return owner.may_be_ended and (owner.belongs_to(run, service) or (take and owner.is_strangers))
 
     def ours() -> list[Stat]:
         holders = port_holders(wanted)
@@ -179,19 +182,36 @@ def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list
     The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`) and torch (`torch_<pid>_*`) leave the files by which memory
     was shared between processes, unless every process that mapped it ended in the right order.
     """
-    dead = [entry.pid for entry in ledger if proc.identify(entry.pid) is None]  # nor a later process with its pid
-    patterns = [] if run is None else [f"grpo-{glob.escape(run)}-*"]
-    patterns += [pattern for pid in dead for pattern in (f"cuda.shm.*.{pid:x}.*", f"torch_{pid}_*")]
+    dead = {entry.pid for entry in ledger if proc.identify(entry.pid) is None}  # nor a later process with its pid
     removed = []
-    for path in [path for pattern in patterns for path in glob.glob(f"{SHARED_MEMORY}/{pattern}")]:
-        if os.lstat(path).st_uid != os.getuid():
+    for entry in _shared_memory():
+        is_of_run = run is not None and entry.name.startswith(f"grpo-{run}-")
+        if not is_of_run and _left_by(entry.name) not in dead:
             continue
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
-        removed.append(path)
+        with suppress(OSError):  # its maker removed it just now, or it may not be removed
+            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+            removed.append(entry.path)
     return removed
+
+
+def _left_by(name: str) -> int | None:
+    """The process that made a file of shared memory, where its name says so."""
+    if found := CUDA_SHARED.match(name):
+        return int(found[1], 16)
+    return int(found[1]) if (found := TORCH_SHARED.match(name)) else None
+
+
+def _shared_memory() -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(SHARED_MEMORY) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 def _since(started: float) -> str:

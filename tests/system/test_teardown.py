@@ -195,6 +195,15 @@ async def test_what_an_earlier_run_of_ours_left_is_named_and_ended(stage: Stage)
         assert f"pid {squatter.process.pid}, left by run tiny-cpu-1121-0415 of this project: " in lines[0]
 
 
+async def test_what_was_started_by_hand_under_the_name_of_a_run_is_a_stranger(stage: Stage) -> None:
+    async with Squatter(stage, GRPO_TUI_RUN="by-hand") as squatter:  # names its shared memory, and says of no folder
+        report, lines = await swept(stage, squatter.port)
+        assert squatter.is_running()
+        assert report.ended == ()
+        assert lines[0].startswith(f"port {squatter.port} is held by pid {squatter.process.pid} (user ")
+        assert lines[0].endswith("; it is left alone")
+
+
 async def test_another_run_that_is_still_supervised_keeps_its_port(stage: Stage) -> None:
     async with Squatter(stage, **marks_of_another_run(stage)) as squatter:
         with daemon_of(stage.folder) as daemon:

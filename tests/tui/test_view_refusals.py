@@ -19,7 +19,7 @@ def held(port: int, pid: int, command: str, *, run: str | None = None) -> str:
     process = Stat(
         pid=pid, comm="x", state="S", parent=1, group=pid, session=pid, cpu_ticks=0, start_ticks=1, rss_pages=1
     )
-    mark = None if run is None else Marker(run=run, service="vllm", run_folder=None)
+    mark = None if run is None else Marker(run=run, service="vllm", run_folder=f"/logs/{run}")
     owner = Owner(process=process, uid=ANN, command=command, mark=mark, is_supervised=True)
     return Holder(port=port, owner=owner).words()
 
