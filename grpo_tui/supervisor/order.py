@@ -121,7 +121,8 @@ def _restart(name: str, services: Services, launches: Launches) -> list[tuple[st
 
 
 def _in_the_way(name: str, services: Services, launches: Launches) -> list[str]:
-    return [follower for follower in restart_group(name, launches) if services[follower].has_process]
+    group = restart_group(name, launches)  # but for who is stuck in the kernel, which may be for ever
+    return [each for each in group if services[each].has_process and services[each].state is not S.FAILED]
 
 
 def _make_way(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:

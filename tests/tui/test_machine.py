@@ -370,6 +370,13 @@ def test_a_service_is_not_started_again_before_its_followers_have_made_way() -> 
     assert order.decisions(services, shared, None, 0.0) == [("vllm", Admitted())]
 
 
+def test_a_follower_that_is_stuck_in_the_kernel_holds_up_no_restart() -> None:
+    shared = launches(launch("vllm", followers=("trainer",)), launch("trainer", needs={"vllm": READY}))
+    services = standing(vllm=S.READY, trainer=S.READY)
+    services["trainer"] = replace(services["trainer"], state=S.FAILED, has_process=True)
+    assert order.decisions(services, shared, None, 0.0, {"vllm"}) == [("vllm", RestartAsked())]
+
+
 def test_why_a_service_waits_is_said_in_words() -> None:
     services = standing(api=S.READY, vllm=S.STARTING, trainer=S.WAITING)
     services["vllm"] = replace(services["vllm"], answer="/health answers 503", since_s=2.0)
@@ -425,9 +432,9 @@ class World:
         for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s, self.restarting):
             if name in self.restarting and isinstance(event, RestartAsked):
                 self.restarting.remove(name)
-                assert self.ending or not any(f in self.alive for f in order.restart_group(name, self.launches)), (
-                    f"{name} is restarted before its followers have ended"
-                )
+                followers = [f for f in order.restart_group(name, self.launches) if f in self.alive]
+                is_alone = all(self.services[f].state is S.FAILED for f in followers)  # stuck in the kernel
+                assert self.ending or is_alone, f"{name} is restarted before its followers have ended"
             self.apply(name, event)
 
     def end(self, state: RunState) -> None:
