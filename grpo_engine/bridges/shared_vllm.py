@@ -152,9 +152,9 @@ class SharedVllmBridge:
         try:
             file = read_bridge_file(self._path)
         except BridgeError:
-            if self._path.exists():
-                raise
-            return None
+            if not self._path.exists():
+                return None
+            file = read_bridge_file(self._path)  # the next server's, which came while we looked; else it is damaged
         return file if is_server_alive(file) else None
 
     def _has_ended(self) -> bool:

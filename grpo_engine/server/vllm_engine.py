@@ -191,10 +191,12 @@ class VllmEngine:
         """Ask the engine core anything: it answers between two steps."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        with suppress(EngineDeadError):
-            await llm.is_sleeping()
-            self._pulse.beat(time.monotonic())
-        self._question = None
+        try:
+            with suppress(EngineDeadError):
+                await llm.is_sleeping()
+                self._pulse.beat(time.monotonic())
+        finally:
+            self._question = None
 
     # --- asked by the routes -----------------------------------------------------------------------------------------
 
