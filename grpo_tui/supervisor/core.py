@@ -59,11 +59,14 @@ from grpo_tui.supervisor.state_file import (
     boot_id,
     from_ledger,
     last_attempt,
+    last_begun_attempt,
     to_ledger,
 )
 from grpo_tui.supervisor.words import why
 
 OWN_LOG_LIMIT_BYTES = 64_000_000
+HELPER_REST_S = 30.0
+"""After a helper has failed: soon enough for figures and logs, and seldom enough for the log that says so."""
 log = logging.getLogger(__name__)
 
 
@@ -128,7 +131,9 @@ class Supervisor:
             helpers = self._take_hands(tasks)
             self._take_over()
             await self._writer.write()
-            helpers += [tasks.create_task(helper.run()) for helper in (self._writer, self._sampler, self._log_capper)]
+            helpers += [
+                tasks.create_task(self._see_to(each)) for each in (self._writer, self._sampler, self._log_capper)
+            ]
             while not self._is_over():
                 self._decide()
                 self._publish()
@@ -138,6 +143,17 @@ class Supervisor:
                 helper.cancel()
             for hands in self._hands.values():
                 hands.let_go()
+
+    async def _see_to(self, helper: StateWriter | Sampler | LogCapper) -> None:
+        """Run a helper, and run it again when it fails: what it is missing (a file, a descriptor) may come back."""
+        while True:
+            try:
+                await helper.run()
+            except Exception as error:  # whatever it is: services go on, and so does their supervision
+                log.exception("%s failed, and goes on in %g s", type(helper).__name__, HELPER_REST_S)
+                text = f"a part of the supervisor failed and is tried again ({type(helper).__name__}: {error!r})"
+                self.notice("error", f"{text}; {SUPERVISOR_LOG} has the rest", None)
+            await asyncio.sleep(HELPER_REST_S)
 
     def _take_hands(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         for name, launch in self._launches.items():
@@ -190,7 +206,11 @@ class Supervisor:
             return service
         lost = ExitReport(code=None, ended_at=time.time(), error="its keeper left no trace", keeper_lost=True)
         hands.bury(attempt, found or lost)
-        return adopted(self._as_of(service, attempt), now_s, self._launches[name])
+        taken = adopted(self._as_of(service, attempt), now_s, self._launches[name])
+        if taken.state is S.STARTING and attempt > last_begun_attempt(self._run_folder, name):
+            # Its supervisor left while it looked for ports and GPU memory: nothing was started that could have failed.
+            taken, _ = step(taken, RestartAsked("its start was interrupted"), now_s, self._launches[name])
+        return taken
 
     def _as_of(self, service: Service, attempt: int) -> Service:
         """The service in the attempt that was found, which may be newer than what its last daemon came to write."""
@@ -198,12 +218,18 @@ class Supervisor:
 
     def _decide(self) -> None:
         """Everything that follows from where the services stand now."""
-        now_s = time.monotonic()
+        before: dict[str, Service] = {}
+        while before != self._services:  # a restart, e.g., makes a service wait, and then it may start
+            before = dict(self._services)
+            self._decide_once(time.monotonic())
+
+    def _decide_once(self, now_s: float) -> None:
         if self._ending is None and (state := order.verdict(self._services, self._launches)):
             self.end(state)
         for name, event in order.decisions(self._services, self._launches, self._ending, now_s, self._restarting):
             if name in self._restarting and isinstance(event, RestartAsked):
                 self._restarting.remove(name)
+                self.post(name, Tick())  # one that did not run waits now: it is looked at again, whatever else happens
             self._apply(name, event)
 
     async def _next_event(self) -> None:

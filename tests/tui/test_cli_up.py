@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_engine.wire.supervisor import Bye, RunChanged, RunState, ServiceChanged, ServiceState, ServiceStatus
-from grpo_tui.cli.up import Goal, Watch
+from grpo_tui.cli.waiting import Goal, Watch
 from grpo_tui.exit_codes import ExitCode
 
 
