@@ -302,6 +302,7 @@ def starting(bench: Bench) -> Iterator[Figure]:
             took = list[float]()
             for _ in range(runs):
                 environment = dict(os.environ)
+                environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else nothing of ours is ever warm
                 if how != "warm":
                     environment["PYTHONPYCACHEPREFIX"] = str(bench.folder() / "compiled")
                 took.append(_first_spawn(bench, name, environment))

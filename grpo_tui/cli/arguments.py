@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_tui.client.api import Run, find_run
+if TYPE_CHECKING:
+    from grpo_tui.client.local import Run
 
 RunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="Run id or unique prefix; left out: the newest live run here.")
@@ -34,6 +35,8 @@ def split(words: list[str]) -> tuple[str | None, str]:
 
 def run_to_read(prefix: str | None) -> Run:
     """The run to read from: a live one if nothing is said, else the newest, with a note on stderr."""
+    from grpo_tui.client.local import find_run
+
     run = find_run(prefix, also_ended=True)
     if prefix is None and not run.is_live:
         print(f"no run lives here; this is {run.id}, which has ended", file=sys.stderr)
@@ -42,4 +45,6 @@ def run_to_read(prefix: str | None) -> Run:
 
 def run_to_act_on(prefix: str | None) -> Run:
     """The live run to act on."""
+    from grpo_tui.client.local import find_run
+
     return find_run(prefix, also_ended=False)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from grpo_tui.cli.arguments import TakePortsOption
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.exit_codes import ExitCode
 
@@ -26,12 +27,7 @@ def up_command(
     wait: Annotated[str | None, typer.Option("--wait", metavar="ready|finished", help="Return when it is.")] = None,
     timeout: Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout.")] = False,
-    take_ports: Annotated[
-        bool,
-        typer.Option(
-            "--take-ports", help="End processes of your own that hold a declared port, also if they are no run's."
-        ),
-    ] = False,
+    take_ports: TakePortsOption = False,
 ) -> None:
     """Start a profile without a screen, or join its run.
 
