@@ -99,10 +99,13 @@ async def _ask(run: Run) -> RunStatus:
         async with asyncio.timeout(STATUS_LIMIT_S):
             reply = await Daemon(run.folder).command("status")
     except (PeerUnavailable, TimeoutError) as error:
-        text = f"the supervisor does not answer ({error or f'nothing in {STATUS_LIMIT_S:g} s'}); this is from its files"
+        why = str(error) or f"nothing in {STATUS_LIMIT_S:g} s"
+        text = f"the supervisor does not answer ({why}); this is from its files"
         stored = stored_status(run)
         warning = Warning(id="supervisor-silent", severity="error", text=text, hint=f"see {run.folder}/supervisor.log")
-        return stored.model_copy(update={"warnings": [warning, *stored.warnings]})
+        return stored.model_copy(
+            update={"warnings": [warning, *(each for each in stored.warnings if each.id != "no-supervisor")]}
+        )
     if reply.status is None:
         raise PeerError(f"the supervisor of {run.id} answered without a status")
     return reply.status

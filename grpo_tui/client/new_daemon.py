@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 HELLO_WITHIN_S = 20.0
 """A daemon says hello within 0.3 s; a machine that is starting eight engines may take its time."""
 HELLO_POLL_S = 0.01
+TALK_BYTES_MAX = 1 << 20
+"""What a daemon may say before it has loaded: warnings, or the traceback of a broken program."""
 
 
 class StartFailed(GrpoError):
@@ -57,7 +59,7 @@ class NewDaemon:
         from grpo_tui.supervisor.lock import LOADED
 
         deadline = time.monotonic() + HELLO_WITHIN_S
-        while os.fstat(self._talk.fileno()).st_size < len(LOADED):
+        while LOADED.encode() not in os.pread(self._talk.fileno(), TALK_BYTES_MAX, 0):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise StartFailed(f"a new supervisor cannot be started: {self._own_words()}")
             time.sleep(HELLO_POLL_S)
