@@ -229,7 +229,6 @@ class Supervisor:
         for name, event in order.decisions(self._services, self._launches, self._ending, now_s, self._restarting):
             if name in self._restarting and isinstance(event, RestartAsked):
                 self._restarting.remove(name)
-                self.post(name, Tick())  # one that did not run waits now: it is looked at again, whatever else happens
             self._apply(name, event)
 
     async def _next_event(self) -> None:

@@ -133,6 +133,7 @@ class Keeper:
         stat = read_stat(self.identity.pid)
         if stat is not None and stat.start_ticks == self.identity.start_ticks:
             send_signal(stat, number)
+            send_signal(stat, signal.SIGCONT)  # a suspended keeper hears nothing before it goes on
 
     async def _follow(self) -> ExitReport:
         # An adopted keeper may be a child too: of the daemon that this process was before it replaced itself.
