@@ -25,6 +25,8 @@ from grpo_tui.supervisor.processes import ExitReport, Keeper, start_keeper
 from grpo_tui.supervisor.progress import Progress
 from grpo_tui.supervisor.sampling import Sampler
 
+START_LIMIT_S = 5.0
+"""A keeper reports within a tenth of a second; one that does not by then hangs on its disk."""
 log = logging.getLogger(__name__)
 
 Post = Callable[[str, Event], None]
@@ -111,15 +113,24 @@ class Attempts:
             return
         self.oom_kills_before = oom_kill_count()
         try:
-            keeper = await start_keeper(self._launch, run=self._run, attempt=attempt, run_folder=self._run_folder)
+            keeper = await self._start(attempt)
         except GrpoError as error:
             log.error("%s: %s", name, error)
             self._tell(Exited(code=None, error=str(error), jitter=random.random()))
             return
         self._is_ready = False
         self._follow(keeper)
-        if keeper.main_pid is not None:
-            self._tell(Spawned())
+
+    async def _start(self, attempt: int) -> Keeper:
+        """Start a keeper; a daemon that leaves meanwhile waits until there is one that its successor can find."""
+        starting = asyncio.create_task(
+            start_keeper(self._launch, run=self._run, attempt=attempt, run_folder=self._run_folder)
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting}, timeout=START_LIMIT_S)
+            raise
 
     async def _clear_the_way(self) -> str | None:
         """End what is ours on its ports and GPUs; who else is in the way, in words. A stop ends the looking."""
@@ -136,6 +147,10 @@ class Attempts:
         try:
             await asyncio.wait({self._clearing})
             return "stopped before it was started" if self._clearing.cancelled() else self._clearing.result()
+        except OSError as error:
+            words = f"cannot look for ports and GPU memory before its start: {error}; started all the same"
+            self._notice("warning", f"{self._launch.name}: {words}", self._launch.name)
+            return None
         finally:
             self._clearing.cancel()
             self._clearing = None
@@ -145,6 +160,8 @@ class Attempts:
         self.started_at = keeper.started_at
         words = f"attempt {keeper.attempt} of {self._launch.name}"
         self._life = self._tasks.create_task(self._live(keeper), name=words)
+        if keeper.main_pid is not None:
+            self._tell(Spawned())
 
     async def _live(self, keeper: Keeper) -> None:
         """Probe the attempt while it lives; clear away what is left of it; tell the core."""
@@ -178,6 +195,13 @@ class Attempts:
         for words in report.unkillable:
             self._notice("error", f"{words} does not end after SIGKILL: it hangs in the kernel", name)
         if report.keeper_lost or self._launch.ports or self._sampler.gpus:
+            await self._sweep()
+        lines = await asyncio.to_thread(last_lines, self._log, log_offset)
+        self._tell(Exited(code=report.code, error=report.error, last_lines=lines, jitter=random.random()))
+
+    async def _sweep(self) -> None:
+        name = self._launch.name
+        try:
             await teardown.sweep(
                 self._run,
                 name,
@@ -186,8 +210,9 @@ class Attempts:
                 ledger=self._sampler.processes(name),
                 gpu_memory=self._sampler.gpu_memory_reader(name),
             )
-        lines = await asyncio.to_thread(last_lines, self._log, log_offset)
-        self._tell(Exited(code=report.code, error=report.error, last_lines=lines, jitter=random.random()))
+        except OSError as error:
+            words = f"cannot look for what it left: {error}; the end of the run looks again"
+            self._notice("error", f"{name}: {words}", name)
 
     # --- probes ----------------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ def last_lines(path: Path, offset: int, num_lines: int = LAST_LINES) -> tuple[st
         with path.open("rb") as file:
             end = place(file.fileno()).end
             part = read_part(file.fileno(), max(min(offset, end), end - num_bytes), num_bytes, with_header=False)
-    except FileNotFoundError:
+    except OSError:
         return ()
     text = part.data.decode(errors="replace")
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
@@ -167,9 +167,9 @@ class LogCapper:
         """Look at every log about once a second and cap those that are too long, until cancelled."""
         while True:
             wait_s = self.look()
-            for path in self.too_long():
-                await asyncio.to_thread(self.cap, path)
-                wait_s = LOOK_SOONEST_S
+            if too_long := self.too_long():
+                capped = [await asyncio.to_thread(self.cap, path) for path in too_long]
+                wait_s = LOOK_SOONEST_S if any(capped) else LOOK_EVERY_S
             await asyncio.sleep(wait_s)
 
     def look(self) -> float:
@@ -190,8 +190,8 @@ class LogCapper:
         """The logs that were over their limits at the last look."""
         return [path for path, limit_bytes in self._limits.items() if self._sizes[path] > limit_bytes]
 
-    def cap(self, path: Path) -> None:
-        """Drop the older half of a log."""
+    def cap(self, path: Path) -> bool:
+        """Drop the older half of a log; whether that was possible."""
         limit_bytes = self._limits[path]
         try:
             dropped_bytes = cap(path, limit_bytes)
@@ -199,8 +199,10 @@ class LogCapper:
             if self._faults.get(path) != str(error):
                 log.info("%s: cannot be capped to %d bytes: %s", path.name, limit_bytes, error)
                 self._faults[path] = str(error)
-        else:
-            log.info("%s: dropped its oldest %d bytes; its limit is %d", path.name, dropped_bytes, limit_bytes)
+            return False
+        self._faults.pop(path, None)
+        log.info("%s: dropped its oldest %d bytes; its limit is %d", path.name, dropped_bytes, limit_bytes)
+        return True
 
 
 def _size(path: Path) -> int:

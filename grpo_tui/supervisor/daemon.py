@@ -141,18 +141,28 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
     files = RunFolder(run_folder)
     path = socket_path(run_folder)
     server: asyncio.Server | None = None
+    is_found, fault = False, ""
     try:
         while True:
-            was_lost = files.is_lost and _restore(files, supervisor)
-            if server is None or was_lost or not path.exists():
-                path, before = socket_path(run_folder), server
-                path.unlink(missing_ok=True)
-                server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
-                path.chmod(0o600)
-                write_address(run_folder, path)
-                if before is not None:
-                    log.warning("the socket or its address was removed: listening anew on %s", path)
-                    before.close()
+            try:
+                was_lost = files.is_lost and _restore(files, supervisor)
+                is_found = is_found and not was_lost and path.exists()
+                if not is_found:
+                    path, before = socket_path(run_folder), server
+                    path.unlink(missing_ok=True)
+                    server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
+                    path.chmod(0o600)
+                    if before is not None:
+                        log.warning("the socket or its address was removed: listening anew on %s", path)
+                        before.close()
+                    write_address(run_folder, path)
+                    is_found, fault = True, ""
+            except OSError as error:  # a full disk, a runtime folder that went with a log-out
+                if server is None:
+                    raise
+                if str(error) != fault:
+                    fault = str(error)
+                    log.error("nobody new can connect: %s; services go on, and it is tried again", fault)
             await asyncio.sleep(FILES_CHECK_S)
     finally:
         path.unlink(missing_ok=True)

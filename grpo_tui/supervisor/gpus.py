@@ -224,7 +224,7 @@ class GpuReader:
             devices = [_read_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
         except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
             return self._failed("no NVIDIA driver")
-        except nvml.NVMLError as error:
+        except (nvml.NVMLError, OSError) as error:  # OSError: /proc cannot be read
             return self._failed(f"NVML fails: {error}")
         return _Reading(devices=devices, failure=None, read_at=self._clock())
 

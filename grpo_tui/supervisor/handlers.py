@@ -157,8 +157,9 @@ async def _restart(supervisor: Supervisor, name: str, command: Command) -> None:
 async def _stop(supervisor: Supervisor, name: str, command: Command) -> None:
     supervisor.post(name, StopAsked() if command.do == "stop" else KillAsked())
     if command.wait:
-        settled = {S.STOPPED, S.FINISHED, S.FAILED}
-        await supervisor.wait_until(lambda s: s.service(name).state in settled and not s.service(name).has_process)
+        await supervisor.wait_until(lambda s: s.service(name).state in {S.STOPPED, S.FINISHED, S.FAILED})
+        if supervisor.service(name).has_process:
+            raise CommandRefused(f"{name}: {supervisor.service(name).reason}", ExitCode.FAILED)
 
 
 async def _ready(supervisor: Supervisor, name: str, attempt: int) -> None:

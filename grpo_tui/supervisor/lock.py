@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message, from_line, write_json_atomically
 
 LOCK_FILE = "daemon.lock"
@@ -66,9 +67,9 @@ def write_address(run_folder: Path, socket: Path) -> None:
 
 
 def read_address(run_folder: Path) -> Address | None:
-    """Where the run's daemon listens, or listened."""
+    """Where the run's daemon listens, or listened; None where nothing (legible) says it."""
     path = run_folder / ADDRESS_FILE
     try:
         return from_line(Address, path.read_bytes(), peer=str(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, PeerError):
         return None

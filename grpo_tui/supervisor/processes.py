@@ -136,9 +136,12 @@ class Keeper:
             send_signal(stat, signal.SIGCONT)  # a suspended keeper hears nothing before it goes on
 
     async def _follow(self) -> ExitReport:
-        # An adopted keeper may be a child too: of the daemon that this process was before it replaced itself.
         await (_reap(self.identity) if self._reaping is None else asyncio.shield(self._reaping))
-        return _report(_read_state(self._state_file), self._state_file)
+        try:
+            state = _read_state(self._state_file)
+        except OSError:
+            state = None
+        return _report(state, self._state_file)
 
 
 async def start_keeper(launch: Launch, *, run: str, attempt: int, run_folder: Path) -> Keeper:
@@ -203,7 +206,7 @@ def keeper_states(folder: Path) -> Iterator[KeeperState]:
             continue
         try:
             yield KeeperState.model_validate_json(path.read_bytes())
-        except (ValidationError, FileNotFoundError):
+        except (ValidationError, OSError):
             continue  # being written, or damaged: the daemon that takes over says so
 
 

@@ -92,7 +92,7 @@ class Progress:
                 end = place(file.fileno()).end
                 newest = max(self._offset, end - MAX_PART_BYTES)
                 part = read_part(file.fileno(), newest, MAX_PART_BYTES, with_header=False)
-        except FileNotFoundError:
+        except OSError:
             return b""
         self._offset = part.end
         return part.data

@@ -6,6 +6,7 @@ Replaced whole, by one writer, off the event loop; changes that come while a wri
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import threading
@@ -95,9 +96,17 @@ def _ledger_version(content: bytes) -> object:
 
 def last_attempt(run_folder: Path, service: str) -> int:
     """The number of the latest attempt that a keeper was started for; 0 when there was none."""
-    folder = run_folder / KEEPERS
+    return _latest_number(run_folder / KEEPERS, service, ".json")
+
+
+def last_begun_attempt(run_folder: Path, service: str) -> int:
+    """The number of the latest attempt for which a keeper was to be started, whether it came to write or not."""
+    return _latest_number(run_folder / KEEPERS, service, ".spec.json")
+
+
+def _latest_number(folder: Path, service: str, ending: str) -> int:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    numbers = [name.removeprefix(f"{service}.").removesuffix(".json") for name in names if name.endswith(".json")]
+    numbers = [name.removeprefix(f"{service}.").removesuffix(ending) for name in names if name.endswith(ending)]
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
@@ -145,6 +154,7 @@ def from_ledger(name: str, entry: ServiceLedger) -> Service:
     )
 
 
+@functools.cache
 def boot_id() -> str:
     """What names this boot of the machine: with another one, every PID and every monotonic time is void."""
     return BOOT_ID.read_text().strip()

@@ -15,6 +15,7 @@ from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, 
 
 from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, ServiceStatus
 from grpo_tui.supervisor.keeper import all_processes, below
+from grpo_tui.supervisor.lock import ADDRESS_FILE
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import living_keepers
 from grpo_tui.supervisor.state_file import read_state
@@ -44,6 +45,14 @@ def status_of(place: Workplace, name: str) -> ServiceStatus:
 def keeper_pid(place: Workplace, name: str) -> int:
     (pid,) = [state.keeper.pid for state in living_keepers(place.run_folder()) if state.service == name]
     return pid
+
+
+def write_ledger(place: Workplace, name: str, **changes: object) -> None:
+    """Have the daemon's last words on a service be others."""
+    path = place.run_folder() / "state.json"
+    document = json.loads(path.read_text())
+    document["ledger"]["services"][name] |= changes
+    path.write_text(json.dumps(document))
 
 
 def num_in_ledger(place: Workplace, name: str) -> int:
@@ -144,6 +153,15 @@ def test_a_restart_takes_its_followers_along_in_order(place: Workplace) -> None:
     log = (place.run_folder() / "supervisor.log").read_text()
     assert "vllm is restarted; after it trainer" in log
     assert log.index("trainer: stopping → waiting") < log.index("vllm: stopping → waiting")
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_restart_of_a_service_that_has_ended_starts_it_though_nothing_else_happens(place: Workplace) -> None:
+    place.profile(service("a", "raise SystemExit(3)", ends_run="false"), service("b", POLITE))
+    place.up()
+    until(lambda: status_of(place, "a").state is ServiceState.FAILED)
+    assert place.grpo("restart", "a").returncode == 0
+    until(lambda: status_of(place, "a").attempt == 2)
     assert place.grpo("down").returncode == 0
 
 
@@ -261,6 +279,67 @@ def test_a_socket_that_somebody_removed_is_put_back(place: Workplace) -> None:
     socket.unlink()
     until(socket.exists)
     assert place.status().supervisor == supervisor
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_socket_that_cannot_be_put_back_yet_ends_no_supervisor(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    place.up()
+    supervisor = place.status().supervisor
+    assert supervisor is not None
+    (socket,), address = place.runtime.rglob("*.sock"), place.run_folder() / ADDRESS_FILE
+    unlimited = resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, (0, unlimited[1]))  # as on a full disk
+    address.unlink()
+    socket.unlink()
+    until(socket.exists)
+    before = socket.stat().st_ino
+    until(lambda: socket.exists() and socket.stat().st_ino != before)  # and again, since its address cannot be written
+    assert not address.exists()
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, unlimited)
+    until(address.exists)
+    assert place.status().supervisor == supervisor
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_supervisor_without_descriptors_says_so_and_goes_on(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    place.up()
+    supervisor, a, log = place.status().supervisor, place.pid("a"), place.run_folder() / "supervisor.log"
+    assert supervisor is not None
+    unlimited = resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, (3, unlimited[1]))
+    until(lambda: "Too many open files" in log.read_text())
+    until(lambda: "a part of the supervisor failed and is tried again (Sampler:" in log.read_text())
+    resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, unlimited)
+    assert place.status().supervisor == supervisor
+    assert place.pid("a") == a
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_start_that_was_under_way_when_its_supervisor_left_is_begun_anew_and_no_failure(place: Workplace) -> None:
+    place.profile(service("a", POLITE, ready=UP), service("b", POLITE))
+    place.up()
+    a, keeper = place.pid("a"), keeper_pid(place, "a")
+    place.lose_daemon()
+    os.kill(a, signal.SIGKILL)
+    until(lambda: identify(keeper) is None)
+    write_ledger(place, "a", state="starting", attempt=2, has_process=True)  # no keeper was started for it yet
+    assert place.grpo("start", "b").returncode == 0  # brings a daemon that takes over
+    until(lambda: status_of(place, "a").state in {ServiceState.READY, ServiceState.FAILED})
+    assert (status_of(place, "a").state, status_of(place, "a").attempt) == (ServiceState.READY, 3)
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_service_whose_start_nobody_saw_counts_as_ready_without_a_probe(place: Workplace) -> None:
+    place.profile(service("a", POLITE), service("b", POLITE))
+    place.up()
+    a = place.pid("a")
+    place.lose_daemon()
+    write_ledger(place, "a", state="starting", was_ready=False)  # as when the daemon dies between start and answer
+    assert place.grpo("start", "b").returncode == 0
+    until(lambda: status_of(place, "a").state is ServiceState.READY)
+    assert place.pid("a") == a
     assert place.grpo("down").returncode == 0
 
 
