@@ -60,14 +60,18 @@ def doctor_command(
     import asyncio
 
     from grpo_tui.profile.doctor import GpuFacts, Machine, examine
-    from grpo_tui.supervisor.gpus import GpuReader
+    from grpo_tui.supervisor.gpus import GpuReader, GpuSample
     from grpo_tui.supervisor.ports import port_holders
-    from grpo_tui.supervisor.preflight import look_at_gpus
+    from grpo_tui.supervisor.preflight import Gpu, look_at_gpus
 
     loaded, plan = planned(profile, set_ or []) if profile else (None, None)
-    reader = GpuReader()
-    sample = asyncio.run(reader.sample({}))
-    taken = {gpu.memory.index: gpu for gpu in asyncio.run(look_at_gpus(plan.launches if plan else (), reader))}
+
+    async def seen() -> tuple[GpuSample, list[Gpu]]:  # in one loop: an answer of the driver that is late belongs to it
+        reader = GpuReader()
+        return await reader.sample({}), await look_at_gpus(plan.launches if plan else (), reader)
+
+    sample, gpus = asyncio.run(seen())
+    taken = {gpu.memory.index: gpu for gpu in gpus}
     machine = Machine(
         gpus=[
             GpuFacts(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from grpo_tui.services.base import Launch
-
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+from grpo_tui.services.base import VISIBLE_DEVICES, Launch
 
 
 def gpus_of(launch: Launch, uuids: Mapping[int, str], inherited: Mapping[str, str] = os.environ) -> list[int]:

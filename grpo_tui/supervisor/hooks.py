@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from grpo_tui.services.hook import Hook, HookEvent
 from grpo_tui.supervisor.attempts import Notice
 from grpo_tui.supervisor.keeper import ends_with_newline, on_one_line, write_line
 from grpo_tui.supervisor.machine import exit_words
-from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper, start_keeper
+from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper, forget_attempt, start_keeper
 from grpo_tui.supervisor.state_file import last_attempt
 
 HOOKS = "hooks"
@@ -67,7 +66,7 @@ class Hooks:
                 title = f"hook run {number}, begun by an earlier supervisor,"
                 self._go(self._see_through(found, title, limit_s, None))
             elif found is not None:
-                self._forget(number)
+                forget_attempt(self._run_folder / KEEPERS, HOOKS, number)
 
     def fire(self, event: HookEvent, *, service: ServiceStatus | None, status: RunStatus) -> None:
         """Start the hooks that wait for this, each when its turn comes; returns at once.
@@ -150,7 +149,7 @@ class Hooks:
             report = await keeper.exited()
         finally:
             self._keepers.discard(keeper)
-        self._forget(keeper.attempt)
+        forget_attempt(self._run_folder / KEEPERS, HOOKS, keeper.attempt)
         fault = self._fault(report, limit_s if is_late else None)
         if fault is not None:
             self._notice("warning", f"{title} {fault}; its output is in {self._run_folder}/{HOOKS}.log", service)
@@ -180,12 +179,6 @@ class Hooks:
         task = asyncio.create_task(work, name="hook")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _forget(self, number: int) -> None:
-        """Remove the files of a keeper that is done, so that the folder does not fill up."""
-        for name in (f"{HOOKS}.{number}.json", f"{HOOKS}.{number}.spec.json"):
-            with suppress(OSError):
-                (self._run_folder / KEEPERS / name).unlink()
 
 
 class _Line:

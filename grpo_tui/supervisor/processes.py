@@ -30,6 +30,8 @@ from grpo_tui.supervisor.proc import ATTEMPT, RUN, RUN_FOLDER, SERVICE, ProcessI
 if TYPE_CHECKING:
     from grpo_tui.services.base import Launch
 
+KEPT_ATTEMPTS = 20
+"""Of a service, besides the first: more than a crash report tells."""
 POLL_S = 0.05
 """Between two looks at a keeper where the kernel has no pidfd."""
 
@@ -240,6 +242,8 @@ def _spawn(spec: keeper_script.Spec, environment: dict[str, str], report: int) -
     spec_file.parent.mkdir(exist_ok=True)
     Path(spec.state).unlink(missing_ok=True)
     spec_file.write_text(json.dumps(spec._asdict()))
+    if spec.attempt - KEPT_ATTEMPTS > 1:  # the first one tells how it began
+        forget_attempt(spec_file.parent, spec.service, spec.attempt - KEPT_ATTEMPTS)
     log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         with own_children() as children:
@@ -260,6 +264,13 @@ def _spawn(spec: keeper_script.Spec, environment: dict[str, str], report: int) -
         return pid
     finally:
         os.close(log)
+
+
+def forget_attempt(folder: Path, service: str, attempt: int) -> None:
+    """Remove what is kept of an attempt that has ended, so that the folder does not fill up."""
+    for ending in ("json", "spec.json", "metrics"):
+        with suppress(OSError):
+            (folder / f"{service}.{attempt}.{ending}").unlink()
 
 
 def _read_state(state_file: Path) -> KeeperState | None:

@@ -285,6 +285,15 @@ async def test_services_outlive_a_killed_daemon_and_the_next_one_reads_their_exi
     assert adopt_keeper(stage.folder, "a", 2) is None
 
 
+async def test_of_many_attempts_the_first_and_the_latest_stay_on_record(stage: Stage) -> None:
+    for attempt in (1, 2, 3, 22, 23):
+        await (
+            await start_keeper(stage.launch("true"), run=stage.run, attempt=attempt, run_folder=stage.folder)
+        ).exited()
+    names = {path.name for path in (stage.folder / "keepers").iterdir()}
+    assert names == {f"a.{attempt}.{ending}" for attempt in (1, 22, 23) for ending in ("json", "spec.json")}
+
+
 async def test_no_zombie_of_a_keeper_stays_even_if_nobody_asks_for_its_end(stage: Stage) -> None:
     keeper = await stage.start("true")
     await until(lambda: read_stat(keeper.identity.pid) is None)
