@@ -39,6 +39,7 @@ MAX_WHY_CHARS = 160
 MAX_LINE_CHARS = 400
 SCARCE_BYTES = 1_000_000_000
 SECRET_NAME = re.compile(r"(?i)(?:key|token|secret|password|passwd|credentials?)$")
+MASK = "***"
 MIN_SECRET_CHARS = 8
 """Shorter values are words like `true` and `1`, which would be masked wherever they stand."""
 UNWELL = frozenset({ServiceState.FAILED, ServiceState.UNHEALTHY, ServiceState.BACKOFF, ServiceState.STOPPING})
@@ -230,7 +231,7 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
     for word in argv:
         name, equals, value = word.partition("=")
         is_secret = SECRET_NAME.search(name) is not None
-        shown.append("***" if is_value else f"{name}=***" if is_secret and equals and value else word)
+        shown.append(MASK if is_value else f"{name}={MASK}" if is_secret and equals and value else word)
         is_value = is_secret and name.startswith("-") and not equals and not is_value
     return shown
 
@@ -370,7 +371,7 @@ def write_report(
             oom_kills=oom_kills,
         )
         for secret in secrets(launches.values(), os.environ):
-            text = text.replace(secret, "***")
+            text = text.replace(secret, MASK)
         write_atomically(path, text.encode(errors="replace"))
         _drop_surplus(run_folder, service)
     except OSError as error:
@@ -383,11 +384,13 @@ def write_report(
 
 
 def secrets(launches: Iterable[Launch], environment: Mapping[str, str]) -> list[str]:
-    """Values of environment variables that must not be shown, the longest first."""
+    """Values of variables and arguments that must not be shown, the longest first: logs repeat both."""
     found = {value for name, value in environment.items() if SECRET_NAME.search(name)}
     for launch in launches:
         found |= {value for name, value in launch.env.items() if SECRET_NAME.search(name)}
         found |= {launch.env[name] for name in launch.env_from_files if name in launch.env}
+        shown = zip(launch.argv, without_secrets(launch.argv), strict=True)
+        found |= {word if masked == MASK else word.partition("=")[2] for word, masked in shown if word != masked}
     return sorted((value for value in found if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 

@@ -295,6 +295,11 @@ def test_secrets_on_a_command_line_are_masked_and_nothing_else_is() -> None:
     assert "***" in section(report(of=launch(argv=tuple(argv))), "Command of trainer")[1]
 
 
+def test_secrets_of_command_lines_are_masked_in_logs_too() -> None:
+    argv = ("serve", "--api-key", "sk-as-one-word", "--token=after-a-sign", "--key", "short")
+    assert secrets([launch(argv=argv)], {}) == ["sk-as-one-word", "after-a-sign"]
+
+
 def test_secret_values_are_those_of_variables_named_so_and_of_files() -> None:
     launches = [
         launch(env={"MY_PASSWORD": "longest-of-all", "DEBUG_TOKEN": "short", "MODE": "not-a-secret"}),
