@@ -13,13 +13,25 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from grpo_engine.config import Config
 from grpo_tui.services.env_file import read_env_file
 
 PORT = Annotated[int, Field(ge=1, le=65535)]
 VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+
+
+def _can_be_executed(argv: tuple[str, ...]) -> tuple[str, ...]:
+    if not argv[0]:
+        raise ValueError(f"{list(argv)} has no program: its first word is one, e.g. 'python'")
+    if any("\0" in word for word in argv):
+        raise ValueError(f"{list(argv)} has a NUL character, which no argument can hold: take it out")
+    return argv
+
+
+ARGV = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_can_be_executed)]
+"""A program and its arguments."""
 
 
 class NeedCondition(StrEnum):
@@ -53,7 +65,7 @@ class Probe(Config):
     """Regular expression that a line of this attempt's log must match."""
     file: Path | None = None
     """Path that must exist, relative to the service's working directory."""
-    command: tuple[str, ...] | None = None
+    command: ARGV | None = None
     """Command that must exit 0."""
     interval_s: float = Field(0.2, gt=0)
     """Seconds between two questions."""
@@ -163,6 +175,15 @@ class Service(Config):
     def _stop_signal_exists(self) -> Service:
         if self.stop_signal not in signal.Signals.__members__:
             raise ValueError(f"stop_signal {self.stop_signal!r} is not a signal: write it as in SIGTERM or SIGINT")
+        return self
+
+    @model_validator(mode="after")
+    def _environment_can_be_set(self) -> Service:
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name:
+                raise ValueError(f"env has the name {name!r}: a name is not empty and has neither '=' nor NUL")
+            if "\0" in value:
+                raise ValueError(f"env.{name} has a NUL character, which no variable can hold: take it out")
         return self
 
     @model_validator(mode="after")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from grpo_tui.services.base import Launch, Place, Service
+from grpo_tui.services.base import ARGV, Launch, Place, Service
 
 
 class Command(Service):
     """A program with its arguments; never a shell string."""
 
     kind: Literal["command"]
-    argv: tuple[str, ...] = Field(min_length=1)
+    argv: ARGV
     """Program and arguments."""
 
     def launch(self, name: str, place: Place) -> Launch:

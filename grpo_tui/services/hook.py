@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from grpo_engine.config import Config
+from grpo_tui.services.base import ARGV
 
 
 class HookEvent(StrEnum):
@@ -29,7 +30,7 @@ class Hook(Config):
     """Events at which it runs."""
     services: tuple[str, ...] = ()
     """Services whose events count; none: all of them, and those of the run."""
-    argv: tuple[str, ...] = Field(min_length=1)
+    argv: ARGV
     """Program and arguments; never a shell string. Runs in the folder of the profile, and finds in its environment
     GRPO_TUI_RUN, GRPO_TUI_RUN_FOLDER and GRPO_TUI_HOOK_EVENT, _SERVICE (empty for the run), _ATTEMPT, _STATE, _WHY and
     _EXIT_CODE. What it leaves running at its end is ended; its output is in `hooks.log`."""

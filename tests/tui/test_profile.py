@@ -17,6 +17,7 @@ from grpo_tui.services.inference import Inference
 from grpo_tui.services.kinds import KINDS, service_class
 from grpo_tui.services.trainer import Trainer
 
+NUL = "\\u0000"
 STACK = """
 [model]
 name = "local/tiny"
@@ -215,6 +216,27 @@ def test_a_log_probe_that_is_no_regular_expression_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["supervisor", "../x", "-w", "a b", ""])
 def test_a_service_name_that_cannot_name_a_log_is_refused(tmp_path: Path, name: str) -> None:
     assert "x.toml: services" in fault(tmp_path, f"[services.'{name}']\nkind = 'command'\nargv = ['true']\n")
+
+
+@pytest.mark.parametrize("name", ["", "A=B", "A\\u0000B"])
+def test_a_name_that_no_environment_variable_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    text = fault(tmp_path, commands(f'a env = {{ "{name}" = "x" }}'))
+    assert "x.toml: services.a" in text
+    assert f"env has the name {name.replace(NUL, chr(0))!r}: a name is not empty and has neither '=' nor NUL" in text
+
+
+def test_a_value_with_a_nul_character_is_refused(tmp_path: Path) -> None:
+    assert "env.A has a NUL character" in fault(tmp_path, commands('a env = { A = "x\\u0000" }'))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [('[""]', "[''] has no program"), ('["", "x"]', "has no program"), ('["x", "\\u0000"]', "has a NUL character")],
+)
+def test_a_command_that_no_process_can_be_is_refused(tmp_path: Path, argv: str, words: str) -> None:
+    assert words in fault(tmp_path, f"[services.a]\nkind = 'command'\nargv = {argv}\n")
+    assert words in fault(tmp_path, commands(f"a ready = {{ command = {argv} }}"))
+    assert words in fault(tmp_path, commands("a") + f"[[hooks]]\non = ['failed']\nargv = {argv}\n")
 
 
 def test_a_negative_gpu_is_refused(tmp_path: Path) -> None:
