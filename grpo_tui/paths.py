@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from grpo_engine.errors import GrpoError
+
 LOGS = Path("logs")
 """Runs live below the folder in which a command was typed."""
 PROFILES = Path("profiles")
@@ -55,17 +57,26 @@ def runtime_folder() -> Path:
     """The folder for sockets, 0700 and ours, made if need be: `$XDG_RUNTIME_DIR/grpo-tui` or `/tmp/grpo-<uid>`.
 
     Raises:
-        PermissionError: the folder exists and belongs to somebody else, or others may enter it.
+        GrpoError: it cannot be made; or it belongs to somebody else, or others may enter it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK):
         folder = Path(base) / "grpo-tui"
     else:
         folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise GrpoError(
+            f"{folder}, the folder for sockets, cannot be made: {error.strerror}; "
+            "remove what is there or set XDG_RUNTIME_DIR to a folder of yours"
+        ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be yours alone (mode 0700): remove it or set XDG_RUNTIME_DIR")
+        raise GrpoError(
+            f"{folder}, the folder for sockets, has mode {status.st_mode & 0o777:04o} and belongs to user "
+            f"{status.st_uid}; it must be yours alone: `chmod 700` or remove it, or set XDG_RUNTIME_DIR"
+        )
     return folder
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_engine.errors import PeerError
+from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import MAX_LINE_BYTES
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
 from grpo_tui.paths import PLAN_FILE, SUPERVISOR_LOG, socket_path
@@ -59,6 +60,9 @@ def main() -> int:
         return 0
     try:
         asyncio.run(_serve(plan, run_folder, predecessor))
+    except GrpoError as error:
+        log.error("the daemon ends: %s; services go on, and the next daemon takes them over", error)
+        return 1
     except Exception:
         log.exception("the daemon ends by a defect of its own; services go on, and the next daemon takes them over")
         return 1
@@ -146,10 +150,10 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         while True:
             try:
                 was_lost = files.is_lost and _restore(files, supervisor)
-                is_found = is_found and not was_lost and path.exists()
+                is_found = is_found and not was_lost and path.is_socket()
                 if not is_found:
                     path, before = socket_path(run_folder), server
-                    path.unlink(missing_ok=True)
+                    _clear(path)
                     server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
                     path.chmod(0o600)
                     if before is not None:
@@ -157,7 +161,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                         before.close()
                     write_address(run_folder, path)
                     is_found, fault = True, ""
-            except OSError as error:  # a full disk, a runtime folder that went with a log-out
+            except (OSError, GrpoError) as error:  # a full disk, a runtime folder that went with a log-out
                 if server is None:
                     raise
                 if str(error) != fault:
@@ -165,13 +169,21 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                     log.error("nobody new can connect: %s; services go on, and it is tried again", fault)
             await asyncio.sleep(FILES_CHECK_S)
     finally:
-        path.unlink(missing_ok=True)
+        _clear(path)
         address = read_address(run_folder)
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         if supervisor.state in ENDED_RUN_STATES:
             supervisor.broadcast.farewell(Bye(state=supervisor.state))
         await _farewell(conversations)
+
+
+def _clear(path: Path) -> None:
+    """Remove whatever lies where the socket goes: the folder is ours alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _restore(files: RunFolder, supervisor: Supervisor) -> bool:
