@@ -138,6 +138,8 @@ class RunStatus(Message):
     run: str
     profile: str
     state: RunState
+    is_ending: bool = False
+    """Whether it is being taken down; `state` is what it was before, until it is over."""
     supervisor: SupervisorInfo | None
     services: list[ServiceStatus]
     gpus: list[GpuStatus] = []

@@ -26,6 +26,8 @@ from grpo_tui.client.api import (
 )
 from grpo_tui.exit_codes import ExitCode
 
+MAX_LOST_DAEMONS = 3
+"""So often in a row a supervisor may be lost while it takes a run down, before that is told as a failure."""
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done: ready, or gone.")]
 TimeoutOption = Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")]
 
@@ -119,9 +121,32 @@ def _live(run: Run) -> Run:
 
 
 async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
-    """Ask for the end, and print what the daemon says until it is gone."""
+    """Ask for the end, and print what the daemon says until nothing is left; a daemon lost meanwhile is replaced."""
     started = time.monotonic()
-    daemon = await asyncio.to_thread(daemon_of, run.folder)
+    for _ in range(MAX_LOST_DAEMONS):
+        await _ask_for_the_end(run, started, timeout_s, take_ports)
+        await until_gone(run.folder)
+        run = await asyncio.to_thread(look_at, run.folder)
+        if not run.is_live:
+            break
+        print("the supervisor was lost while it took the run down; another goes on with it", file=sys.stderr)
+    state = stored_status(run).state
+    took = f"{time.monotonic() - started:.2f} s"
+    if run.is_live:
+        print(
+            f"{run.id}: still lives after {took}; see {run.folder}/supervisor.log, then say it again", file=sys.stderr
+        )
+        raise typer.Exit(ExitCode.FAILED)
+    print(f"{run.id}: {state} in {took}; nothing is left")
+    if state not in ENDED_RUN_STATES:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+async def _ask_for_the_end(run: Run, started: float, timeout_s: float | None, take_ports: bool) -> None:
+    try:
+        daemon = await asyncio.to_thread(daemon_of, run.folder)
+    except NoSuchRun:
+        return  # it has ended since
     hears = asyncio.Event()
     listening = asyncio.create_task(_print_notices(daemon, started, hears))
     try:
@@ -133,11 +158,6 @@ async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
         await listening
     except PeerUnavailable:
         await listening
-    await until_gone(run.folder)
-    state = stored_status(look_at(run.folder)).state
-    print(f"{run.id}: {state} in {time.monotonic() - started:.2f} s; nothing is left")
-    if state not in ENDED_RUN_STATES:
-        raise typer.Exit(ExitCode.FAILED)
 
 
 async def _print_notices(daemon: Daemon, started: float, hears: asyncio.Event) -> RunState | None:

@@ -59,7 +59,8 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
     if as_json:
         print(status.model_dump_json(indent=1))
         return
-    print(f"{status.run}  {status.state}  {age_words(status.started_at, status.ended_at)}\n")
+    state = f"{status.state}, being taken down" if status.is_ending else status.state
+    print(f"{status.run}  {state}  {age_words(status.started_at, status.ended_at)}\n")
     lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS")]
     for service in status.services:
         cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"

@@ -41,6 +41,7 @@ class Watch:
     goal: Goal | None
     stops_on_failure: bool
     state: RunState = RunState.STARTING
+    is_ending: bool = False
     failed: dict[str, ServiceStatus] = field(default_factory=dict)
     """Services that have failed for good, in the order in which they did."""
 
@@ -48,7 +49,7 @@ class Watch:
         """Take in a message; the exit code when the waiting is over."""
         match message:
             case Snapshot(status=status):
-                self.state = status.state
+                self.state, self.is_ending = status.state, status.is_ending
                 for service in status.services:
                     self._hear_service(service)
             case ServiceChanged(service=service):
@@ -67,7 +68,8 @@ class Watch:
             return self.failure_code()
         if self.state is RunState.STOPPED:
             return ExitCode.OK if self.goal is None and not self.failed else self.stopped_code()
-        return ExitCode.OK if self.goal == "ready" and self.state is RunState.RUNNING else None
+        is_up = self.state is RunState.RUNNING and not self.is_ending
+        return ExitCode.OK if self.goal == "ready" and is_up else None
 
     def failure_code(self) -> ExitCode:
         """What a failed service means to a script."""
@@ -91,6 +93,8 @@ class Speaker:
     began: float
     as_json: bool
     _told: dict[str, tuple[str, int]] = field(default_factory=dict)
+    _explained: set[str | None] = field(default_factory=set)
+    """Services of whose failure a notice has told the reason."""
 
     def opened(self, opened: OpenedRun) -> None:
         """A run is there."""
@@ -111,6 +115,8 @@ class Speaker:
             case RunChanged(state=state):
                 self._say(f"run {state}", event="run", state=state)
             case Notice(text=text, severity=severity, service=name):
+                if severity == "error":
+                    self._explained.add(name)
                 self._say(text, event="notice", severity=severity, service=name, text=text)
             case UsageSampled() | Bye():
                 pass
@@ -129,7 +135,9 @@ class Speaker:
         if self._told.get(service.name) == now:
             return
         self._told[service.name] = now
-        why = "" if service.why is None or service.state is ServiceState.FAILED else f"  {service.why}"
+        is_explained = service.state is ServiceState.FAILED and service.name in self._explained
+        self._explained.discard(service.name)
+        why = "" if service.why is None or is_explained else f"  {service.why}"
         text = f"{service.name}  {service.state}{why}"
         self._say(
             text,
@@ -168,7 +176,7 @@ async def stay(folder: Path, watch: Watch, say: Speaker, deadline: float | None,
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-    if watch.state in ENDED_RUN_STATES:
+    if watch.state in ENDED_RUN_STATES or (code != ExitCode.OK and not owns and await _is_ending(folder)):
         await until_gone(folder)
     elif code != ExitCode.OK and owns:
         say.note("taking the run down")
@@ -176,6 +184,15 @@ async def stay(folder: Path, watch: Watch, say: Speaker, deadline: float | None,
     elif code != ExitCode.OK:
         say.note(f"the run goes on: `grpo-tui status {folder.name}` shows it, `grpo-tui down {folder.name}` ends it")
     return code
+
+
+async def _is_ending(folder: Path) -> bool:
+    """Whether the run ends by itself by now."""
+    try:
+        reply = await Daemon(folder).command("status")
+    except PeerUnavailable:
+        return True  # it has just ended, or its daemon was lost: its files tell
+    return reply.status is not None and (reply.status.is_ending or reply.status.state in ENDED_RUN_STATES)
 
 
 async def _watch(folder: Path, watch: Watch, say: Speaker) -> ExitCode:

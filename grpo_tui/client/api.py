@@ -12,7 +12,7 @@ from grpo_tui.client.launch import OpenedRun, ensure_daemon, open_run, replace_d
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import socket_path
+from grpo_tui.paths import PLAN_FILE, socket_path
 from grpo_tui.supervisor.lock import has_daemon
 
 __all__ = [
@@ -60,7 +60,7 @@ async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
     if any(run.id == run_id for run in runs()):
         return False
     folders = await asyncio.to_thread(_folders_of, run_id)
-    if not folders or any(is_supervised(folder) for folder in folders):
+    if not folders or any((folder / PLAN_FILE).exists() or is_supervised(folder) for folder in folders):
         return False
     await teardown.sweep(run_id, None, ports=(), report=report)
     for folder in folders:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,18 +21,22 @@ from typing import TYPE_CHECKING
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
 from grpo_engine.wire.supervisor import Hello
-from grpo_tui.client.local import NoSuchRun, is_over, look_at, runs
-from grpo_tui.client.new_daemon import NewDaemon
-from grpo_tui.client.socket import Daemon, answers
-from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, new_run_id
-from grpo_tui.supervisor.lock import has_daemon
-from grpo_tui.supervisor.proc import identify
+from grpo_tui.client.local import NoSuchRun, Run, is_over, look_at, lost_runs, runs
+from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon
+from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
+from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, new_run_id, runtime_folder
+from grpo_tui.supervisor.lock import has_daemon, listening_daemon
+from grpo_tui.supervisor.proc import identify, read_stat
 from grpo_tui.supervisor.processes import end_of
 
 if TYPE_CHECKING:
     from grpo_tui.profile.loading import LoadedProfile
 
+END_WITHIN_S, END_POLL_S = 60.0, 0.02
+"""For a run that is being taken down, before another of its profile may start."""
 START_LOCK = ".start.lock"
+SUSPENDED = "tT"
+"""States in /proc of a process that a signal or a debugger has stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +60,13 @@ def open_run(
 
     Raises:
         ConfigError: the profile is wrong; nothing was started.
+        GrpoError: the folder of runs or that of sockets cannot be used; nothing was started.
         StartFailed: the daemon did not come up.
     """
     from grpo_tui.profile.loading import load
 
     loaded = load(profile, overrides)
-    logs.mkdir(parents=True, exist_ok=True)
+    runtime_folder()  # so that no run is begun whose daemon could not listen
     with _starting(logs):
         joined = _live_run(loaded, logs)
         if joined is not None:
@@ -72,8 +78,15 @@ def open_run(
 
 @contextmanager
 def _starting(logs: Path) -> Iterator[None]:
-    """One start at a time below this folder."""
-    descriptor = os.open(logs / START_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """One start at a time below this folder, which is made if need be."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(logs / START_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise GrpoError(
+            f"{logs.resolve()}, the folder of runs, cannot be used: {error.strerror}; "
+            "move away what is there, or start in a folder of yours"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -85,15 +98,31 @@ def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
     from grpo_tui.profile.loading import resolved
     from grpo_tui.profile.plan_file import Plan
 
+    for name in lost_runs(logs):
+        if name.startswith(f"{loaded.name}-"):
+            raise GrpoError(f"run {name} lives and its folder was deleted: `grpo-tui down {name}` ends it first")
     for run in runs(logs):
         if not run.is_live or Plan.from_json((run.folder / PLAN_FILE).read_text()).profile_name != loaded.name:
             continue
-        if not ensure_daemon(run.folder):
+        if not ensure_daemon(run.folder) or _has_ended_meanwhile(run):
             continue
         changed = _read_json_text(run.folder / RESOLVED_FILE) != _as_written(resolved(loaded))
         note = f"the profile has changed since {run.id} was started; it goes on as it is" if changed else None
         return OpenedRun(folder=run.folder, is_new=False, note=note)
     return None
+
+
+def _has_ended_meanwhile(run: Run) -> bool:
+    """Wait for the end of a run that is being taken down; whether it was."""
+    reply = asyncio.run(Daemon(run.folder).command("status"))
+    if reply.status is None or not reply.status.is_ending:
+        return False
+    deadline = time.monotonic() + END_WITHIN_S
+    while has_daemon(run.folder):
+        if time.monotonic() > deadline:
+            raise GrpoError(f"run {run.id} is being taken down: wait for it, or `grpo-tui down {run.id} --timeout 0`")
+        time.sleep(END_POLL_S)
+    return True
 
 
 def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
@@ -124,11 +153,42 @@ def ensure_daemon(folder: Path) -> bool:
     """See to it that a run that lives has a daemon that answers; whether the run goes on.
 
     Raises:
+        PeerUnavailable: it has one that is suspended or hangs.
         StartFailed: it has none, and a new one did not come up.
     """
     if is_over(folder) and not has_daemon(folder):
         return look_at(folder).has_services and start_daemon(folder)
-    return start_daemon(folder) if not answers(folder) else True
+    return _is_heard(folder) or start_daemon(folder)
+
+
+def _is_heard(folder: Path, *, any_version: bool = False) -> bool:
+    """Whether the daemon of a run answers; not, when there is none or it only starts.
+
+    Raises:
+        PeerUnavailable: it holds the run and says nothing, so that no other can take its place.
+        PeerError: it speaks another protocol, and `any_version` will not do.
+    """
+    deadline = time.monotonic() + HELLO_LIMIT_S  # long enough for a daemon to put back a socket that was removed
+    while not answers(folder, any_version=any_version):
+        pid = listening_daemon(folder)
+        if pid is None:
+            return False
+        if time.monotonic() > deadline:
+            raise PeerUnavailable(_silence_words(folder, pid))
+        time.sleep(HELLO_POLL_S)
+    return True
+
+
+def _silence_words(folder: Path, pid: int) -> str:
+    stat = read_stat(pid)
+    if stat is not None and stat.state in SUSPENDED:
+        return (
+            f"the supervisor of {folder.name} (pid {pid}) is suspended; its services go on: `kill -CONT {pid}` wakes it"
+        )
+    return (
+        f"the supervisor of {folder.name} (pid {pid}) does not answer, nothing in {HELLO_LIMIT_S:g} s: `kill -9 {pid}` "
+        "ends it, services go on and the next command takes them over"
+    )
 
 
 def start_daemon(folder: Path) -> bool:
@@ -148,6 +208,7 @@ async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
 
     Raises:
         PeerError: this program does not read the run's plan; the old daemon goes on.
+        PeerUnavailable: the old daemon is suspended or hangs; it is left alone.
         StartFailed: the new daemon does not come up; if the old one has left by then, services go on without one.
         NoSuchRun: the run was over before it could be handed over.
     """
@@ -155,6 +216,7 @@ async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
 
     Plan.from_json((folder / PLAN_FILE).read_text(), where=str(folder / PLAN_FILE))
     with NewDaemon() as successor:
+        await asyncio.to_thread(_is_heard, folder, any_version=True)
         successor.wait_until_loaded()
         old = await _dismiss(folder)
         if not await asyncio.to_thread(successor.supervise, folder):

@@ -34,7 +34,7 @@ class Run:
     folder: Path
     has_daemon: bool
     has_services: bool
-    """Whether a keeper lives, with or without a daemon."""
+    """Whether anything of its services lives, with or without a daemon."""
 
     @property
     def id(self) -> str:
@@ -56,7 +56,35 @@ def runs(logs: Path = LOGS) -> list[Run]:
 def look_at(folder: Path) -> Run:
     """See what lives of a run."""
     supervised = has_daemon(folder)
-    return Run(folder=folder.resolve(), has_daemon=supervised, has_services=supervised or any(living_keepers(folder)))
+    has_services = supervised or any(living_keepers(folder)) or (not is_over(folder) and has_orphans(folder))
+    return Run(folder=folder.resolve(), has_daemon=supervised, has_services=has_services)
+
+
+def has_orphans(folder: Path) -> bool:
+    """Whether anything lives of a run that lost its daemon and its keepers, as marker and ledger say."""
+    from grpo_tui.supervisor import proc
+    from grpo_tui.supervisor.state_file import boot_id, read_state
+
+    marks = (proc.marker(process.pid) for process in proc.processes_of_run(folder.name))
+    if any(mark is not None and mark.run_folder == str(folder.resolve()) for mark in marks):
+        return True
+    try:
+        document = read_state(folder)
+    except PeerError:
+        return False
+    if document is None or document.ledger is None or document.ledger.boot_id != boot_id():
+        return False
+    seen = (proc.ProcessId(*each) for service in document.ledger.services.values() for each in service.processes)
+    return any(process.is_alive() for process in seen)
+
+
+def lost_runs(logs: Path = LOGS) -> set[str]:
+    """Runs of this folder that live and whose own folder is gone, as the markers of their processes say."""
+    from grpo_tui.supervisor import proc
+
+    marks = filter(None, (proc.marker(process.pid) for process in proc.living()))
+    folders = {Path(mark.run_folder) for mark in marks if mark.run_folder is not None}
+    return {each.name for each in folders if each.parent == logs.resolve() and not (each / PLAN_FILE).exists()}
 
 
 def is_over(folder: Path) -> bool:
@@ -124,12 +152,15 @@ def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunSt
         services_go = "1 service goes" if num_living == 1 else f"{num_living} services go"
         text = f"the supervisor of this run is gone; {services_go} on without it"
         hint = f"`grpo-tui attach {run.id}` (or start, stop, down) starts a supervisor that takes them over"
+    elif run.has_services:
+        text = "the supervisor of this run and its keepers are gone; processes of its services still live"
+        hint = f"`grpo-tui down {run.id}` ends them; `grpo-tui attach {run.id}` does so too, and starts them again"
     else:
         text, hint = "the supervisor of this run and all its services are gone", f"look at {run.folder}/supervisor.log"
     warning = Warning(id="no-supervisor", severity="error", text=text, hint=hint)
     return status.model_copy(
         update={
-            "state": status.state if num_living else RunState.FAILED,
+            "state": status.state if num_living else RunState.DEGRADED if run.has_services else RunState.FAILED,
             "supervisor": None,
             "services": services,
             "warnings": [warning, *status.warnings],

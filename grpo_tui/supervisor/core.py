@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -88,6 +90,7 @@ class Supervisor:
         self._ending: order.Ending | None = None
         self._restarting: set[str] = set()
         """Services to be restarted, of which some follower may still have to end first."""
+        self._hooks_limit_s = math.inf
         self._takes_ports_at_end = False
         self._has_been_up = False
         self._state = RunState.STARTING if predecessor is None else predecessor.state
@@ -206,7 +209,8 @@ class Supervisor:
             return service
         lost = ExitReport(code=None, ended_at=time.time(), error="its keeper left no trace", keeper_lost=True)
         hands.bury(attempt, found or lost)
-        taken = adopted(self._as_of(service, attempt), now_s, self._launches[name])
+        # Its end is told once what is left of it was cleared away; until then it is not up for anybody.
+        taken = replace(adopted(self._as_of(service, attempt), now_s, self._launches[name]), is_running=False)
         if taken.state is S.STARTING and attempt > last_begun_attempt(self._run_folder, name):
             # Its supervisor left while it looked for ports and GPU memory: nothing was started that could have failed.
             taken, _ = step(taken, RestartAsked("its start was interrupted"), now_s, self._launches[name])
@@ -281,7 +285,8 @@ class Supervisor:
     async def _run_last_hooks(self, state: RunState) -> None:
         event = HookEvent.FAILED if state is RunState.FAILED else HookEvent.FINISHED
         self._hooks.fire(event, service=None, status=self.status().model_copy(update={"state": state}))
-        await self._hooks.finish(max((hook.timeout_s for hook in self._plan.hooks), default=0.0))
+        longest_s = max((hook.timeout_s for hook in self._plan.hooks), default=0.0)
+        await self._hooks.finish(min(longest_s, self._hooks_limit_s))
 
     # --- what others may ask ---------------------------------------------------------------------------------------
 
@@ -336,6 +341,8 @@ class Supervisor:
         """End the run; a second call may only shorten the time that services get."""
         self._takes_ports_at_end = self._takes_ports_at_end or take_ports
         longest_s = order.ending_budget_s(self._services, self._launches)
+        if budget_s is not None:
+            self._hooks_limit_s = min(self._hooks_limit_s, budget_s)  # who is in a hurry does not wait for hooks either
         budget_s = longest_s if budget_s is None else min(budget_s, longest_s)
         now_s = time.monotonic()
         if self._ending is None:
@@ -495,6 +502,7 @@ class Supervisor:
             gpus=self._sampler.gpus,
             gpu_note=self._sampler.gpu_note,
             warnings=warnings,
+            is_ending=self.is_ending and self._state not in ENDED_RUN_STATES,
             started_at=self._started_at,
             ended_at=self._ended_at,
         )

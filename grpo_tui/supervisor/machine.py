@@ -291,9 +291,12 @@ def _ready_deadline_s(launch: Launch, now_s: float) -> float | None:
 
 
 def _spawned(service: Service, now_s: float, launch: Launch) -> Service:
-    if service.state is S.STARTING and launch.ready is None:
+    if service.state is not S.STARTING:
+        return service
+    if launch.ready is None:
         return _turn_ready(service, now_s, launch)
-    return service
+    # The look for ports and GPU memory before the start does not count against the start's own limit.
+    return replace(service, deadline_s=_ready_deadline_s(launch, now_s), moved_at_s=now_s)
 
 
 def _answered(service: Service, passed: bool, now_s: float, launch: Launch) -> Service:
@@ -354,9 +357,11 @@ def _press_on(service: Service, now_s: float) -> Step:
 
 def _refused(service: Service, words: str, now_s: float) -> Service:
     gone = replace(service, has_process=False, is_running=False)
-    if service.state is S.STOPPING:
-        return _after_stop(gone, now_s)
-    return replace(_settle(gone, S.FAILED, now_s, words), is_refused=True)
+    if service.state is not S.STOPPING:
+        return replace(_settle(gone, S.FAILED, now_s, words), is_refused=True)
+    if service.after_stop is AfterStop.FAILURE:
+        return _settle(gone, S.FAILED, now_s, service.reason)
+    return _after_stop(gone, now_s)
 
 
 def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Service:
@@ -393,7 +398,7 @@ def _failed(gone: Service, words: str, exit_: Exited, now_s: float, launch: Laun
         return _settle(gone, S.FAILED, now_s, words)
     if len(recent) >= launch.max_restarts:
         times = "1 restart" if len(recent) == 1 else f"{len(recent)} restarts"
-        return replace(_settle(gone, S.FAILED, now_s, f"{words} after {times}"), restarted_at_s=recent)
+        return replace(_settle(gone, S.FAILED, now_s, f"{words}; given up after {times}"), restarted_at_s=recent)
     delay_s = backoff_s(launch, len(recent), exit_.jitter)
     reason = f"{words}; restart {len(recent) + 1} of {launch.max_restarts} after {delay_s:.1f} s"
     resting = replace(_enter(gone, S.BACKOFF, now_s, reason=reason), restarted_at_s=(*recent, now_s))

@@ -77,7 +77,8 @@ def is_met(condition: NeedCondition, needed: Service) -> bool:
         case NeedCondition.STARTED:
             return (needed.is_running and needed.state is not S.STOPPING) or needed.state is S.FINISHED
         case NeedCondition.READY:
-            return needed.state is S.READY or (needed.state is S.FINISHED and needed.was_ready)
+            is_up = needed.state is S.READY and needed.is_running
+            return is_up or (needed.state is S.FINISHED and needed.was_ready)
         case NeedCondition.FINISHED:
             return needed.state is S.FINISHED
 
@@ -207,7 +208,8 @@ def run_state(services: Services, launches: Launches, *, has_been_up: bool) -> R
     states = {service.state for service in services.values()}
     if states & {S.FAILED, S.UNHEALTHY, S.BACKOFF, S.STOPPED}:
         return RunState.DEGRADED
-    if states & {S.WAITING, S.STARTING, S.STOPPING}:
+    is_lost = any(service.state is S.READY and not service.is_running for service in services.values())
+    if is_lost or states & {S.WAITING, S.STARTING, S.STOPPING}:
         return RunState.DEGRADED if has_been_up else RunState.STARTING
     return RunState.RUNNING
 

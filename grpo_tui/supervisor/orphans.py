@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from grpo_tui.supervisor.keeper import PR_SET_CHILD_SUBREAPER, Stat, all_processes, below
+from grpo_tui.supervisor.keeper import PR_SET_CHILD_SUBREAPER, Stat, all_processes, below, send_signal
 
 _children: set[int] = set()
 """Children that this process started itself and has not buried."""
@@ -31,6 +32,12 @@ def own_children() -> Iterator[set[int]]:
     """The pids of own children, to add one that is started meanwhile, or to take out one that was buried."""
     with _children_change:
         yield _children
+
+
+def end_adopted() -> None:
+    """End whoever fell to this process: what a probe's command left behind, or a keeper that was killed."""
+    for process in adopted():
+        send_signal(process, signal.SIGKILL)
 
 
 def adopted() -> list[Stat]:

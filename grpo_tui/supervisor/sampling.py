@@ -14,6 +14,7 @@ from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
 from grpo_tui.supervisor.broadcast import Broadcast
 from grpo_tui.supervisor.gpus import GpuReader
 from grpo_tui.supervisor.memory_limits import MemoryLimits, OverLimit
+from grpo_tui.supervisor.orphans import end_adopted
 from grpo_tui.supervisor.proc import ProcessId
 from grpo_tui.supervisor.usage import Usage, UsageReader
 
@@ -100,6 +101,7 @@ class Sampler:
         self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
         for service in {*self._living, *self.usage}:
             self._note(service)
+        await asyncio.to_thread(end_adopted)
         await self._memory_limits.look(self.usage, keepers)
         pids = {name: usage.pids for name, usage in self.usage.items()}
         gpus = await self.gpu_reader.sample(pids)

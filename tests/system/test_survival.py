@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -356,3 +357,92 @@ def test_a_killed_daemon_and_a_killed_keeper_together_leave_nobody_unknown(place
     until(lambda: status_of(place, "a").state is ServiceState.FAILED)
     until(lambda: not any(map(is_open, place.ports)))
     assert place.grpo("down").returncode == 0
+
+
+def test_services_that_lost_daemon_and_keepers_are_known_ended_and_never_doubled(place: Workplace) -> None:
+    notes = place.folder / "notes"
+    place.profile(service("a", NOTES_START, notes, "a", ready=UP), service("b", DEAF, ready="{ log = 'deaf' }"))
+    run = place.up()
+    keepers = [keeper_pid(place, name) for name in ("a", "b")]
+    place.lose_daemon()
+    for keeper in keepers:
+        os.kill(keeper, signal.SIGKILL)
+    status = place.status()
+    assert (status.state, status.warnings[0].id) == (RunState.DEGRADED, "no-supervisor")
+    assert "processes of its services still live" in status.warnings[0].text
+    joined = place.grpo("up", "--profile", "p", "--detach", "--wait", "ready")
+    assert joined.returncode == 1, joined  # it is the same run, and nobody is up in it any more
+    assert f"run {run} joined" in joined.stderr
+    assert len(notes.read_text().splitlines()) == 1
+    place.grpo("down")
+    assert place.survivors() == []
+
+
+def test_down_goes_on_when_the_daemon_is_lost_meanwhile_and_says_that_nothing_is_left_when_it_is_so(
+    place: Workplace,
+) -> None:
+    place.profile(service("a", DEAF, stop_grace_s=4, ready="{ log = 'deaf', interval_s = 0.02 }"))
+    place.up()
+    supervisor = place.status().supervisor
+    assert supervisor is not None
+    ending = place.start("down")
+    until(lambda: status_of(place, "a").state is ServiceState.STOPPING)
+    assert place.status().is_ending
+    os.kill(supervisor.pid, signal.SIGKILL)
+    out, err = ending.communicate(timeout=60)
+    assert ending.returncode == 0, err
+    assert "another goes on with it" in err
+    assert "stopped in" in out
+    assert place.survivors() == []
+
+
+def test_an_up_during_a_down_waits_for_the_end_and_starts_anew(place: Workplace) -> None:
+    place.profile(service("a", DEAF, stop_grace_s=2, ready="{ log = 'deaf', interval_s = 0.02 }"))
+    run = place.up()
+    ending = place.start("down")
+    until(lambda: place.status().is_ending)
+    again = place.grpo("up", "--profile", "p", "--detach", "--wait", "ready")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.strip() != run
+    ending.communicate(timeout=60)
+    assert place.status().state is RunState.RUNNING
+    assert place.grpo("down", "--timeout", 0.1).returncode == 0
+
+
+def test_a_failure_is_explained_however_fast_it_came(place: Workplace) -> None:
+    crashes = "import sys; print('no such model', flush=True); sys.exit(3)"
+    place.profile(service("a", crashes, ready="{ file = 'never' }"))
+    done = place.grpo("up", "--profile", "p", "--wait", "finished")
+    assert done.returncode == 1
+    assert "exit code 3" in done.stderr
+    assert "no such model" in done.stderr
+    left = place.grpo("up", "--profile", "p", "--wait", "ready", "--detach")
+    assert left.returncode == 1
+    assert "the run goes on" not in left.stderr
+
+
+def test_what_a_command_probe_leaves_behind_is_ended_with_its_answer(place: Workplace) -> None:
+    leaves = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-I', '-S', '-c', sys.argv[1]], "
+    leaves += "start_new_session=True, env={}); open(sys.argv[2])"
+    argv = [place.argv()[0], "-I", "-S", "-c", leaves, DEAF, str(place.folder / "go")]
+    place.profile(service("a", POLITE, ready=f"{{ command = {json.dumps(argv)}, interval_s = 0.05 }}"))
+    assert place.grpo("up", "--profile", "p", "--detach").returncode == 0
+    supervisor = place.status().supervisor
+    assert supervisor is not None
+    until(lambda: (status_of(place, "a").health or "").endswith("exits 1"))
+    (place.folder / "go").touch()
+    until(lambda: status_of(place, "a").state is ServiceState.READY)
+    until(lambda: len(below(supervisor.pid, all_processes())) == 2)
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_run_that_lost_folder_and_daemon_is_not_started_beside(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    run = place.up()
+    place.lose_daemon()
+    shutil.rmtree(place.run_folder())
+    refused = place.grpo("up", "--profile", "p", "--detach")
+    assert refused.returncode == 1
+    assert f"run {run} lives and its folder was deleted: `grpo-tui down {run}` ends it first" in refused.stderr
+    assert place.grpo("down", run).returncode == 0
+    assert place.survivors() == []

@@ -146,9 +146,9 @@ def test_it_fails_once_its_restarts_are_used_up_and_says_so() -> None:
         now_s = service.deadline_s or now_s
         service, _ = step(service, Tick(), now_s, how)
     assert (service.state, service.attempt) == (S.FAILED, 3)
-    assert service.reason == "exit code 3 after 2 restarts"
+    assert service.reason == "exit code 3; given up after 2 restarts"
     words = why("vllm", {"vllm": service}, launches(how), now_s)
-    assert words == "exit code 3 after 2 restarts; last lines:\n  boom"
+    assert words == "exit code 3; given up after 2 restarts; last lines:\n  boom"
 
 
 def test_restarts_before_the_window_no_longer_count() -> None:
@@ -170,7 +170,7 @@ def test_never_becoming_ready_is_a_failure_with_its_own_reason() -> None:
 
 def test_a_start_that_gets_on_is_given_more_time_until_it_stands_still() -> None:
     how = launch(ready=Probe(tcp="a:1", within_s=60, stalled_s=20), restart=RestartPolicy.NEVER)
-    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (55.0, Moved(attempt=1, phase="loading weights")))
+    service, _ = play(how, (0.0, Admitted()), (0.0, Spawned()), (55.0, Moved(attempt=1, phase="loading weights")))
     service, effects = step(service, Tick(), 60.0, how)
     assert (service.state, service.deadline_s, effects) == (S.STARTING, 75.0, ())
     service, _ = play(how, (74.0, Moved(attempt=1, phase=None)), (75.0, Tick()), service=service)
@@ -180,6 +180,19 @@ def test_a_start_that_gets_on_is_given_more_time_until_it_stands_still() -> None
     service, _ = step(service, Exited(code=-15), 95.0, how)
     words = "not ready after 94 s and not moving for 20 s (loading weights): its probe never answered"
     assert (service.state, service.reason) == (S.FAILED, words)
+
+
+def test_looking_for_ports_and_memory_before_a_start_takes_nothing_from_its_time() -> None:
+    service, _ = play(launch(), (0.0, Admitted()), (50.0, Spawned()), (60.0, Tick()))
+    assert (service.state, service.deadline_s) == (S.STARTING, 110.0)
+
+
+def test_a_start_that_is_refused_after_its_time_was_up_has_failed() -> None:
+    service, _ = play(launch(), (0.0, Admitted()), (60.0, Tick()))
+    assert service.state is S.STOPPING
+    service, _ = play(launch(), (61.0, Refused("stopped before it was started")), service=service)
+    assert service.state is S.FAILED
+    assert (service.reason or "").startswith("not ready within 60 s")
 
 
 def test_a_start_that_gets_on_is_failed_at_the_limit_where_nobody_asked_for_more() -> None:
@@ -297,7 +310,8 @@ def standing(**states: S) -> dict[str, Service]:
         (STARTED, Service(name="a", state=S.FINISHED), True),
         (STARTED, Service(name="a", state=S.STOPPING, is_running=True), False),
         (READY, Service(name="a", state=S.STARTING, is_running=True), False),
-        (READY, Service(name="a", state=S.READY), True),
+        (READY, Service(name="a", state=S.READY, is_running=True), True),
+        (READY, Service(name="a", state=S.READY), False),
         (READY, Service(name="a", state=S.UNHEALTHY), False),
         (READY, Service(name="a", state=S.FINISHED, was_ready=True), True),
         (READY, Service(name="a", state=S.FINISHED), False),
