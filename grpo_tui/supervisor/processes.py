@@ -160,9 +160,7 @@ async def start_keeper(launch: Launch, *, run: str, attempt: int, run_folder: Pa
         pid = _spawn(spec, _environment(launch, run, attempt, run_folder), report_write)
     except (OSError, ValueError) as error:
         os.close(report)
-        raise GrpoError(
-            f"{launch.name}: no keeper could be started in {run_folder}: {error}; check disk and process limits"
-        ) from None
+        raise GrpoError(f"no keeper could be started in {run_folder}: {error}; check disk and process limits") from None
     finally:
         os.close(report_write)
     try:

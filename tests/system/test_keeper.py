@@ -205,7 +205,7 @@ async def test_a_working_directory_that_is_missing_is_named(stage: Stage) -> Non
 
 async def test_a_keeper_that_cannot_be_started_is_an_error_that_names_the_folder(stage: Stage) -> None:
     absent = stage.folder / "deleted"
-    with pytest.raises(GrpoError, match=r"a: no keeper could be started in .*deleted"):
+    with pytest.raises(GrpoError, match=r"^no keeper could be started in .*deleted"):
         await start_keeper(stage.launch("true"), run=stage.run, attempt=1, run_folder=absent)
 
 

@@ -96,7 +96,7 @@ def test_a_crash_is_followed_by_restarts_until_the_limit(place: Workplace) -> No
     (status,) = place.status().services
     assert (status.restarts, status.exit_code) == (2, 7)
     assert status.why is not None
-    assert status.why.startswith("exit code 7 after 2 restarts")
+    assert status.why.startswith("exit code 7; given up after 2 restarts")
 
 
 def test_restart_stop_and_start_do_what_they_say(place: Workplace) -> None:
@@ -494,7 +494,7 @@ def test_a_jump_of_the_clock_moves_no_timer_of_an_adopted_service(place: Workpla
     path.write_text(json.dumps(document))
     assert place.grpo("start", "b").returncode == 0  # brings a daemon that takes over
     until(lambda: place.status().services[0].state is ServiceState.FAILED)
-    assert "after 1 restart" in (place.status().services[0].why or "")
+    assert "; given up after 1 restart" in (place.status().services[0].why or "")
     assert place.grpo("down").returncode == 0
 
 
