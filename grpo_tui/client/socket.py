@@ -27,7 +27,8 @@ from grpo_engine.wire.supervisor import (
 from grpo_tui.paths import socket_path
 from grpo_tui.supervisor.lock import read_address
 
-HELLO_LIMIT_S = 5.0
+HELLO_LIMIT_S = 3.5
+"""A daemon says hello within milliseconds, whatever its services do: who is silent for so long hangs."""
 Do = Literal["status", "start", "stop", "restart", "kill", "down"]
 
 
@@ -96,12 +97,12 @@ class Daemon:
         name = self.run_folder.name
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
-        except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
+        except OSError as error:
             raise PeerUnavailable(f"the supervisor of {name} does not answer on {path}: {error.strerror}") from None
         try:
             hello = await self._shake_hands(reader, writer, any_version)
             yield hello, reader, writer
-        except (ConnectionError, asyncio.IncompleteReadError) as error:
+        except (OSError, asyncio.IncompleteReadError) as error:  # also ENOTCONN, where its queue of clients is full
             raise PeerUnavailable(f"the supervisor of {name} hung up: {error}") from None
         finally:
             writer.transport.abort()
@@ -128,14 +129,14 @@ class Daemon:
         return hello
 
 
-def answers(run_folder: Path) -> bool:
+def answers(run_folder: Path, *, any_version: bool = False) -> bool:
     """Whether the daemon of a run says hello.
 
     Raises:
-        PeerError: it speaks another protocol.
+        PeerError: it speaks another protocol, and `any_version` will not do.
     """
     try:
-        asyncio.run(Daemon(run_folder).hello())
+        asyncio.run(Daemon(run_folder).hello(any_version=any_version))
     except PeerUnavailable:
         return False
     return True

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message, from_line, write_json_atomically
+from grpo_tui.supervisor.proc import identify
 
 LOCK_FILE = "daemon.lock"
 ADDRESS_FILE = "daemon.json"
@@ -59,6 +60,13 @@ def has_daemon(run_folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def listening_daemon(run_folder: Path) -> int | None:
+    """Pid of the daemon that holds the run's lock and listens; None while it only starts, and where there is none."""
+    address = read_address(run_folder)
+    is_there = address is not None and identify(address.pid) is not None and has_daemon(run_folder)
+    return address.pid if address is not None and is_there else None
 
 
 def write_address(run_folder: Path, socket: Path) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from workplace import POLITE, PYTHON, Workplace, open_workplace, service
+from workplace import POLITE, PYTHON, Workplace, open_workplace, service, until
 
+from grpo_tui.client.new_daemon import NewDaemon
+from grpo_tui.paths import SUPERVISOR_LOG
+from grpo_tui.supervisor.lock import ADDRESS_FILE, has_daemon, read_address, take_lock
 from grpo_tui.supervisor.processes import living_keepers
 
 
@@ -54,6 +59,77 @@ def test_the_status_of_a_run_whose_supervisor_is_suspended_says_so_and_not_that_
     assert "the supervisor does not answer (nothing in 3 s)" in shown
     assert "is gone" not in shown
     assert place.grpo("down").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["stop a", "restart a --wait", "down --timeout 1", "upgrade", "up --profile p"])
+def test_a_command_to_a_run_whose_supervisor_is_suspended_says_what_wakes_it(place: Workplace, command: str) -> None:
+    place.profile(service("a", POLITE))
+    run = place.up()
+    supervisor = place.status().supervisor
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    try:
+        done = place.grpo(*command.split())
+    finally:
+        os.kill(supervisor.pid, signal.SIGCONT)
+    assert done.returncode == 1
+    assert f"the supervisor of {run} (pid {supervisor.pid}) is suspended; its services go on" in done.stderr
+    assert f"`kill -CONT {supervisor.pid}` wakes it" in done.stderr
+    assert place.status().supervisor == supervisor
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_supervisor_that_hangs_is_told_with_what_ends_it_and_that_helps(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    run = place.up()
+    supervisor, pid = place.status().supervisor, place.pid("a")
+    assert supervisor is not None
+    address = read_address(place.run_folder())
+    assert address is not None
+    with deaf_socket(
+        place.runtime / "deaf.socket"
+    ) as deaf:  # in its place, as that of one which runs and reads nothing
+        (place.run_folder() / ADDRESS_FILE).write_text(
+            address.model_copy(update={"socket": str(deaf)}).model_dump_json()
+        )
+        done = place.grpo("stop", "a")
+    assert done.returncode == 1
+    assert f"the supervisor of {run} (pid {supervisor.pid}) does not answer" in done.stderr
+    assert f"`kill -9 {supervisor.pid}` ends it" in done.stderr
+    os.kill(supervisor.pid, signal.SIGKILL)
+    until(lambda: not has_daemon(place.run_folder()))
+    assert place.grpo("restart", "a", "--wait").returncode == 0
+    assert place.pid("a") != pid
+    assert place.grpo("down").returncode == 0
+
+
+def test_a_supervisor_that_only_starts_is_waited_for(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))  # for the supervisor that this process starts
+    place.profile(service("a", POLITE))
+    place.up()
+    place.lose_daemon()
+    lock = take_lock(
+        place.run_folder()
+    )  # held, as by a supervisor that does not listen yet: the file names the dead one
+    assert lock is not None
+    stop = place.start("stop", "a", "--wait")
+    until(lambda: "nothing to do" in (place.run_folder() / SUPERVISOR_LOG).read_text())
+    with NewDaemon() as starting:
+        starting.wait_until_loaded()
+        os.close(lock)
+        assert starting.supervise(place.run_folder())
+    _, errors = stop.communicate()
+    assert stop.returncode == 0, errors
+    assert place.grpo("down").returncode == 0
+
+
+@contextmanager
+def deaf_socket(path: Path) -> Iterator[Path]:
+    """A socket that takes a client and never says a word."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield path
 
 
 def test_a_program_that_breaks_with_a_traceback_does_not_replace_a_supervisor(place: Workplace) -> None:
