@@ -6,6 +6,7 @@ Each command is loaded when it is asked for, so that `status` never pays for pro
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from types import FrameType
@@ -99,11 +100,19 @@ def main() -> NoReturn:
     """Run the command line; errors for people go to stderr in one piece, with the exit code of their kind."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
+        _stand_in_a_folder()
         build_app()(prog_name="grpo-tui")
     except GrpoError as error:
         print(error, file=sys.stderr)
         sys.exit(_exit_code(error))
     sys.exit(ExitCode.OK)
+
+
+def _stand_in_a_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise GrpoError("the folder in which this command was typed was deleted: cd to one that is there") from None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,10 +10,14 @@ import functools
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from grpo_engine.wire.codec import Message, from_line, write_atomically
+from pydantic import ValidationError
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import Message, write_atomically
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState
 from grpo_tui.paths import KEEPERS, STATE_FILE
 from grpo_tui.supervisor.machine import AfterStop, Service
@@ -21,6 +25,7 @@ from grpo_tui.supervisor.proc import ProcessId
 
 LEDGER_VERSION = 2
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+RECOVERY = "the next command to the run (start, stop, down) recovers it from its processes"
 log = logging.getLogger(__name__)
 
 
@@ -72,18 +77,25 @@ def read_state(run_folder: Path) -> StateDocument | None:
     A ledger of another version is left out: the status is readable all the same, and a successor goes by the keepers.
 
     Raises:
-        PeerError: the file is damaged.
+        PeerError: the file is damaged, or cannot be read.
     """
     path = run_folder / STATE_FILE
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise PeerError(f"{path} cannot be read: {error.strerror}; {RECOVERY}") from None
     version = _ledger_version(content)
     if version not in (None, LEDGER_VERSION):
         log.warning("%s: its ledger is of version %s, this program reads %s", path, version, LEDGER_VERSION)
         content = json.dumps({**json.loads(content), "ledger": None}).encode()
-    return from_line(StateDocument, content, peer=str(path))
+    try:
+        return StateDocument.model_validate_json(content)
+    except ValidationError as error:
+        fault = error.errors(include_input=False)[0]
+        words = ": ".join([*(str(part) for part in fault["loc"]), fault["msg"]])
+        raise PeerError(f"{path} is damaged ({words}); {RECOVERY}") from None
 
 
 def _ledger_version(content: bytes) -> object:
@@ -187,7 +199,11 @@ class StateWriter:
 
     def _replace(self, content: bytes) -> None:
         with self._one_at_a_time:  # a write whose task was cancelled goes on in its thread
-            write_atomically(self._path, content)
+            try:
+                write_atomically(self._path, content)
+            except IsADirectoryError:  # whoever made it may want it back
+                self._path.rename(self._path.with_name(f"{STATE_FILE}.{time.time_ns()}.aside"))
+                write_atomically(self._path, content)
 
     async def write(self) -> None:
         """Write now. A full disk or a deleted folder stops no service: it is told, and tried at the next change."""
