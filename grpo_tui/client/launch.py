@@ -22,11 +22,11 @@ from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
 from grpo_engine.wire.supervisor import Hello
 from grpo_tui.client.local import NoSuchRun, Run, is_over, look_at, lost_runs, runs
-from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon
+from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
 from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, new_run_id, runtime_folder
 from grpo_tui.supervisor.lock import has_daemon, listening_daemon
-from grpo_tui.supervisor.proc import identify, read_stat
+from grpo_tui.supervisor.proc import ProcessId, read_stat, send_signal
 from grpo_tui.supervisor.processes import end_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 END_WITHIN_S, END_POLL_S = 60.0, 0.02
 """For a run that is being taken down, before another of its profile may start."""
+LEAVE_WITHIN_S = 30.0
 START_LOCK = ".start.lock"
 SUSPENDED = "tT"
 """States in /proc of a process that a signal or a debugger has stopped."""
@@ -114,7 +115,10 @@ def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
 
 def _has_ended_meanwhile(run: Run) -> bool:
     """Wait for the end of a run that is being taken down; whether it was."""
-    reply = asyncio.run(Daemon(run.folder).command("status"))
+    try:
+        reply = asyncio.run(Daemon(run.folder).command("status"))
+    except PeerUnavailable:
+        return is_over(run.folder)
     if reply.status is None or not reply.status.is_ending:
         return False
     deadline = time.monotonic() + END_WITHIN_S
@@ -230,10 +234,16 @@ async def _dismiss(folder: Path) -> Hello | None:
         hello = await Daemon(folder).hello(any_version=True)
     except PeerUnavailable:
         return None
-    process = identify(hello.pid)
-    if process is not None and has_daemon(folder):
-        os.kill(process.pid, signal.SIGTERM)
-        await end_of(process)
+    process = read_stat(hello.pid)
+    if process is not None and not process.is_dead and has_daemon(folder):
+        send_signal(process, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(LEAVE_WITHIN_S):
+                await end_of(ProcessId(process.pid, process.start_ticks))
+        except TimeoutError:
+            text = f"the supervisor of {folder.name} (pid {hello.pid}) was asked to leave and has not in"
+            hint = f"`kill -9 {hello.pid}` ends it; services go on, and the next command takes them over"
+            raise StartFailed(f"{text} {LEAVE_WITHIN_S:g} s: {hint}") from None
     return hello
 
 
