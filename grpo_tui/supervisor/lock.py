@@ -51,7 +51,7 @@ def has_daemon(run_folder: Path) -> bool:
     """Whether a daemon holds the run's lock."""
     try:
         descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):
+    except OSError:  # none yet, another user's, or no file at all
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -79,5 +79,5 @@ def read_address(run_folder: Path) -> Address | None:
     path = run_folder / ADDRESS_FILE
     try:
         return from_line(Address, path.read_bytes(), peer=str(path))
-    except (FileNotFoundError, PeerError):
+    except (OSError, PeerError):
         return None

@@ -25,7 +25,7 @@ from grpo_tui.supervisor.proc import ProcessId
 
 LEDGER_VERSION = 2
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-RECOVERY = "the next command to the run (start, stop, down) recovers it from its processes"
+RECOVERY = "while the run lives, the next command to it (start, stop, down) recovers it"
 log = logging.getLogger(__name__)
 
 

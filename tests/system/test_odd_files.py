@@ -11,7 +11,7 @@ import pytest
 from workplace import POLITE, PYTHON, Workplace, open_workplace, service, until
 
 from grpo_tui.paths import STATE_FILE, SUPERVISOR_LOG
-from grpo_tui.supervisor.lock import has_daemon, read_address
+from grpo_tui.supervisor.lock import ADDRESS_FILE, has_daemon, read_address
 
 
 @pytest.fixture
@@ -135,12 +135,25 @@ def test_a_run_without_a_supervisor_recovers_from_a_folder_in_place_of_its_state
     state.mkdir()
     shown = place.grpo("status")
     assert shown.returncode == 1
-    assert shown.stderr.startswith(f"{state} cannot be read: Is a directory; the next command to the run")
+    assert shown.stderr.startswith(
+        f"{state} cannot be read: Is a directory; while the run lives, the next command to it"
+    )
     assert place.grpo("ps").returncode == 0
     joined = place.grpo("up", "--profile", "p", "--detach")
     assert joined.returncode == 0, joined.stderr
     assert place.pid("a") == pid
     assert place.grpo("down").returncode == 0
+
+
+def test_a_folder_in_place_of_the_supervisors_address_hides_nothing(place: Workplace) -> None:
+    place.profile(service("a", POLITE))
+    place.up()
+    address = place.run_folder() / ADDRESS_FILE
+    address.unlink()
+    address.mkdir()
+    for command in (["ps"], ["status"], ["stop", "a", "--wait"], ["down"]):
+        done = place.grpo(*command)
+        assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
 
 
 def test_a_file_in_place_of_the_folder_of_runs_is_told(place: Workplace) -> None:
