@@ -33,4 +33,7 @@ def read_env_file(path: Path, *, where: str) -> dict[str, str]:
             text = binding.original.string
             line = binding.original.line + text[: len(text) - len(text.lstrip())].count("\n")
             raise ConfigError(f"{where}: {path}, line {line}: no NAME=value line; mend it, or put a # before it")
+        if "\0" in binding.original.string:
+            line = binding.original.line
+            raise ConfigError(f"{where}: {path}, line {line}: a NUL character, which no variable can hold: take it out")
     return {each.key: each.value for each in bindings if each.key is not None and each.value is not None}

@@ -206,9 +206,10 @@ def test_an_env_file_that_is_missing_refuses_the_start_and_leaves_no_run(place: 
     [
         (None, r"/a\.env: cannot be read: No such file or directory; mend the path"),
         (b"A=1\n\n\nB='open\n", r"/a\.env, line 4: no NAME=value line; mend it, or put a # before it"),
+        (b"A=1\nB=x\0y\n", r"/a\.env, line 2: a NUL character, which no variable can hold: take it out"),
         (b"A=\xff\n", r"/a\.env: not UTF-8 text: invalid start byte at byte 2"),
     ],
-    ids=["missing", "a quote left open", "not text"],
+    ids=["missing", "a quote left open", "a NUL character", "not text"],
 )
 def test_an_env_file_that_cannot_be_read_is_named_with_its_setting_and_never_quoted(
     tmp_path: Path, content: bytes | None, fault: str
