@@ -55,7 +55,7 @@ class ServerConfig(Config):
     max_waiting: int = Field(4096, ge=1)
     """Requests that may wait; more are refused with 503."""
     stalled_after_s: float = Field(120.0, gt=0)
-    """Seconds that the engine may have requests and give no token before `/health` answers 503."""
+    """Seconds that the engine may have work and give no sign of life before `/health` answers 503."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch; default: torch's own choice."""
     seed: int | None = None

@@ -25,7 +25,7 @@ class EngineUnavailable(GrpoError):
 
 
 class EngineStalled(EngineUnavailable):
-    """The engine has requests and gives no tokens: it hangs."""
+    """The engine has work and gives no sign of life: it hangs."""
 
 
 class WeightsBusy(GrpoError):
@@ -92,7 +92,7 @@ class Engine(Protocol):
     def check_health(self) -> None:
         """Return when a request would be answered; raises `EngineUnavailable` or `HalfWritten` otherwise.
 
-        An engine that has had requests and given no token for `stalled_after_s` raises `EngineStalled`.
+        An engine that has had work and given no sign of life for `stalled_after_s` raises `EngineStalled`.
         """
 
     def info(self) -> EngineInfo:

@@ -1,4 +1,4 @@
-"""Whether an engine that has work gives any sign of it: what tells a long answer from a hang.
+"""Whether an engine that has work (requests, or questions such as a pause) gives any sign: a long answer, or a hang.
 
 Whoever runs the engine says when work goes in, that something came out, and when work leaves. Requests that wait
 outside, at a closed gate or in a queue while weights are handed over, are no work. Time comes in as an argument, in
@@ -45,7 +45,7 @@ class Pulse:
         silence_s = self._silence_s(now)
         if silence_s >= self._limit_s:
             raise EngineStalled(
-                f"the engine hangs: it has had requests and given no token for {silence_s:.0f} s; restart the server"
+                f"the engine hangs: it has had work and given no sign of life for {silence_s:.0f} s; restart the server"
             )
 
     def _silence_s(self, now: float) -> float:

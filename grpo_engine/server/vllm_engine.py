@@ -17,9 +17,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -299,9 +299,10 @@ class VllmEngine:
         async with self._changing:
             await self._halt(llm)
             try:
-                with self._fence.writing(policy_version):
+                with self._fence.writing(policy_version), self._awaiting_core():
                     await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-                await llm.reset_prefix_cache()
+                with self._awaiting_core():
+                    await llm.reset_prefix_cache()
             finally:
                 if self._pause is None:
                     await self._go_on(llm)
@@ -316,7 +317,8 @@ class VllmEngine:
             number = self._num_adapters + 1
             lora = LoRARequest(lora_name=f"adapter-{number}", lora_int_id=number, lora_path=str(path))
             try:
-                await llm.add_lora(lora)
+                with self._awaiting_core():
+                    await llm.add_lora(lora)
             except Exception as error:  # the engine core sends whatever the worker raised over a broken folder
                 raise ModelError(f"{path}: not an adapter for this model: {error}") from error
             self._num_adapters = number
@@ -392,7 +394,8 @@ class VllmEngine:
         if lora is None or lora is self._lora or self._users[lora.lora_int_id]:
             return
         del self._users[lora.lora_int_id]
-        await llm.remove_lora(lora.lora_int_id)
+        with self._awaiting_core():
+            await llm.remove_lora(lora.lora_int_id)
 
     def _serve_adapter(self, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
         before = self._fence.read().sequence
@@ -412,11 +415,25 @@ class VllmEngine:
     async def _halt(self, llm: AsyncLLM) -> None:
         """Return with nothing running and nothing cached."""
         await self._gate.close()
-        await llm.pause_generation(mode="wait", clear_cache=True)
+        with self._awaiting_core():
+            await llm.pause_generation(mode="wait", clear_cache=True)
 
     async def _go_on(self, llm: AsyncLLM) -> None:
-        await llm.resume_generation()
+        with self._awaiting_core():
+            await llm.resume_generation()
         await self._gate.open()
+
+    @contextmanager
+    def _awaiting_core(self) -> Iterator[None]:
+        """A question to the engine core is work like a request, and its answer a sign of life like a token."""
+        self._pulse.enter(time.monotonic())
+        try:
+            yield
+        except BaseException:
+            self._pulse.leave(time.monotonic())
+            raise
+        self._pulse.leave(time.monotonic())
+        self._pulse.beat(time.monotonic())
 
     async def _end_pause(self) -> None:
         self._pause = None

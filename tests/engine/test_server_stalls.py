@@ -29,7 +29,7 @@ def test_an_engine_is_stalled_when_it_has_work_and_gives_nothing_for_too_long() 
     pulse.enter(109)
     assert not pulse.is_stalled(109.9)
     assert pulse.is_stalled(110)
-    with pytest.raises(EngineStalled, match="no token for 12 s"):
+    with pytest.raises(EngineStalled, match="no sign of life for 12 s"):
         pulse.check(112)
     pulse.beat(113)
     pulse.check(122.9)
@@ -108,7 +108,7 @@ async def test_health_tells_of_a_decode_step_that_hangs_until_it_goes_on(
         finally:
             may_go_on.set()
         assert (stalled.status_code, stalled.json()["engine"]) == (503, "stalled")
-        assert "no token for 0 s" in stalled.json()["detail"]
+        assert "no sign of life for 0 s" in stalled.json()["detail"]
         assert refused.status_code == 503
         assert (await asking).status_code == 200
         assert (await client.get("/health")).status_code == 200

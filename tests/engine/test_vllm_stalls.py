@@ -93,12 +93,28 @@ def test_health_tells_of_a_process_of_the_engine_that_hangs_until_it_goes_on(ser
             client.post("/generate", json={"prompt": "abc", "max_tokens": 64}, timeout=4)
         stalled = wait_status(server, 503)  # also after the only one who asked has given up
         assert stalled.json()["engine"] == "stalled"
-        assert "given no token for" in stalled.json()["detail"]
+        assert "given no sign of life for" in stalled.json()["detail"]
         with server.client as client:
             assert client.post("/generate", json={"prompt": "abc"}).status_code == 503
     finally:
         hanging.resume()
     wait_status(server, 200)  # though nobody asks for tokens
+    assert server.generate(prompt="abc", max_tokens=4, ignore_eos=True)["finish_reasons"] == ["length"]
+
+
+def test_an_engine_that_hangs_in_a_hand_over_of_weights_is_told_too(server: RunningServer) -> None:
+    core = engine_processes(server)[0]
+    core.suspend()
+    try:
+        with ThreadPoolExecutor(1) as pool, server.client as client:
+            pausing = pool.submit(client.post, "/bridge/pause", json={}, timeout=60)
+            assert wait_status(server, 503).json()["engine"] == "stalled"
+            core.resume()
+            assert pausing.result().status_code == 200
+            wait_status(server, 200)
+            assert client.post("/bridge/resume", json={}).status_code == 200
+    finally:
+        core.resume()
     assert server.generate(prompt="abc", max_tokens=4, ignore_eos=True)["finish_reasons"] == ["length"]
 
 

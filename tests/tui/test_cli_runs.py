@@ -133,5 +133,6 @@ def test_a_damaged_or_missing_state_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"state\.json: missing"):
         stored_status(look_at(folder))
     (folder / "state.json").write_text('{"run": "r", "prof')
-    with pytest.raises(PeerError, match=r"state\.json is damaged \(Invalid JSON: [^{]*\); while the run lives, the next command"):
+    words = r"state\.json is damaged \(Invalid JSON: [^{]*\); while the run lives, the next command"
+    with pytest.raises(PeerError, match=words):
         stored_status(look_at(folder))
