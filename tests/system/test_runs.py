@@ -321,6 +321,7 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
 
 
 def test_nothing_known_is_its_own_exit_code(place: Workplace) -> None:
