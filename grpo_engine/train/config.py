@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from grpo_engine.algo.loss_config import Preset
+from grpo_engine.algo.loss_config import Correction, KlEstimator, Preset, RatioLevel
 from grpo_engine.bridges import AnyBridge, CheckpointReload
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
@@ -32,6 +32,8 @@ class TrainConfig(Config):
     """Micro-batches an optimizer step: a batch has `batch_size` times as many sequences."""
     seq_len: int = Field(2048, ge=2)
     """Longest sequence, prompt included."""
+    micro_batch_tokens: int | None = Field(None, ge=2)
+    """Tokens a micro-batch, in place of batch_size sequences: short ones then share it."""
 
     # Optimizer
     lr: float = Field(1e-5, gt=0, validation_alias=AliasChoices("lr", "learning_rate"))
@@ -42,6 +44,9 @@ class TrainConfig(Config):
     """What the learning rate does after warm-up."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
     """adamw_8bit needs bitsandbytes and an NVIDIA GPU."""
+    master_weights: Literal["float32", "stochastic_rounding"] = "float32"
+    """How updates below the last bit of bf16 weights add up: in an fp32 copy (4 bytes a parameter), or by rounding at
+    random."""
     weight_decay: float = Field(0.0, ge=0)
     adafactor_scale_parameter: bool = False
     adafactor_relative_step: bool = False
@@ -57,9 +62,40 @@ class TrainConfig(Config):
     """Lower half of the band; unset: the preset's, or clip_eps."""
     clip_high: float | None = Field(None, gt=0)
     """Upper half of the band; unset: the preset's, or clip_eps."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is negative; unset: the preset's."""
     entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the divergence from the reference model."""
+    kl_estimator: KlEstimator = "k3"
+    """How that divergence is estimated."""
+    reference_model: str | None = None
+    """The reference: hub id, folder or `local/…`; unset: the model that training starts from."""
+    num_iterations: int = Field(1, ge=1)
+    """Optimizer steps on each batch; with more than one, the ratio is against the policy before the first of them."""
+    correction: Correction = "none"
+    """What becomes of the weight between trainer and sampler: nothing, held inside its bounds, or 0 outside them."""
+    correction_level: RatioLevel = "token"
+    """Whether a token or a whole sequence is weighed."""
+    correction_max: float = Field(2.0, gt=0)
+    """Upper bound of that weight."""
+    correction_min: float = Field(0.0, ge=0)
+    """Lower bound of that weight."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """What advantages are divided by: the group's standard deviation, the batch's, or nothing; unset: the preset's."""
+    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from a reward: its group's mean, or that of the others in it."""
+    drop_equal_groups: bool = False
+    """Leave groups out whose rewards are all equal, also of the normaliser; they teach nothing either way."""
+    mask_truncated: bool = False
+    """Train no token of a completion that ended at its length limit; its reward still counts in its group."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens below overlong_length over which the reward falls by up to overlong_penalty; 0: no penalty."""
+    overlong_length: int | None = Field(None, ge=1)
+    """Completion length at which that penalty is full."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """The full penalty."""
 
     # Which parameters
     train_layer_indices: str | None = None
@@ -83,6 +119,23 @@ class TrainConfig(Config):
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch; unset: torch's own choice."""
     seed: int = 0
+    gradient_checkpointing: bool = False
+    """Keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more
+    time."""
+    probe: bool = True
+    """On a GPU, run the longest micro-batch once before training, so that a lack of memory shows at once."""
+    dry_run: bool = False
+    """Say what would be trained and how much memory it takes, and end."""
+
+    # Evaluation
+    eval_every: int = Field(0, ge=0)
+    """Have environments answer held-out prompts every so many steps, before the first and after the last; 0: never."""
+    eval_prompts: int = Field(64, ge=1)
+    """Held-out prompts of each environment."""
+    eval_samples: int = Field(4, ge=1)
+    """Completions of each: the k of avg@k and pass@k."""
+    eval_timeout_s: float = Field(1800.0, gt=0)
+    """Seconds to wait for an evaluation before going on without it."""
 
     # Checkpoints and records
     save_path: Path | None = None
@@ -93,6 +146,8 @@ class TrainConfig(Config):
     """Checkpoints that are kept, the newest first."""
     resume: bool = True
     """Go on from the newest checkpoint in save_path, if there is one of this run's model."""
+    journal: bool = True
+    """Keep the batches since the newest checkpoint beside it, so that a resumed run repeats its steps exactly."""
     run_folder: Path | None = None
     """Folder for metrics.jsonl and rollouts.jsonl; unset: a new one below log_dir."""
     log_dir: Path = Path("logs")
