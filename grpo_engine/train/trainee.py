@@ -9,23 +9,22 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.algo.loss_config import LossConfig
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
-from grpo_engine.data.packing import pack_prompts
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
-from grpo_engine.models.layers import freeze_except_layers, logit_divisor, takes_any_mask
+from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.scoring import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,6 @@ class Trainee:
             "none" if config.loss == "dr_grpo" else "group"
         )
         self.model = attached.model
-        # Adapters put a wrapper around the model; the model itself is what has a body and an output layer.
-        self._causal_lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self._save_model = attached.save
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
@@ -61,46 +58,15 @@ class Trainee:
                 adafactor_relative_step=config.adafactor_relative_step,
             ),
         )
-        self._can_share_prompts = takes_any_mask(self._causal_lm)
-        self._logit_divisor = logit_divisor(self._causal_lm)
+        self._scorer = Scorer(self.model)
         self._bad_steps = 0
         self.model.train()
         num_trained = sum(master.numel() for master in self._masters.parameters)
         log.info("training %d of %d parameters", num_trained, sum(p.numel() for p in self.model.parameters()))
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph.
-
-        The output layer is applied to trained positions alone: prompts and padding cost no vocabulary.
-        """
-        hidden = self._hidden_states(batch)  # (N, H)
-        head = self._causal_lm.get_output_embeddings()
-        temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask] * self._logit_divisor  # (N,)
-        chosen, entropy = token_logprobs(
-            hidden,
-            head.weight,
-            batch.labels[batch.mask],
-            bias=getattr(head, "bias", None),
-            temperature=temperatures,
-            soft_cap=getattr(self._causal_lm.config, "final_logit_softcapping", None),
-        )
-        empty = chosen.new_zeros(batch.mask.shape)
-        return empty.masked_scatter(batch.mask, chosen), empty.masked_scatter(batch.mask, entropy)
-
-    def _hidden_states(self, batch: Batch) -> Tensor:
-        """(N, H) states that predict the trained labels, in the order of `batch.mask`."""
-        body = self._causal_lm.get_decoder()
-        packed = pack_prompts(batch) if self._can_share_prompts else None
-        if packed is None:
-            output = body(input_ids=batch.inputs, attention_mask=batch.attention_mask, use_cache=False)
-            return cast(Tensor, output.last_hidden_state[batch.mask])
-        output = body(
-            input_ids=packed.inputs,
-            position_ids=packed.positions,
-            attention_mask=packed.attention_mask,
-            use_cache=False,
-        )
-        return cast(Tensor, output.last_hidden_state.flatten(0, 1)[packed.trained])
+        """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph."""
+        return self._scorer.logprobs(batch)
 
     def update(self, rate: float, *, is_finite: bool) -> float:
         """Clip the gradients, step the masters at this learning rate, and clear; returns the norm before clipping.
