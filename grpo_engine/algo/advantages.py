@@ -46,14 +46,10 @@ def group_advantages(
     """
     _check(rewards, group_ids, scale, ddof, epsilon, baseline)
     values = rewards.detach().to(torch.float64)  # sums then do not depend on the order of the rows
-    _, group = torch.unique(group_ids, return_inverse=True)  # (B,) in 0..G-1
-    num_groups = int(group.max()) + 1 if len(group) else 0
-    zeros = values.new_zeros(num_groups)
+    is_equal, group = equal_groups(rewards, group_ids)
+    zeros = values.new_zeros(len(is_equal))
     counts = zeros.index_add(0, group, torch.ones_like(values))  # (G,)
     means = zeros.index_add(0, group, values) / counts
-    lowest, highest = (zeros.scatter_reduce(0, group, values, how, include_self=False) for how in ("amin", "amax"))
-    # Compared, not subtracted: the mean of equal floats may differ from them in the last bit.
-    teaches = (lowest != highest)[group]  # False for a group of one, too
 
     centred = values - means[group]
     advantages = centred
@@ -65,17 +61,37 @@ def group_advantages(
     elif scale == "batch":
         variance = (values - values.mean()).square().sum() / max(len(values) - ddof, 1)
         advantages = advantages / (variance.sqrt() + epsilon)
-    return torch.where(teaches, advantages, 0.0).to(rewards.dtype)
+    return torch.where(is_equal[group], 0.0, advantages).to(rewards.dtype)
+
+
+def equal_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Which groups have nothing to teach, since all their rewards are equal; a group of one is such a group.
+
+    DAPO (arXiv 2503.14476, eq. 11) leaves them out and samples others in their place.
+
+    Args:
+        rewards: (B,) of any float dtype.
+        group_ids: (B,) arbitrary integers, in any order.
+
+    Returns:
+        `(is_equal, group)`: (G,) bool in ascending order of the ids, and (B,) the place of each row's group in it.
+        `is_equal.float().mean()` is their share, `is_equal[group]` says it of each row.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    _check_rewards(rewards, group_ids)
+    ids, group = torch.unique(group_ids, return_inverse=True)
+    zeros = rewards.detach().new_zeros(len(ids))
+    # Compared, not subtracted: the mean of equal floats may differ from them in the last bit.
+    lowest, highest = (
+        zeros.scatter_reduce(0, group, rewards.detach(), how, include_self=False) for how in ("amin", "amax")
+    )
+    return lowest == highest, group
 
 
 def _check(rewards: Tensor, group_ids: Tensor, scale: str, ddof: int, epsilon: float, baseline: str) -> None:
-    if rewards.ndim != 1 or not rewards.is_floating_point():
-        raise ValueError(f"rewards is {rewards.dtype} of shape {tuple(rewards.shape)}: expected (B,) of a float dtype")
-    if group_ids.shape != rewards.shape or group_ids.is_floating_point():
-        raise ValueError(
-            f"group_ids is {group_ids.dtype} of shape {tuple(group_ids.shape)}: "
-            f"expected one integer for each of the {len(rewards)} rewards"
-        )
+    _check_rewards(rewards, group_ids)
     if scale not in get_args(Scale):
         raise ValueError(f"scale = {scale!r}: choose one of {', '.join(get_args(Scale))}")
     if baseline not in get_args(Baseline):
@@ -84,3 +100,13 @@ def _check(rewards: Tensor, group_ids: Tensor, scale: str, ddof: int, epsilon: f
         raise ValueError(f"ddof = {ddof!r}: 0 for the population's standard deviation, 1 for the unbiased one")
     if not 0 <= epsilon < float("inf"):
         raise ValueError(f"epsilon = {epsilon!r}: must be a finite number of at least 0")
+
+
+def _check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
+    if rewards.ndim != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards is {rewards.dtype} of shape {tuple(rewards.shape)}: expected (B,) of a float dtype")
+    if group_ids.shape != rewards.shape or group_ids.is_floating_point():
+        raise ValueError(
+            f"group_ids is {group_ids.dtype} of shape {tuple(group_ids.shape)}: "
+            f"expected one integer for each of the {len(rewards)} rewards"
+        )

@@ -1,7 +1,7 @@
-"""Alignment: how far the trainer's log-probabilities are from inference's, for the same tokens.
+"""Alignment: how far the trainer's log-probabilities are from inference's, for the same tokens; and how old these are.
 
 Measures only. Before the first update of a step both come from the same weights, so what differs is arithmetic, or a
-fault: weights that did not arrive, labels shifted by one, another temperature.
+fault: weights that did not arrive, labels shifted by one, another temperature. B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -45,4 +45,24 @@ def alignment_metrics(training: Tensor, inference: Tensor, mask: Tensor) -> dict
         "diff_max": torch.cat([difference.abs().flatten(), difference.new_zeros(1)]).max(),
         "training_mean": training.sum() / num_tokens,
         "inference_mean": inference.sum() / num_tokens,
+    }
+
+
+def row_staleness(policy_versions: Tensor, mask: Tensor, version: int) -> Tensor:
+    """(B,) int64 of each row's oldest token: how many policy versions ago it was sampled; 0 where none counts.
+
+    Args:
+        policy_versions: (B, T) int64 version of the weights that sampled each token; outside the mask anything.
+        mask: (B, T) bool: tokens that are trained and whose version is known.
+        version: the trainer's version now. Tokens of a later one, sampled while it was handed over, count as fresh.
+    """
+    return torch.where(mask, version - policy_versions, 0).clamp(min=0).amax(dim=-1)
+
+
+def staleness_metrics(policy_versions: Tensor, mask: Tensor, version: int) -> dict[str, Tensor]:
+    """`staleness_mean` over the tokens that count, and `staleness_max`; arguments as of `row_staleness`, 0 for none."""
+    age = torch.where(mask, version - policy_versions, 0).clamp(min=0)
+    return {
+        "staleness_mean": age.sum() / mask.sum().clamp(min=1),
+        "staleness_max": torch.cat([age.flatten(), age.new_zeros(1)]).max(),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_engine.algo.loss_config import KlEstimator, LossConfig, RatioLevel
 
-__all__ = ["MAX_LOG_RATIO", "LossConfig", "LossInputs", "LossOutputs", "drift_metrics", "policy_loss"]
+__all__ = ["MAX_LOG_RATIO", "LossConfig", "LossInputs", "LossOutputs", "drift_metrics", "policy_loss", "token_weights"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held to ±20: exp(89) is infinite in fp32, and infinity times a zero gradient or advantage is NaN.
@@ -144,7 +144,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
         metrics["entropy"] = _token_mean(-logprobs if entropy is None else entropy, mask)
         metrics["num_tokens"] = mask.sum()
     return LossOutputs(
-        loss=_aggregate(per_token, mask, config, inputs.denominator),
+        loss=(per_token * token_weights(mask, config, inputs.denominator, dtype=dtype)).sum(),
         metrics={name: value.detach() for name, value in metrics.items()},
     )
 
@@ -226,20 +226,33 @@ def _kl(log_ref_ratio: Tensor, estimator: KlEstimator) -> Tensor:
             assert_never(estimator)
 
 
-def _aggregate(per_token: Tensor, mask: Tensor, config: LossConfig, denominator: float | Tensor | None) -> Tensor:
-    """The scalar; `per_token` is 0 outside the mask."""
-    num_tokens = mask.sum(-1)  # (B,)
+def token_weights(
+    mask: Tensor,
+    config: LossConfig,
+    denominator: float | Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(B, T) what each token's loss counts in the whole: the loss is `(per_token * token_weights(...)).sum()`.
+
+    Args:
+        mask: (B, T) bool: which tokens are trained; one sequence a row.
+        config: its `aggregation` decides.
+        denominator: as `LossInputs.denominator`; None: counted here.
+    """
+    num_tokens = mask.sum(-1, keepdim=True)  # (B, 1)
     num_sequences = (num_tokens > 0).sum()
+    in_sequence: Tensor | int = 1
     match config.aggregation:
         case "sequence_mean":
-            total, normalizer = (per_token.sum(-1) / num_tokens.clamp(min=1)).sum(), num_sequences
+            in_sequence, normalizer = num_tokens.clamp(min=1), num_sequences
         case "token_mean":
-            total, normalizer = per_token.sum(), num_tokens.sum()
+            normalizer = num_tokens.sum()
         case "constant":
-            total, normalizer = per_token.sum(), num_sequences * (config.constant_length or mask.shape[-1])
+            normalizer = num_sequences * (config.constant_length or mask.shape[-1])
         case _:
             assert_never(config.aggregation)
-    return total / (normalizer.clamp(min=1) if denominator is None else denominator)
+    return mask.to(dtype) / in_sequence / (normalizer.clamp(min=1) if denominator is None else denominator)
 
 
 def _ratio_metrics(ratio: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig) -> dict[str, Tensor]:
