@@ -1,12 +1,13 @@
 """Groups to batches: right-padded rows, shifted so that position t predicts label t, and their micro-batches.
 
 B rows, T positions, S sequences of a group. Stays on the CPU until `to`. What the wire says by numbers that no token
-can have is gone by here (`groups` reads it): a mask says what is trained. How rows share a micro-batch is decided by
-`plan_rows`, from lengths alone; laying them out is `Batch.rows`, and a packed layout would take its place.
+can have is gone by here (`groups` reads it): a mask says what is trained. Which rows share a micro-batch is decided
+here, from lengths alone; `packing` is the other way to lay one out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,7 +21,18 @@ from grpo_engine.errors import DataError
 from grpo_engine.wire.inference import LogprobsMode
 from grpo_engine.wire.rollouts import ScoredGroup
 
-__all__ = ["Batch", "MicroBatch", "batch_advantages", "check_group", "make_batch", "micro_batches", "plan_rows"]
+__all__ = [
+    "Batch",
+    "MicroBatch",
+    "batch_advantages",
+    "bundles",
+    "check_group",
+    "make_batch",
+    "micro_batches",
+    "plan_bundles",
+    "plan_rows",
+    "prompt_lengths",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -217,17 +229,42 @@ def batch_advantages(
     return torch.where(batch.is_zeroed[:, None] | ~batch.mask, 0.0, advantages)
 
 
-def micro_batches(batch: Batch, batch_size: int | None = None, *, max_tokens: int | None = None) -> list[MicroBatch]:
-    """Split a batch, by rows or by padded positions, so that the losses add up to the whole batch's.
+def micro_batches(
+    batch: Batch, batch_size: int | None = None, *, max_tokens: int | None = None, shares_prompts: bool = False
+) -> list[MicroBatch]:
+    """Split a batch, by rows or by positions, so that the losses add up to the whole batch's.
+
+    Args:
+        max_tokens: positions of a micro-batch, padding included, or with a prompt that is shared counted once.
+        shares_prompts: keep completions of one prompt together, for `packing`; otherwise rows of about one length.
 
     Raises:
         ValueError: not exactly one limit, one below 1, or a row that alone exceeds `max_tokens`.
     """
-    num_tokens = batch.num_tokens
+    lengths, num_tokens = batch.lengths.tolist(), batch.num_tokens
+    if shares_prompts:
+        prompts = prompt_lengths(batch).tolist()
+        plan = plan_bundles(bundles(batch), prompts, lengths, batch_size, max_tokens=max_tokens)
+    else:
+        plan = plan_rows(lengths, batch_size, max_tokens=max_tokens)
     return [
         MicroBatch(batch=batch.rows(rows), row_numbers=rows, num_sequences=batch.num_sequences, num_tokens=num_tokens)
-        for rows in map(torch.tensor, plan_rows(batch.lengths.tolist(), batch_size, max_tokens=max_tokens))
+        for rows in map(torch.tensor, plan)
     ]
+
+
+def prompt_lengths(batch: Batch) -> Tensor:
+    """(B,) int64 inputs up to and with the one that predicts the first trained label."""
+    return batch.mask.int().argmax(dim=1) + 1
+
+
+def bundles(batch: Batch) -> list[list[int]]:
+    """Rows that have one prompt: of one group, and equal up to the first trained label."""
+    by_prompt: dict[tuple[int, bytes], list[int]] = {}
+    groups, inputs = batch.group_ids.tolist(), batch.inputs.cpu().numpy()
+    for row, length in enumerate(prompt_lengths(batch).tolist()):
+        by_prompt.setdefault((groups[row], inputs[row, :length].tobytes()), []).append(row)
+    return list(by_prompt.values())
 
 
 def plan_rows(
@@ -240,22 +277,58 @@ def plan_rows(
     Raises:
         ValueError: as `micro_batches`.
     """
+    most_rows, most_tokens = _limits(batch_size, max_tokens, max(lengths, default=0))
+    plan: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        # The first row of a micro-batch is its longest, to which the others are padded.
+        if not plan or len(plan[-1]) >= most_rows or lengths[plan[-1][0]] * (len(plan[-1]) + 1) > most_tokens:
+            plan.append([])
+        plan[-1].append(row)
+    return plan
+
+
+def plan_bundles(
+    shared: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    *,
+    max_tokens: int | None = None,
+) -> list[list[int]]:
+    """Which rows share a micro-batch when those with one prompt stay together as far as the limit allows.
+
+    Args:
+        shared: `bundles`.
+        prompts: `prompt_lengths`, of every row.
+
+    Raises:
+        ValueError: as `micro_batches`.
+    """
+    most_rows, most_tokens = _limits(batch_size, max_tokens, max(lengths, default=0))
+    plan: list[list[int]] = []
+    size = 0
+    for rows in sorted(shared, key=lambda rows: -max(lengths[row] for row in rows)):
+        prompt_is_there = False
+        for row in rows:
+            added = lengths[row] - (prompts[row] if prompt_is_there else 0)
+            if not plan or len(plan[-1]) >= most_rows or size + added > most_tokens:
+                plan.append([])
+                size, added = 0, lengths[row]
+            plan[-1].append(row)
+            size += added
+            prompt_is_there = True
+    return plan
+
+
+def _limits(batch_size: int | None, max_tokens: int | None, longest: int) -> tuple[float, float]:
+    """Rows and positions a micro-batch, of which one is unlimited."""
     if (batch_size is None) == (max_tokens is None):
         raise ValueError(f"batch_size = {batch_size}, max_tokens = {max_tokens}: give exactly one of them")
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    plan: list[list[int]] = []
-    while order:
-        longest = max(lengths[order[0]], 1)
-        num_rows = batch_size if batch_size is not None else (max_tokens or 0) // longest
-        if num_rows < 1:
-            raise ValueError(
-                f"batch_size = {batch_size}: must be at least 1 row"
-                if max_tokens is None
-                else f"max_tokens = {max_tokens}: a row of {longest} does not fit; raise it, or lower seq_len"
-            )
-        plan.append(order[:num_rows])
-        order = order[num_rows:]
-    return plan
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size}: must be at least 1 row")
+    if max_tokens is not None and max_tokens < longest:
+        raise ValueError(f"max_tokens = {max_tokens}: a row of {longest} does not fit; raise it, or lower seq_len")
+    return batch_size or math.inf, max_tokens or math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

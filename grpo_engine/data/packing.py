@@ -1,26 +1,25 @@
-"""Prompts once: completions of one prompt share a row, so that the prompt goes through the network a single time.
+"""Prompts once, padding never: completions share a row with their prompt, so that it goes through the network once.
 
-A row holds the prompt and then one completion after the other. Each completion sees the prompt and itself, at the
-positions it would have alone, so that every hidden state is the same as in a row of its own. Pays where prompts are a
-good part of the tokens; the mask is L × L a row, so long rows are left as they are.
+A row holds a prompt and then one completion after the other, or several such bundles. Each completion sees its prompt
+and itself, at the positions it would have alone, so that every hidden state is the same as in a row of its own. Who
+sees whom is said by two numbers a position, `segments` and `parents`; `models.attention` makes of it what a kernel
+takes.
 
 B rows of a batch, T of their positions; R packed rows, L of their positions; N trained tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from grpo_engine.data.batching import Batch
+from grpo_engine.data.batching import Batch, bundles, prompt_lengths
 
-MAX_MASK_ELEMENTS = 2**26
-"""R × L × L: 64 MB of mask. Beyond it a kernel that needs no mask is the better choice."""
-LEAST_GAIN = 0.1
-"""Share of the positions that packing must save; below it the plain layout's simpler kernel is as quick."""
+NO_SEGMENT = -1
+"""Of padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,62 +27,78 @@ class PackedRows:
     """Rows with shared prompts.
 
     Example: prompt `[5, 9]` with completions `[7, 2]` and `[8, 4, 2]`, whose last tokens are labels only, become
-    `inputs [5, 9, 7, 8, 4]`, `positions [0, 1, 2, 2, 3]`; the token 9 predicts both 7 and 8.
+    `inputs [5, 9, 7, 8, 4]`, `positions [0, 1, 2, 2, 3]`, `segments [0, 0, 1, 3, 3]`, `parents [0, 0, 0, 0, 0]`; the
+    token 9 predicts both 7 and 8.
     """
 
     inputs: Tensor
     """(R, L) int64, 0 where padded."""
     positions: Tensor
     """(R, L) int64, as in a row of its own."""
-    attention_mask: Tensor
-    """(R, 1, L, L) bool: [r, 0, query, key] whether it may look."""
+    segments: Tensor
+    """(R, L) int64: number of its prompt (even) or completion (odd) in the batch; -1 where padded."""
+    parents: Tensor
+    """(R, L) int64: the segment of the prompt that it follows; a prompt's own."""
     trained: Tensor
     """(N,) int64 place in R × L of the hidden state that predicts each trained label, in the order of `Batch.mask`."""
 
+    @property
+    def size(self) -> int:
+        """R × L: positions that go through the network."""
+        return self.inputs.numel()
 
-def pack_prompts(batch: Batch) -> PackedRows | None:
-    """Share the prompts of a batch's groups; None where that would not pay."""
-    lengths = batch.lengths.tolist()
-    prompt_lengths = (batch.mask.int().argmax(dim=1) + 1).tolist()  # up to the token that predicts the first label
-    bundles = [list(rows) for rows in _bundles(batch, prompt_lengths)]
-    widths = [prompt_lengths[b[0]] + sum(lengths[row] - prompt_lengths[row] for row in b) for b in bundles]
-    width = max(widths)
-    if len(bundles) * width**2 > MAX_MASK_ELEMENTS:
-        return None
-    if len(bundles) * width > (1 - LEAST_GAIN) * batch.inputs.numel():
-        return None
+    def padded(self, width: int) -> PackedRows:
+        """The same in one row of `width` positions."""
+        added = (0, width - self.inputs.shape[1])
+        return replace(
+            self,
+            inputs=functional.pad(self.inputs, added),
+            positions=functional.pad(self.positions, added),
+            segments=functional.pad(self.segments, added, value=NO_SEGMENT),
+            parents=functional.pad(self.parents, added, value=NO_SEGMENT),
+        )
 
-    device = batch.inputs.device
-    inputs = torch.zeros(len(bundles), width, dtype=torch.int64, device=device)
-    positions = torch.zeros_like(inputs)
-    owner = torch.full_like(inputs, -1)  # 0: the prompt; k: the k-th completion; -1: padding
+    def to(self, device: torch.device | str) -> PackedRows:
+        """The same on another device."""
+        return PackedRows(
+            **{field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
+        )
+
+
+def pack(batch: Batch, *, in_one_row: bool) -> PackedRows:
+    """Lay a batch out with each group's prompt once.
+
+    Args:
+        batch: on the CPU.
+        in_one_row: all bundles one after the other, for kernels that skip what a position may not see; otherwise a
+            row for each, so that a mask of L × L stays small.
+    """
+    shared = bundles(batch)
+    prompts, lengths = prompt_lengths(batch).tolist(), batch.lengths.tolist()
+    sizes = [prompts[rows[0]] + sum(lengths[row] - prompts[row] for row in rows) for rows in shared]
+    width = sum(sizes) if in_one_row else max(sizes)
+    shape = (1 if in_one_row else len(shared), width)
+    inputs, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    segments, parents = torch.full(shape, NO_SEGMENT), torch.full(shape, NO_SEGMENT)
     place = torch.zeros_like(batch.inputs)  # (B, T) where each position of the batch went, in R × L
-    steps = torch.arange(max(width, batch.inputs.shape[1]), device=device)
-    for index, rows in enumerate(bundles):
-        end = prompt_lengths[rows[0]]
-        inputs[index, :end] = batch.inputs[rows[0], :end]
-        positions[index, :end] = steps[:end]
-        owner[index, :end] = 0
-        for number, row in enumerate(rows, start=1):
-            shared, length = prompt_lengths[row], lengths[row]
-            start, end = end, end + length - shared
-            inputs[index, start:end] = batch.inputs[row, shared:length]
-            positions[index, start:end] = steps[shared:length]
-            owner[index, start:end] = number
-            place[row, :shared] = index * width + steps[:shared]
-            place[row, shared:length] = index * width + steps[start:end]
-    query, key = owner[:, :, None], owner[:, None, :]
-    may_look = (key == 0) | (key == query)
-    is_past = steps[:width, None] >= steps[None, :width]
-    itself = torch.eye(width, dtype=torch.bool, device=device)  # so that padding has something to look at
-    mask = (may_look & is_past & (query >= 0) & (key >= 0)) | itself
-    return PackedRows(inputs=inputs, positions=positions, attention_mask=mask[:, None], trained=place[batch.mask])
+    flat = [values.view(-1) for values in (inputs, positions, segments, parents)]
+    steps = torch.arange(batch.inputs.shape[1])
 
+    def lay(row: int, start: int, stop: int, at: int, segment: int, parent: int) -> None:
+        """Put positions `start` to `stop` of a row of the batch at `at`."""
+        to = slice(at, at + stop - start)
+        for values, new in zip(flat, (batch.inputs[row, start:stop], steps[start:stop], segment, parent), strict=True):
+            values[to] = new
 
-def _bundles(batch: Batch, prompt_lengths: list[int]) -> Iterator[list[int]]:
-    """Rows that have one prompt: of one group, and equal up to the first trained label."""
-    by_prompt: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    groups, tokens = batch.group_ids.tolist(), batch.inputs.tolist()
-    for row, length in enumerate(prompt_lengths):
-        by_prompt.setdefault((groups[row], tuple(tokens[row][:length])), []).append(row)
-    yield from by_prompt.values()
+    end = 0
+    for index, rows in enumerate(shared):
+        begin, parent = (end, 2 * rows[0]) if in_one_row else (index * width, 2 * rows[0])
+        prompt = prompts[rows[0]]
+        lay(rows[0], 0, prompt, begin, parent, parent)
+        end = begin + prompt
+        for row in rows:
+            lay(row, prompt, lengths[row], end, 2 * row + 1, parent)
+            place[row, :prompt] = begin + steps[:prompt]
+            place[row, prompt : lengths[row]] = end + steps[: lengths[row] - prompt]
+            end += lengths[row] - prompt
+    return PackedRows(inputs=inputs, positions=positions, segments=segments, parents=parents, trained=place[batch.mask])

@@ -49,14 +49,14 @@ def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:
 
 
 def takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether every layer attends as a 4-dimensional bool mask says: SDPA, no sliding window, no recurrence.
+    """Whether every layer attends as a mask of ours says: full attention by SDPA, no sliding window, no recurrence.
 
     A window, or a state that runs along the row, would see what the mask hides.
     """
     config = model.config
     has_window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_plain = config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
+    is_plain = config._attn_implementation in ("sdpa", "grpo_engine") and not getattr(config, "alibi", False)
     return bool(is_plain and not has_window and kinds == {"full_attention"})
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from training import made_up_groups, small_model, trainee
 from transformers import MistralConfig, MistralForCausalLM
 
 from grpo_engine.data.batching import make_batch
-from grpo_engine.data.packing import pack_prompts
+from grpo_engine.data.packing import pack
+from grpo_engine.models.attention import may_look
 from grpo_engine.models.layers import takes_any_mask
+from grpo_engine.train.scoring import Scorer
 from grpo_engine.wire.rollouts import ScoredGroup
 
 
@@ -23,11 +27,12 @@ def group(prompt: list[int], completions: list[list[int]]) -> ScoredGroup:
 
 
 def test_completions_follow_their_prompt_at_the_positions_they_would_have_alone() -> None:
-    packed = pack_prompts(make_batch([group([5, 9], [[7, 2], [8, 4, 2]])], seq_len=8))
-    assert packed is not None
+    packed = pack(make_batch([group([5, 9], [[7, 2], [8, 4, 2]])], seq_len=8), in_one_row=False)
     assert packed.inputs.tolist() == [[5, 9, 7, 8, 4]]
     assert packed.positions.tolist() == [[0, 1, 2, 2, 3]]
-    assert packed.attention_mask[0, 0].int().tolist() == [
+    assert packed.segments.tolist() == [[0, 0, 1, 3, 3]]
+    assert packed.parents.tolist() == [[0, 0, 0, 0, 0]]
+    assert may_look(packed)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -40,9 +45,9 @@ def test_completions_follow_their_prompt_at_the_positions_they_would_have_alone(
 @pytest.mark.parametrize("seed", range(5))
 def test_log_probabilities_and_gradients_are_those_of_rows_of_their_own(seed: int) -> None:
     batch = make_batch(made_up_groups(seed, groups=3, size=4), seq_len=32)
-    assert pack_prompts(batch) is not None
     packed, plain = trainee(), trainee()
-    plain._can_share_prompts = False
+    plain._scorer.shares_prompts = False
+    assert packed._scorer._packed(batch) is not None
     for subject in (packed, plain):
         logprobs, entropy = subject.logprobs(batch)
         torch.autograd.backward((logprobs * (1 + batch.labels) + entropy).sum())
@@ -58,21 +63,54 @@ def test_rows_whose_prompts_differ_do_not_share_one() -> None:
         scores=[1.0, 0.0, 0.5],
         inference_logprobs=[[1.0, 1.0, -1.0]] * 3,
     )
-    packed = pack_prompts(make_batch([mixed], seq_len=8))
-    assert packed is not None
+    packed = pack(make_batch([mixed], seq_len=8), in_one_row=False)
     assert packed.inputs.tolist() == [[5, 9], [5, 8]]
     assert packed.trained.tolist() == [1, 3, 1]
 
 
 def test_the_same_prompt_in_two_groups_stays_two_rows() -> None:
-    packed = pack_prompts(make_batch([group([5, 9, 3], [[7], [8]]), group([5, 9, 3], [[6], [4]])], seq_len=8))
-    assert packed is not None
-    assert len(packed.inputs) == 2
+    batch = make_batch([group([5, 9, 3], [[7], [8]]), group([5, 9, 3], [[6], [4]])], seq_len=8)
+    assert len(pack(batch, in_one_row=False).inputs) == 2
+
+
+def test_one_row_holds_all_groups_and_keeps_them_from_seeing_each_other() -> None:
+    batch = make_batch([group([5, 9, 3], [[7, 1], [8]]), group([6], [[6, 4], [4, 4]])], seq_len=8)
+    packed = pack(batch, in_one_row=True)
+    assert packed.inputs.tolist() == [[5, 9, 3, 7, 6, 6, 4]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 1, 1]]
+    assert may_look(packed)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1, 0, 1],
+    ]
+    assert packed.trained.tolist() == [2, 3, 2, 4, 5, 4, 6]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_padded_row_gives_the_same_log_probabilities(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(made_up_groups(seed, groups=3, size=4), seq_len=32)
+    subject = trainee()
+    expected = subject.logprobs(batch)
+    row = pack(batch, in_one_row=True)
+    monkeypatch.setattr(subject._scorer, "_packed", lambda batch: row.padded(row.inputs.shape[1] + 7))
+    torch.testing.assert_close(subject.logprobs(batch), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_that_are_hardly_worth_it_are_left_alone() -> None:
     long = list(range(3, 30))
-    assert pack_prompts(make_batch([group([5], [long, long[::-1]])], seq_len=64)) is None
+    batch = make_batch([group([5], [long, long[::-1]])], seq_len=64)
+    assert Scorer(small_model())._packed(batch) is None
+
+
+def test_a_saved_model_names_no_attention_of_ours(tmp_path: Path) -> None:
+    model = small_model()
+    Scorer(model)
+    model.save_pretrained(tmp_path)
+    assert "grpo_engine" not in (tmp_path / "config.json").read_text()
 
 
 def test_a_model_with_a_sliding_window_is_not_given_a_mask_of_ours() -> None:
