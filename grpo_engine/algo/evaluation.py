@@ -1,8 +1,8 @@
 """What held-out answers say of a policy: avg@k, pass@k, and how sure of them one may be. Pure.
 
-P prompts, G completions of each. Prompts are what is drawn at random, and completions of one prompt resemble each other,
-so that errors go over prompts: the standard deviation of the P per-prompt values over sqrt(P) (Miller 2024, arXiv
-2411.00640, who calls it clustered; clusters have equal size here).
+P prompts, G completions of each. Prompts are what is drawn at random, and completions of one prompt resemble each
+other, so that errors go over prompts: the standard deviation of the P per-prompt values over sqrt(P) (Miller 2024,
+arXiv 2411.00640, who calls it clustered; clusters have equal size here).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rollout API over HTTP: the Atropos trajectory API as stock clients speak it, and what it leaves out.
 
 Beyond the stock routes: `/batch?ack=` and `POST /acknowledge` for clients that say what arrived, `wait_s` for those
-that would rather wait than ask again, `/metrics`, and reasons in words. Bodies of groups pass through as bytes: read
-once at entry, joined at exit.
+that would rather wait than ask again, `/evaluations`, `/metrics`, and reasons in words. Bodies of groups pass through
+as bytes: read once at entry, joined at exit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from grpo_engine.rollouts.entry import CheckedGroup, Refusal, decompressed, read
 from grpo_engine.rollouts.exchange import Exchange
 from grpo_engine.rollouts.guard import Guard
 from grpo_engine.rollouts.store import Store
-from grpo_engine.wire.rollouts import POST_HEADER, RegisterEnvironmentRequest, RegisterRequest
+from grpo_engine.wire.rollouts import (
+    POST_HEADER,
+    EvaluationAnswer,
+    EvaluationOrder,
+    EvaluationState,
+    RegisterEnvironmentRequest,
+    RegisterRequest,
+)
 
 _COMPRESS_FROM_BYTES = 1000
 """Answers from here on are compressed for clients that ask, as the stock API does."""
@@ -63,9 +70,11 @@ class StatusQuestion(EnvironmentId):
     """Body of `/status-env`; stock environments send the id alone and are answered at once."""
 
     wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
-    """Hold the answer for so long while nothing differs from the two numbers below."""
+    """Hold the answer for so long while nothing differs from what is said below."""
     current_step: int | None = None
     queue_size: int | None = None
+    evaluation: str | None = None
+    """Id of the evaluation that the asker knows it has yet to answer."""
 
 
 def make_app(config: ApiConfig, store: Store) -> FastAPI:
@@ -92,6 +101,7 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
 
     _add_trainer_routes(app)
     _add_environment_routes(app, config)
+    _add_evaluation_routes(app)
     _add_observer_routes(app)
     return app
 
@@ -174,13 +184,14 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             raise Refusal(422, 'the body must be {"env_id": <integer>}, also with GET', "malformed") from None
         known = None
         if question.current_step is not None and question.queue_size is not None:
-            known = (question.current_step, question.queue_size)
+            known = (question.current_step, question.queue_size, question.evaluation)
         status = await _exchange(request).environment_status(question.env_id, wait_s=question.wait_s, known=known)
         if status is None:
             raise Refusal(
                 404, f"environment {question.env_id} is not registered here: POST /register-env", "unknown_id"
             )
-        return Response(status.model_dump_json(), media_type="application/json")
+        # Only an environment that evaluates ever sees more than the six stock keys.
+        return Response(status.model_dump_json(exclude_none=True), media_type="application/json")
 
     @app.post("/scored_data")
     async def scored_data(request: Request) -> dict[str, Any]:
@@ -214,6 +225,31 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
     async def disconnect_env(request: Request, body: EnvironmentId) -> dict[str, str]:
         if await _exchange(request).disconnect(body.env_id) is None:
             return {"status": "failure", "error": f"environment {body.env_id} is not registered here"}
+        return {"status": "success"}
+
+
+def _add_evaluation_routes(app: FastAPI) -> None:
+    @app.post("/evaluations")
+    async def order(request: Request, body: EvaluationOrder) -> EvaluationState:
+        exchange = _exchange(request)
+        if exchange.ledger.run is None:
+            raise Refusal(409, "no trainer is registered here: POST /register first", "unregistered")
+        return await exchange.order_evaluation(body)
+
+    @app.get("/evaluations/{evaluation_id}")
+    async def state(
+        request: Request, evaluation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0
+    ) -> EvaluationState:
+        return await _exchange(request).evaluation_state(evaluation_id, wait_s=wait_s)
+
+    @app.post("/evaluations/{evaluation_id}/answers")
+    async def answer(request: Request, evaluation_id: str, body: EvaluationAnswer) -> dict[str, str]:
+        await _exchange(request).answer_evaluation(evaluation_id, body)
+        return {"status": "received"}
+
+    @app.delete("/evaluations/{evaluation_id}")
+    async def close(request: Request, evaluation_id: str) -> dict[str, str]:
+        await _exchange(request).close_evaluation(evaluation_id)
         return {"status": "success"}
 
 

@@ -20,10 +20,18 @@ from typing import TypeVar
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.counters import Counters
 from grpo_engine.rollouts.entry import CheckedGroup, Refusal
+from grpo_engine.rollouts.evaluations import fault_of
 from grpo_engine.rollouts.ledger import Handout, Ledger, Placed, Registered
 from grpo_engine.rollouts.records import EnvironmentRecord, Lease
 from grpo_engine.rollouts.store import Store, Stored
-from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, RegisterRequest
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    EvaluationAnswer,
+    EvaluationOrder,
+    EvaluationState,
+    RegisterEnvironmentRequest,
+    RegisterRequest,
+)
 
 log = logging.getLogger("grpo_engine.rollouts")
 
@@ -143,18 +151,22 @@ class Exchange:
         return record
 
     async def environment_status(
-        self, env_id: int, *, wait_s: float = 0.0, known: tuple[int, int] | None = None
+        self, env_id: int, *, wait_s: float = 0.0, known: tuple[int, int, str | None] | None = None
     ) -> EnvironmentStatus | None:
         """What an environment steers by; None when there is none of that id.
 
         Args:
-            wait_s: hold the answer for so long while step and queue are as `known` (current_step, queue_size).
+            wait_s: hold the answer for so long while things are as `known`: current_step, queue_size, and the id of the
+                evaluation that it has yet to answer.
         """
         deadline = asyncio.get_running_loop().time() + wait_s
 
         def is_news() -> bool:
             status = self.ledger.environment_status(env_id, time.time())
-            return status is None or (status.current_step, status.queue_size) != known
+            if status is None:
+                return True
+            evaluation = status.evaluation.id if status.evaluation else None
+            return (status.current_step, status.queue_size, evaluation) != known
 
         if wait_s > 0 and not is_news():
             await self._comes_true(is_news, deadline)
@@ -199,6 +211,83 @@ class Exchange:
             self.counters.took_in(name, group.num_sequences, len(group.body))
             self._warn_about(group, name)
         return placed
+
+    # --- evaluations -----------------------------------------------------------------------------------------------
+
+    async def order_evaluation(self, order: EvaluationOrder) -> EvaluationState:
+        """Have environments evaluate; a trainer must be registered."""
+        is_new = self.ledger.evaluation is None or self.ledger.evaluation.order.id != order.id
+        record = self.ledger.order_evaluation(order, time.time())
+        if is_new:
+            _event(logging.INFO, "evaluation ordered", step=order.step, policy_version=order.policy_version)
+            run = self.ledger.run
+            await self._write(lambda: self._store.save_evaluation(record, run=run))
+            await self._tell()
+        return self._known_evaluation(order.id)
+
+    async def evaluation_state(self, id_: str, *, wait_s: float = 0.0) -> EvaluationState:
+        """Where an evaluation stands, as soon as it is over or `wait_s` are.
+
+        Raises:
+            Refusal: 404 when there is none of that id (any more).
+        """
+        deadline = asyncio.get_running_loop().time() + wait_s
+
+        def is_over() -> bool:
+            state = self.ledger.evaluation_state(id_, time.time())
+            return state is None or state.is_over
+
+        self.ledger.trainer_seen = time.time()
+        if wait_s > 0 and not is_over():
+            await self._comes_true(is_over, deadline)
+        return self._known_evaluation(id_)
+
+    async def answer_evaluation(self, id_: str, answer: EvaluationAnswer) -> None:
+        """Take in what an environment measured.
+
+        Raises:
+            Refusal: 404 when nobody wants it (any more), 422 when it does not fit, 503 when the disk refuses.
+        """
+        record = self.ledger.evaluation
+        if record is None or record.order.id != id_ or record.is_closed:
+            raise Refusal(404, f"evaluation {id_} is not wanted here (any more)", "evaluation")
+        environment = self.ledger.environments.get(answer.env_id)
+        if environment is None:
+            raise Refusal(404, f"environment {answer.env_id} is not registered here: POST /register-env", "unknown_id")
+        fault = fault_of(answer, record.order)
+        if fault is not None:
+            raise Refusal(422, f"environment {answer.env_id} ({environment.name}): {fault}", "malformed")
+        answered = self.ledger.answer_evaluation(answer, time.time())
+        try:
+            await self._write(lambda: self._store.save_evaluation(answered))
+        except sqlite3.Error as error:
+            raise Refusal(503, f"the answer cannot be stored: {error}: is the disk full?", "store") from None
+        _event(
+            logging.INFO if answer.problem is None else logging.WARNING,
+            "evaluation answered",
+            step=record.order.step,
+            environment=environment.name,
+            prompts=len(answer.rewards),
+            problem=answer.problem,
+        )
+        await self._tell()
+
+    async def close_evaluation(self, id_: str) -> None:
+        """Let environments stop what they do for it; one that is not known is over anyway."""
+        record = self.ledger.evaluation
+        if record is None or record.order.id != id_ or record.is_closed:
+            return
+        closed = self.ledger.close_evaluation()
+        await self._write(lambda: self._store.save_evaluation(closed))
+        await self._tell()
+
+    def _known_evaluation(self, id_: str) -> EvaluationState:
+        state = self.ledger.evaluation_state(id_, time.time())
+        if state is None:
+            raise Refusal(404, f"evaluation {id_} is not known here: POST /evaluations", "evaluation")
+        return state
+
+    # --- all of it -------------------------------------------------------------------------------------------------
 
     async def reset(self) -> None:
         """Forget everything, as at the first start."""

@@ -6,7 +6,8 @@ groups are not here.
 Registration rule: a registration continues the run before it when it names the same `checkpoint_dir` and that run has
 steps left. Then the queue stays, batches that were not acknowledged are offered again, and the step stays too unless
 `starting_step` says otherwise (stock trainers always say 0). Anything else begins a run: the step is `starting_step`,
-and what the run before it left behind is dropped. Groups that came before any registration are kept.
+and what the run before it left behind is dropped. Groups that came before any registration are kept. An evaluation
+ends with the registration of its trainer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from grpo_engine.rollouts.evaluations import state_of
 from grpo_engine.rollouts.forming import (
     QueuedGroup,
     Supplier,
@@ -23,9 +25,16 @@ from grpo_engine.rollouts.forming import (
     oldest_combination,
     why_unreachable,
 )
-from grpo_engine.rollouts.records import EnvironmentRecord, Lease, RunRecord
+from grpo_engine.rollouts.records import EnvironmentRecord, EvaluationRecord, Lease, RunRecord
 from grpo_engine.rollouts.store import BUFFER, QUEUE, Stored
-from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, RegisterRequest
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    EvaluationAnswer,
+    EvaluationOrder,
+    EvaluationState,
+    RegisterEnvironmentRequest,
+    RegisterRequest,
+)
 
 MIN_ENVIRONMENT_WEIGHT = 0.01
 """Nobody's share of the generation falls below it, as in the stock API."""
@@ -83,6 +92,9 @@ class Ledger:
         self.environments = {environment.id: environment for environment in stored.environments}
         self.last_seen = dict.fromkeys(self.environments, now)
         self.trainer_seen: float | None = None
+        self.evaluation = stored.evaluation
+        self._newcomer_at = now
+        """When the latest environment registered; after a restart, now."""
         self.leases = {lease.id: lease for lease in stored.leases}
         self.queue = {group.id: group for group, place in stored.groups if place == QUEUE}
         self.buffers: dict[int, list[QueuedGroup]] = {}
@@ -103,6 +115,7 @@ class Ledger:
         """Let the newest registration rule."""
         before = self.run
         self._note_chance()
+        self.evaluation = None  # whoever ordered it is no longer there to read the answers
         if before is None:
             self.run = RunRecord(request=request, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups wait", dropped=())
@@ -190,9 +203,10 @@ class Ledger:
             group_size=request.group_size,
             max_token_length=request.max_token_length,
             min_batch_allocation=request.min_batch_allocation,
+            evaluates=request.evaluates,
         )
         self.environments[id_] = record
-        self.last_seen[id_] = now
+        self.last_seen[id_] = self._newcomer_at = now
         self._note_chance()
         return record
 
@@ -276,7 +290,69 @@ class Ledger:
             self_queue_size=own // asker.group_size,
             max_group_size=largest,
             env_weight=max(MIN_ENVIRONMENT_WEIGHT, weight),
+            evaluation=self._order_for(asker),
+            is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
         )
+
+    # --- evaluations -----------------------------------------------------------------------------------------------
+
+    def order_evaluation(self, order: EvaluationOrder, now: float) -> EvaluationRecord:
+        """Let environments know, in place of any earlier order; one that is known stays as it is.
+
+        It lets environments in, as asking for a batch does: the first evaluation comes before the first batch.
+        """
+        assert self.run is not None
+        self.trainer_seen = now
+        self.run = replace(self.run, has_started=True)
+        if self.evaluation is None or self.evaluation.order.id != order.id:
+            self.evaluation = EvaluationRecord(order=order, ordered_at=now)
+        return self.evaluation
+
+    def answer_evaluation(self, answer: EvaluationAnswer, now: float) -> EvaluationRecord:
+        """Note what an environment measured; the last word of each counts."""
+        assert self.evaluation is not None
+        self.last_seen[answer.env_id] = now
+        others = (other for other in self.evaluation.answers if other.env_id != answer.env_id)
+        self.evaluation = replace(self.evaluation, answers=(*others, answer))
+        return self.evaluation
+
+    def close_evaluation(self) -> EvaluationRecord:
+        """Want no more answers."""
+        assert self.evaluation is not None
+        self.evaluation = replace(self.evaluation, is_closed=True)
+        return self.evaluation
+
+    def evaluation_state(self, id_: str, now: float) -> EvaluationState | None:
+        """Where an evaluation stands; None when there is none of that id."""
+        if self.evaluation is None or self.evaluation.order.id != id_:
+            return None
+        return state_of(
+            self.evaluation,
+            self.environments,
+            self.last_seen,
+            self.live_environments(now),
+            known_since=self.evaluation.ordered_at - self._liveness_s,
+            newcomer_at=self._newcomer_at,
+            now=now,
+        )
+
+    def _order_for(self, asker: EnvironmentRecord) -> EvaluationOrder | None:
+        evaluation = self.evaluation
+        if evaluation is None or evaluation.is_closed or not asker.evaluates:
+            return None
+        has_answered = any(answer.env_id == asker.id for answer in evaluation.answers)
+        return None if has_answered else evaluation.order
+
+    def _is_evaluation_to_come(self, now: float) -> bool:
+        if self.run is None or not self.run.is_over or not self.run.request.eval_every:
+            return False
+        num_steps = self.run.request.num_steps
+        if self.run.request.starting_step >= num_steps:
+            return False
+        if self.evaluation is None or self.evaluation.order.step < num_steps:
+            return True
+        state = self.evaluation_state(self.evaluation.order.id, now)
+        return state is not None and not state.is_over
 
     # --- both ------------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
-"""What the rollout API remembers of a run, an environment and a batch that it handed out. Immutable; kept as JSON."""
+"""What the rollout API remembers of a run, an environment, a batch that it handed out and an evaluation.
+
+Immutable; kept as JSON.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_engine.wire.rollouts import RegisterRequest
+from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, RegisterRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class EnvironmentRecord:
     group_size: int
     max_token_length: int
     min_batch_allocation: float | None
+    evaluates: bool = False
     is_connected: bool = True
 
 
@@ -54,3 +58,15 @@ class Lease:
     """Unix seconds."""
     is_open: bool = False
     """Whether it is to be offered again at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """The newest evaluation that the trainer ordered, and what came of it."""
+
+    order: EvaluationOrder
+    ordered_at: float
+    """Unix seconds."""
+    answers: tuple[EvaluationAnswer, ...] = ()
+    is_closed: bool = False
+    """Whether the trainer has what it wanted, or wants it no more."""

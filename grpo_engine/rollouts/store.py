@@ -16,12 +16,13 @@ from pydantic import TypeAdapter
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.forming import QueuedGroup
-from grpo_engine.rollouts.records import EnvironmentRecord, Lease, RunRecord
+from grpo_engine.rollouts.records import EnvironmentRecord, EvaluationRecord, Lease, RunRecord
 
 _LAYOUT = 1
 _APPLICATION = 0x6772706F  # "grpo": tells our files from other people's SQLite files
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY CHECK (id = 0), record TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS evaluation (id INTEGER PRIMARY KEY CHECK (id = 0), record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS environments (id INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (id TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
@@ -38,6 +39,7 @@ BUFFER = "buffer"
 _RUN: TypeAdapter[RunRecord] = TypeAdapter(RunRecord)
 _ENVIRONMENT: TypeAdapter[EnvironmentRecord] = TypeAdapter(EnvironmentRecord)
 _LEASE: TypeAdapter[Lease] = TypeAdapter(Lease)
+_EVALUATION: TypeAdapter[EvaluationRecord] = TypeAdapter(EvaluationRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class Stored:
     latest_body: bytes | None
     posts: dict[str, str] = field(default_factory=dict)
     """Number of the last post of each sender."""
+    evaluation: EvaluationRecord | None = None
 
 
 class Store:
@@ -95,6 +98,7 @@ class Store:
     def load(self) -> Stored:
         """Read everything but the bodies."""
         run = self._db.execute("SELECT record FROM run").fetchone()
+        evaluation = self._db.execute("SELECT record FROM evaluation").fetchone()
         latest = self._db.execute("SELECT body FROM groups ORDER BY id DESC LIMIT 1").fetchone()
         rows = self._db.execute("SELECT id, env_id, num_sequences, length(body), place FROM groups ORDER BY id")
         return Stored(
@@ -112,12 +116,14 @@ class Store:
             ],
             latest_body=latest[0] if latest else None,
             posts=dict(self._db.execute("SELECT sender, number FROM posts")),
+            evaluation=_EVALUATION.validate_json(evaluation[0]) if evaluation else None,
         )
 
     def save_run(self, run: RunRecord, *, dropped: Sequence[int] = ()) -> None:
-        """Replace the run's record, and forget groups of the run before it."""
+        """Replace the run's record, and forget its evaluation and groups of the run before it."""
         with self._transaction():
             self._put_run(run)
+            self._db.execute("DELETE FROM evaluation")
             if dropped:
                 self._db.executemany("DELETE FROM groups WHERE id = ?", ((id_,) for id_ in dropped))
                 self._db.execute("DELETE FROM leases WHERE id NOT IN (SELECT place FROM groups)")
@@ -129,6 +135,14 @@ class Store:
                 "INSERT OR REPLACE INTO environments VALUES (?, ?)",
                 (environment.id, _ENVIRONMENT.dump_json(environment).decode()),
             )
+
+    def save_evaluation(self, evaluation: EvaluationRecord, *, run: RunRecord | None = None) -> None:
+        """Replace the evaluation, and with it the run's record where that changed."""
+        with self._transaction():
+            record = _EVALUATION.dump_json(evaluation).decode()
+            self._db.execute("INSERT OR REPLACE INTO evaluation VALUES (0, ?)", (record,))
+            if run is not None:
+                self._put_run(run)
 
     def add_groups(
         self,
@@ -173,7 +187,7 @@ class Store:
     def clear(self) -> None:
         """Forget everything."""
         with self._transaction():
-            for table in ("run", "environments", "leases", "groups", "posts"):
+            for table in ("run", "evaluation", "environments", "leases", "groups", "posts"):
                 self._db.execute(f"DELETE FROM {table}")
 
     def _put_run(self, run: RunRecord) -> None:

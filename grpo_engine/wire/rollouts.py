@@ -2,14 +2,15 @@
 
 Posted by environments, handed to the trainer, kept by `grpo_engine.rollouts`. A group is several completions of one
 prompt. Two keys go beyond the stock fourteen, `policy_versions` and `truncated`; stock clients neither send nor read
-them.
+them. So do evaluations: the trainer orders one, environments that said they evaluate find the order in their status and
+answer it, and the trainer reads the answers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from grpo_engine.wire.codec import Message
 
@@ -37,6 +38,9 @@ class RegisterRequest(Message):
     save_checkpoint_interval: int
     starting_step: int = Field(ge=0)
     num_steps: int
+    eval_every: int = Field(0, ge=0)
+    """Steps between the evaluations that it will order, the last of them after its last step; 0: it orders none. Stock
+    trainers send no such key."""
 
 
 class RegisterEnvironmentRequest(Message):
@@ -47,6 +51,8 @@ class RegisterEnvironmentRequest(Message):
     weight: float
     group_size: int = Field(gt=0)
     min_batch_allocation: float | None = None
+    evaluates: bool = False
+    """Whether it answers evaluations. Stock environments send no such key."""
 
 
 class RegisterEnvironmentResponse(Message):
@@ -61,6 +67,66 @@ class RegisterEnvironmentResponse(Message):
     num_steps: int | None = None
 
 
+class EvaluationOrder(Message):
+    """Body of `POST /evaluations`: what the trainer wants measured. Sending it again under the same id is safe."""
+
+    id: str = Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")
+    """Chosen by the trainer."""
+    step: int = Field(ge=0)
+    """Optimizer steps done."""
+    policy_version: int = Field(ge=0)
+    """Version of the weights that inference serves meanwhile."""
+    num_prompts: int = Field(ge=1)
+    """Held-out prompts of each environment; one that has fewer answers what it has."""
+    num_samples: int = Field(ge=1)
+    """Completions of each prompt."""
+
+
+class EvaluationAnswer(Message):
+    """Body of `POST /evaluations/{id}/answers`: what one environment measured. P prompts, G completions of each."""
+
+    env_id: int
+    rewards: list[list[FiniteFloat]] = []
+    """(P, G)."""
+    lengths: list[list[int]] = []
+    """(P, G) tokens of each completion."""
+    truncated: list[list[bool]] = []
+    """(P, G) whether it ended at its length limit."""
+    policy_versions: list[list[list[int]]] | None = None
+    """(P, G, …) the versions that sampled the tokens of each completion, each once; absent: the server does not say."""
+    solved_from: float = 1.0
+    """Least reward of a completion that counts as solved, for pass@k."""
+    time_s: float = 0.0
+    """From reading the order to the last completion."""
+    problem: str | None = None
+    """Why there is nothing above."""
+
+
+class NamedAnswer(Message):
+    """An answer with the name of the environment that gave it."""
+
+    environment: str
+    """As registered, e.g. `sort6_0`."""
+    desired_name: str
+    """As it wanted to be called, e.g. `sort6`; the same after a restart."""
+    answer: EvaluationAnswer
+
+
+class EvaluationState(Message):
+    """Answer of `POST /evaluations` and of `GET /evaluations/{id}`."""
+
+    order: EvaluationOrder
+    is_over: bool
+    """Whether no more answers will come."""
+    answers: list[NamedAnswer]
+    waiting_for: list[str]
+    """Environments that are at it."""
+    missing: list[str]
+    """Environments that had the order and are gone without an answer, their successors too."""
+    unable: list[str]
+    """Environments that do not evaluate."""
+
+
 class EnvironmentStatus(Message):
     """Answer of `GET /status-env`; all counts are groups of the asking environment's size."""
 
@@ -70,6 +136,11 @@ class EnvironmentStatus(Message):
     self_queue_size: int
     max_group_size: int
     env_weight: float
+    evaluation: EvaluationOrder | None = None
+    """The order that the asking environment has yet to answer; this key and the next only come where there is news for
+    an environment that evaluates."""
+    is_evaluation_to_come: bool | None = None
+    """True once the trainer has its last batch and has yet to order its last evaluation, or to get its answer."""
 
 
 class ScoredGroup(Message):
