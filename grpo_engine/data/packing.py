@@ -81,14 +81,15 @@ def pack(batch: Batch, *, in_one_row: bool) -> PackedRows:
     inputs, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     segments, parents = torch.full(shape, NO_SEGMENT), torch.full(shape, NO_SEGMENT)
     place = torch.zeros_like(batch.inputs)  # (B, T) where each position of the batch went, in R × L
-    flat = [values.view(-1) for values in (inputs, positions, segments, parents)]
     steps = torch.arange(batch.inputs.shape[1])
 
     def lay(row: int, start: int, stop: int, at: int, segment: int, parent: int) -> None:
         """Put positions `start` to `stop` of a row of the batch at `at`."""
         to = slice(at, at + stop - start)
-        for values, new in zip(flat, (batch.inputs[row, start:stop], steps[start:stop], segment, parent), strict=True):
-            values[to] = new
+        inputs.view(-1)[to] = batch.inputs[row, start:stop]
+        positions.view(-1)[to] = steps[start:stop]
+        segments.view(-1)[to] = segment
+        parents.view(-1)[to] = parent
 
     end = 0
     for index, rows in enumerate(shared):

@@ -56,14 +56,17 @@ def may_look(packed: PackedRows) -> Tensor | BlockMask:
     if segments.device.type == "cpu":
         same = segments[:, :, None] == segments[:, None, :]
         prompt = parents[:, :, None] == segments[:, None, :]
-        return ((same | prompt) & torch.ones(same.shape[1:], dtype=torch.bool).tril())[:, None]
+        is_past = torch.ones(same.shape[1:], dtype=torch.bool).tril()
+        return ((same | prompt) & is_past)[:, None]
     [segment], [parent] = segments, parents
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & ((segment[query] == segment[key]) | (parent[query] == segment[key]))
+        is_shown: Tensor = (segment[query] == segment[key]) | (parent[query] == segment[key])
+        return (query >= key) & is_shown
 
     length = segments.shape[1]
-    return _compiled_block_mask()(sees, None, None, length, length, device=segments.device)
+    mask: BlockMask = _compiled_block_mask()(sees, None, None, length, length, device=segments.device)
+    return mask
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -15,6 +15,7 @@ from grpo_engine.algo.loss_config import Correction, KlEstimator, Preset, RatioL
 from grpo_engine.bridges import AnyBridge, CheckpointReload
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
+from grpo_engine.train.objective import contradictions
 
 
 class TrainConfig(Config):
@@ -43,11 +44,12 @@ class TrainConfig(Config):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after warm-up."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
-    """adamw_8bit needs bitsandbytes and an NVIDIA GPU."""
+    """adamw_8bit needs bitsandbytes, on a CPU 0.50 or newer."""
     master_weights: Literal["float32", "stochastic_rounding"] = "float32"
     """How updates below the last bit of bf16 weights add up: in an fp32 copy (4 bytes a parameter), or by rounding at
-    random."""
+    random, which needs none and adds up on average."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled, and of matrices alone: norms and biases never decay."""
     adafactor_scale_parameter: bool = False
     adafactor_relative_step: bool = False
     max_grad_norm: float = Field(1.0, gt=0)
@@ -58,12 +60,14 @@ class TrainConfig(Config):
     """Preset that the settings below refine."""
     clip_eps: float = Field(0.2, gt=0)
     """Ratios outside 1 ± clip_eps stop acting; for presets with a band of their own, set clip_low and clip_high."""
-    clip_low: float | None = Field(None, gt=0)
+    clip_low: float | None = Field(None, ge=0)
     """Lower half of the band; unset: the preset's, or clip_eps."""
-    clip_high: float | None = Field(None, gt=0)
+    clip_high: float | None = Field(None, ge=0)
     """Upper half of the band; unset: the preset's, or clip_eps."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the ratio where the advantage is negative; unset: the preset's."""
+    cispo_max: float | None = Field(None, gt=0)
+    """Largest weight that the loss cispo gives a token; unset: the preset's."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     kl_coef: float = Field(0.0, ge=0)
@@ -71,7 +75,8 @@ class TrainConfig(Config):
     kl_estimator: KlEstimator = "k3"
     """How that divergence is estimated."""
     reference_model: str | None = None
-    """The reference: hub id, folder or `local/…`; unset: the model that training starts from."""
+    """The reference: hub id, folder or `local/…`; unset: the model that training starts from. Named without kl_coef,
+    the divergence from it is measured and nothing else."""
     num_iterations: int = Field(1, ge=1)
     """Optimizer steps on each batch; with more than one, the ratio is against the policy before the first of them."""
     correction: Correction = "none"
@@ -122,6 +127,8 @@ class TrainConfig(Config):
     gradient_checkpointing: bool = False
     """Keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more
     time."""
+    compile_layers: bool = False
+    """Compile each layer, on a GPU: a third quicker, after some seconds once."""
     probe: bool = True
     """On a GPU, run the longest micro-batch once before training, so that a lack of memory shows at once."""
     dry_run: bool = False
@@ -217,4 +224,6 @@ class TrainConfig(Config):
             )
         if self.use_wandb and not self.wandb_project:
             raise ValueError("use_wandb needs wandb_project")
+        for problem in contradictions(self):
+            raise ValueError(problem)
         return self

@@ -38,14 +38,14 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         # Adapters put a wrapper around the model; the model itself is what has a body and an output layer.
-        self._causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.shares_prompts = takes_any_mask(self._causal_lm)
+        self.causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.shares_prompts = takes_any_mask(self.causal_lm)
         """Whether completions of one prompt may go through the network in one row, so that they are best kept
         together."""
         if self.shares_prompts:
-            use_training_attention(self._causal_lm)
+            use_training_attention(self.causal_lm)
         self._device = next(model.parameters()).device
-        self._logit_divisor = logit_divisor(self._causal_lm)
+        self._logit_divisor = logit_divisor(self.causal_lm)
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph.
@@ -57,7 +57,7 @@ class Scorer:
         """
         batch = batch.to("cpu")
         hidden = self._hidden_states(batch)  # (N, H)
-        head = self._causal_lm.get_output_embeddings()
+        head = self.causal_lm.get_output_embeddings()
         temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask] * self._logit_divisor  # (N,)
         chosen, entropy = token_logprobs(
             hidden,
@@ -65,7 +65,7 @@ class Scorer:
             batch.labels[batch.mask].to(self._device),
             bias=getattr(head, "bias", None),
             temperature=temperatures.to(self._device),
-            soft_cap=getattr(self._causal_lm.config, "final_logit_softcapping", None),
+            soft_cap=getattr(self.causal_lm.config, "final_logit_softcapping", None),
         )
         mask = batch.mask.to(self._device)
         empty = chosen.new_zeros(mask.shape)
@@ -73,7 +73,7 @@ class Scorer:
 
     def _hidden_states(self, batch: Batch) -> Tensor:
         """(N, H) states that predict the trained labels, in the order of `batch.mask`."""
-        body, device = self._causal_lm.get_decoder(), self._device
+        body, device = self.causal_lm.get_decoder(), self._device
         packed = self._packed(batch) if self.shares_prompts else None
         if packed is None:
             # Without a mask, since padding stands at the end of a row, where no trained position looks.

@@ -1,0 +1,51 @@
+"""How a model's layers are run in training: computed again in the backward pass, compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from grpo_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def recompute_layers(model: PreTrainedModel | PeftModel) -> None:
+    """Keep only what goes into each layer, and compute the rest again in the backward pass.
+
+    Raises:
+        ModelError: this kind of model cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"gradient_checkpointing: {type(model).__name__} has none in transformers: leave it out, and lower "
+            "--batch-size or --micro-batch-tokens instead"
+        )
+    # Not reentrant: that one runs nothing backward when a layer's input needs no gradient, as with frozen embeddings.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer by itself: norms, rotations and activations are fused; all layers share one compilation.
+
+    Widths vary from batch to batch, so sizes are left open.
+    """
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a decoder, in their order.
+
+    Raises:
+        ModelError: it names them in none of the ways known here.
+    """
+    body = model.get_decoder()
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(body, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise ModelError(f"{type(body).__name__} has its layers under none of the names layers, h and blocks")
