@@ -13,7 +13,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from grpo_engine.algo.loss_config import KlEstimator, LossConfig, RatioLevel
+from grpo_engine.algo.loss_config import CorrectionLevel, KlEstimator, LossConfig, RatioLevel
 
 __all__ = ["MAX_LOG_RATIO", "LossConfig", "LossInputs", "LossOutputs", "drift_metrics", "policy_loss", "token_weights"]
 
@@ -123,7 +123,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     per_token = _policy_term(ratio, logprobs, advantages, config)
     metrics: dict[str, Tensor] = {}
     if config.correction != "none":
-        raw_weight = _correction_weight(old - rollout, config.correction_level)
+        raw_weight = _correction_weight(old - rollout, mask, config.correction_level)
         weight = _bounded(raw_weight, config)
         per_token = weight * per_token
         metrics["correction_mean"] = _token_mean(weight, mask)
@@ -132,7 +132,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if inputs.ref_logprobs is not None:
         kl = _kl(_trained(inputs.ref_logprobs, mask, dtype).detach() - logprobs, config.kl_estimator)
         if config.kl_coef:
-            per_token = per_token + config.kl_coef * kl
+            per_token = per_token + config.kl_coef * (kl * ratio if config.kl_unbiased else kl)
     entropy = None if inputs.entropy is None else _trained(inputs.entropy, mask, dtype)
     if entropy is not None and config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
@@ -198,10 +198,13 @@ def _policy_term(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: Lo
             assert_never(config.objective)
 
 
-def _correction_weight(log_weight: Tensor, level: RatioLevel) -> Tensor:
-    """(B, T) pi_old / pi_rollout of the token, or of its whole sequence."""
-    if level == "sequence":
-        log_weight = log_weight.sum(-1, keepdim=True).expand_as(log_weight)
+def _correction_weight(log_weight: Tensor, mask: Tensor, level: CorrectionLevel) -> Tensor:
+    """(B, T) pi_old / pi_rollout of the token, of its whole sequence, or of the sequence by geometric mean."""
+    if level != "token":
+        of_sequence = log_weight.sum(-1, keepdim=True)  # (B, 1)
+        if level == "geometric":
+            of_sequence = of_sequence / mask.sum(-1, keepdim=True).clamp(min=1)
+        log_weight = of_sequence.expand_as(log_weight)
     return log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

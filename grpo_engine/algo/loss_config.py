@@ -14,6 +14,7 @@ RatioLevel = Literal["token", "sequence"]
 Objective = Literal["clip", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["none", "truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
 Preset = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "ppo_dual_clip"]
 
 
@@ -46,13 +47,18 @@ class LossConfig:
     kl_coef: float = 0.0
     """Weight of the divergence from the reference policy."""
     kl_estimator: KlEstimator = "k3"
-    """Schulman's estimators; of `k1` the expected gradient is zero, so it only serves for measuring."""
+    """Schulman's estimators. Their expected gradients on policy: of `k1` zero, so it only serves for measuring; of `k2`
+    that of KL(pi ‖ pi_ref); of `k3` that of KL(pi_ref ‖ pi)."""
+    kl_unbiased: bool = False
+    """Multiply the estimate by the ratio and its gradient, which is then that of KL(pi ‖ pi_ref) for `k1` and `k3`,
+    also off policy (DeepSeek-V3.2, arXiv 2512.02556)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; it needs the entropies."""
     correction: Correction = "none"
     """What becomes of the weight pi_old / pi_rollout: nothing, held inside its bounds, or set to zero outside them."""
-    correction_level: RatioLevel = "token"
-    """`sequence`: the product over the sequence's tokens weighs all of them."""
+    correction_level: CorrectionLevel = "token"
+    """`sequence`: the product over the sequence's tokens weighs all of them; `geometric`: its root of their number, so
+    that bounds do not depend on the length."""
     correction_max: float = 2.0
     correction_min: float = 0.0
 
@@ -80,6 +86,11 @@ class LossConfig:
             raise ValueError(f"dual_clip = {self.dual_clip!r}: bounds the ratio from above, so it must exceed 1")
         if self.dual_clip is not None and self.objective == "cispo":
             raise ValueError(f"dual_clip = {self.dual_clip} has no effect with objective = 'cispo': use cispo_max")
+        if self.kl_unbiased and (self.ratio_level == "sequence" or self.kl_estimator == "k2"):
+            raise ValueError(
+                f"kl_unbiased with ratio_level = {self.ratio_level!r} and kl_estimator = {self.kl_estimator!r}: only "
+                "k1 and k3 times the ratio of a token are unbiased; set ratio_level = 'token' and kl_estimator = 'k3'"
+            )
         if self.correction_min > self.correction_max:
             raise ValueError(
                 f"correction_min = {self.correction_min} lies above correction_max = {self.correction_max}: swap them"
@@ -162,5 +173,5 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "objective": get_args(Objective),
     "kl_estimator": get_args(KlEstimator),
     "correction": get_args(Correction),
-    "correction_level": get_args(RatioLevel),
+    "correction_level": get_args(CorrectionLevel),
 }
