@@ -21,6 +21,9 @@ DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
+MasterKind = Literal["float32", "stochastic_rounding"]
+"""How updates below the last bit of bf16 weights add up."""
+
 LOCAL_PREFIX = "local/"
 """Names below it are made on this machine; a folder that is called so is reached as `./local/…`."""
 
@@ -53,14 +56,15 @@ class OptimizerSettings(Config):
     """Which optimizer, and what it is told."""
 
     name: OptimizerName = "adamw"
-    """adamw_8bit needs bitsandbytes and an NVIDIA GPU."""
+    """adamw_8bit needs bitsandbytes, on a CPU 0.50 or newer."""
     lr: float = Field(1e-5, gt=0)
     """Learning rate; a schedule may change it between steps."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the averages of gradient and squared gradient; adafactor has none."""
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled. Off: RL starts from a trained model, and decay would pull it towards zero, not towards that model."""
+    """Decoupled, and of matrices alone: norms and biases never decay. Off: RL starts from a trained model, and decay
+    would pull it towards zero, not towards that model."""
     adafactor_scale_parameter: bool = False
     """Multiply the learning rate by each parameter's own size."""
     adafactor_relative_step: bool = False

@@ -1,26 +1,39 @@
-"""Optimizers by name, and the fp32 masters that they step on.
+"""Optimizers by name, and the fp32 values that they step on.
 
 Parameters in bf16 cannot be stepped in place: at usual learning rates an update is far below their last bit, and most
 would be rounded away. Parameters that an inference server reads must not be stepped in place either: it would see half
 an update. In both cases the optimizer steps on masters, and `publish` copies them over.
+
+Gradients add up in fp32 as well. Autograd gives a bf16 parameter a bf16 gradient, and would add the next micro-batch to
+it in bf16; so each gradient is added to its master's as soon as it is there, and freed.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
-from collections.abc import Iterable, Mapping
-from typing import assert_never
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, assert_never, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Adafactor
 
 from grpo_engine.errors import ModelError
-from grpo_engine.models.config import OptimizerSettings
+from grpo_engine.models.config import MasterKind, OptimizerSettings
+from grpo_engine.models.rounding import round_to_bf16_
+
+FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
+"""The release that brought 8-bit optimizers for CPUs."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """The optimizer that `settings` names, over `parameters` (or over the masters of `MasterWeights`).
+
+    Weight decay acts on matrices alone: norms and biases set scales and offsets that zero is no better value of, and
+    transformers' Trainer (so TRL's too), nanoGPT and OpenRLHF leave them out as well.
 
     Raises:
         ModelError: nothing to train, or the optimizer cannot run here; it says what to install or to choose instead.
@@ -28,10 +41,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ModelError("no parameter requires a gradient: the layer filter or adapter leaves nothing to train")
+    groups = _decay_groups(trained)
     match settings.name:
         case "adamw":
             return torch.optim.AdamW(
-                trained,
+                groups,
                 lr=settings.lr,
                 betas=settings.betas,
                 eps=settings.eps,
@@ -39,10 +53,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
                 fused=True,  # one kernel for all parameters, on CPU as on GPU
             )
         case "adamw_8bit":
-            return _adamw_8bit(trained, settings)
+            return _adamw_8bit(groups, settings)
         case "adafactor":
             adafactor: torch.optim.Optimizer = Adafactor(
-                trained,
+                groups,
                 lr=None if settings.adafactor_relative_step else settings.lr,
                 weight_decay=settings.weight_decay,
                 scale_parameter=settings.adafactor_scale_parameter,
@@ -56,55 +70,93 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
 class MasterWeights:
     """fp32 masters of a model's trained parameters, and the way of gradients to them and of values back.
 
-    One step: backward; `collect_gradients`; the optimizer steps on `parameters`; `publish`, when nobody is reading.
+    One step: backward, as often as there are micro-batches; `step`; `publish`, when nobody is reading.
 
         masters = MasterWeights(model.named_parameters(), are_shared=True)
         optimizer = build_optimizer(masters.parameters, settings)
+
+    A bf16 parameter's master and gradient take 4 bytes each. With `kind="stochastic_rounding"` no master stands: the
+    parameter becomes fp32 for the moment of its step, one after the other, and is rounded back at random, so that
+    updates below its last bit add up on average. The gradient stays fp32, so that micro-batches add up to one batch.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, are_shared: bool = False) -> None:
-        """Copy every parameter that learns to fp32.
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        are_shared: bool = False,
+        kind: MasterKind = "float32",
+    ) -> None:
+        """Make a master of every parameter that learns.
 
         Args:
-            are_shared: somebody else reads the parameters' memory, so that fp32 ones need a copy as well; otherwise
-                an fp32 parameter is its own master.
+            are_shared: somebody else reads the parameters' memory, so that it must not change before `publish`: fp32
+                parameters need a copy as well, and those that are rounded a private one in bf16. Otherwise both are
+                stepped where they are.
+
+        Raises:
+            ModelError: parameters of a type that is not rounded at random.
         """
-        self._live: dict[str, nn.Parameter] = {}
+        self._live = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self._masters: dict[str, nn.Parameter] = {}
-        for name, parameter in named_parameters:
-            if not parameter.requires_grad:
-                continue
-            self._live[name] = parameter
-            is_own_master = parameter.dtype is torch.float32 and not are_shared
-            self._masters[name] = parameter if is_own_master else nn.Parameter(_fp32_copy(parameter))
-        self._copied = [name for name, master in self._masters.items() if master is not self._live[name]]
+        self._private: dict[str, Tensor] = {}
+        self._rounded: list[str] = []
+        for name, live in self._live.items():
+            if live.dtype is torch.float32:
+                self._masters[name] = nn.Parameter(_copy(live, torch.float32)) if are_shared else live
+            elif kind == "float32":
+                self._masters[name] = nn.Parameter(_copy(live, torch.float32))
+            else:
+                _require_bf16(name, live)
+                self._masters[name] = _placeholder(live)
+                self._rounded.append(name)
+                if are_shared:
+                    self._private[name] = _copy(live, torch.bfloat16)
+        copied = [name for name, master in self._masters.items() if master is not self._live[name]]
+        self._published = [name for name in copied if name not in self._rounded or are_shared]
+        hooks = [_send_gradients(self._live[name], self._masters[name]) for name in copied]
+        weakref.finalize(self, _remove, hooks)  # they would take the gradients from the next masters of this model
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer steps on, fp32, in the order of the model's parameters."""
+        """What the optimizer steps on, fp32, in the order of the model's parameters; their gradients add up."""
         return list(self._masters.values())
 
-    def collect_gradients(self) -> None:
-        """Move the parameters' gradients to the masters as fp32; a parameter without one leaves its master without."""
-        for name in self._copied:  # one at a time: both copies of one gradient exist at most
-            live, master = self._live[name], self._masters[name]
-            master.grad = None if live.grad is None else live.grad.to(torch.float32)
-            live.grad = None
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer of `parameters` step, and drop the gradients."""
+        gradients = [self._masters[name].grad for name in self._rounded]
+        for name in self._rounded:
+            self._masters[name].grad = None  # an optimizer leaves those out that have none
+        optimizer.step()
+        optimizer.zero_grad()
+        for index, name in enumerate(self._rounded):
+            if gradients[index] is not None:
+                self._step_and_round(name, gradients[index], optimizer)
+            gradients[index] = None
+
+    def _step_and_round(self, name: str, gradient: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
+        master, value = self._masters[name], self._value(name)
+        nothing = master.data
+        master.data, master.grad = _copy(value, torch.float32), gradient
+        optimizer.step()
+        value.copy_(round_to_bf16_(master.data))
+        master.data, master.grad = nothing, None
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the masters into the parameters, rounding to their type."""
-        if self._copied:
-            live = [self._live[name].data for name in self._copied]
-            torch._foreach_copy_(live, [self._masters[name].data for name in self._copied])
+        if self._published:
+            live = [self._live[name].data for name in self._published]
+            torch._foreach_copy_(live, [self._value(name) for name in self._published])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters by parameter name; not copied."""
-        return {name: master.detach() for name, master in self._masters.items()}
+        """The masters by parameter name, those that are rounded in bf16; not copied."""
+        return {name: self._value(name) for name in self._masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave; the parameters see it at the next `publish`.
+        """Put back what `state_dict` gave, of either kind; the parameters see it at the next `publish`.
 
         Raises:
             ModelError: names or shapes differ; nothing is changed then.
@@ -119,22 +171,74 @@ class MasterWeights:
                 f"saved master weights do not fit the parameters trained now: {', '.join(different[:8])}"
                 f"{' …' if len(different) > 8 else ''}; resume with the same model, adapter and layer filter"
             )
-        for name, master in self._masters.items():
-            master.copy_(state[name])
+        for name in self._masters:
+            self._value(name).copy_(state[name])
+
+    def _value(self, name: str) -> Tensor:
+        """What a parameter is between steps; looked up each time, since a bridge may move a parameter's memory."""
+        if name not in self._rounded:
+            return self._masters[name].data
+        return self._private[name] if name in self._private else self._live[name].data
 
 
-def _fp32_copy(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+def _send_gradients(live: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
+    """Have every gradient of a parameter added to its master's, and freed, as soon as backward has it."""
+
+    def send(live: Tensor) -> None:
+        gradient, live.grad = live.grad, None
+        assert gradient is not None  # the hook runs when it is there
+        if master.grad is None:
+            master.grad = gradient.to(torch.float32).contiguous()  # as the master is: fused kernels ask for it
+        else:
+            master.grad.add_(gradient)
+
+    return cast(RemovableHandle, live.register_post_accumulate_grad_hook(send))  # type: ignore[no-untyped-call]
 
 
-def _adamw_8bit(trained: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _placeholder(live: nn.Parameter) -> nn.Parameter:
+    """An fp32 parameter of the same shape that takes no memory: an optimizer's handle between steps."""
+    return nn.Parameter(torch.zeros((), device=live.device).expand(live.shape))
+
+
+def _require_bf16(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype is not torch.bfloat16:
+        raise ModelError(
+            f"stochastic_rounding is for bfloat16 parameters, and {name} is {parameter.dtype}: "
+            "choose master_weights float32, or load the model as bfloat16"
+        )
+
+
+def _decay_groups(trained: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices, then norms and biases, which never decay; a group is left out when it is empty."""
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW; parameters of fewer than 4096 numbers keep a state of 32 bits there."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError("optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes, or choose adamw")
-    if any(parameter.device.type != "cuda" for parameter in trained):
-        raise ModelError("optimizer adamw_8bit runs on NVIDIA GPUs only, and this model is on the CPU: choose adamw")
+    version = importlib.metadata.version("bitsandbytes")
+    on_cpu = any(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
+    if on_cpu and tuple(int(part) for part in version.split(".")[:2]) < FIRST_BITSANDBYTES_ON_CPUS:
+        raise ModelError(
+            f"optimizer adamw_8bit runs on a CPU from bitsandbytes 0.50 on, and {version} is installed: "
+            "pip install -U bitsandbytes, or choose adamw"
+        )
     from bitsandbytes.optim import AdamW8bit
 
     optimizer: torch.optim.Optimizer = AdamW8bit(
-        trained, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
     )
     return optimizer

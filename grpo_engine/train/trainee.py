@@ -47,7 +47,9 @@ class Trainee:
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
-        self._masters = MasterWeights(self.model.named_parameters(), are_shared=attached.is_shared)
+        self._masters = MasterWeights(
+            self.model.named_parameters(), are_shared=attached.is_shared, kind=config.master_weights
+        )
         self._optimizer = build_optimizer(
             self._masters.parameters,
             OptimizerSettings(
@@ -76,16 +78,14 @@ class Trainee:
         Raises:
             TrainingDiverged: `max_bad_steps` of them came in a row.
         """
-        self._masters.collect_gradients()
         norm = float(nn.utils.clip_grad_norm_(self._masters.parameters, self.config.max_grad_norm))
         is_finite = is_finite and norm < float("inf")  # false for NaN too
         if is_finite:
             if not self.config.adafactor_relative_step:  # which chooses its own
                 for group in self._optimizer.param_groups:
                     group["lr"] = rate
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)
+            self._masters.step(self._optimizer)
+        self._optimizer.zero_grad()
         self._bad_steps = 0 if is_finite else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
             raise TrainingDiverged(

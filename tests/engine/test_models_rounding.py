@@ -1,0 +1,81 @@
+"""Rounding at random: unbiased, between the two neighbours, and nothing is moved that need not be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_engine.models import rounding
+from grpo_engine.models.rounding import round_to_bf16_
+
+TRIALS = 40_000
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(7)
+
+
+@pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("below", [1.0, -1.0, 0.0195, -3e38, 1e-30, 1e-40, -1e-39], ids=str)
+def test_a_neighbour_is_taken_as_often_as_the_value_is_near_to_it(below: float, fraction: float) -> None:
+    low = torch.tensor(below).to(torch.bfloat16).float()
+    bits = low.view(torch.int32)
+    high = (bits + rounding.LOWER_HALF).view(torch.float32)  # the neighbour further from zero; also of subnormals
+    value = (bits + int(fraction * rounding.LOWER_HALF)).view(torch.float32)
+    rounded = round_to_bf16_(value.repeat(TRIALS))
+    went_up = rounded == high
+    assert bool((went_up | (rounded == low)).all())
+    deviation = math.sqrt(fraction * (1 - fraction) / TRIALS)
+    assert went_up.double().mean().item() == pytest.approx(fraction, abs=5 * deviation)
+
+
+def test_the_mean_of_many_roundings_is_the_value_itself() -> None:
+    values = torch.randn(1000) * 0.02
+    rounded = round_to_bf16_(values.repeat(400, 1).contiguous()).double()
+    unit = values.abs().log2().floor().exp2().double() / 128  # from one bf16 to the next
+    errors = (rounded.mean(dim=0) - values.double()) / unit
+    assert errors.abs().max() < 5 * 0.5 / math.sqrt(400)
+    assert errors.mean().abs() < 5 * 0.5 / math.sqrt(400 * 1000)
+
+
+def test_numbers_that_bf16_has_are_never_moved() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for _ in range(20):
+        rounded = round_to_bf16_(every.float()).to(torch.bfloat16)
+        assert torch.equal(rounded.view(torch.int16)[~every.isnan()], every.view(torch.int16)[~every.isnan()])
+        assert bool(rounded[every.isnan()].isnan().all())
+
+
+def test_not_a_number_stays_one_whatever_its_lower_bits_say() -> None:
+    bits = [0x7F800001, 0x7F80FFFF, 0x7FFFFFFF, -0x7FFFFF, -1]  # -1: all bits set; a carry would make 0 of it
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).repeat(1000)
+    assert bool(round_to_bf16_(values).isnan().all())
+
+
+def test_beyond_the_largest_number_is_infinity_and_infinity_stays() -> None:
+    largest = torch.finfo(torch.float32).max  # the next bf16 number upwards would be 2 ** 128
+    rounded = round_to_bf16_(torch.tensor([largest, -largest, math.inf, -math.inf]).repeat(100, 1).contiguous())
+    assert rounded[:, 0].unique().tolist()[-1] == math.inf
+    assert rounded[:, 1].unique().tolist()[0] == -math.inf
+    assert rounded[:, 2:].unique().tolist() == [-math.inf, math.inf]
+
+
+def test_the_same_state_of_the_generator_gives_the_same_rounding() -> None:
+    values = torch.randn(1000)
+    state = torch.get_rng_state()
+    once = round_to_bf16_(values.clone())
+    again = round_to_bf16_(values.clone())
+    torch.set_rng_state(state)
+    assert torch.equal(round_to_bf16_(values.clone()), once)
+    assert not torch.equal(again, once)
+
+
+def test_a_large_parameter_is_rounded_in_parts_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 7)
+    values = torch.randn(5, 9)
+    rounded = round_to_bf16_(values.clone())
+    assert torch.equal(rounded, rounded.to(torch.bfloat16).float())
+    assert bool(((rounded - values).abs() <= values.abs() / 128).all())
