@@ -29,10 +29,10 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer = {buffer} with max_length = {max_length}: must be 0 to max_length tokens")
-    excess = (lengths - (max_length - buffer)).to(torch.promote_types(lengths.dtype, torch.float32))
+    room = (max_length - buffer - lengths).to(torch.promote_types(lengths.dtype, torch.float32))
     if buffer == 0:
-        return -(excess > 0).to(excess.dtype)
-    return -(excess / buffer).clamp(0, 1)
+        return torch.where(room < 0, -1.0, 0.0).to(room.dtype)
+    return (room / buffer).clamp(-1, 0)
 
 
 def without_truncated(mask: Tensor, is_truncated: Tensor) -> Tensor:

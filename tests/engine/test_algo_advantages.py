@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_engine.algo.advantages import Baseline, Scale, group_advantages
+from grpo_engine.algo.advantages import Baseline, Scale, equal_groups, group_advantages
 
 torch.set_num_threads(1)
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 5.0], dtype=torch.float64)
@@ -79,7 +79,23 @@ def test_the_order_of_the_rows_does_not_matter(scale: Scale, baseline: Baseline)
 
 
 def test_no_rewards_are_no_advantages() -> None:
-    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    assert group_advantages(torch.zeros(0), no_ids).shape == (0,)
+    assert [part.shape for part in equal_groups(torch.zeros(0), no_ids)] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_groups_whose_rewards_are_all_equal_are_told_apart(dtype: torch.dtype) -> None:
+    rewards = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 5.0], dtype=dtype)
+    is_equal, group = equal_groups(rewards, torch.tensor([7, -3, 7, -3, 7, 9]))
+    assert is_equal.tolist() == [False, True, True]  # groups -3, 7 and 9, the last of which has one member
+    assert group.tolist() == [1, 0, 1, 0, 1, 2]
+    assert is_equal[group].tolist() == [True, False, True, False, True, True]
+
+
+def test_an_unscored_completion_does_not_make_a_group_equal() -> None:
+    is_equal, _ = equal_groups(torch.tensor([1.0, math.nan]), torch.tensor([0, 0]))
+    assert is_equal.tolist() == [False]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_engine.algo.alignment import alignment_metrics
+from grpo_engine.algo.alignment import alignment_metrics, row_staleness, staleness_metrics
 
 torch.set_num_threads(1)
 
@@ -48,3 +48,18 @@ def test_what_is_not_aligned_is_refused() -> None:
         alignment_metrics(values, values[:, :2], torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"expected torch\.bool"):
         alignment_metrics(values, values, torch.ones(2, 3))
+
+
+def test_staleness_counts_versions_since_each_trained_token_was_sampled() -> None:
+    versions = torch.tensor([[3, 4, -9], [5, 6, 5], [0, 0, 0]])  # the 6 was sampled while version 6 was handed over
+    mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
+    assert row_staleness(versions, mask, version=5).tolist() == [2, 0, 0]
+    metrics = staleness_metrics(versions, mask, version=5)
+    assert {name: value.item() for name, value in metrics.items()} == {"staleness_mean": 3 / 4, "staleness_max": 2}
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
+def test_tokens_of_unknown_age_are_not_stale(shape: tuple[int, int]) -> None:
+    versions, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    assert row_staleness(versions, mask, version=5).tolist() == [0] * shape[0]
+    assert [value.item() for value in staleness_metrics(versions, mask, version=5).values()] == [0, 0]
