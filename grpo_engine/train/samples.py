@@ -45,7 +45,7 @@ def _completion(batch: Batch, result: StepResult, decode: Decode, row: int) -> S
         advantage=float(result.advantages[row][trained].mean()),
         token_ids=tokens,
         inference_logprobs=_rounded(batch.rollout_logprobs[row][trained]),
-        training_logprobs=_rounded(result.logprobs[row][trained]),
+        training_logprobs=_rounded(result.logprobs[row][trained]) if result.is_trained[row] else [],
         policy_versions=batch.policy_versions[row][trained].tolist(),
     )
 

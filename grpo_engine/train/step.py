@@ -1,81 +1,66 @@
-"""One optimizer step: forward, loss and backward over micro-batches, then clip and update.
+"""One batch: advantages, reference, then forward, loss and backward over micro-batches, update, and what was measured.
 
-B rows, T tokens of a micro-batch; N trained tokens. Gradients of micro-batches add up to those of one big batch, since
-every loss is divided by the whole batch's normaliser. Weights that inference reads are not touched here: the update
-goes to the masters, and `Trainee.write_weights` carries it over when the bridge says so.
+B rows, T tokens of the batch; b rows, t tokens of a micro-batch. Gradients of micro-batches add up to those of one big
+batch, since every loss is divided by the whole batch's normaliser. Weights that inference reads are not touched here:
+the update goes to the masters, and `Trainee.write_weights` carries it over when the bridge says so.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from grpo_engine.algo.alignment import alignment_metrics
-from grpo_engine.algo.loss import LossInputs, drift_metrics, policy_loss
+from grpo_engine.algo.advantages import equal_groups
+from grpo_engine.algo.alignment import alignment_metrics, staleness_metrics
+from grpo_engine.algo.loss import LossInputs, LossOutputs, drift_metrics, policy_loss
 from grpo_engine.algo.schedule import learning_rate
-from grpo_engine.data.batching import Batch, batch_advantages, make_batch, micro_batches
+from grpo_engine.algo.shaping import overlong_penalty
+from grpo_engine.data.batching import Batch, MicroBatch, batch_advantages, make_batch, micro_batches
 from grpo_engine.errors import DataError
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.objective import advantage_scale
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.rollouts import ScoredGroup
 
 log = logging.getLogger(__name__)
 
-MAXIMA = frozenset({"alignment/diff_max"})
-"""Metrics of which a batch has the largest of its micro-batches, not their mean."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What one step did."""
+    """What one batch did."""
 
     applied: bool
-    """Whether the update was made; a step whose loss or gradient is not finite is skipped."""
+    """Whether the weights moved. They stay where nothing is trained, and an update is skipped whose loss or gradient is
+    not finite."""
     metrics: dict[str, float]
+    """`train/*` and `grpo/*` are means over the batch's updates; `alignment/*`, `logprobs/*` and `grpo/ess` are of the
+    policy before the first of them; `reward/*` is what environments gave, whatever shaping made of it."""
+    is_trained: Tensor
+    """(B,) bool: rows that the settings let in."""
     advantages: Tensor
-    """(B, T) of the whole batch, in its order."""
+    """(B, T) in the batch's order; 0 where not trained."""
     logprobs: Tensor
-    """(B, T) of the policy before the update, in the batch's order; 0 where not trained."""
+    """(B, T) of the policy before the first update, in the batch's order; 0 where not trained."""
 
 
 def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: int) -> StepResult:
-    """Train on one batch.
+    """Train on one batch: one update of the weights, or `num_iterations` of them.
 
     Args:
-        step: optimizer steps done before this one.
+        step: batches done before this one; the learning rate follows it.
         policy_version: version of the weights that inference serves now, for the staleness of the samples.
 
     Raises:
-        TrainingDiverged: too many steps in a row were not finite.
+        TrainingDiverged: too many updates in a row were not finite.
     """
     config = trainee.config
-    advantages = batch_advantages(batch, scale=trainee.advantage_scale)
-    denominator = trainee.loss_config.denominator(num_sequences=batch.num_sequences, num_tokens=batch.num_tokens)
-    sums = _Sums()
-    logprobs = torch.zeros_like(batch.rollout_logprobs)
-    for micro_batch in micro_batches(batch, config.batch_size):
-        rows = micro_batch.batch.to(trainee.device)
-        new_logprobs, entropy = trainee.logprobs(rows)
-        outputs = policy_loss(
-            LossInputs(
-                logprobs=new_logprobs,
-                rollout_logprobs=rows.rollout_logprobs,
-                advantages=micro_batch.part_of(advantages).to(trainee.device),
-                mask=rows.mask,
-                entropy=entropy,
-                denominator=denominator,
-            ),
-            trainee.loss_config,
-        )
-        torch.autograd.backward(outputs.loss)
-        measured = alignment_metrics(new_logprobs.detach(), rows.rollout_logprobs, rows.mask)
-        sums.add(outputs.loss, outputs.metrics, measured)
-        logprobs[micro_batch.row_numbers, : rows.mask.shape[1]] = new_logprobs.detach().to(logprobs)
-
     rate = learning_rate(
         step,
         peak=config.lr,
@@ -83,37 +68,176 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         schedule=config.lr_schedule,
         total_steps=config.training_steps,
     )
-    metrics = sums.means()
-    metrics["grpo/ess"] = float(drift_metrics(logprobs - batch.rollout_logprobs, batch.mask)["ess"])
-    norm = trainee.update(rate, is_finite=math.isfinite(metrics["train/loss"]))
-    metrics |= {"train/grad_norm": norm, "train/lr": rate, **rollout_metrics(batch, policy_version)}
-    applied = math.isfinite(norm) and math.isfinite(metrics["train/loss"])
-    if not applied:
-        log.warning("step %d: loss %s, gradient norm %s: skipped", step + 1, metrics["train/loss"], norm)
-    return StepResult(applied=applied, metrics=metrics, advantages=advantages, logprobs=logprobs)
+    rewards = shaped_rewards(batch, config)
+    is_trained = trained_rows(batch, rewards, config)
+    advantages = batch_advantages(
+        replace(batch, rewards=rewards), scale=advantage_scale(config), baseline=config.advantage_baseline
+    )
+    advantages = torch.where(is_trained[:, None], advantages, 0.0)
+    metrics = {"train/loss": 0.0, "train/grad_norm": 0.0, "train/lr": rate, **rollout_metrics(batch, policy_version)}
+    logprobs = torch.zeros_like(batch.rollout_logprobs)
+    applied = False
+
+    if is_trained.any():
+        rows = is_trained.nonzero()[:, 0]
+        parts = _split(batch.rows(rows), trainee)
+        advantages_of = [part.part_of(advantages[rows]).to(trainee.device) for part in parts]
+        references = [_reference_logprobs(trainee, part) for part in parts]
+        before: list[Tensor] = []  # log-probabilities before the first update, (b, t) of each part
+        updates: list[dict[str, float]] = []
+        with trainee.unseen() if config.num_iterations > 1 else nullcontext():
+            for iteration in range(config.num_iterations):
+                if iteration > 0:
+                    trainee.write_weights()
+                measured, scored = _backward(trainee, parts, advantages_of, references, before)
+                before = before or scored
+                is_finite = math.isfinite(measured["train/loss"])
+                norm = trainee.update(rate, is_finite=is_finite)
+                updates.append({**measured, "train/grad_norm": norm})
+                if not (is_finite and math.isfinite(norm)):
+                    log.warning("step %d: loss %s, gradient norm %s: skipped", step + 1, measured["train/loss"], norm)
+                    break  # the weights are what they were, and would give the same again
+                applied = True
+        for part, values in zip(parts, before, strict=True):
+            logprobs[rows[part.row_numbers], : values.shape[1]] = values.to(logprobs)
+        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+        metrics |= _initial_metrics(logprobs, batch, is_trained)
+    else:
+        log.warning("step %d: %s; the weights stay as they are", step + 1, _why_none_is_trained(batch, config))
+    return StepResult(applied=applied, metrics=metrics, is_trained=is_trained, advantages=advantages, logprobs=logprobs)
+
+
+def shaped_rewards(batch: Batch, config: TrainConfig) -> Tensor:
+    """(B,) rewards from which advantages are taken: less what completions near the length limit lose."""
+    if not config.overlong_buffer or config.overlong_length is None:
+        return batch.rewards
+    lengths = batch.mask.sum(dim=1)
+    return batch.rewards + config.overlong_penalty * overlong_penalty(
+        lengths, config.overlong_length, config.overlong_buffer
+    )
+
+
+def trained_rows(batch: Batch, rewards: Tensor, config: TrainConfig) -> Tensor:
+    """(B,) bool: rows that go through the model and into the normaliser.
+
+    Args:
+        rewards: (B,) from which advantages are taken.
+    """
+    is_trained = batch.mask.any(dim=1)
+    if config.mask_truncated:
+        is_trained = is_trained & ~batch.is_truncated
+    if config.drop_equal_groups:
+        is_equal, group = equal_groups(rewards, batch.group_ids)
+        is_trained = is_trained & (~is_equal[group] | batch.has_token_advantages)
+    return is_trained
+
+
+def _split(batch: Batch, trainee: Trainee) -> list[MicroBatch]:
+    max_tokens = trainee.config.micro_batch_tokens
+    return micro_batches(
+        batch,
+        trainee.config.batch_size if max_tokens is None else None,
+        max_tokens=max_tokens,
+        shares_prompts=trainee.shares_prompts,
+    )
+
+
+def _reference_logprobs(trainee: Trainee, part: MicroBatch) -> Tensor | None:
+    """(b, t) of the reference policy, as environments gave them or else from the reference model; None without one."""
+    if part.batch.ref_logprobs is not None:
+        return part.batch.ref_logprobs.to(trainee.device)
+    return None if trainee.reference is None else trainee.reference.logprobs(part.batch)
+
+
+def _backward(
+    trainee: Trainee,
+    parts: Sequence[MicroBatch],
+    advantages_of: Sequence[Tensor],
+    references: Sequence[Tensor | None],
+    before: Sequence[Tensor],
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Add up the gradients of all micro-batches; returns what was measured, and the log-probabilities (b, t) of each.
+
+    Args:
+        before: log-probabilities before the first update on this batch; empty until then, when they are the present
+            ones.
+    """
+    has_old = trainee.config.num_iterations > 1 or trainee.config.correction != "none"  # else the sampler's are old
+    measured: list[LossOutputs] = []
+    scored: list[Tensor] = []
+    for number, (part, advantages, reference) in enumerate(zip(parts, advantages_of, references, strict=True)):
+        logprobs, entropy = trainee.logprobs(part.batch)
+        rows = part.batch.to(trainee.device)
+        present = logprobs.detach()
+        old = before[number] if before else present
+        outputs = policy_loss(
+            LossInputs(
+                logprobs=logprobs,
+                rollout_logprobs=rows.rollout_logprobs,
+                advantages=advantages,
+                mask=rows.mask,
+                old_logprobs=old if has_old else None,
+                ref_logprobs=reference,
+                entropy=entropy,
+                denominator=trainee.loss_config.denominator(
+                    num_sequences=part.num_sequences, num_tokens=part.num_tokens
+                ),
+            ),
+            trainee.loss_config,
+        )
+        torch.autograd.backward(outputs.loss)
+        measured.append(replace(outputs, loss=outputs.loss.detach()))
+        scored.append(present)
+    return _of_batch(measured), scored
+
+
+def _of_batch(parts: Sequence[LossOutputs]) -> dict[str, float]:
+    """Metrics of the whole batch from those of its micro-batches, read off the device once.
+
+    The losses add up; the rest are means over trained tokens. The effective sample size is no mean: it is left out.
+    """
+    tokens = torch.stack([part.metrics["num_tokens"] for part in parts]).double()
+    names = [name for name in parts[0].metrics if name not in ("num_tokens", "ess")]
+    table = torch.stack([torch.stack([part.metrics[name].double() for part in parts]) for name in names])
+    means = (table * tokens).sum(dim=1) / tokens.sum()
+    loss = torch.stack([part.loss.double() for part in parts]).sum()
+    values = torch.cat([loss[None], means]).tolist()
+    return dict(zip(["train/loss", *(f"grpo/{name}" for name in names)], values, strict=True))
+
+
+def _initial_metrics(logprobs: Tensor, batch: Batch, is_trained: Tensor) -> dict[str, float]:
+    """How far trainer and sampler were apart before the first update."""
+    mask = batch.mask & is_trained[:, None]
+    alignment = alignment_metrics(logprobs, batch.rollout_logprobs, mask)
+    rooms = {"training_mean": "logprobs", "inference_mean": "logprobs"}
+    return {
+        **{f"{rooms.get(name, 'alignment')}/{name}": float(value) for name, value in alignment.items()},
+        "grpo/ess": float(drift_metrics(logprobs - batch.rollout_logprobs, mask)["ess"]),
+    }
+
+
+def _why_none_is_trained(batch: Batch, config: TrainConfig) -> str:
+    filters = [name for name in ("drop_equal_groups", "mask_truncated") if getattr(config, name)]
+    return (
+        f"{' and '.join(filters) or 'masks'} leave out all {batch.num_sequences} completions of the batch, "
+        f"{int(batch.is_truncated.sum())} of them truncated"
+    )
 
 
 def rollout_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
     """What the batch itself says: rewards, lengths, truncation, staleness."""
     lengths = batch.mask.sum(dim=1)
     says_version = batch.mask & batch.has_policy_versions[:, None]
-    staleness = (policy_version - batch.policy_versions)[says_version].clamp(min=0).float()
-    _, group = torch.unique(batch.group_ids, return_inverse=True)
-    lowest, highest = (
-        torch.zeros(int(group.max()) + 1).scatter_reduce(0, group, batch.rewards, how, include_self=False)
-        for how in ("amin", "amax")
-    )
+    staleness = staleness_metrics(batch.policy_versions, says_version, policy_version)
+    is_equal, _ = equal_groups(batch.rewards, batch.group_ids)
     return {
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std()) if len(batch.rewards) > 1 else 0.0,
-        "reward/frac_zero_std": float((lowest == highest).float().mean()),
+        "reward/frac_zero_std": float(is_equal.float().mean()),
         "rollout/length_mean": float(lengths.float().mean()),
         "rollout/truncated_fraction": float(batch.is_truncated.float().mean()),
-        **(
-            {"rollout/staleness_mean": float(staleness.mean()), "rollout/staleness_max": float(staleness.max())}
-            if len(staleness)
-            else {}  # a stock environment does not say which weights it sampled from
-        ),
+        # a stock environment does not say which weights it sampled from
+        **({f"rollout/{name}": float(value) for name, value in staleness.items()} if says_version.any() else {}),
     }
 
 
@@ -160,33 +284,3 @@ def _oldest_version(group: ScoredGroup) -> int:
         if label >= 0
     ]
     return min(versions, default=2**62)
-
-
-class _Sums:
-    """Metrics of micro-batches on their way to a batch's: means weighed by trained tokens, read off the device once."""
-
-    def __init__(self) -> None:
-        self._loss: list[Tensor] = []
-        self._tokens: list[Tensor] = []
-        self._metrics: list[Mapping[str, Tensor]] = []
-
-    def add(self, loss: Tensor, of_loss: Mapping[str, Tensor], of_alignment: Mapping[str, Tensor]) -> None:
-        names = {name: f"grpo/{name}" for name in of_loss if name != "num_tokens"}
-        alignment = {"training_mean": "logprobs/training_mean", "inference_mean": "logprobs/inference_mean"}
-        self._loss.append(loss.detach())
-        self._tokens.append(of_loss["num_tokens"])
-        self._metrics.append(
-            {
-                **{new: of_loss[old] for old, new in names.items()},
-                **{alignment.get(name, f"alignment/{name}"): value for name, value in of_alignment.items()},
-            }
-        )
-
-    def means(self) -> dict[str, float]:
-        tokens = torch.stack(self._tokens).double()
-        weights = tokens / tokens.sum().clamp(min=1)
-        names = list(self._metrics[0])
-        table = torch.stack([torch.stack([m[name].double() for m in self._metrics]) for name in names])
-        means, maxima = (table * weights).sum(dim=1).tolist(), table.amax(dim=1).tolist()
-        reduced = {n: maxima[i] if n in MAXIMA else means[i] for i, n in enumerate(names)}
-        return {"train/loss": float(torch.stack(self._loss).sum()), **reduced}

@@ -7,14 +7,13 @@ calls inside its fence. Everything else (gradients, clipping, updates) happens o
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from grpo_engine.algo.loss_config import LossConfig
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import GrpoError
@@ -24,6 +23,8 @@ from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.objective import loss_config, settings_without_effect
+from grpo_engine.train.reference import load_reference
 from grpo_engine.train.scoring import Scorer
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,11 @@ class Trainee:
     def __init__(self, attached: BridgeModel, config: TrainConfig) -> None:
         self.config = config
         self.loss_config = loss_config(config)
-        self.advantage_scale: Literal["group", "batch", "none"] = config.advantage_scale or (
-            "none" if config.loss == "dr_grpo" else "group"
-        )
+        for sentence in settings_without_effect(config):
+            log.warning("%s", sentence)
         self.model = attached.model
         self._save_model = attached.save
+        self._is_shared = attached.is_shared
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
@@ -61,10 +62,16 @@ class Trainee:
             ),
         )
         self._scorer = Scorer(self.model)
+        self.reference = load_reference(config, self.model)
         self._bad_steps = 0
         self.model.train()
         num_trained = sum(master.numel() for master in self._masters.parameters)
         log.info("training %d of %d parameters", num_trained, sum(p.numel() for p in self.model.parameters()))
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether completions of one prompt are best kept together in a micro-batch."""
+        return self._scorer.shares_prompts
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph."""
@@ -97,6 +104,22 @@ class Trainee:
     def write_weights(self) -> None:
         """Copy the masters into the parameters that inference reads; the bridge calls this inside its fence."""
         self._masters.publish()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within, `write_weights` shows the masters to this model alone, for several updates between two hand-overs.
+
+        Parameters that inference reads have memory of their own meanwhile, and afterwards the values from before.
+        """
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        seen = [(parameter, parameter.data) for parameter in trained if self._is_shared]
+        for parameter, values in seen:
+            parameter.data = values.clone()
+        try:
+            yield
+        finally:
+            for parameter, values in seen:
+                parameter.data = values
 
     def save(self, save_path: Path, *, step: int, policy_version: int) -> Path:
         """Write a checkpoint."""
@@ -135,15 +158,3 @@ class Trainee:
         if self.device.type != "cuda":
             return {}
         return {"train/gpu_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9}
-
-
-def loss_config(config: TrainConfig) -> LossConfig:
-    """The preset, refined by what the settings say."""
-    preset = LossConfig.preset(config.loss)
-    has_own_band = config.loss in {"dapo", "gspo", "cispo"}
-    low = config.clip_low or (preset.clip_low if has_own_band else config.clip_eps)
-    high = config.clip_high or (preset.clip_high if has_own_band else config.clip_eps)
-    refined = replace(preset, clip_low=low, clip_high=high, entropy_coef=config.entropy_coef)
-    if refined.aggregation == "constant" and refined.constant_length is None:
-        refined = replace(refined, constant_length=config.seq_len)
-    return refined

@@ -10,8 +10,9 @@ from training import attached, made_up_groups, settings, small_model, trainee
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from grpo_engine.data.batching import Batch, make_batch
+from grpo_engine.train.objective import loss_config
 from grpo_engine.train.step import drop_stale, gradient_step
-from grpo_engine.train.trainee import Trainee, TrainingDiverged, loss_config
+from grpo_engine.train.trainee import Trainee, TrainingDiverged
 
 
 def masters(subject: Trainee) -> torch.Tensor:

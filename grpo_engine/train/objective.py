@@ -1,0 +1,128 @@
+"""From the trainer's settings to the loss: what they mean together, what they refuse, and which have no effect.
+
+Torch-free, so that settings are judged where a profile is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from grpo_engine.algo.loss_config import LossConfig, Preset
+
+if TYPE_CHECKING:
+    from grpo_engine.train.config import TrainConfig
+
+PRESETS_WITH_BANDS: frozenset[Preset] = frozenset({"dapo", "gspo"})
+"""Presets whose paper gives a band: `clip_eps` does not change it."""
+
+
+def loss_config(config: TrainConfig) -> LossConfig:
+    """The preset, refined by what the settings say.
+
+    Raises:
+        ValueError: settings that contradict each other.
+    """
+    preset = LossConfig.preset(config.loss)
+    has_band = config.loss in PRESETS_WITH_BANDS
+    low, high = (preset.clip_low, preset.clip_high) if has_band else (config.clip_eps, config.clip_eps)
+    return replace(
+        preset,
+        clip_low=low if config.clip_low is None else config.clip_low,
+        clip_high=high if config.clip_high is None else config.clip_high,
+        dual_clip=preset.dual_clip if config.dual_clip is None else config.dual_clip,
+        cispo_max=preset.cispo_max if config.cispo_max is None else config.cispo_max,
+        constant_length=config.seq_len if preset.aggregation == "constant" else None,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        correction_level=config.correction_level,
+        correction_max=config.correction_max,
+        correction_min=config.correction_min,
+    )
+
+
+def advantage_scale(config: TrainConfig) -> Literal["group", "batch", "none"]:
+    """What advantages are divided by; Dr. GRPO is defined by dividing by nothing (arXiv 2503.20783)."""
+    return config.advantage_scale or ("none" if config.loss == "dr_grpo" else "group")
+
+
+def has_reference(config: TrainConfig) -> bool:
+    """Whether a reference model is run: for the loss, or, named without `kl_coef`, to measure the distance from it."""
+    return config.kl_coef > 0 or config.reference_model is not None
+
+
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """Settings of the objective that cannot go together, a sentence each."""
+    try:
+        loss_config(config)
+    except ValueError as error:
+        yield str(error)
+    if config.overlong_buffer and config.overlong_length is None:
+        yield (
+            f"overlong_buffer {config.overlong_buffer} needs overlong_length, the completion length at which the "
+            "penalty is full: set it to the max_tokens of the environment"
+        )
+    elif config.overlong_length is not None and config.overlong_buffer > config.overlong_length:
+        yield (
+            f"overlong_buffer {config.overlong_buffer} is more than overlong_length {config.overlong_length}, so that "
+            "the penalty would begin below no tokens at all: lower the buffer"
+        )
+
+
+def settings_without_effect(config: TrainConfig) -> Iterator[str]:
+    """Settings of the objective that were given and change nothing, a sentence each with what to do instead."""
+    yield from _idle_bands(config)
+    if config.kl_estimator != "k3" and not has_reference(config):
+        yield (
+            f"kl_estimator {config.kl_estimator} has no effect without a reference, unless environments send "
+            "ref_logprobs: set kl_coef, or reference_model to measure only"
+        )
+    if config.kl_estimator == "k1" and config.kl_coef:
+        yield (
+            f"kl_coef {config.kl_coef:g} has no effect on average with kl_estimator k1, whose expected gradient is 0: "
+            "choose k2 or k3"
+        )
+    if config.correction == "none":
+        for name in _given(config, "correction_level", "correction_max", "correction_min"):
+            yield f"{name} has no effect without a correction: set correction to truncate or mask"
+    if not config.overlong_buffer:
+        for name in _given(config, "overlong_length", "overlong_penalty"):
+            yield f"{name} has no effect without overlong_buffer, the tokens over which the penalty grows: set it"
+    elif not config.overlong_penalty:
+        yield "overlong_buffer has no effect with overlong_penalty 0: raise the penalty, or leave the buffer out"
+    elif config.overlong_length is not None and config.overlong_length - config.overlong_buffer >= config.seq_len - 1:
+        yield (
+            f"overlong_buffer has no effect: the penalty begins above {config.overlong_length} - "
+            f"{config.overlong_buffer} tokens, and seq_len {config.seq_len} leaves no completion that long: "
+            "lower overlong_length"
+        )
+
+
+def _idle_bands(config: TrainConfig) -> Iterator[str]:
+    """Bounds of the ratio that bound nothing."""
+    if config.loss == "cispo":
+        for name in _given(config, "clip_eps", "clip_low", "clip_high"):
+            yield f"{name} has no effect with loss cispo, which has no band: set cispo_max"
+        return
+    if config.cispo_max is not None:
+        yield f"cispo_max has no effect with loss {config.loss}: set clip_high, or choose cispo"
+    if config.loss in PRESETS_WITH_BANDS:
+        for name in _given(config, "clip_eps"):
+            yield f"{name} has no effect with loss {config.loss}, whose band is its own: set clip_low and clip_high"
+    elif config.clip_low is not None and config.clip_high is not None:
+        for name in _given(config, "clip_eps"):
+            yield f"{name} has no effect beside clip_low and clip_high: leave it out"
+    if config.correction != "none" and config.num_iterations == 1:
+        for name in _given(config, "clip_eps", "clip_low", "clip_high", "dual_clip"):
+            yield (
+                f"{name} has no effect with a correction and one iteration: the ratio is then against the trainer's "
+                "own policy before the only update, and always 1; raise num_iterations, or leave the correction out"
+            )
+
+
+def _given(config: TrainConfig, *names: str) -> list[str]:
+    """Those of the settings that differ from their defaults."""
+    return [name for name in names if getattr(config, name) != type(config).model_fields[name].default]

@@ -1,0 +1,102 @@
+"""The reference policy, which a divergence term keeps the trained one close to.
+
+With adapters it is the model under them: no second copy. Else it is a copy of its own, never what the bridge maps of an
+inference server: that memory holds the policy of today.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from grpo_engine.data.batching import Batch
+from grpo_engine.errors import ModelError
+from grpo_engine.models.config import DtypeName
+from grpo_engine.models.loading import load_model
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.objective import has_reference
+from grpo_engine.train.scoring import Scorer
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+class FrozenCopy:
+    """A model that never changes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._scorer = Scorer(model.eval().requires_grad_(False))
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-probabilities (B, T) of the labels, 0 where not trained, without a graph."""
+        return self._scorer.logprobs(batch)[0]
+
+
+class UnderAdapters:
+    """The model in training with its adapters switched off, which is the one that training started from."""
+
+    def __init__(self, model: PeftModel) -> None:
+        self._model = model
+        self._scorer = Scorer(model)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-probabilities (B, T) of the labels, 0 where not trained, without a graph."""
+        with _as_it_was(self._model), self._model.disable_adapter():
+            return self._scorer.logprobs(batch)[0]
+
+
+Reference = FrozenCopy | UnderAdapters
+
+
+def load_reference(config: TrainConfig, model: PreTrainedModel | PeftModel) -> Reference | None:
+    """The reference that the settings ask for, with the type and on the device of the model in training; None: none.
+
+    Raises:
+        ModelError: it cannot be loaded, or its vocabulary lacks tokens of the trained model's.
+    """
+    if not has_reference(config):
+        return None
+    name = config.reference_model or config.model_name
+    has_adapters = hasattr(model, "disable_adapter")
+    if has_adapters and name == config.model_name:
+        log.info("reference: %s without its adapters", name)
+        return UnderAdapters(cast("PeftModel", model))
+    trained = cast("PreTrainedModel", model.get_base_model() if has_adapters else model)
+    some_weight = next(trained.parameters())
+    copy = load_model(
+        name,
+        dtype=cast(DtypeName, str(some_weight.dtype).removeprefix("torch.")),
+        device=some_weight.device,
+    )
+    num_tokens, num_known = (len(m.get_output_embeddings().weight) for m in (trained, copy))
+    if num_known < num_tokens:
+        raise ModelError(
+            f"reference_model {name} knows {num_known} tokens and {config.model_name} {num_tokens}: "
+            "choose a reference with the same tokenizer"
+        )
+    log.info("reference: a copy of %s, %.2f GB", name, sum(p.nbytes for p in copy.parameters()) / 1e9)
+    return FrozenCopy(copy)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode within, and afterwards as before: switching adapters on again lets all of them learn."""
+    learns = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    is_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(is_training)
+        for parameter, requires_grad in learns:
+            parameter.requires_grad_(requires_grad)
