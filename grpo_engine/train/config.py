@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from grpo_engine.algo.loss_config import Correction, KlEstimator, Preset, RatioLevel
+from grpo_engine.algo.loss_config import Correction, CorrectionLevel, KlEstimator, Preset
 from grpo_engine.bridges import AnyBridge, CheckpointReload
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
@@ -74,15 +74,18 @@ class TrainConfig(Config):
     """Weight of the divergence from the reference model."""
     kl_estimator: KlEstimator = "k3"
     """How that divergence is estimated."""
+    kl_unbiased: bool = False
+    """Weigh the estimate by the ratio, so that its gradient is that of the divergence also off policy."""
     reference_model: str | None = None
     """The reference: hub id, folder or `local/…`; unset: the model that training starts from. Named without kl_coef,
     the divergence from it is measured and nothing else."""
     num_iterations: int = Field(1, ge=1)
-    """Optimizer steps on each batch; with more than one, the ratio is against the policy before the first of them."""
+    """Updates on each batch, which stays one step; with more than one, the ratio is against the policy before the first
+    of them, and a bridge that shares memory takes a copy of the trained weights meanwhile."""
     correction: Correction = "none"
     """What becomes of the weight between trainer and sampler: nothing, held inside its bounds, or 0 outside them."""
-    correction_level: RatioLevel = "token"
-    """Whether a token or a whole sequence is weighed."""
+    correction_level: CorrectionLevel = "token"
+    """Whether a token is weighed, a sequence by the product of its tokens, or a sequence by their geometric mean."""
     correction_max: float = Field(2.0, gt=0)
     """Upper bound of that weight."""
     correction_min: float = Field(0.0, ge=0)
@@ -163,10 +166,16 @@ class TrainConfig(Config):
     rollouts_groups: int = Field(2, ge=1)
     """Groups that are written each time."""
     use_wandb: bool = False
-    """Also log to Weights & Biases (needs the `trackers` extra)."""
+    """Also log to Weights & Biases (needs the `trackers` extra). `WANDB_MODE=offline` keeps it on this machine."""
     wandb_project: str | None = None
     wandb_group: str | None = None
     """Unset: the name of the run folder."""
+    use_tensorboard: bool = False
+    """Also write event files into the run folder, for `tensorboard --logdir logs` (needs the `trackers` extra)."""
+    use_trackio: bool = False
+    """Also log to trackio (needs the `trackers` extra); `trackio show` opens its pages."""
+    trackio_project: str = Field("grpo", min_length=1)
+    """The project that trackio shows the run under."""
     benchmark: bool = False
     """Print times on the console line of every step."""
     debug_loading: bool = False
@@ -224,6 +233,16 @@ class TrainConfig(Config):
             )
         if self.use_wandb and not self.wandb_project:
             raise ValueError("use_wandb needs wandb_project")
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < self.seq_len:
+            raise ValueError(
+                f"micro_batch_tokens {self.micro_batch_tokens} is less than seq_len {self.seq_len}: a sequence of that "
+                "length would fit in no micro-batch; raise the one or lower the other"
+            )
+        if self.train_layer_indices is not None and self.bridge.mode == "lora_only":
+            raise ValueError(
+                "train_layer_indices chooses among the model's own layers, and lora_only trains adapters alone: "
+                "choose theirs by lora_layer_indices"
+            )
         for problem in contradictions(self):
             raise ValueError(problem)
         return self

@@ -36,6 +36,7 @@ def loss_config(config: TrainConfig) -> LossConfig:
         constant_length=config.seq_len if preset.aggregation == "constant" else None,
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
+        kl_unbiased=config.kl_unbiased,
         entropy_coef=config.entropy_coef,
         correction=config.correction,
         correction_level=config.correction_level,
@@ -80,10 +81,12 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
             f"kl_estimator {config.kl_estimator} has no effect without a reference, unless environments send "
             "ref_logprobs: set kl_coef, or reference_model to measure only"
         )
-    if config.kl_estimator == "k1" and config.kl_coef:
+    if config.kl_unbiased and not config.kl_coef:
+        yield "kl_unbiased has no effect without kl_coef, the weight of what it is the gradient of: set that too"
+    if config.kl_estimator == "k1" and config.kl_coef and not config.kl_unbiased:
         yield (
             f"kl_coef {config.kl_coef:g} has no effect on average with kl_estimator k1, whose expected gradient is 0: "
-            "choose k2 or k3"
+            "choose k2 or k3, or set kl_unbiased"
         )
     if config.correction == "none":
         for name in _given(config, "correction_level", "correction_max", "correction_min"):
