@@ -20,7 +20,8 @@ from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.loading import load_tokenizer
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
-from grpo_engine.train.recorder import Recorder, build_trackers
+from grpo_engine.train.recorder import Recorder
+from grpo_engine.train.trackers import build_trackers
 
 DEFAULT_SAVE_PATH = Path("trained_model_checkpoints")
 """The stock trainer's, for runs by hand."""
@@ -47,7 +48,7 @@ def run(config: TrainConfig) -> int:
         folder,
         total_steps=config.training_steps,
         show_times=config.benchmark,
-        trackers=build_trackers(config, folder.name),
+        trackers=build_trackers(config, folder),
     )
     with recorder, RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source:
         try:

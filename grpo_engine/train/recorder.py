@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol
+from typing import IO
 
-from grpo_engine.errors import ConfigError
-from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.trackers import Tracker
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.metrics import MetricsLine, RolloutLine
 
@@ -23,16 +22,6 @@ METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Somewhere else that metrics go."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of one step."""
-
-    def close(self) -> None:
-        """Send what is left."""
 
 
 class Recorder:
@@ -98,36 +87,3 @@ def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_t
         f"alignment: mean={metrics.get('alignment/diff_mean', math.nan):+.4f}, "
         f"abs={metrics.get('alignment/diff_abs_mean', math.nan):.4f}",
     ]
-
-
-def build_trackers(config: TrainConfig, run_name: str) -> list[Tracker]:
-    """The trackers that the settings ask for.
-
-    Raises:
-        ConfigError: one is asked for that is not installed.
-    """
-    return [WandbTracker(config, run_name)] if config.use_wandb else []
-
-
-class WandbTracker:
-    """Weights & Biases, with the same metric names and step numbers."""
-
-    def __init__(self, config: TrainConfig, run_name: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("use_wandb: wandb is not installed: pip install 'grpo-tui[trackers]'") from None
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group or run_name,
-            name=run_name,
-            config=config.model_dump(mode="json"),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Wait until everything was sent."""
-        self._run.finish()

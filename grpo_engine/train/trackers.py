@@ -1,0 +1,195 @@
+"""Where metrics go besides the run folder: Weights & Biases, TensorBoard and trackio, each only when it is asked for.
+
+Names and step numbers are those of metrics.jsonl. A tracker that cannot start is an error, since it was asked for; one
+that fails later is said once and left out, since the run folder has everything and training is worth more.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit, urlunsplit
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.train.config import TrainConfig
+
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_RUN_ID_FILE = "wandb-run-id"
+
+SECRET_NAME = re.compile(r"(?i)(?:key|token|secret|password|passwd|credentials?)$")
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Somewhere else that metrics go."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of one step."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
+    """The trackers that the settings ask for, started; none of them raises from then on.
+
+    Args:
+        folder: the run folder; its name is the run's.
+
+    Raises:
+        ConfigError: one is asked for that is not installed or does not start.
+    """
+    kinds: dict[str, Callable[[TrainConfig, Path], Tracker]] = {
+        "use_wandb": WandbTracker,
+        "use_tensorboard": TensorBoardTracker,
+        "use_trackio": TrackioTracker,
+    }
+    trackers: list[Tracker] = []
+    for setting, kind in kinds.items():
+        if not getattr(config, setting):
+            continue
+        name = setting.removeprefix("use_")
+        try:
+            tracker = kind(config, folder)
+        except ImportError as error:
+            raise ConfigError(
+                f"{setting}: {error.name or name} is not installed: pip install 'grpo-tui[trackers]'"
+            ) from None
+        except Exception as error:  # whatever a service says of logins, networks and project names
+            raise ConfigError(
+                f"{setting}: {name} did not start ({type(error).__name__}: {error}); "
+                f"see to that, or leave {setting} out: metrics.jsonl has the same figures"
+            ) from error
+        trackers.append(Forgiving(name, tracker))
+    return trackers
+
+
+class WandbTracker:
+    """Weights & Biases; a trainer that is started again in the same run folder goes on with the same run."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        import wandb
+
+        id_file = folder / WANDB_RUN_ID_FILE
+        if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(secrets.token_hex(8))
+        self._run = wandb.init(
+            project=config.wandb_project,
+            group=config.wandb_group or folder.name,
+            name=folder.name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=folder,
+            config=public_settings(config),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything was sent."""
+        self._run.finish()
+
+
+class TensorBoardTracker:
+    """Event files in the run folder, for `tensorboard --logdir logs`."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._folder = folder / TENSORBOARD_FOLDER
+        self._make_writer = SummaryWriter
+        self._writer: SummaryWriter | None = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one step."""
+        if self._writer is None:  # after a resume, this step and later ones replace what was written of them
+            self._writer = self._make_writer(str(self._folder), purge_step=step, flush_secs=10)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class TrackioTracker:
+    """trackio, on this machine unless its own variables (`TRACKIO_SPACE_ID` …) say otherwise."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=config.trackio_project,
+            name=folder.name,
+            resume="allow",
+            config=public_settings(config),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything was sent."""
+        self._run.finish()
+
+
+class Forgiving:
+    """A tracker whose failures end nothing: the first is said, and it gets no more metrics."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._has_failed = False
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass one step on, unless a step has failed."""
+        if not self._has_failed:
+            self._try(lambda: self._tracker.log(metrics, step), f"at step {step}")
+
+    def close(self) -> None:
+        """Pass it on, also after a failure: what was taken before may still be sent."""
+        self._try(self._tracker.close, "at the end")
+
+    def _try(self, call: Callable[[], None], when: str) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever networks, disks and services raise: training is worth more
+            if not self._has_failed:
+                log.error(
+                    "%s failed %s and gets no more metrics (%s: %s); training goes on, and metrics.jsonl has them all",
+                    self._name,
+                    when,
+                    type(error).__name__,
+                    error,
+                )
+            self._has_failed = True
+
+
+def public_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings as they may leave this machine: none named like a secret, and URLs without user and query."""
+    return _public(config.model_dump(mode="json"))
+
+
+def _public(settings: dict[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            shown[name] = _public(value)
+        elif not SECRET_NAME.search(name):
+            shown[name] = _bare_url(value) if isinstance(value, str) and "://" in value else value
+    return shown
+
+
+def _bare_url(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
