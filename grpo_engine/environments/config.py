@@ -59,6 +59,12 @@ class EnvironmentConfig(Config):
     max_token_length: int = Field(2048, ge=2)
     """Longest sequence, prompt included; a shorter limit of the trainer wins."""
 
+    # Evaluation: held-out items, asked when the trainer's eval_every says so
+    eval_temperature: float | None = Field(None, ge=0)
+    """Sampling temperature in evaluations; 0: greedy; unset: temperature, so that the trained policy is measured."""
+    eval_solved_from: float = 1.0
+    """Reward from which a completion counts as solved, for pass@k."""
+
     # What is asked
     system_prompt: str | None = None
     """First message of every conversation."""

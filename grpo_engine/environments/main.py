@@ -42,9 +42,11 @@ def run(config: EnvironmentConfig) -> int:
 async def work(config: EnvironmentConfig, tokenizer: Tokenizer) -> int:
     """Work until the end or a signal; returns the exit code."""
     token = config.api_token or os.environ.get(TOKEN_VARIABLE)
-    # Uncompressed answers: on loopback unpacking costs more than sending. One connection a group at most.
+    # Uncompressed answers: on loopback unpacking costs more than sending. One connection a group at most, and as many
+    # for an evaluation that begins while groups are in the making.
     plain = {"Accept-Encoding": "identity"}
-    limits = httpx.Limits(max_connections=config.max_workers + 8, max_keepalive_connections=config.max_workers + 8)
+    num_connections = 2 * config.max_workers + 8
+    limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
     authorization = {"Authorization": f"Bearer {token}"} if token else {}
     async with (
         httpx.AsyncClient(

@@ -23,6 +23,7 @@ from grpo_engine.wire.inference import GenerateRequest
 from grpo_engine.wire.rollouts import (
     POST_HEADER,
     EnvironmentStatus,
+    EvaluationAnswer,
     RegisterEnvironmentRequest,
     RegisterEnvironmentResponse,
     ScoredGroup,
@@ -44,6 +45,10 @@ _ANSWER_S = 60.0
 
 class UnknownEnvironment(PeerError):
     """The rollout API does not know our id: it was reset, or lost its database."""
+
+
+class UnknownEvaluation(PeerError):
+    """The rollout API does not know an evaluation (any more): it is over, or the API was reset."""
 
 
 class BatchLimits(BaseModel):
@@ -80,14 +85,15 @@ class RolloutApi:
     async def status(
         self, env_id: int, *, known: EnvironmentStatus | None = None, wait_s: float = 0.0
     ) -> EnvironmentStatus:
-        """Step and queue; the API may hold its answer for `wait_s` while they are as `known`.
+        """Step, queue and evaluation; the API may hold its answer for `wait_s` while they are as `known`.
 
         Raises:
             UnknownEnvironment: register again.
         """
-        body: dict[str, float | int] = {"env_id": env_id}
+        body: dict[str, float | int | str] = {"env_id": env_id}
         if known is not None and wait_s > 0:
             body |= {"wait_s": wait_s, "current_step": known.current_step, "queue_size": known.queue_size}
+            body |= {"evaluation": known.evaluation.id} if known.evaluation else {}
 
         async def ask() -> httpx.Response:
             return await self._http.request("GET", "/status-env", json=body, timeout=_ANSWER_S)
@@ -112,6 +118,14 @@ class RolloutApi:
             return await self._http.post(path, content=body, headers=headers, timeout=_ANSWER_S)
 
         await _patiently(send, "rollout API")
+
+    async def answer(self, evaluation_id: str, answer: EvaluationAnswer) -> None:
+        """Hand over what an evaluation measured; sending it again is safe.
+
+        Raises:
+            UnknownEvaluation: nobody wants it any more.
+        """
+        await self._ask("POST", f"/evaluations/{evaluation_id}/answers", json=answer)
 
     async def disconnect(self, env_id: int) -> None:
         """Say goodbye, so that our share lapses at once; an API that is gone is left alone."""
@@ -162,6 +176,7 @@ async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: str) ->
 
     Raises:
         UnknownEnvironment: it is 404 and about an environment.
+        UnknownEvaluation: it is 404 and about an evaluation.
         PeerError: it refuses for any other reason.
     """
     began = said_at = time.monotonic()
@@ -191,6 +206,8 @@ def _accepted(answer: httpx.Response, peer: str) -> httpx.Response:
     request = answer.request
     if answer.status_code == httpx.codes.NOT_FOUND and request.url.path.endswith("/status-env"):
         raise UnknownEnvironment(answer.text[:200])
+    if answer.status_code == httpx.codes.NOT_FOUND and "/evaluations/" in request.url.path:
+        raise UnknownEvaluation(answer.text[:200])
     raise PeerError(
         f"{peer}: {request.method} {request.url} was refused with {answer.status_code}: {answer.text[:500]}"
     )

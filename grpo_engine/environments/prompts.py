@@ -46,3 +46,9 @@ def prompt_tokens(config: EnvironmentConfig, tokenizer: Tokenizer, question: str
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     tokens: Sequence[int] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
     return [int(token) for token in tokens]
+
+
+def room_for_completion(config: EnvironmentConfig, trainer_limit: int) -> int:
+    """Tokens that prompt and completion may have together; `trainer_limit` is the trainer's, or not above 0."""
+    # Stock clients drop a sequence that is as long as the trainer's limit.
+    return min(config.max_token_length, trainer_limit - 1) if trainer_limit > 0 else config.max_token_length

@@ -2,7 +2,8 @@
 
 One task asks the rollout API how far the trainer is and starts makers; each maker turns one item into one group; one
 task posts what is done, several groups at once when several are. All prompts for which there is room are asked at the
-same time, so that the inference server decodes them together. Evaluation is not here.
+same time, so that the inference server decodes them together. An evaluation comes first: no group is begun while one of
+its prompts waits to be asked.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import time
 from collections.abc import Iterator
 
 from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.evaluating import Evaluator
 from grpo_engine.environments.groups import scored_group
 from grpo_engine.environments.peers import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
 from grpo_engine.environments.progress import Progress
-from grpo_engine.environments.prompts import Tokenizer, prompt_tokens
+from grpo_engine.environments.prompts import Tokenizer, prompt_tokens, room_for_completion
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
@@ -54,6 +56,7 @@ class Runner:
         """Groups in the making, or made and not yet posted."""
         self._has_news = asyncio.Event()
         self._progress = Progress()
+        self._evaluator = Evaluator(config, tokenizer, api, inference, tell=self._has_news.set)
 
     async def run(self) -> None:
         """Work until `total_steps` are reached; cancel it to end sooner.
@@ -73,6 +76,7 @@ class Runner:
                 posting.cancel()
                 for maker in self._makers:
                     maker.cancel()
+                self._evaluator.give_up()
         except* GrpoError as group:
             raise group.exceptions[0] from None
         finally:
@@ -89,6 +93,7 @@ class Runner:
                 weight=config.weight,
                 group_size=config.group_size,
                 min_batch_allocation=config.min_batch_allocation,
+                evaluates=self._evaluator.is_able,
             )
         )
         self._env_id = answer.env_id
@@ -111,12 +116,14 @@ class Runner:
             asked_at = time.monotonic()
             before, status = status, await self._status(status)
             total_steps = self._config.total_steps
-            if total_steps is not None and status.current_step >= total_steps:
+            is_done = total_steps is not None and status.current_step >= total_steps
+            if is_done and not status.is_evaluation_to_come:
                 log.info("trainer is at step %d of %d: done", status.current_step, total_steps)
                 return
             if before is not None and before.current_step != status.current_step:
                 await self._learn_limits()
-            for _ in range(self._room(status)):
+            self._follow_evaluation(status, tasks)
+            for _ in range(0 if is_done else self._room(status)):
                 self._num_unposted += 1
                 maker = tasks.create_task(self._make(*self._next_prompt()))
                 self._makers.add(maker)
@@ -127,7 +134,8 @@ class Runner:
     async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
         """Ask for the state of the queue; while groups are in the making, their end is news too."""
         assert self._env_id is not None
-        wait_s = _HOLD_S if known is not None and self._num_unposted == 0 else 0.0
+        is_idle = self._num_unposted == 0 and not self._evaluator.is_at_work
+        wait_s = _HOLD_S if known is not None and is_idle and not known.is_evaluation_to_come else 0.0
         try:
             return await self._api.status(self._env_id, known=known, wait_s=wait_s)
         except UnknownEnvironment:
@@ -147,19 +155,23 @@ class Runner:
             except TimeoutError:
                 return
 
+    def _follow_evaluation(self, status: EnvironmentStatus, tasks: asyncio.TaskGroup) -> None:
+        assert self._env_id is not None
+        longest = room_for_completion(self._config, self._limits.max_token_len)
+        self._evaluator.follow(status.evaluation, env_id=self._env_id, longest=longest, tasks=tasks)
+
     def _room(self, status: EnvironmentStatus) -> int:
         """Groups to start now: up to `max_batches_offpolicy` batches ahead, counting those in the making."""
         config = self._config
+        if self._evaluator.needs_everything:
+            return 0
         wanted = config.max_batches_offpolicy * self._limits.batch_size // config.group_size
         workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
         return max(0, min(wanted - status.queue_size - self._num_unposted, workers - len(self._makers)))
 
     def _next_prompt(self) -> tuple[Item, list[int], int]:
         """The next item, its prompt, and the tokens that are left for a completion."""
-        config, longest = self._config, self._config.max_token_length
-        if self._limits.max_token_len > 0:
-            # Stock clients drop a sequence that is as long as the trainer's limit.
-            longest = min(longest, self._limits.max_token_len - 1)
+        config, longest = self._config, room_for_completion(self._config, self._limits.max_token_len)
         for _ in range(_MAX_SKIPPED_ITEMS):
             item = next(self._items)
             prompt = prompt_tokens(config, self._tokenizer, item.question)

@@ -8,13 +8,16 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_engine.config import validated
 from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.tasks import AnyTask
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
 from grpo_engine.environments.tasks.arithmetic import Arithmetic
-from grpo_engine.environments.tasks.base import Item
+from grpo_engine.environments.tasks.base import Item, Split, belongs_to, plain
 from grpo_engine.environments.tasks.copy6 import Copy6
 from grpo_engine.environments.tasks.gsm8k import Gsm8k
 from grpo_engine.environments.tasks.jsonl import Jsonl
@@ -92,6 +95,11 @@ def write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
     return path
 
 
+def questions(task: AnyTask, split: Split, count: int, *, seed: int = 0) -> set[str]:
+    """Those of the first items of a split."""
+    return {plain(item.question) for item in itertools.islice(task.items(seed, split), count)}
+
+
 def test_gsm8k_reads_the_datasets_own_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 1,072"}])
     write_jsonl(tmp_path / "test.jsonl", [{"question": "And now?", "answer": "#### 5"}])
@@ -105,10 +113,79 @@ def test_gsm8k_reads_the_datasets_own_files(tmp_path: Path) -> None:
     assert task.score(item, "no idea") == 0.0
 
 
-def test_gsm8k_from_one_file_has_nothing_held_out(tmp_path: Path) -> None:
+def test_gsm8k_from_one_file_holds_one_question_in_sixteen_out(tmp_path: Path) -> None:
+    records = [{"question": f"How many is {n}?", "answer": f"#### {n}"} for n in range(160)]
+    task = Gsm8k(path=write_jsonl(tmp_path / "mine.jsonl", records))
+    train, held_out = questions(task, "train", 160), questions(task, "held_out", 160)
+    assert not train & held_out
+    assert len(train | held_out) == 160
+    assert 4 <= len(held_out) <= 20
+
+
+def test_a_file_without_anything_to_hold_out_says_so(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "mine.jsonl", [{"question": "How many?", "answer": "#### 2"}])
-    with pytest.raises(ConfigError, match=r"task\.path: .*mine\.jsonl is one file, with no held-out part"):
+    with pytest.raises(ConfigError, match=r"task\.path: .*mine\.jsonl has no held_out record: give a folder with"):
         next(Gsm8k(path=path).items(0, "held_out"))
+
+
+def test_what_is_held_out_in_a_file_of_its_own_is_not_trained_on_wherever_else_it_stands(tmp_path: Path) -> None:
+    records = [{"question": f"How many is {n}?", "answer": f"#### {n}"} for n in range(8)]
+    held_out = [{"question": f"How  many is {n}? ", "answer": f"#### {n}"} for n in (2, 5)]  # spaced another way
+    write_jsonl(tmp_path / "train.jsonl", records)
+    write_jsonl(tmp_path / "test.jsonl", held_out)
+    both: list[AnyTask] = [
+        Gsm8k(path=tmp_path),
+        Jsonl(path=tmp_path / "train.jsonl", held_out_path=tmp_path / "test.jsonl"),
+    ]
+    for task in both:
+        assert questions(task, "train", 30) == {f"How many is {n}?" for n in (0, 1, 3, 4, 6, 7)}
+        assert questions(task, "held_out", 30) == {"How many is 2?", "How many is 5?"}
+
+
+@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+@given(train_seed=st.integers(), held_out_seed=st.integers())
+@settings(max_examples=10, deadline=None)
+def test_whatever_the_seeds_no_question_of_an_evaluation_is_trained_on(
+    task: AnyTask, train_seed: int, held_out_seed: int
+) -> None:
+    held_out = questions(task, "held_out", 50, seed=held_out_seed) | questions(task, "held_out", 50)
+    assert not questions(task, "train", 500, seed=train_seed) & held_out
+
+
+@needs_reasoning_gym
+@pytest.mark.slow
+@given(train_seed=st.integers(0, 2**31), held_out_seed=st.integers(0, 2**31))
+@settings(max_examples=5, deadline=None)
+def test_whatever_the_seeds_reasoning_gym_keeps_its_splits_apart(train_seed: int, held_out_seed: int) -> None:
+    # Sums of two one-digit numbers: so few that both splits would share nearly all, were it left to chance.
+    task = ReasoningGym(dataset="chain_sum", options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    held_out = questions(task, "held_out", 30, seed=held_out_seed)
+    assert held_out
+    assert not questions(task, "train", 300, seed=train_seed) & held_out
+
+
+@given(st.lists(st.text(min_size=1), max_size=20, unique=True))
+@settings(max_examples=20, deadline=None)
+def test_whatever_the_records_the_splits_share_none_and_lose_none(texts: list[str]) -> None:
+    records = [Item(question=text, answer="") for text in texts]
+    train = {plain(item.question) for item in records if belongs_to("train", item.question)}
+    held_out = {plain(item.question) for item in records if belongs_to("held_out", item.question)}
+    assert not train & held_out
+    assert train | held_out == {plain(text) for text in texts}
+
+
+@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+def test_an_evaluation_always_asks_the_same_and_more_prompts_only_add_to_them(task: AnyTask) -> None:
+    few, many = held_out_items(task, 8), held_out_items(task, 64)
+    assert many[:8] == few
+    assert len({plain(item.question) for item in many}) == len(many) == 64
+    assert all(belongs_to("held_out", item.question) for item in many)
+
+
+def test_an_evaluation_of_a_small_task_asks_all_there_is(tmp_path: Path) -> None:
+    assert len(held_out_items(Arithmetic(), 64)) == 5
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": f"{n}?", "answer": "1"} for n in range(9)])
+    assert len(held_out_items(Jsonl(path=path, held_out_path=path), 64)) == 9
 
 
 def test_a_records_file_is_split_shuffled_and_repeated(tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ Split = Literal["train", "held_out"]
 """Items to train on, and items that training never sees."""
 
 HELD_OUT_ONE_IN = 16
-"""Procedural tasks hold out every question whose checksum is a multiple of this, so that the splits share none."""
+"""Where the held-out items have no source of their own, a question is held out when its checksum is a multiple of this.
+
+The question itself decides, and neither seed nor order: so training never sees one, whatever its seed, and also when a
+file grows.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,11 @@ class Task(Config):
         """Load what the task needs; raises `ConfigError` when it is not there."""
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
-        """Endless items; the same seed gives the same ones, and no item is in both splits."""
+        """Endless items; the same seed gives the same ones, and no question is in both splits, whatever their seeds.
+
+        Raises:
+            ConfigError: the split holds nothing.
+        """
         raise NotImplementedError
 
     def score(self, item: Item, completion: str) -> float:
@@ -50,8 +58,13 @@ class Task(Config):
 
 
 def belongs_to(split: Split, question: str) -> bool:
-    """Whether a procedurally made question is of `split`."""
-    return (zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0) == (split == "held_out")
+    """Whether a question is of `split`, where its checksum decides that."""
+    return (zlib.crc32(plain(question).encode()) % HELD_OUT_ONE_IN == 0) == (split == "held_out")
+
+
+def plain(question: str) -> str:
+    """A question without what does not make it another one: how its words are spaced."""
+    return " ".join(question.split())
 
 
 def generator(task: str, seed: int, split: Split) -> random.Random:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
 from grpo_engine.environments.tasks.base import Item, Split, Task
-from grpo_engine.environments.tasks.records import endless, read_items
+from grpo_engine.environments.tasks.records import endless, of_split, read_items
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
@@ -22,7 +22,7 @@ class Gsm8k(Task):
     name: Annotated[Literal["gsm8k"], Flag(("--task", "--task.name"))] = "gsm8k"
     path: Path | None = None
     """JSON Lines file with `question` and `answer` (the dataset's own format), or a folder with train.jsonl and
-    test.jsonl; unset: the hub."""
+    test.jsonl; unset: the hub. Without test.jsonl one question in sixteen is held out."""
 
     def check(self) -> None:
         """Find the training records."""
@@ -38,15 +38,23 @@ class Gsm8k(Task):
         return float(given is not None and is_same_answer(item.answer, given))
 
     def _records(self, split: Split) -> list[Item]:
-        records = self._from_hub(split) if self.path is None else self._from_files(self.path, split)
+        train = self._from_hub("train") if self.path is None else self._from_file(self.path, "train")
+        held_out = self._from_hub("held_out") if self.path is None else self._from_file(self.path, "held_out")
+        records = of_split(
+            split,
+            train or [],
+            held_out,
+            where=f"task.path: {self.path}",
+            instead="give a folder with train.jsonl and test.jsonl, or more records",
+        )
         return [Item(question=item.question, answer=final_answer(item.answer) or item.answer) for item in records]
 
-    def _from_files(self, path: Path, split: Split) -> list[Item]:
-        if path.is_dir():
-            path = path / f"{_HUB_SPLITS[split]}.jsonl"
-        elif split == "held_out":
-            raise ConfigError(f"task.path: {path} is one file, with no held-out part: give a folder with test.jsonl")
-        return read_items(path, question_field="question", answer_field="answer", where="task.path")
+    def _from_file(self, path: Path, split: Split) -> list[Item] | None:
+        """The records of a split's own file; None where held-out ones have none."""
+        file = path / f"{_HUB_SPLITS[split]}.jsonl" if path.is_dir() else path
+        if split == "held_out" and (file == path or not file.exists()):
+            return None
+        return read_items(file, question_field="question", answer_field="answer", where="task.path")
 
     def _from_hub(self, split: Split) -> list[Item]:
         instead = "give task.path = a folder with train.jsonl, or use the task reasoning_gym:gsm_symbolic"

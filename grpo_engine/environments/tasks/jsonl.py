@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
-from grpo_engine.environments.tasks.base import Item, Split, Task, belongs_to
-from grpo_engine.environments.tasks.records import endless, read_items
-from grpo_engine.errors import ConfigError
+from grpo_engine.environments.tasks.base import Item, Split, Task
+from grpo_engine.environments.tasks.records import endless, of_split, read_items
 from grpo_engine.flags import Flag
 
 
@@ -20,7 +19,7 @@ class Jsonl(Task):
     path: Path
     """File with one object a line."""
     held_out_path: Path | None = None
-    """File with the held-out records."""
+    """File with the held-out records; none of them is trained on, also where the other file holds it too."""
     question_field: str = "question"
     answer_field: str = "answer"
     reward: Literal["math", "exact"] = "math"
@@ -46,12 +45,13 @@ class Jsonl(Task):
         return float(given is not None and is_same_answer(expected, given))
 
     def _records(self, split: Split) -> list[Item]:
-        own = self.held_out_path if split == "held_out" else None
-        records = read_items(
-            own or self.path, question_field=self.question_field, answer_field=self.answer_field, where="task.path"
+        return of_split(
+            split,
+            self._read(self.path, "task.path"),
+            None if self.held_out_path is None else self._read(self.held_out_path, "task.held_out_path"),
+            where=f"task.path: {self.path}",
+            instead="give task.held_out_path, or more records",
         )
-        if self.held_out_path is None:
-            records = [item for item in records if belongs_to(split, item.question)]
-        if not records:
-            raise ConfigError(f"task.path: {own or self.path} has no {split} record: give task.held_out_path, or more")
-        return records
+
+    def _read(self, path: Path, where: str) -> list[Item]:
+        return read_items(path, question_field=self.question_field, answer_field=self.answer_field, where=where)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_engine.config import did_you_mean
-from grpo_engine.environments.tasks.base import Item, Split, generator
+from grpo_engine.environments.tasks.base import Item, Split, belongs_to, generator, plain
 from grpo_engine.errors import ConfigError
 
 
@@ -39,6 +39,32 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
     if not items:
         raise ConfigError(f"{where}: {path} holds no record")
     return items
+
+
+def of_split(
+    split: Split, records: Sequence[Item], held_out: Sequence[Item] | None, *, where: str, instead: str
+) -> list[Item]:
+    """The records of a split: one in sixteen questions is held out, or those of `held_out` are.
+
+    Args:
+        held_out: the held-out records, where they have a source of their own; training leaves out any that are among
+            its own as well.
+        where: the source, for the message.
+        instead: what to do where the split holds nothing.
+
+    Raises:
+        ConfigError: it holds nothing.
+    """
+    if held_out is None:
+        chosen = [item for item in records if belongs_to(split, item.question)]
+    elif split == "held_out":
+        chosen = list(held_out)
+    else:
+        kept_back = {plain(item.question) for item in held_out}
+        chosen = [item for item in records if plain(item.question) not in kept_back]
+    if not chosen:
+        raise ConfigError(f"{where} has no {split} record: {instead}")
+    return chosen
 
 
 def endless(items: Sequence[Item], *, task: str, seed: int, split: Split) -> Iterator[Item]:
