@@ -1,4 +1,7 @@
-"""`grpo-engine api | server | env | train`: the four services by hand. Loads only the one that is asked for."""
+"""`grpo-engine api | server | env | train | check`: the four services by hand, and a look before training.
+
+Loads only the one that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,23 @@ def _train(argv: Sequence[str]) -> int:
     return run(config)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"api": _api, "server": _server, "env": _env, "train": _train}
+def _check(argv: Sequence[str]) -> int:
+    """Tells before training whether sampler and trainer agree; takes the flags of train."""
+    from grpo_engine.train.check_config import CheckConfig
+
+    config = parse_flags(CheckConfig, argv, prog="grpo-engine check", description=_check.__doc__ or "")
+    from grpo_engine.train.check import run
+
+    return run(config)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "api": _api,
+    "server": _server,
+    "env": _env,
+    "train": _train,
+    "check": _check,
+}
 
 
 def _usage() -> str:

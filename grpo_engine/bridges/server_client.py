@@ -75,6 +75,10 @@ class ServerClient:
         body = LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, policy_version=policy_version)
         self._check_version(self._ask("POST", "/lora/load", body, HandoverAnswer), policy_version, path)
 
+    def ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
+        """Any other question; patience and errors are as for all the rest."""
+        return self._ask(method, path, body, answer)
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()

@@ -6,7 +6,7 @@ Pure and torch-free: what was asked of the server and of the tokenizer goes in, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_engine.train.check_findings import Finding, Numbers, fail, ok, warn
 
@@ -209,29 +209,15 @@ def _padding(tokens: SpecialTokens, decode: Decode) -> Finding:
     if tokens.pad in tokens.ends:
         return ok(
             id,
-            f"{shown} pads and ends; that does no harm here: masks come with the samples, no token id is taken for padding",
+            f"{shown} pads and ends; no harm: masks come with the samples, and no id is taken for padding",
             numbers={"pad": tokens.pad},
         )
     return ok(id, f"{shown}, none of the end tokens", numbers={"pad": tokens.pad})
 
 
-def template_end(
-    before: Sequence[int], answer: Sequence[int], after: Sequence[int], special: frozenset[int]
-) -> int | None:
-    """The first special token behind an answer in a rendered conversation.
-
-    Args:
-        before: the conversation up to where the answer begins.
-        answer: the answer's own tokens, however they merge with what is around them.
-        after: the conversation with the answer.
-        special: ids that are no text.
-    """
-    return next((token for token in after[len(before) + max(len(answer) - 1, 0) :] if token in special), None)
-
-
-def with_note(finding: Finding, note: str) -> Finding:
-    """The finding, saying one thing more."""
-    return replace(finding, seen=f"{finding.seen}; {note}")
+def template_end(tail: Sequence[int], special: frozenset[int]) -> int | None:
+    """The first special token of what a template puts behind an answer."""
+    return next((token for token in tail if token in special), None)
 
 
 def _shown(tokens: Sequence[int], decode: Decode) -> str:
