@@ -21,14 +21,16 @@ _LAYER_OF_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def freeze_except_layers(model: nn.Module, indices: Iterable[int]) -> None:
-    """Let only the parameters of these layers learn; embeddings, final norm and head are frozen as well.
+    """Freeze all but these layers, also embeddings, final norm and head; what is frozen already stays so.
+
+    Of a model with an adapter, the adapter alone learns, and with this only its part in these layers.
 
     Raises:
         ModelError: no index, or one that the model does not have; nothing is frozen then.
     """
     chosen = require_layers(model, indices)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(layer_of(name) in chosen)
+        parameter.requires_grad_(parameter.requires_grad and layer_of(name) in chosen)
 
 
 def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:

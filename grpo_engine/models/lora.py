@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LoraSettings, parse_layer_indices
@@ -29,12 +31,12 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     layers = None
     if settings.layer_indices is not None:
         layers = sorted(require_layers(model, parse_layer_indices(settings.layer_indices)))
-    leaf_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if unknown := [name for name in settings.target_modules if name not in leaf_names]:
-        linear = sorted(
-            {name.rpartition(".")[2] for name, module in model.named_modules() if "Linear" in type(module).__name__}
+    linear = {name.rpartition(".")[2]: module for name, module in model.named_modules() if _is_linear(module)}
+    if unknown := [name for name in settings.target_modules if name not in linear]:
+        raise ModelError(
+            f"LoRA target modules {', '.join(unknown)} are no linear layers of this model; it has "
+            f"{', '.join(sorted(linear))}"
         )
-        raise ModelError(f"LoRA target modules {', '.join(unknown)} are not in this model; it has {', '.join(linear)}")
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -42,8 +44,14 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules),
         layers_to_transform=layers,
+        fan_in_fan_out=any(isinstance(linear[name], Conv1D) for name in settings.target_modules),
     )
     return get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Also quantized ones, and GPT-2's, whose weights are transposed."""
+    return "Linear" in type(module).__name__ or isinstance(module, Conv1D)
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:

@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from grpo_engine.errors import ModelError
-from grpo_engine.models.config import LoraSettings
-from grpo_engine.models.layers import freeze_except_layers
+from grpo_engine.models.config import LoraSettings, OptimizerSettings
+from grpo_engine.models.layers import freeze_except_layers, layer_of
 from grpo_engine.models.lora import add_lora, save_adapter
+from grpo_engine.models.optimizers import build_optimizer
 
 TOKEN_IDS = torch.arange(20).view(1, -1)
 
@@ -66,8 +77,8 @@ def test_an_adapter_can_be_kept_to_some_layers() -> None:
 
 
 def test_targets_and_layers_that_are_not_there_are_named() -> None:
-    with pytest.raises(ModelError, match=r"c_attn are not in this model; it has .*q_proj"):
-        add_lora(small_model(), LoraSettings(target_modules=("q_proj", "c_attn")))
+    with pytest.raises(ModelError, match=r"c_attn, mlp are no linear layers of this model; it has .*q_proj"):
+        add_lora(small_model(), LoraSettings(target_modules=("q_proj", "c_attn", "mlp")))
     with pytest.raises(ModelError, match="4, 5 not in this model, which has 4 layers, 0 to 3"):
         add_lora(small_model(), LoraSettings(layer_indices="3-5"))
 
@@ -110,3 +121,55 @@ def test_a_layer_that_is_not_there_freezes_nothing() -> None:
         with pytest.raises(ModelError, match="layer indices"):
             freeze_except_layers(model, indices)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def of_family(name: str) -> tuple[PreTrainedModel, str]:
+    """A small random model with four layers, and the name of its attention's first linear layer."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 64}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    match name:
+        case "gpt2":
+            return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=64, **special)), "c_attn"
+        case "falcon":
+            return FalconForCausalLM(FalconConfig(num_hidden_layers=4, **sizes, **special)), "query_key_value"
+        case "neox":
+            config = GPTNeoXConfig(num_hidden_layers=4, intermediate_size=32, **sizes, **special)
+            return GPTNeoXForCausalLM(config), "query_key_value"
+        case _:
+            return small_model(), "q_proj"
+
+
+def changed_by_a_step(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that one optimizer step on all that learns gives other values."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model.parameters(), OptimizerSettings(lr=0.1))
+    torch.autograd.backward(model(TOKEN_IDS).logits.square().mean())
+    optimizer.step()
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "neox"])
+def test_a_step_changes_the_chosen_layers_and_nothing_else(family: str) -> None:
+    model, _ = of_family(family)
+    freeze_except_layers(model, (1, 2))
+    changed = changed_by_a_step(model)
+    assert {layer_of(name) for name in changed} == {1, 2}
+    assert len(changed) > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "neox"])
+def test_a_step_changes_adapters_on_the_chosen_layers_and_nothing_else(family: str) -> None:
+    model, target = of_family(family)
+    adapted = add_lora(model, LoraSettings(rank=2, target_modules=(target,), layer_indices="0,3"))
+    changed = changed_by_a_step(adapted)
+    assert {layer_of(name) for name in changed} == {0, 3}
+    assert all("lora_B" in name and target in name for name in changed)  # A's gradient is zero while B is
+
+
+def test_a_layer_filter_on_an_adapted_model_never_lets_the_base_learn() -> None:
+    adapted = add_lora(small_model(), LoraSettings(rank=2))
+    freeze_except_layers(adapted, (1,))
+    names = trained_names(adapted)
+    assert len(names) == 2 * 2
+    assert all("lora_" in name and ".layers.1." in name for name in names)
