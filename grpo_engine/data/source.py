@@ -12,12 +12,20 @@ import os
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
-from grpo_engine.wire.rollouts import TOKEN_VARIABLE, BatchResponse, RegisterRequest, ScoredGroup
+from grpo_engine.wire.rollouts import (
+    TOKEN_VARIABLE,
+    BatchResponse,
+    EvaluationOrder,
+    EvaluationState,
+    RegisterRequest,
+    ScoredGroup,
+)
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +119,7 @@ class RolloutSource:
         save_checkpoint_interval: int,
         starting_step: int,
         num_steps: int,
+        eval_every: int = 0,
         wandb_group: str = "",
         wandb_project: str = "",
     ) -> None:
@@ -129,6 +138,7 @@ class RolloutSource:
             save_checkpoint_interval=save_checkpoint_interval,
             starting_step=starting_step,
             num_steps=num_steps,
+            eval_every=eval_every,
         )
         self.wait_until_reachable()
         self._send_registration(self._registration)
@@ -166,6 +176,18 @@ class RolloutSource:
             return None
         self._lease, self._is_used = response.lease or "", False
         return response.batch
+
+    @property
+    def lease(self) -> str:
+        """The API's name for the last batch; empty where there is none."""
+        return self._lease
+
+    def go_on_after(self, lease: str) -> None:
+        """Take the place of a trainer that was killed and has left this batch behind: the API need not offer it again.
+
+        It is acknowledged with the next request for a batch.
+        """
+        self._lease, self._is_used = lease, True
 
     def mark_used(self) -> None:
         """Note that the last batch was trained on: from here on a goodbye acknowledges it as well."""
@@ -216,6 +238,42 @@ class RolloutSource:
                 pause_s = min(1.5 * pause_s, _MAX_POLL_S)
         return None
 
+    def evaluation(self, order: EvaluationOrder, wait_s: float = 0.0) -> EvaluationState:
+        """Ask where an evaluation stands, which orders it where the API does not know it (yet, or any more).
+
+        Args:
+            wait_s: how long the API may hold its answer until the evaluation is over.
+
+        Raises:
+            PeerUnavailable: the API does not answer; asking again later is safe.
+            PeerError: it has no evaluations, as stock ones, or refuses this one.
+        """
+        state = self._ask("GET", f"/evaluations/{order.id}", params={"wait_s": wait_s})
+        if state.status_code == httpx.codes.NOT_FOUND:
+            state = self._ask("POST", "/evaluations", json=order.model_dump())
+            if state.status_code == httpx.codes.CONFLICT:
+                self._register_again(state.text[:200])
+                state = self._ask("POST", "/evaluations", json=order.model_dump())
+        if state.status_code == httpx.codes.NOT_FOUND:
+            raise PeerError(
+                f"{self.url} has no evaluations, as a stock rollout API: use grpo-engine api, or eval_every 0"
+            )
+        if state.status_code != httpx.codes.OK:
+            raise PeerError(f"{self.url}/evaluations: refused with {state.status_code} {state.text[:200]}")
+        try:
+            return EvaluationState.model_validate_json(state.content)
+        except ValidationError as error:
+            fault = error.errors(include_input=False)[0]
+            where = ".".join(str(part) for part in fault["loc"])
+            raise PeerError(f"{self.url}/evaluations: not an evaluation: {where}: {fault['msg']}") from None
+
+    def close_evaluation(self, order: EvaluationOrder) -> None:
+        """Let environments stop what they still do for it; an API that is gone is left alone."""
+        try:
+            self._http.delete(f"/evaluations/{order.id}", timeout=2.0)
+        except httpx.TransportError as error:
+            log.warning("%s: evaluation of step %d not closed: %s", self.url, order.step, error)
+
     def acknowledge(self) -> None:
         """Say that the last batch was used, without asking for another; an API that is gone is left alone."""
         if not self._lease:
@@ -225,6 +283,15 @@ class RolloutSource:
         except httpx.TransportError as error:
             log.warning("%s: last batch not acknowledged: %s", self.url, error)
         self._lease = ""
+
+    def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, **parts)
+        except httpx.TransportError as error:
+            raise PeerUnavailable(f"{self.url}{path}: {str(error) or type(error).__name__}") from None
+        if answer.status_code >= 500:
+            raise PeerUnavailable(f"{self.url}{path}: {answer.status_code} {answer.text[:200]}")
+        return answer
 
     def _send_registration(self, registration: RegisterRequest) -> None:
         try:

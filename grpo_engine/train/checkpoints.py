@@ -1,15 +1,19 @@
 """Checkpoints: everything needed to go on as if nothing had happened, and a model that anybody can load.
 
     <save_path>/step_<n>/   model.safetensors, config.json, tokenizer …   what `from_pretrained` reads
-                            trainer.pt                                    masters, optimizer, random numbers
+                            trainer.json, trainer-00001.safetensors …     masters, optimizer, random numbers
                             checkpoint.json                               written last; a folder without it is none
 
-A checkpoint is written beside its place and renamed, so a crash never leaves half of one under the real name.
+A checkpoint is written beside its place, brought to the disk, and renamed; what it replaces is renamed away first. So a
+crash, also of the machine, leaves the checkpoint before it or the new one, and `tidy` finishes what it interrupted.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import random
 import re
 import shutil
 import time
@@ -18,15 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from grpo_engine.errors import CheckpointError
+from grpo_engine.train.state_files import read_state, write_state
 from grpo_engine.wire.codec import Message, write_json_atomically
 
 MARKER = "checkpoint.json"
-TRAINER_STATE = "trainer.pt"
+TRAINER_STATE = "trainer"
+"""What the names of the files begin with that only a trainer reads."""
+PICKLED_STATE = "trainer.pt"
+"""Of checkpoints that were made before the first release; they cannot be read any more."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
+UNFINISHED = re.compile(r"\.([^.]+)\.(partial|replaced|removed)")
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +49,10 @@ class CheckpointMarker(Message):
     policy_version: int
     model_name: str
     bridge: str
+    lease: str = ""
+    """Of the last batch that was trained on, the rollout API's word for where a trainer is in its data."""
+    settings: dict[str, Any] = {}
+    """Those that decide what a step does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +62,10 @@ class TrainerState:
     marker: CheckpointMarker
     masters: dict[str, Any]
     optimizer: dict[str, Any]
-    torch_rng: torch.Tensor
-    """uint8, torch's CPU generator."""
-    cuda_rng: torch.Tensor | None
-    """uint8, the generator of the trainer's GPU; None without one."""
+    random: dict[str, Any]
+    """Every random number generator, as `random_state` gives it."""
+    bad_steps: int = 0
+    """Steps in a row until now that were not finite."""
 
 
 def save(
@@ -61,37 +76,69 @@ def save(
     Args:
         write_model: writes an HF-loadable model into the folder it is given.
         name: folder name; `step_<n>` unless said.
+
+    Raises:
+        CheckpointError: the disk is full or refuses; the checkpoints before this one are untouched.
     """
     final = save_path / (name or f"step_{state.marker.step}")
-    beside = save_path / f".{final.name}.partial"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    write_model(beside)
-    content = {
-        "masters": state.masters,
-        "optimizer": state.optimizer,
-        "torch_rng": state.torch_rng,
-        "cuda_rng": state.cuda_rng,
-    }
-    torch.save(content, beside / TRAINER_STATE)
-    write_json_atomically(beside / MARKER, state.marker)
-    if final.exists():
-        shutil.rmtree(final)  # an older run's, or the same step again after a resume
-    beside.rename(final)
+    beside, replaced = save_path / f".{final.name}.partial", save_path / f".{final.name}.replaced"
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        write_model(beside)
+        content = {
+            "masters": state.masters,
+            "optimizer": state.optimizer,
+            "random": state.random,
+            "bad_steps": state.bad_steps,
+        }
+        write_state(beside, TRAINER_STATE, content)
+        _bring_to_disk(beside)
+        write_json_atomically(beside / MARKER, state.marker)
+        _bring_to_disk(beside)
+        if final.exists():
+            final.rename(replaced)
+        beside.rename(final)
+        sync(save_path)
+    except (OSError, SafetensorError) as error:
+        written = _size(beside)
+        shutil.rmtree(beside, ignore_errors=True)
+        tidy(save_path)
+        raise CheckpointError(_why_unsaved(final, error, written, save_path)) from error
     log.info("checkpoint saved: %s", final)
     for old in _steps(save_path)[:-keep]:
         if save_path / f"step_{old}" != final:  # the newest is the one just made, whatever stood there before
-            shutil.rmtree(save_path / f"step_{old}")
+            (save_path / f"step_{old}").rename(save_path / f".step_{old}.removed")  # at once: half of one is none
+    tidy(save_path)
     return final
 
 
-def set_aside(save_path: Path) -> None:
-    """Move an earlier run's checkpoints out of the way of one that starts anew; none is deleted."""
-    if newest(save_path) is None:
+def tidy(save_path: Path) -> None:
+    """Finish what a trainer that was killed had begun: whole checkpoints get their names, the rest is removed."""
+    if not save_path.is_dir():
         return
-    aside = save_path.with_name(f"{save_path.name}-until-{time.strftime('%m%d-%H%M%S')}")
+    matches = (UNFINISHED.fullmatch(path.name) for path in save_path.iterdir())
+    for match in sorted((match for match in matches if match), key=lambda match: match[0]):  # partial before replaced
+        folder, final = save_path / match[0], save_path / match[1]
+        if match[2] != "removed" and (folder / MARKER).is_file() and not final.exists():
+            folder.rename(final)
+            sync(save_path)
+            log.info("checkpoint %s was whole, and has its name now", final)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(save_path: Path) -> None:
+    """Move what an earlier run left out of the way of one that starts anew; nothing is deleted."""
+    if not save_path.is_dir() or not any(save_path.iterdir()):
+        return
+    stem = f"{save_path.name}-until-{time.strftime('%m%d-%H%M%S')}"
+    number, aside = 1, save_path.with_name(stem)
+    while aside.exists():
+        number += 1
+        aside = save_path.with_name(f"{stem}-{number}")
     save_path.rename(aside)
-    log.info("earlier checkpoints are now in %s", aside)
+    log.info("what was in %s is now in %s", save_path, aside)
 
 
 def newest(save_path: Path) -> Path | None:
@@ -117,14 +164,48 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
             f"{folder}: of model {marker.model_name!r}, but this run trains {model_name!r}; "
             "choose another --save-path, or --no-resume to start anew"
         )
-    try:
-        content = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
-        return TrainerState(marker=marker, **content)
-    except Exception as error:  # whatever a damaged file makes torch's readers raise
+    if (folder / PICKLED_STATE).exists():
         raise CheckpointError(
-            f"{folder / TRAINER_STATE}: unreadable ({type(error).__name__}: {error}); "
+            f"{folder / PICKLED_STATE}: from a development version, whose trainer state cannot be read any more; "
+            "choose another --save-path, or --no-resume to start anew; the model in the folder can be loaded as ever"
+        )
+    try:
+        return TrainerState(marker=marker, **read_state(folder, TRAINER_STATE))
+    except Exception as error:  # whatever a damaged file makes the readers raise
+        raise CheckpointError(
+            f"{folder / TRAINER_STATE}*: unreadable ({type(error).__name__}: {error}); "
             f"remove {folder} to go on from the checkpoint before it"
         ) from error
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every random number generator that a step may draw from."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": (version, torch.tensor(numbers), gauss),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` gave; a generator of a GPU stays as it is where none was saved."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random number generator that a step may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _steps(save_path: Path) -> list[int]:
@@ -133,3 +214,37 @@ def _steps(save_path: Path) -> list[int]:
         return []
     matches = ((STEP_FOLDER.fullmatch(folder.name), folder) for folder in save_path.iterdir())
     return sorted(int(match[1]) for match, folder in matches if match and (folder / MARKER).is_file())
+
+
+def _bring_to_disk(folder: Path) -> None:
+    """Have the disk hold every file below `folder`, and the folders themselves."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's content, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # folders of some network file systems
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _why_unsaved(final: Path, error: Exception, written: int, save_path: Path) -> str:
+    before = newest(save_path)
+    space = ""
+    if save_path.is_dir():
+        needed = _size(before) if before else written
+        at_least = "" if before else "more than "
+        free = shutil.disk_usage(save_path).free
+        space = f" (a checkpoint takes {at_least}{needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free)"
+    kept = f"{before.name} is kept" if before else "there is none before it"
+    return f"{final}: not saved: {error}{space}; {kept}; make room, lower --keep-checkpoints, or move --save-path"

@@ -1,7 +1,10 @@
-"""The training loop, top to bottom: attach, fetch, score, step, publish, record, save.
+"""The training loop, top to bottom: attach, resume, fetch, score, step, publish, record, save.
 
 One loop for every bridge: bridges differ in how weights get across, not in what training is. Ordering is the whole
 point here, so it reads in the order in which things happen; the arithmetic is in `step` and in `grpo_engine.algo`.
+Steps that a killed trainer had made since its last checkpoint are made again on the same path, only that their groups
+come from the journal. Inference gets each of them, as it got it before: where memory is shared it cannot be otherwise,
+and elsewhere it costs a hand-over.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from pathlib import Path
 
 from grpo_engine.bridges import Bridge
 from grpo_engine.data.source import RolloutSource
-from grpo_engine.errors import GrpoError, PeerUnavailable
+from grpo_engine.errors import CheckpointError, GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.journal import Journal, JournalEntry, JournalHead
 from grpo_engine.train.recorder import Recorder
+from grpo_engine.train.resuming import decisive_settings, find_start
 from grpo_engine.train.samples import Decode, sampled_rollouts
 from grpo_engine.train.step import drop_stale, fitting_batch, gradient_step
 from grpo_engine.train.trainee import Trainee
@@ -44,18 +49,13 @@ def train(
     """
     attached = bridge.attach()
     trainee = Trainee(attached, config)
-    step, version = 0, 0
     if not config.resume:
         checkpoints.set_aside(save_path)
-    checkpoint = checkpoints.newest(save_path)
-    if checkpoint is not None:
-        marker = trainee.restore(checkpoints.load(checkpoint, model_name=config.model_name))
-        step, version = marker.step, marker.policy_version
-        log.info("resumed from %s", checkpoint)
-    elif attached.is_shared and attached.policy_version > 0:
-        trainee.start_anew()  # the memory holds what an earlier trainer made of the model
-    if attached.policy_version > 0:  # a version names one set of weights, also across trainers
-        version = max(version, attached.policy_version) + 1
+    journal = Journal(save_path, is_kept=config.journal)
+    settings = decisive_settings(config)
+    start = find_start(trainee, attached, journal, save_path, settings)
+    step, version, lease = start.step, start.policy_version, start.lease
+    recorder.begin_after(start.recorded_through)
     # Whatever inference holds now (an earlier run's weights, or none of ours), it serves exactly this policy next.
     bridge.publish(version, trainee.write_weights)
 
@@ -64,30 +64,53 @@ def train(
         max_token_len=config.seq_len,
         checkpoint_dir=str(save_path),
         save_checkpoint_interval=config.checkpoint_interval,
-        starting_step=step,
+        starting_step=start.journaled_through,
         num_steps=config.training_steps,
     )
+    source.go_on_after(lease)
     log.info(
         "trainer ready: %s by %s, step %d of %d", config.model_name, config.bridge.mode, step, config.training_steps
     )
 
     saved_step = step
+
+    def save(*, or_go_on: bool) -> None:
+        """Write a checkpoint of the steps until now. A full disk ends no run that can still make room."""
+        nonlocal saved_step
+        if step == saved_step:
+            return
+        try:
+            trainee.save(save_path, step=step, policy_version=version, lease=lease, settings=settings)
+        except CheckpointError as error:
+            if not or_go_on:
+                raise
+            log.error("%s; training goes on, and the next checkpoint is tried when it is due", error)
+        else:
+            saved_step = step
+            journal.forget(through=step)
+
     try:
         while step < config.training_steps and not stop():
             began = time.perf_counter()
-            groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop, meanwhile=bridge.keep_up)
-            if groups is None:
-                break
-            groups = drop_stale(groups, version, config.max_staleness)
-            if not groups:
-                continue
-            batch = fitting_batch(groups, config.seq_len)
+            entry = journal.read(step + 1)  # what a trainer that was killed had made this step of
+            if entry is None:
+                groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop, meanwhile=bridge.keep_up)
+                if groups is None:
+                    break
+                groups = drop_stale(groups, version, config.max_staleness)
+                if not groups:
+                    continue
+                head = JournalHead(step=step + 1, policy_version=version, lease=source.lease, settings=settings)
+                entry = JournalEntry(head=head, groups=groups)
+            batch = fitting_batch(entry.groups, config.seq_len)
+            journal.keep(entry)
+            version = entry.head.policy_version
             fetched = time.perf_counter()
 
             bridge.ensure_current()  # the step reads what is mapped of a server: that must be a living one's
             result = gradient_step(trainee, batch, step=step, policy_version=version)
             source.mark_used()
-            step += 1
+            step, lease = step + 1, entry.head.lease
             stepped = time.perf_counter()
 
             if result.applied:
@@ -101,22 +124,19 @@ def train(
                 "train/step_time": published - began,
                 "train/tokens_per_second": batch.num_inputs / (published - began),
             }
-            recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics()})
-            if config.rollouts_every and step % config.rollouts_every == 0:
-                recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
+            if not recorder.has(step):
+                if config.rollouts_every and step % config.rollouts_every == 0:
+                    recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
+                recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics()})
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
-                trainee.save(save_path, step=step, policy_version=version)
-                saved_step = step
+                save(or_go_on=True)
     except GrpoError as error:  # a peer that stays away, a group that cannot be trained on: what was done is kept
-        if step != saved_step:
-            trainee.save(save_path, step=step, policy_version=version)
         if not (stop() and isinstance(error, PeerUnavailable)):
+            save(or_go_on=True)
             raise
-        log.info("stopped after step %d while waiting: %s", step, error)
-        return step
+        log.info("stopped while waiting: %s", error)
 
-    if step != saved_step:
-        trainee.save(save_path, step=step, policy_version=version)
+    save(or_go_on=False)
     log.info(
         "Training finished." if step >= config.training_steps else f"stopped after step {step}; resumes from there"
     )

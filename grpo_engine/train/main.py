@@ -16,6 +16,7 @@ import torch
 
 from grpo_engine.bridges import BridgeContext
 from grpo_engine.data.source import RolloutSource
+from grpo_engine.errors import PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.loading import load_tokenizer
 from grpo_engine.train.config import TrainConfig
@@ -57,6 +58,10 @@ def run(config: TrainConfig) -> int:
             bridge.close()
     return 0
 
+        except PeerUnavailable as error:  # asked to stop before the first step, while somebody was awaited
+            if not stop():
+                raise
+            log.info("stopped while waiting: %s", error)
 
 def _bridge_context(config: TrainConfig, folder: Path, stop: StopRequest) -> BridgeContext:
     return BridgeContext(

@@ -5,8 +5,10 @@ Console lines have the stock trainer's wording, so that scripts which read them 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,8 @@ class Recorder:
 
     def __init__(self, folder: Path, *, total_steps: int, show_times: bool, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._last_step = 0
         self._metrics: IO[bytes] = (folder / METRICS_FILE).open("ab", buffering=0)
         self._rollouts: IO[bytes] = (folder / ROLLOUTS_FILE).open("ab", buffering=0)
         self._total_steps = total_steps
@@ -45,6 +49,15 @@ class Recorder:
         self._rollouts.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def begin_after(self, step: int) -> None:
+        """Go on after this step: what was recorded of later ones, which are made anew, is set aside."""
+        self._last_step = _keep_through(self._folder / METRICS_FILE, step)
+        _keep_through(self._folder / ROLLOUTS_FILE, self._last_step)  # a step's groups are written before its metrics
+
+    def has(self, step: int) -> bool:
+        """Whether a step was recorded before this trainer began, and is only made again."""
+        return step <= self._last_step
 
     def step(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Record one optimizer step; values that are not finite are left out of the file, and said in the log."""
@@ -87,3 +100,33 @@ def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_t
         f"alignment: mean={metrics.get('alignment/diff_mean', math.nan):+.4f}, "
         f"abs={metrics.get('alignment/diff_abs_mean', math.nan):.4f}",
     ]
+
+
+def _keep_through(path: Path, step: int) -> int:
+    """Cut a file of lines off before the first one of a later step, or that a crash left half-written.
+
+    Whole lines that are cut off go to a file beside it. Returns the last step that is left; 0 when there is none.
+    """
+    content = path.read_bytes()
+    end, last = 0, 0
+    for line in content.splitlines(keepends=True):
+        number = _step_of(line)
+        if number > step or not line.endswith(b"\n"):
+            break
+        end, last = end + len(line), max(last, number)
+    rest = content[end : content.rfind(b"\n") + 1]
+    if rest:
+        aside = path.with_name(f"{path.stem}-set-aside{path.suffix}")
+        log.warning("%s: what was recorded after step %d is now in %s", path, last, aside)
+        with aside.open("ab") as file:
+            file.write(rest)
+    if end < len(content):
+        os.truncate(path, end)
+    return last
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0  # of no step, so of no later one

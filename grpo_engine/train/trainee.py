@@ -7,9 +7,10 @@ calls inside its fence. Everything else (gradients, clipping, updates) happens o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +122,14 @@ class Trainee:
             for parameter, values in seen:
                 parameter.data = values
 
-    def save(self, save_path: Path, *, step: int, policy_version: int) -> Path:
-        """Write a checkpoint."""
+    def save(
+        self, save_path: Path, *, step: int, policy_version: int, lease: str, settings: Mapping[str, Any]
+    ) -> Path:
+        """Write a checkpoint; `lease` and `settings` as its marker has them.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
         marker = checkpoints.CheckpointMarker(
             step=step,
             policy_version=policy_version,
@@ -133,25 +140,27 @@ class Trainee:
             marker=marker,
             masters=self._masters.state_dict(),
             optimizer=self._optimizer.state_dict(),
-            torch_rng=torch.get_rng_state(),
-            cuda_rng=torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            random=checkpoints.random_state(self.device),
+            bad_steps=self._bad_steps,
         )
         return checkpoints.save(save_path, state, self._save_model, keep=self.config.keep_checkpoints)
 
+            lease=lease,
+            settings=dict(settings),
     def restore(self, state: checkpoints.TrainerState) -> checkpoints.CheckpointMarker:
         """Take over what a checkpoint holds; the parameters follow with the next `write_weights`."""
         self._masters.load_state_dict(state.masters)
-        self._optimizer.load_state_dict(state.optimizer)
-        torch.set_rng_state(state.torch_rng)
-        if state.cuda_rng is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state.cuda_rng, self.device)
+        groups = self._optimizer.state_dict()["param_groups"]  # settings are this run's, only the state is saved
+        self._optimizer.load_state_dict({**state.optimizer, "param_groups": groups})
+        checkpoints.restore_random_state(state.random, self.device)
+        self._bad_steps = state.bad_steps
         return state.marker
 
     def start_anew(self) -> None:
-        """Take the weights of the untrained model, whatever the parameters hold now."""
-        model = load_model(self.config.model_name, dtype="float32", device="cpu")
-        untrained = dict(model.named_parameters())
-        self._masters.load_state_dict({name: untrained[name].detach() for name in self._masters.state_dict()})
+        """Take the weights of the untrained model as inference has them at first, whatever the parameters hold now."""
+        untrained = dict(load_model(self.config.model_name, dtype="float32", device="cpu").named_parameters())
+        served = {name: untrained[name].detach().to(live.dtype) for name, live in self.model.named_parameters()}
+        self._masters.load_state_dict({name: served[name] for name in self._masters.state_dict()})
 
     def memory_metrics(self) -> dict[str, float]:
         """Peak GPU memory of this process in GB; nothing on a CPU."""

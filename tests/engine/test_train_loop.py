@@ -178,7 +178,7 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_and_not_lost(tmp_path: Path
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     run(tmp_path, settings())
-    (tmp_path / "checkpoints/step_6" / checkpoints.TRAINER_STATE).write_bytes(b"not a checkpoint")
+    (tmp_path / "checkpoints/step_6/trainer-00001.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match=r"step_6.*unreadable"):
         run(tmp_path, settings(training_steps=8))
 

@@ -86,6 +86,10 @@ class ListedSource:
     def __init__(self, batches: Sequence[list[ScoredGroup]]) -> None:
         self._batches = list(batches)
         self.registered: dict[str, object] = {}
+        self.lease = ""
+
+    def go_on_after(self, lease: str) -> None:
+        self.lease = lease
 
     def register(self, **registration: object) -> None:
         self.registered = registration
