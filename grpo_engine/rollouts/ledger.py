@@ -176,7 +176,9 @@ class Ledger:
         )
 
     def acknowledge(self, lease_id: str) -> tuple[str, ...]:
-        """Forget a batch that arrived; an unknown one was acknowledged before."""
+        """Forget a batch that arrived; an unknown one was acknowledged before. After the last one it is a goodbye."""
+        if self.run is not None and self.run.is_over:
+            self.run = replace(self.run, is_left=True)
         known = [lease_id] if lease_id in self.leases else []
         self._forget(known)
         return tuple(known)
@@ -344,12 +346,9 @@ class Ledger:
         return None if has_answered else evaluation.order
 
     def _is_evaluation_to_come(self, now: float) -> bool:
-        if self.run is None or not self.run.is_over or not self.run.request.eval_every:
+        if self.run is None or not self.run.is_over or self.run.is_left or not self.run.request.eval_every:
             return False
-        num_steps = self.run.request.num_steps
-        if self.run.request.starting_step >= num_steps:
-            return False
-        if self.evaluation is None or self.evaluation.order.step < num_steps:
+        if self.evaluation is None or self.evaluation.order.step < self.run.request.num_steps:
             return True
         state = self.evaluation_state(self.evaluation.order.id, now)
         return state is not None and not state.is_over

@@ -18,7 +18,9 @@ class RunRecord:
     step: int
     """`starting_step` plus the batches that were handed out; a batch that is offered again counts once."""
     has_started: bool = False
-    """Whether the trainer has asked for a batch: only then environments are let in."""
+    """Whether the trainer has asked for a batch or an evaluation: only then environments are let in."""
+    is_left: bool = False
+    """Whether the trainer said goodbye after its last batch."""
 
     @property
     def is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: attach, resume, fetch, score, step, publish, record, save.
+"""The training loop, top to bottom: attach, resume, fetch, score, step, publish, evaluate, record, save.
 
 One loop for every bridge: bridges differ in how weights get across, not in what training is. Ordering is the whole
 point here, so it reads in the order in which things happen; the arithmetic is in `step` and in `grpo_engine.algo`.
@@ -19,6 +19,7 @@ from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import CheckpointError, GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.train.journal import Journal, JournalEntry, JournalHead
 from grpo_engine.train.recorder import Recorder
 from grpo_engine.train.resuming import decisive_settings, find_start
@@ -66,7 +67,9 @@ def train(
         save_checkpoint_interval=config.checkpoint_interval,
         starting_step=start.journaled_through,
         num_steps=config.training_steps,
+        eval_every=config.eval_every if step < config.training_steps else 0,
     )
+    evaluator = Evaluator(config, source, stop=stop, meanwhile=bridge.keep_up)
     source.go_on_after(lease)
     log.info(
         "trainer ready: %s by %s, step %d of %d", config.model_name, config.bridge.mode, step, config.training_steps
@@ -90,6 +93,8 @@ def train(
             journal.forget(through=step)
 
     try:
+        if start.recorded_through == 0:
+            recorder.before_the_first(version, evaluator.measure_if_due(0, version))
         while step < config.training_steps and not stop():
             began = time.perf_counter()
             entry = journal.read(step + 1)  # what a trainer that was killed had made this step of
@@ -127,7 +132,8 @@ def train(
             if not recorder.has(step):
                 if config.rollouts_every and step % config.rollouts_every == 0:
                     recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
-                recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics()})
+                evaluated = evaluator.measure_if_due(step, version)
+                recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics(), **evaluated})
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
                 save(or_go_on=True)
     except GrpoError as error:  # a peer that stays away, a group that cannot be trained on: what was done is kept

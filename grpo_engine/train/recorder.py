@@ -52,7 +52,7 @@ class Recorder:
 
     def begin_after(self, step: int) -> None:
         """Go on after this step: what was recorded of later ones, which are made anew, is set aside."""
-        self._last_step = _keep_through(self._folder / METRICS_FILE, step)
+        self._last_step = _keep_through(self._folder / METRICS_FILE, step or -1)  # from 0 on, what was before it too
         _keep_through(self._folder / ROLLOUTS_FILE, self._last_step)  # a step's groups are written before its metrics
 
     def has(self, step: int) -> bool:
@@ -61,6 +61,17 @@ class Recorder:
 
     def step(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Record one optimizer step; values that are not finite are left out of the file, and said in the log."""
+        finite = self._written(step, policy_version, metrics)
+        lines = console_lines(step, self._total_steps, finite, show_times=self._show_times)
+        sys.stdout.write("\n".join(["", *lines, ""]))  # bare lines: what reads them anchors its patterns at the start
+        sys.stdout.flush()
+
+    def before_the_first(self, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """Record what was measured before the first step, if anything, as step 0."""
+        if metrics:
+            self._written(0, policy_version, metrics)
+
+    def _written(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> dict[str, float]:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in metrics.keys() - finite.keys():
             log.warning("step %d: %s is %s", step, name, metrics[name])
@@ -69,9 +80,7 @@ class Recorder:
         )
         for tracker in self._trackers:
             tracker.log(finite, step)
-        lines = console_lines(step, self._total_steps, finite, show_times=self._show_times)
-        sys.stdout.write("\n".join(["", *lines, ""]))  # bare lines: what reads them anchors its patterns at the start
-        sys.stdout.flush()
+        return finite
 
     def rollouts(self, lines: Sequence[RolloutLine]) -> None:
         """Record sampled groups for the viewer."""

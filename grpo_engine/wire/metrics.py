@@ -22,6 +22,12 @@ METRIC_NAMES = (
 )  # fmt: skip
 """Every name that a run folder promises; one that a machine cannot have (GPU memory on a CPU) is left out."""
 
+EVALUATION_PREFIX = "eval/"
+"""Begins the names of what is measured on held-out prompts every `eval_every` steps: `eval/avg@4`, `eval/pass@1` …,
+each with its standard error over prompts (`…_se`), `eval/num_prompts`, `eval/length_mean`, `eval/truncated_fraction`,
+`eval/other_version_fraction` (completions that the published weights did not sample) and `eval/time` (seconds). Where
+several environments answer, `eval/<environment>/…` as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -50,7 +56,7 @@ class MetricsLine(Message):
     time: float
     """Unix seconds at the end of the step."""
     step: int
-    """Optimizer steps done, counted from 1."""
+    """Optimizer steps done, counted from 1; 0 is the evaluation before the first."""
     policy_version: int
     metrics: dict[str, FiniteFloat]
 

@@ -1,0 +1,213 @@
+"""Evaluation on held-out prompts: orders it of the environments, waits for their answers, and makes metrics of them.
+
+Prompts and rewards belong to the environments, which hear of an order through the rollout API. The trainer does nothing
+else meanwhile, so that exactly the weights that were published last are measured; where inference had others all the
+same, that is said. Nothing that goes wrong here ends a run: it is said, and training goes on without.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
+from grpo_engine.data.source import RolloutSource
+from grpo_engine.errors import GrpoError, PeerUnavailable
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.wire.metrics import EVALUATION_PREFIX
+from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, EvaluationState, NamedAnswer
+
+log = logging.getLogger(__name__)
+
+_HOLD_S = 1.0
+"""For how long the API may hold an answer: a request to stop is noticed that late."""
+_PAUSE_S = 0.25
+"""Between two questions to an API that is away."""
+
+
+class Evaluator:
+    """The trainer's side of evaluations."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        source: RolloutSource,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            stop: whether to give up, for the run is to end.
+            meanwhile: called about once a second while waiting; where it fails, the evaluation does.
+        """
+        self._config = config
+        self._source = source
+        self._stop = stop
+        self._meanwhile = meanwhile
+
+    def is_due(self, step: int) -> bool:
+        """Whether the policy is to be evaluated after `step` steps: at first, every so many, and at last."""
+        every = self._config.eval_every
+        return every > 0 and (step % every == 0 or step == self._config.training_steps)
+
+    def measure_if_due(self, step: int, policy_version: int) -> dict[str, float]:
+        """Metrics of the policy that inference serves; empty when it is not due, or nobody answered."""
+        if not self.is_due(step) or self._stop():
+            return {}
+        began = time.perf_counter()
+        order = EvaluationOrder(
+            id=secrets.token_hex(8),
+            step=step,
+            policy_version=policy_version,
+            num_prompts=self._config.eval_prompts,
+            num_samples=self._config.eval_samples,
+        )
+        try:
+            state = self._answered(order)
+        except GrpoError as error:  # a server that stays away, say: the loop will meet it with its next batch
+            log.warning("evaluation of step %d: %s; going on without", step, error)
+            return {}
+        finally:
+            self._source.close_evaluation(order)
+        if state is None:
+            return {}
+        for complaint in complaints(state):
+            log.warning("evaluation of step %d: %s", step, complaint)
+        metrics = evaluation_metrics(state)
+        if metrics:
+            metrics["eval/time"] = time.perf_counter() - began
+            log.info("%s", summary(step, metrics))
+        return metrics
+
+    def _answered(self, order: EvaluationOrder) -> EvaluationState | None:
+        """The answers, as soon as they are complete, or those that came within the time limit; None on a stop."""
+        deadline = time.monotonic() + self._config.eval_timeout_s
+        state: EvaluationState | None = None
+        is_away = False
+        while not self._stop():
+            self._meanwhile()
+            left_s = deadline - time.monotonic()
+            try:
+                state = self._source.evaluation(order, wait_s=min(_HOLD_S, max(0.0, left_s)))
+                is_away = False
+            except PeerUnavailable as error:
+                if not is_away:
+                    log.warning(
+                        "evaluation of step %d: %s; waiting for the rollout API to come back", order.step, error
+                    )
+                is_away = True
+                time.sleep(_PAUSE_S)
+            if state is not None and state.is_over:
+                return state
+            if left_s <= 0:
+                waited_for = ", ".join(state.waiting_for) if state else ""
+                log.warning(
+                    "evaluation of step %d: not done within %g s (eval_timeout_s); waited for %s; training goes on",
+                    order.step,
+                    self._config.eval_timeout_s,
+                    waited_for or "environments that never came",
+                )
+                return state
+        return None
+
+
+def complaints(state: EvaluationState) -> list[str]:
+    """What is wrong with the answers, in words."""
+    found = [f"{named.environment}: {named.answer.problem}" for named in state.answers if named.answer.problem]
+    if state.missing:
+        found.append(f"{', '.join(state.missing)} went away without an answer")
+    if not _usable(state) and not found and state.is_over:
+        who = f"none of {', '.join(state.unable)} evaluates" if state.unable else "there is no environment"
+        found.append(f"{who}: use environments of grpo-engine, or eval_every 0; training goes on without")
+    off = Counter(
+        ", ".join(map(str, versions))
+        for named in _usable(state)
+        for prompt in named.answer.policy_versions or []
+        for versions in prompt
+        if versions != [state.order.policy_version]
+    )
+    if off:
+        others = "; ".join(f"{count} by version {versions}" for versions, count in sorted(off.items()))
+        found.append(
+            f"{sum(off.values())} completions were not sampled by the published version "
+            f"{state.order.policy_version} ({others}): with a bridge that hands over every few steps, make eval_every "
+            "a multiple of them"
+        )
+    return found
+
+
+def evaluation_metrics(state: EvaluationState) -> dict[str, float]:
+    """Metrics of all environments together, and of each where there are several; empty without an answer.
+
+    Those of all together are left out where one of them is missing: a curve must not jump because of that.
+    """
+    usable = _usable(state)
+    is_whole = len(usable) == len(state.answers) and not state.missing and not state.waiting_for
+    metrics: dict[str, float] = {}
+    if usable and is_whole:
+        metrics |= _metrics_of([named.answer for named in usable], state.order, EVALUATION_PREFIX)
+    if len(usable) > 1 or not is_whole:
+        for name, answer in _by_name(usable).items():
+            metrics |= _metrics_of([answer], state.order, f"{EVALUATION_PREFIX}{name}/")
+    return metrics
+
+
+def summary(step: int, metrics: dict[str, float]) -> str:
+    """One line for a log's reader: `… step 50: avg@4 0.812 ± 0.021, pass@1 0.503 ± 0.027 (64 prompts, 0.8 s)`."""
+    shown = [
+        f"{name.removeprefix(EVALUATION_PREFIX)} {value:.3f}"
+        + (f" ± {metrics[f'{name}_se']:.3f}" if f"{name}_se" in metrics else "")
+        for name, value in metrics.items()
+        if "@" in name and not name.endswith("_se")
+    ]
+    num_prompts = metrics.get("eval/num_prompts")
+    size = f"{num_prompts:.0f} prompts, " if num_prompts is not None else ""
+    return f"evaluated step {step}: {', '.join(shown)} ({size}{metrics['eval/time']:.1f} s)"
+
+
+def _usable(state: EvaluationState) -> list[NamedAnswer]:
+    return [named for named in state.answers if named.answer.rewards]
+
+
+def _by_name(answers: Sequence[NamedAnswer]) -> dict[str, EvaluationAnswer]:
+    """By the name that stays the same after a restart, unless two share it."""
+    names = Counter(named.desired_name for named in answers)
+    return {
+        named.desired_name if names[named.desired_name] == 1 else named.environment: named.answer for named in answers
+    }
+
+
+def _metrics_of(answers: Sequence[EvaluationAnswer], order: EvaluationOrder, prefix: str) -> dict[str, float]:
+    """What the prompts of all `answers` came to. P prompts, G completions of each."""
+    rewards_PG = torch.tensor([row for answer in answers for row in answer.rewards], dtype=torch.float64)
+    solved_PG = torch.tensor(
+        [[reward >= answer.solved_from for reward in row] for answer in answers for row in answer.rewards]
+    )
+    values = {f"avg@{order.num_samples}": avg_at_k(rewards_PG)}
+    values |= {f"pass@{k}": pass_at_k(solved_PG, k) for k in ks_up_to(order.num_samples)}
+    metrics: dict[str, float] = {}
+    for name, values_P in values.items():
+        estimate = over_prompts(values_P)
+        metrics[prefix + name] = float(estimate.mean)
+        if len(values_P) > 1:
+            metrics[f"{prefix}{name}_se"] = float(estimate.standard_error)
+    metrics[prefix + "num_prompts"] = float(len(rewards_PG))
+    metrics[prefix + "length_mean"] = _mean([n for answer in answers for row in answer.lengths for n in row])
+    metrics[prefix + "truncated_fraction"] = _mean([t for answer in answers for row in answer.truncated for t in row])
+    if all(answer.policy_versions is not None for answer in answers):
+        published = [order.policy_version]
+        metrics[prefix + "other_version_fraction"] = _mean(
+            [v != published for answer in answers for row in answer.policy_versions or [] for v in row]
+        )
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
