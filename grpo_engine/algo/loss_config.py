@@ -108,21 +108,25 @@ class LossConfig:
         - `cispo`: MiniMax-M1, arXiv 2506.13585, eq. 4-5, without a lower bound as there.
         - `ppo_dual_clip`: arXiv 1912.09729, eq. 5, with its c = 3.
 
-        How TRL's `loss_type` maps onto these. TRL's advantages are `group_advantages` with its defaults (unbiased
-        standard deviation, plus 1e-4), for each of its loss types; without our `denominator`, ours is one micro-batch:
+        How TRL 1.16 maps onto these (`tests/engine/test_against_trl.py` compares value and gradient). Its advantages
+        are `group_advantages` with its defaults (unbiased standard deviation, plus 1e-4), for each of its loss types:
 
-        - `grpo`: the same value. TRL takes the mean over the sequences of a micro-batch and divides by the number of
-          accumulation steps, which is `denominator` = sequences of the whole batch when micro-batches are equal.
+        - `grpo`: TRL takes the mean over the sequences of a micro-batch, those without a trained token included, and
+          divides by the accumulation steps. That is ours where every sequence trains a token; else pass `denominator`
+          = all sequences of the whole batch.
         - `bnpo`: TRL divides by the tokens of each micro-batch on each process, then by the accumulation steps, so
           that its value depends on the split. Ours divides by the tokens of the whole batch, and does not; pass
           `denominator` = tokens of the micro-batch times accumulation steps for TRL's number.
         - `dr_grpo`: TRL divides by sequences times `max_completion_length`: set that as `constant_length`. TRL leaves
           `scale_rewards` as it is; the paper wants it off.
-        - `dapo`: TRL divides by the trained tokens of the whole batch over all processes, our `denominator` for
-          `token_mean`. TRL's `epsilon_high` is 0.2 unless set to 0.28.
-        - `cispo`: divided as `dapo`. TRL's `epsilon_high` is our `cispo_max`, and must be set there.
-        - TRL's `importance_sampling_level="sequence"` is our `ratio_level`, its `delta` our `dual_clip`, its
-          `vllm_importance_sampling_cap` our `correction_max`.
+        - `dapo` (its default): TRL divides by the trained tokens of the whole batch over all processes, as ours does.
+          TRL's `epsilon_high` is 0.2 unless set to 0.28.
+        - `cispo`: divided as `dapo`. TRL's `epsilon_high` is our `cispo_max`; it is `epsilon` unless set, a cap of 0.2.
+        - `importance_sampling_level="sequence"` is `ratio_level`, `delta` is `dual_clip`, `beta` is `kl_coef`, with
+          `kl_unbiased` unless `use_bias_correction_kl=False`.
+        - `vllm_importance_sampling_mode` (`sequence_mask` unless set) is `correction_level` and `correction`;
+          `…_clip_max` (3 unless set) and `…_clip_min` are `correction_max` and `correction_min`.
+        - `entropy_coef` weighs the mean over a micro-batch's tokens whatever the loss type; ours goes by `aggregation`.
 
         Raises:
             ValueError: no such preset.
