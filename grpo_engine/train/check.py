@@ -8,14 +8,10 @@ one it would have found, some policy versions further on. Judging is in `check_a
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import shutil
 import signal
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +19,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
 
 from grpo_engine.bridges import Bridge, BridgeContext, BridgeModel, CheckpointReload
 from grpo_engine.bridges.saving import trainable_device
-from grpo_engine.errors import BridgeError, ConfigError, GrpoError, ModelError, PeerError
+from grpo_engine.errors import BridgeError, ModelError, PeerError
 from grpo_engine.models.config import LoraSettings
-from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model
+from grpo_engine.models.loading import load_config, load_model, load_tokenizer
 from grpo_engine.train.check_alignment import (
     NoiseBand,
     Reading,
@@ -40,20 +35,20 @@ from grpo_engine.train.check_alignment import (
     judge_temperature,
     noise_band,
 )
-from grpo_engine.train.check_canary import ADVICE, CanaryReading, judge_canary
+from grpo_engine.train.check_canary import CanaryReading, judge_canary
 from grpo_engine.train.check_config import CheckConfig
 from grpo_engine.train.check_findings import (
     Finding,
     Level,
-    as_table,
     fail,
-    finding_lines,
     is_all_right,
     ok,
-    summary_line,
     warn,
 )
+from grpo_engine.train.check_prompts import QUESTIONS, asked, prompt_tokens, special_tokens
+from grpo_engine.train.check_report import Report
 from grpo_engine.train.check_sampling import CheckedServer, Sample, ServerFacts, ServerKind
+from grpo_engine.train.check_server import judge_server, no_bridge, no_server, no_trainer
 from grpo_engine.train.check_tokens import (
     Encoded,
     Ending,
@@ -62,7 +57,6 @@ from grpo_engine.train.check_tokens import (
     judge_endings,
     judge_special_tokens,
     judge_vocabulary,
-    template_end,
 )
 from grpo_engine.train.check_trainer import Scored, TrainerSide
 from grpo_engine.train.trainee import Trainee
@@ -72,14 +66,6 @@ if TYPE_CHECKING:
 
 TEMPERATURES = (0.7, 1.3)
 """Where raw and processed log-probabilities differ; at 1 they are the same."""
-QUESTIONS = (
-    "What is 17 + 25?",
-    "Write one sentence about the sea.",
-    "Sort these digits: 402915",
-    "Name three colours and why you like them.",
-    "Why is the sky blue? Answer in one sentence.",
-    "Tell me a word that rhymes with light.",
-)
 _TEXTS = (
     "Hello, world!",
     "  two  spaces\n\tand a tab ",
@@ -87,16 +73,11 @@ _TEXTS = (
     "12345 67890",
     "def f(x): return x",
 )
-_ANSWER = "Blueberry"
-"""Stands in for an answer, to see what a chat template puts behind one."""
 _SEED = 20177
 _CANARY_MOVES = 0.1
 """Mean |Δ| in nats that the canary must make; several times what bfloat16 does by itself."""
-_MOST_COLUMNS = 100
 
 log = logging.getLogger(__name__)
-
-Messages = list[dict[str, str]]
 
 
 def run(config: CheckConfig) -> int:
@@ -113,44 +94,16 @@ def run(config: CheckConfig) -> int:
     return 0 if is_all_right(report.findings) else 1
 
 
-class Report:
-    """Shows each finding when it is there, or all of them as JSON at the end."""
-
-    def __init__(self, config: CheckConfig) -> None:
-        self.findings: list[Finding] = []
-        self._as_json = config.as_json
-        self._has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self._width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
-        self._say(f"{config.model_name} by {config.bridge.mode}, server on port {config.vllm_port}\n")
-
-    def add(self, *findings: Finding) -> None:
-        """Take findings."""
-        for finding in findings:
-            self.findings.append(finding)
-            self._say("\n".join(finding_lines(finding, width=self._width, has_colour=self._has_colour)))
-
-    def end(self) -> None:
-        """Say how it stands."""
-        if self._as_json:
-            sys.stdout.write(json.dumps(as_table(self.findings), ensure_ascii=False) + "\n")
-        self._say(f"\n{summary_line(self.findings, has_colour=self._has_colour)}")
-
-    def _say(self, text: str) -> None:
-        if not self._as_json:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
-
-
 def check(config: CheckConfig, report: Report) -> None:
     """Ask everything, in order; later questions are left out where an earlier answer makes them senseless."""
     tokenizer = load_tokenizer(config.model_name)
-    prompts = _prompts(config, tokenizer)
+    prompts = prompt_tokens(config, tokenizer)
     server = CheckedServer(f"http://127.0.0.1:{config.vllm_port}", patience_s=config.check_timeout_s)
     try:
         try:
             facts = server.facts()
         except (PeerError, BridgeError) as error:
-            report.add(_no_server(config, error))
+            report.add(no_server(config, error))
             return
         report.add(judge_server(facts, config))
         special = special_tokens(config.model_name, tokenizer)
@@ -194,11 +147,11 @@ def _check_weights(session: _Session, report: Report) -> None:
                 bridge = _build_bridge(session)
                 attached = bridge.attach()
             else:
-                report.add(_no_bridge(config, facts))
+                report.add(no_bridge(config, facts))
                 attached = _copy_of_its_own(config)
             trainer = TrainerSide(Trainee(attached, config), seq_len=config.seq_len, batch_size=config.batch_size)
         except (BridgeError, ModelError, PeerError) as error:
-            report.add(_no_trainer(config, error))
+            report.add(no_trainer(config, error))
             return
         band = noise_band([trainer.dtype, facts.dtype or trainer.dtype])
         try:
@@ -227,59 +180,10 @@ def _check_weights(session: _Session, report: Report) -> None:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
-    """What answers, and whether it says that it is what the trainer needs. Pure."""
-    version = "" if facts.policy_version is None else f", policy version {facts.policy_version}"
-    place = "" if facts.device is None else f" on {facts.device} in {facts.dtype}"
-    whose = "our server" if facts.kind is ServerKind.OURS else facts.kind.value
-    seen = f"{whose}, {facts.engine}{place}{version}; log-probs {facts.logprobs_mode}" + (
-        "" if facts.declares_mode else " (it does not say; that is its default)"
-    )
-    if not _is_same_model(facts.model_name, config.model_name):
-        return warn(
-            "server",
-            f"{seen}; serves {facts.model_name!r}",
-            cause=f"another name than the trainer's {config.model_name!r}; alignment will tell whether it is the same",
-            advice="start the server with the trainer's --model-name",
-        )
-    if config.bridge.mode == "lora_only" and facts.kind is ServerKind.OURS and not facts.takes_adapters:
-        return fail(
-            "server",
-            seen,
-            cause="it takes no adapters, which lora_only hands over",
-            advice="start it with --enable-lora",
-        )
-    if config.bridge.mode == "lora_only" and config.lora_dropout > 0:
-        return warn(
-            "server",
-            seen,
-            cause=f"--lora-dropout {config.lora_dropout:g} makes the trainer disagree with the sampler on every token",
-            advice="train with --lora-dropout 0",
-        )
-    return ok("server", seen)
-
-
-def _is_same_model(left: str, right: str) -> bool:
-    try:
-        return left == right or resolve_model(left) == resolve_model(right)
-    except ModelError:
-        return False
-
-
-def _no_server(config: CheckConfig, error: GrpoError) -> Finding:
-    return fail(
-        "server",
-        str(error),
-        cause="no inference server is up on this port, its model is still loading, or it is of a kind unknown here",
-        advice=f"start it (grpo-engine server --model-name {config.model_name} --port {config.vllm_port}), wait until "
-        "/health says 200, or name its port by --vllm-port",
-    )
-
-
 def _ask_vocabulary(server: CheckedServer, config: CheckConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
     size = int(load_config(config.model_name).get_text_config().vocab_size)
     probe = VocabularyProbe(size=size, takes_last=server.takes_token(size - 1), takes_one_more=server.takes_token(size))
-    conversation: Messages = [{"role": "user", "content": QUESTIONS[0]}]
+    conversation = asked(QUESTIONS[0])
     texts = list(_TEXTS)
     encoded: list[Encoded] = []
     if tokenizer.chat_template:
@@ -293,48 +197,6 @@ def _ask_vocabulary(server: CheckedServer, config: CheckConfig, tokenizer: PreTr
         if (theirs := server.encode(text)) is not None:
             encoded.append(Encoded(text=text, trainer=tuple(tokenizer.encode(text)), server=theirs))
     return judge_vocabulary(probe, encoded, decode=tokenizer.decode)
-
-
-def special_tokens(model_name: str, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """What the files of a model say about tokens that are no text."""
-    configured = [load_config(model_name).get_text_config().eos_token_id]
-    try:
-        configured.append(GenerationConfig.from_pretrained(resolve_model(model_name)).eos_token_id)
-    except OSError:
-        log.info("%s has no generation_config.json", model_name)
-    eos = {int(i) for each in configured for i in (each if isinstance(each, list | tuple) else [each]) if i is not None}
-    question: Messages = [{"role": "user", "content": QUESTIONS[0]}]
-    chat: tuple[int, ...] = ()
-    text: tuple[int, ...] = ()
-    end = None
-    if tokenizer.chat_template:
-        chat = _chat_tokens(tokenizer, question)
-        rendered = str(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
-        text = tuple(tokenizer.encode(rendered))
-        answered = [*question, {"role": "assistant", "content": _ANSWER}]
-        tail = str(tokenizer.apply_chat_template(answered, tokenize=False)).rpartition(_ANSWER)[2]
-        special = frozenset(int(i) for i in (*tokenizer.all_special_ids, *_added_special(tokenizer)))
-        end = template_end(tokenizer.encode(tail, add_special_tokens=False), special)
-    return SpecialTokens(
-        tokenizer_eos=tokenizer.eos_token_id,
-        generation_eos=tuple(sorted(eos)),
-        template_end=end,
-        pad=tokenizer.pad_token_id,
-        bos=tokenizer.bos_token_id,
-        has_template=bool(tokenizer.chat_template),
-        chat_prompt=chat,
-        text_prompt=text,
-    )
-
-
-def _added_special(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-
-
-def _chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
-    return tuple(int(token) for token in tokens)
 
 
 # --- the trainer -----------------------------------------------------------------------------------------------------
@@ -367,24 +229,6 @@ def _build_bridge(session: _Session) -> Bridge:
 def _copy_of_its_own(config: CheckConfig) -> BridgeModel:
     model = load_model(config.model_name, dtype=config.dtype, device=trainable_device(config.device))
     return BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained)
-
-
-def _no_bridge(config: CheckConfig, facts: ServerFacts) -> Finding:
-    return fail(
-        "bridge",
-        f"a {facts.kind.value} server cannot be handed new weights, so the canary is not checked",
-        cause=f"it has no /bridge/pause and /bridge/reload with versions, which bridge {config.bridge.mode} asks for",
-        advice=f"serve with grpo-engine server --model-name {config.model_name}; the other checks below still hold",
-    )
-
-
-def _no_trainer(config: CheckConfig, error: GrpoError) -> Finding:
-    return fail(
-        "trainer",
-        str(error),
-        cause="the trainer cannot be set up, and training with these flags would end in the same way",
-        advice=ADVICE[config.bridge.mode] if isinstance(error, BridgeError) else "change the flag that it names",
-    )
 
 
 def _starts_alike(session: _Session, attached: BridgeModel) -> bool:
@@ -451,7 +295,9 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
                 is_declared=facts.declares_mode,
             )
         )
-        report.add(_worst_sampling({1.0: scored, **processed}))
+        report.add(
+            judge_sampler({t: (each.logprobs, each.entropies) for t, each in {1.0: scored, **processed}.items()})
+        )
         endings += [
             Ending(tokens=sample.tokens, finish_reason=sample.finish_reason)
             for samples in by_temperature.values()
@@ -479,15 +325,6 @@ def _reading(samples: Sequence[Sample], scored: Scored) -> Reading:
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(sample.prompt, len(numbers)) for sample in samples]
     return Reading(server=[sample.logprobs for sample in samples], trainer=scored.logprobs, groups=groups)
-
-
-def _worst_sampling(scored: Mapping[float, Scored]) -> Finding:
-    """Of all temperatures, the one that is furthest from what it should be."""
-    findings = [
-        judge_sampler(logprobs=each.logprobs, entropies=each.entropies, temperature=temperature)
-        for temperature, each in scored.items()
-    ]
-    return max(findings, key=lambda finding: abs(float(finding.numbers["standard_errors"] or 0)))
 
 
 # --- the canary ------------------------------------------------------------------------------------------------------
@@ -581,62 +418,6 @@ def _give_the_adapter_back(session: _Session, report: Report) -> None:
 
 
 # --- around it -------------------------------------------------------------------------------------------------------
-
-
-def _prompts(config: CheckConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Tokens of the questions, as environments would send them, without those that leave no room for an answer.
-
-    Raises:
-        ConfigError: the file cannot be read, or none of its questions fits.
-    """
-    conversations = _conversations(config.prompts_file) if config.prompts_file else [_asked(q) for q in QUESTIONS]
-    prompts = [
-        _chat_tokens(tokenizer, messages)
-        if tokenizer.chat_template
-        else tuple(int(token) for token in tokenizer.encode("\n".join(message["content"] for message in messages)))
-        for messages in conversations
-    ]
-    fitting = [prompt for prompt in dict.fromkeys(prompts) if prompt and len(prompt) + 8 <= config.seq_len]
-    if not fitting:
-        shortest = min(map(len, prompts), default=0)
-        raise ConfigError(
-            f"seq_len: none of {len(prompts)} prompts (the shortest has {shortest} tokens) leaves room for 8 more "
-            f"within {config.seq_len}: raise --seq-len, or give shorter --prompts"
-        )
-    return fitting
-
-
-def _conversations(path: Path) -> list[Messages]:
-    """One a line: plain text, or JSON with `messages`, `prompt`, `question` or `problem`."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read: {error}") from None
-    conversations: list[Messages] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.startswith("{"):
-            conversations.append(_asked(line))
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"--prompts {path}: line {number}: not valid JSON: {error}") from None
-        text = next((row[key] for key in ("prompt", "question", "problem") if isinstance(row.get(key), str)), None)
-        if isinstance(row.get("messages"), list):
-            conversations.append([{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]])
-        elif text is not None:
-            conversations.append(_asked(text))
-        else:
-            raise ConfigError(
-                f"--prompts {path}: line {number}: has {', '.join(row)}, none of messages, prompt, question, problem"
-            )
-    if not conversations:
-        raise ConfigError(f"--prompts {path}: has no line: write one question a line")
-    return conversations
-
-
-def _asked(question: str) -> Messages:
-    return [{"role": "user", "content": question}]
 
 
 def _folder(config: CheckConfig) -> Path:

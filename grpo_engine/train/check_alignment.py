@@ -297,41 +297,37 @@ def judge_temperature(
     )
 
 
-def judge_sampler(*, logprobs: Values, entropies: Values, temperature: float) -> Finding:
+def judge_sampler(seen: Mapping[float, tuple[Values, Values]]) -> Finding:
     """Whether tokens are drawn from the distribution that the trainer believes in, by the trainer's own numbers.
 
     What a sampler is surprised by, -log p, is on average its entropy. Truncation (top_p, top_k, min_p) and a lower
-    temperature make it less, and no reported log-probability shows that.
+    temperature make it less, and no reported log-probability need show that.
 
     Args:
-        logprobs: the trainer's, of the sampled tokens, at the temperature they were sampled at.
-        entropies: the trainer's, at the same places.
+        seen: temperature → the trainer's log-probabilities of what was sampled at it, and its entropies there.
     """
     id = "sampling"
-    surplus = [
-        -value - entropy
-        for values, row in zip(logprobs, entropies, strict=True)
-        for value, entropy in zip(values, row, strict=True)
-    ]
-    count = len(surplus)
-    mean = sum(surplus) / max(count, 1)
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in surplus) / max(count - 1, 1))
-    standard_error = deviation / math.sqrt(max(count, 1))
-    entropy = sum(sum(row) for row in entropies) / max(count, 1)
-    num_deviations = mean / standard_error if standard_error > 0 else 0.0
+    each = {temperature: _surprise(*values) for temperature, values in seen.items()}
+    worst = max(each, key=lambda temperature: abs(each[temperature].standard_errors))
+    found = each[worst]
     text = (
-        f"surprise {entropy + mean:.3f} where {entropy:.3f} is expected ({num_deviations:+.1f} standard errors, "
-        f"{count:,} tokens at temperature {temperature:g})"
+        f"surprise {found.mean:.2f} where {found.entropy:.2f} is expected, {found.standard_errors:+.1f} standard "
+        f"errors at temperature {worst:g}"
     )
     numbers: Numbers = {
-        "surprise": entropy + mean,
-        "entropy": entropy,
-        "standard_errors": num_deviations,
-        "tokens": count,
+        "temperature": worst,
+        "surprise": found.mean,
+        "entropy": found.entropy,
+        "standard_errors": found.standard_errors,
     }
-    if abs(num_deviations) <= _NUM_DEVIATIONS:
-        return ok(id, text, numbers=numbers)
-    narrower = mean < 0
+    if abs(found.standard_errors) <= _NUM_DEVIATIONS:
+        return ok(
+            id,
+            f"tokens come as often as the policy says, within {abs(found.standard_errors):.1f} standard errors at "
+            "every temperature",
+            numbers=numbers,
+        )
+    narrower = found.mean < found.entropy
     return fail(
         id,
         text,
@@ -389,6 +385,29 @@ def judge_order(
         "is in the batch",
         numbers={"groups": num_groups, "repeated": num_same},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surprise:
+    mean: float
+    """Of -log p of what was sampled."""
+    entropy: float
+    standard_errors: float
+    """By which the first is above the second."""
+
+
+def _surprise(logprobs: Values, entropies: Values) -> _Surprise:
+    surplus = [
+        -value - entropy
+        for values, row in zip(logprobs, entropies, strict=True)
+        for value, entropy in zip(values, row, strict=True)
+    ]
+    count = max(len(surplus), 1)
+    mean = sum(surplus) / count
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in surplus) / max(count - 1, 1))
+    entropy = sum(sum(row) for row in entropies) / count
+    standard_errors = mean / (deviation / math.sqrt(count)) if deviation > 0 else 0.0
+    return _Surprise(mean=entropy + mean, entropy=entropy, standard_errors=standard_errors)
 
 
 def _shifted(reading: Reading, by: int) -> Explanation:

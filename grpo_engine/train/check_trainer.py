@@ -133,7 +133,9 @@ class TrainerSide:
                 moved = difference(after, before).abs_mean
                 if best is None or moved > best.moved:
                     original = parameter.data.clone()
-                    best = Canary(name=name, parameter=parameter, original=original, changed=changed, moved=moved)
+                    best = Canary(
+                        name=_short(name), parameter=parameter, original=original, changed=changed, moved=moved
+                    )
                 if moved >= at_least:
                     return best
         assert best is not None, "a trainee has parameters that it trains"
@@ -191,6 +193,11 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
     trained.reverse()
     return sorted(trained, key=lambda pair: rank(*pair))[:_MAX_CANDIDATES]
+
+
+def _short(name: str) -> str:
+    """Without what PEFT puts around the model's own names."""
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
 def _changed(values: Tensor, strength: float) -> Tensor:
