@@ -225,6 +225,17 @@ def test_one_model_can_get_new_masters_after_the_old_are_gone() -> None:
     assert all(master.grad is not None for master in new.parameters)
 
 
+def test_gradients_still_arrive_when_a_bridge_has_moved_the_memory() -> None:
+    for kind in get_args(MasterKind):
+        parameters = named(torch.bfloat16)
+        masters = MasterWeights(parameters, are_shared=True, kind=kind)
+        backward(parameters)
+        for _, parameter in parameters:
+            parameter.data = parameter.data.clone()
+        backward(parameters)
+        assert [master.grad.unique().tolist() for master in masters.parameters] == [[2.0], [2.0]]
+
+
 def test_a_step_takes_the_gradients_with_it() -> None:
     for kind in get_args(MasterKind):
         parameters = named(torch.bfloat16)
