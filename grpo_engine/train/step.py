@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -91,11 +91,9 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
                     trainee.write_weights()
                 measured, scored = _backward(trainee, parts, advantages_of, references, before)
                 before = before or scored
-                is_finite = math.isfinite(measured["train/loss"])
-                norm = trainee.update(rate, is_finite=is_finite)
+                norm, has_moved = _update(trainee, measured, rate, step=step)
                 updates.append({**measured, "train/grad_norm": norm})
-                if not (is_finite and math.isfinite(norm)):
-                    log.warning("step %d: loss %s, gradient norm %s: skipped", step + 1, measured["train/loss"], norm)
+                if not has_moved:
                     break  # the weights are what they were, and would give the same again
                 applied = True
         for part, values in zip(parts, before, strict=True):
@@ -189,6 +187,23 @@ def _backward(
         measured.append(replace(outputs, loss=outputs.loss.detach()))
         scored.append(present)
     return _of_batch(measured), scored
+
+
+def _update(trainee: Trainee, measured: Mapping[str, float], rate: float, *, step: int) -> tuple[float, bool]:
+    """Step on the gradients that are there; returns their norm, and whether the weights moved.
+
+    Adam would move them by its momentum alone, so gradients of nothing are dropped.
+    """
+    config, loss = trainee.config, measured["train/loss"]
+    if measured.get("grpo/correction_mean") == 0 and not config.kl_coef and not config.entropy_coef:
+        log.warning("step %d: the correction masks every token; the weights stay as they are", step + 1)
+        trainee.drop_gradients()
+        return 0.0, False
+    norm = trainee.update(rate, is_finite=math.isfinite(loss))
+    has_moved = math.isfinite(loss) and math.isfinite(norm)
+    if not has_moved:
+        log.warning("step %d: loss %s, gradient norm %s: skipped", step + 1, loss, norm)
+    return norm, has_moved
 
 
 def _of_batch(parts: Sequence[LossOutputs]) -> dict[str, float]:

@@ -102,6 +102,10 @@ class Trainee:
             )
         return norm
 
+    def drop_gradients(self) -> None:
+        """Forget what was added up for an update, and leave everything as it is."""
+        self._optimizer.zero_grad()
+
     def write_weights(self) -> None:
         """Copy the masters into the parameters that inference reads; the bridge calls this inside its fence."""
         self._masters.publish()
