@@ -61,8 +61,9 @@ def row_staleness(policy_versions: Tensor, mask: Tensor, version: int) -> Tensor
 
 def staleness_metrics(policy_versions: Tensor, mask: Tensor, version: int) -> dict[str, Tensor]:
     """`staleness_mean` over the tokens that count, and `staleness_max`; arguments as of `row_staleness`, 0 for none."""
+    rows = row_staleness(policy_versions, mask, version)
     age = torch.where(mask, version - policy_versions, 0).clamp(min=0)
     return {
         "staleness_mean": age.sum() / mask.sum().clamp(min=1),
-        "staleness_max": torch.cat([age.flatten(), age.new_zeros(1)]).max(),
+        "staleness_max": torch.cat([rows, rows.new_zeros(1)]).max(),  # 0 for no rows
     }

@@ -1,7 +1,8 @@
-"""Overlong completions: what they cost, and how they are left out.
+"""Overlong completions: what they cost, B of them.
 
-B completions, T tokens. A completion that ended at its length limit says little of its answer: it may be punished a
-little at a time as it nears the limit, or not be trained on at all. Both are DAPO's (arXiv 2503.14476, section 3.4).
+A completion that ended at its length limit says little of its answer: it may be punished a little at a time as it nears
+the limit, or not be trained on at all, which is for whoever chooses the rows. Both are DAPO's (arXiv 2503.14476,
+section 3.4).
 """
 
 from __future__ import annotations
@@ -33,16 +34,3 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     if buffer == 0:
         return torch.where(room < 0, -1.0, 0.0).to(room.dtype)
     return (room / buffer).clamp(-1, 0)
-
-
-def without_truncated(mask: Tensor, is_truncated: Tensor) -> Tensor:
-    """The mask less completions that ended at a length limit (DAPO's overlong filtering).
-
-    Take the normaliser from the new mask (`num_sequences` are its rows with any token left), and advantages from all
-    rewards: how the truncated ones did is still known.
-
-    Args:
-        mask: (B, T) bool: which tokens are trained.
-        is_truncated: (B,) bool.
-    """
-    return mask & ~is_truncated[:, None]

@@ -21,7 +21,7 @@ from grpo_engine.algo.advantages import Scale, equal_groups, group_advantages
 from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.algo.loss import LossConfig, LossInputs, policy_loss
 from grpo_engine.algo.loss_config import Correction, CorrectionLevel
-from grpo_engine.algo.shaping import overlong_penalty, without_truncated
+from grpo_engine.algo.shaping import overlong_penalty
 from grpo_engine.models.tiny_tokenizer import END_ID, tiny_tokenizer
 
 pytestmark = [
@@ -222,7 +222,7 @@ def test_the_entropy_bonus_is_trls_with_a_mean_over_tokens(make_trainer: MakeTra
 
 def test_a_row_without_trained_tokens_counts_in_trls_mean_over_sequences(make_trainer: MakeTrainer) -> None:
     arrays = random_arrays()
-    arrays = replace(arrays, mask=without_truncated(arrays.mask, torch.arange(ROWS) == 3))
+    arrays = replace(arrays, mask=arrays.mask & (torch.arange(ROWS) != 3)[:, None])
     theirs = trl_loss(make_trainer(loss_type="grpo"), arrays, slice(None)) * ACCUMULATION
     ours = policy_loss(our_inputs(arrays), LossConfig()).loss
     torch.testing.assert_close(ours * (ROWS - 1) / ROWS, theirs)
@@ -237,11 +237,10 @@ GROUPS = torch.tensor([0] * 4 + [1] * 4)
 
 
 def completions(seed: int = 1) -> list[list[int]]:
-    """Of 1 to 6 tokens; the odd ones end, the even ones are cut off."""
+    """Of 1 to 6 tokens, the end included."""
     random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=random).tolist()
-    drawn = [torch.randint(43, 120, (length,), generator=random).tolist() for length in lengths]
-    return [[*tokens[:-1], END_ID] if row % 2 else tokens for row, tokens in enumerate(drawn)]
+    lengths = torch.randint(WIDTH, (ROWS,), generator=random).tolist()
+    return [[*torch.randint(43, 120, (length,), generator=random).tolist(), END_ID] for length in lengths]
 
 
 def prepared(trainer: Any, sampled: Sequence[Sequence[float]] | None = None) -> dict[str, Tensor]:
@@ -307,12 +306,6 @@ def test_corrections_are_trls(
     expected = torch.autograd.grad(theirs, drifted)[0]
     torch.testing.assert_close(outputs.loss, theirs, rtol=1e-5, atol=1e-6)  # TRL's weights are fp32
     torch.testing.assert_close(torch.autograd.grad(outputs.loss, drifted)[0], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_truncated_completions_are_masked_as_trl_masks_them(make_trainer: MakeTrainer) -> None:
-    full = prepared(make_trainer(REWARDS))["completion_mask"].bool()
-    masked = prepared(make_trainer(REWARDS, mask_truncated_completions=True))["completion_mask"].bool()
-    assert torch.equal(without_truncated(full, torch.arange(ROWS) % 2 == 0), masked)
 
 
 @pytest.mark.parametrize("buffer", [0, 1, 4, 10])

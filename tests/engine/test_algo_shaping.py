@@ -1,4 +1,4 @@
-"""The overlong penalty against DAPO's equation 13, and which tokens overlong masking leaves."""
+"""The overlong penalty against DAPO's equation 13."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from grpo_engine.algo.advantages import group_advantages
-from grpo_engine.algo.loss import LossConfig, token_weights
-from grpo_engine.algo.shaping import overlong_penalty, without_truncated
+from grpo_engine.algo.shaping import overlong_penalty
 
 
 def test_the_penalty_grows_along_the_buffer_and_stays_full_beyond_it() -> None:
@@ -38,15 +37,7 @@ def test_a_buffer_that_does_not_fit_is_refused(buffer: int) -> None:
         overlong_penalty(torch.tensor([1]), max_length=10, buffer=buffer)
 
 
-def test_truncated_completions_lose_their_tokens_and_their_place_in_the_normaliser() -> None:
-    mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
-    is_truncated = torch.tensor([False, True, False])
-    left = without_truncated(mask, is_truncated)
-    assert left.tolist() == [[True, True, False], [False, False, False], [True, False, False]]
-    assert token_weights(left, LossConfig()).sum(-1).tolist() == [0.5, 0.0, 0.5]
-
-
-def test_what_truncated_completions_were_worth_still_counts_in_their_group() -> None:
+def test_the_penalty_lowers_a_reward_against_its_group() -> None:
     rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
     penalty = overlong_penalty(torch.tensor([5, 10]), max_length=10, buffer=5)
     assert group_advantages(rewards + penalty, groups, scale="none").tolist() == [1.0, -1.0]
