@@ -1,0 +1,474 @@
+"""Whether a step fits: the GPU memory of each of its parts, from the model's shape and the settings alone.
+
+What lasts is counted: every parameter is known by its shape. What comes and goes is worked out for a decoder layer as
+Llama and Qwen have it, in the way of Korthikanti et al. 2022 (arXiv 2205.05198, equation 1, which is for GPT): add up
+what autograd keeps for each operation. Bytes a token, with h hidden, i intermediate, a = heads × head_dim, b = the
+same of keys and values, n heads, m of keys, and d bytes an element of weights and activations:
+
+    two RMS norms       2 (4h + 4)            the fp32 input, and 1 / rms
+                        2 d h if trained      what the norm's weight is multiplied with
+    norms of heads      4 (a + b + n + m)     where there are any (Qwen3); d (a + b) more if trained
+    attention           d (2a + 2b) + 4n      query, key, value, output, log-sum-exp: the flash kernel keeps no square
+    gated MLP           3 d i                 gate, silu(gate), up
+    inputs of linears   d (2h + i) if trained the output projection's is attention's output, counted there
+
+and with gradient checkpointing only d h, the layer's input; the layer at work is then computed again. Assumes a kernel
+that needs no mask, and no dropout. The tests count what autograd keeps, and the peak, against these formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from grpo_engine.algo.logprobs import TILES
+from grpo_engine.bridges import LoraOnly, SharedVllm
+from grpo_engine.models.config import parse_layer_indices
+from grpo_engine.models.layers import layer_of
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.objective import has_reference
+
+FP32 = 4
+CUDA_CONTEXT_BYTES = 600_000_000
+"""Driver, kernels and cuBLAS' workspace, which torch's own count leaves out: 0.5 GB on an H200."""
+SLACK = 0.10
+"""Of what comes and goes in a step: torch's allocator cannot use every gap that is left."""
+ALMOST_ALL = 0.9
+LEAST_GAIN = 0.01
+"""Suggestions that free less than this share of what is needed are not worth a word."""
+BLOCK_8BIT, LEAST_8BIT = 256, 4096
+"""bitsandbytes: numbers that share a scale, and a parameter's size below which its state stays fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShape:
+    """One parameter; a tied one is there once."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes_each: int
+
+    @property
+    def numel(self) -> int:
+        """How many numbers."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a plan must know of a decoder."""
+
+    parameters: tuple[ParameterShape, ...]
+    """Of the model itself, without adapters."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Of a mixture of experts: of the experts that one token goes through, together."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    has_head_norms: bool
+    """Whether queries and keys are normalised by head, as in Qwen3."""
+    is_tied: bool
+    """Whether the output layer is the embedding."""
+    bytes_each: int
+    """Of an element of weights and activations: 2 for bfloat16."""
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied one counts once."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The GPU that the trainer runs on."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """What this process may have, that which it holds already included; inference's share is not in it."""
+    inference_share: float | None = None
+    """Share of the card that inference takes; None where it is on another card, or not known to be on this one."""
+
+
+class Moment(StrEnum):
+    """Points of a step at which its memory may peak."""
+
+    HEAD = "in the output layer's backward pass"
+    LAYER = "in the backward pass of a layer"
+    UPDATE = "in the optimizer's update"
+
+
+STEP = frozenset({Moment.HEAD, Moment.LAYER})
+ALWAYS = frozenset(Moment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Memory for one purpose."""
+
+    name: str
+    num_bytes: int
+    when: frozenset[Moment] = ALWAYS
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a step takes."""
+
+    parts: tuple[Part, ...]
+    num_trained: int
+    rows: int
+    """Rows of the longest micro-batch …"""
+    row_tokens: int
+    """… and inputs of each."""
+
+    @property
+    def peak(self) -> Moment:
+        """When it takes most."""
+        return max(Moment, key=self._at)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """At the peak, as torch counts it (`torch.cuda.max_memory_allocated`)."""
+        return self._at(self.peak)
+
+    @property
+    def slack_bytes(self) -> int:
+        """What the allocator cannot use."""
+        lasting = sum(part.num_bytes for part in self.parts if part.when == ALWAYS)
+        return int(SLACK * (self.allocated_bytes - lasting))
+
+    @property
+    def needed_bytes(self) -> int:
+        """At the peak, as the card counts it."""
+        return self.allocated_bytes + CUDA_CONTEXT_BYTES + self.slack_bytes
+
+    def _at(self, moment: Moment) -> int:
+        return sum(part.num_bytes for part in self.parts if moment in part.when)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Settings that make a step smaller."""
+
+    text: str
+    """As flags, where they are the trainer's."""
+    frees_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do about a step that does not fit; the cheapest first."""
+
+    each: tuple[Suggestion, ...]
+    """Every suggestion, alone."""
+    together: Suggestion | None
+    """Those that make it fit, none of them superfluous; None where nothing does."""
+
+
+def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
+    """The parts of a step with these settings, for its longest micro-batch."""
+    trained = list(trained_parameters(model, config))
+    rows, row_tokens = longest_micro_batch(config)
+    activations, layer = _activations(model, config, trained, rows * row_tokens)
+    largest = max((parameter.numel * parameter.bytes_each for parameter in trained), default=0)
+    has_adapters = isinstance(config.bridge, LoraOnly)
+    is_shared = isinstance(config.bridge, SharedVllm)
+    adapters = sum(parameter.numel * parameter.bytes_each for parameter in trained) if has_adapters else 0
+    weights = sum(parameter.numel * parameter.bytes_each for parameter in model.parameters)
+    reference = weights if _has_reference_copy(config) else 0
+    parts = (
+        Part(
+            name="weights",
+            num_bytes=0 if is_shared else weights + adapters,
+            note="the inference server's" if is_shared else "with adapters" if has_adapters else "",
+        ),
+        Part(name="master weights", num_bytes=_masters(trained, config, is_shared)),
+        Part(name="gradients", num_bytes=sum(FP32 * parameter.numel for parameter in trained)),
+        Part(name="optimizer state", num_bytes=sum(state_bytes(p.shape, config) for p in trained)),
+        Part(name="reference model", num_bytes=reference),
+        Part(
+            name="weights unseen",
+            num_bytes=sum(p.numel * p.bytes_each for p in trained) if is_shared and config.num_iterations > 1 else 0,
+            note="between two hand-overs" if is_shared and config.num_iterations > 1 else "",
+        ),
+        Part(name="saved activations", num_bytes=activations, when=STEP),
+        Part(name="gradient in flight", num_bytes=largest, when=frozenset({Moment.LAYER})),
+        Part(
+            name="one layer's backward",
+            num_bytes=layer,
+            when=frozenset({Moment.LAYER}),
+            note="computed again" if config.gradient_checkpointing else "",
+        ),
+        Part(name="output layer", num_bytes=_head(model, trained, rows * row_tokens), when=frozenset({Moment.HEAD})),
+        Part(name="optimizer update", num_bytes=_update(trained, config), when=frozenset({Moment.UPDATE})),
+    )
+    return MemoryPlan(
+        parts=tuple(part for part in parts if part.num_bytes or part.note),
+        num_trained=sum(parameter.numel for parameter in trained),
+        rows=rows,
+        row_tokens=row_tokens,
+    )
+
+
+def longest_micro_batch(config: TrainConfig) -> tuple[int, int]:
+    """Rows and inputs of each; a sequence's last token is a label only."""
+    row_tokens = config.seq_len - 1
+    if config.micro_batch_tokens is None:
+        return config.batch_size, row_tokens
+    rows = max(config.micro_batch_tokens // row_tokens, 1)
+    if rows * row_tokens < ALMOST_ALL * config.micro_batch_tokens:  # somewhat shorter ones are more tokens in all
+        rows += 1
+        row_tokens = config.micro_batch_tokens // rows
+    return min(rows, config.sequences_per_batch), row_tokens
+
+
+def trained_parameters(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]:
+    """What learns: all parameters, those of some layers, or the two factors of every adapter (fp32)."""
+    if not isinstance(config.bridge, LoraOnly):
+        layers = _layers(config.train_layer_indices)
+        yield from (p for p in model.parameters if layers is None or layer_of(p.name) in layers)
+        return
+    layers = _layers(config.lora_layer_indices)
+    for parameter in model.parameters:
+        module = parameter.name.removesuffix(".weight").rpartition(".")[2]
+        if module not in config.lora_target_modules or len(parameter.shape) != 2:
+            continue
+        if layers is None or layer_of(parameter.name) in layers:
+            num_out, num_in = parameter.shape
+            yield ParameterShape(name=f"{parameter.name}.A", shape=(config.lora_r, num_in), bytes_each=FP32)
+            yield ParameterShape(name=f"{parameter.name}.B", shape=(num_out, config.lora_r), bytes_each=FP32)
+
+
+def available_bytes(card: Card, config: TrainConfig) -> int:
+    """What the trainer may have of the card, if inference takes the share that `config` says."""
+    if card.inference_share is None:
+        return card.free_bytes
+    return card.free_bytes + int((card.inference_share - config.gpu_memory_utilization) * card.total_bytes)
+
+
+def advice(model: ModelShape, config: TrainConfig, card: Card) -> Advice:
+    """What makes a step of these settings fit on the card."""
+    return Advice(each=tuple(_each(model, config, card)), together=_together(model, config, card))
+
+
+def saved_by_layer(model: ModelShape, *, trains_weights: bool, adapters: Sequence[ParameterShape] = ()) -> int:
+    """Bytes a token that autograd keeps of one layer: the table above.
+
+    Args:
+        adapters: of this layer, as `trained_parameters` gives them.
+    """
+    h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
+    a, b = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    saved = 2 * (FP32 * h + 4) + d * (2 * a + 2 * b) + 4 * model.num_heads + 3 * d * i
+    if model.has_head_norms:
+        saved += FP32 * (a + b + model.num_heads + model.num_kv_heads)
+    if trains_weights:
+        saved += 2 * d * h + d * (2 * h + i) + (d * (a + b) if model.has_head_norms else 0)
+    # An adapter keeps its input as fp32, and what its first factor makes of it.
+    return saved + sum(FP32 * sum(p.shape) for p in adapters if p.name.endswith(".A"))
+
+
+def state_bytes(shape: tuple[int, ...], config: TrainConfig) -> int:
+    """What the optimizer remembers of a parameter, which it sees as fp32."""
+    numel = math.prod(shape)
+    match config.optimizer:
+        case "adafactor":  # a row and a column of every matrix
+            return FP32 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] if len(shape) > 1 else numel)
+        case "adamw_8bit" if numel >= LEAST_8BIT:
+            return 2 * (numel + FP32 * math.ceil(numel / BLOCK_8BIT))
+        case _:
+            return 2 * FP32 * numel
+
+
+def _activations(
+    model: ModelShape, config: TrainConfig, trained: Sequence[ParameterShape], num_tokens: int
+) -> tuple[int, int]:
+    """What is kept until the backward pass, and what one layer takes during it."""
+    h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
+    has_adapters = isinstance(config.bridge, LoraOnly)
+    trained_layers = {layer_of(parameter.name) for parameter in trained}
+    first = 0 if None in trained_layers else min((n for n in trained_layers if n is not None), default=0)
+    of_layers = [
+        saved_by_layer(
+            model,
+            trains_weights=number in trained_layers and not has_adapters,
+            adapters=[p for p in trained if layer_of(p.name) == number] if has_adapters else (),
+        )
+        for number in range(first, model.num_layers)  # nothing below the first that learns has a gradient
+    ]
+    # Token ids, the final norm, its output where it is trained, and numbers of each token for the loss.
+    trains_norm = None in trained_layers and not has_adapters
+    around = (FP32 * h + 4) + (2 if trains_norm else 1) * d * h + 128
+    # The gradients of both factors of the MLP's product, of its output, and of the residual stream; or those of a norm.
+    at_work = max(2 * d * i + 3 * d * h, 5 * FP32 * h)
+    if config.gradient_checkpointing:
+        kept, layer = d * h * len(of_layers), at_work + max(of_layers, default=0)
+    else:
+        kept, layer = sum(of_layers), at_work
+    return num_tokens * (kept + around), num_tokens * layer
+
+
+def _head(model: ModelShape, trained: Sequence[ParameterShape], num_tokens: int) -> int:
+    """The output layer's backward pass, tile by tile: see `algo.logprobs`."""
+    h, vocabulary, d = model.hidden_size, model.vocab_size, model.bytes_each
+    most_tokens, fewest_words = TILES["cuda"]
+    tokens = min(num_tokens, most_tokens)
+    words = min(most_tokens * fewest_words // tokens, vocabulary)
+    # Of a tile: its logits, those of the tile before, and their gradient as it is multiplied.
+    of_tile = tokens * words * (FP32 * (2 if words < vocabulary or tokens < num_tokens else 1) + d)
+    head_name = "embed_tokens.weight" if model.is_tied else "lm_head.weight"
+    trains_head = any(parameter.name.endswith(head_name) for parameter in trained)
+    of_weight = d * vocabulary * h + FP32 * words * h if trains_head else 0
+    return of_tile + of_weight + FP32 * h * num_tokens
+
+
+def _masters(trained: Sequence[ParameterShape], config: TrainConfig, is_shared: bool) -> int:
+    """fp32 copies; where rounding is stochastic, a private copy in bf16 of what inference reads meanwhile."""
+    num_bytes = 0
+    for parameter in trained:
+        if parameter.bytes_each == FP32:
+            num_bytes += FP32 * parameter.numel if is_shared else 0
+        elif config.master_weights == "float32":
+            num_bytes += FP32 * parameter.numel
+        elif is_shared:
+            num_bytes += parameter.bytes_each * parameter.numel
+    return num_bytes
+
+
+def _update(trained: Sequence[ParameterShape], config: TrainConfig) -> int:
+    """What the optimizer's step takes for one parameter, the largest."""
+    largest = max((parameter.numel for parameter in trained), default=0)
+    squares = 2 * FP32 * largest if config.optimizer == "adafactor" else 0
+    rounds = config.master_weights == "stochastic_rounding" and any(p.bytes_each < FP32 for p in trained)
+    return squares + (FP32 * largest if rounds else 0)
+
+
+def _has_reference_copy(config: TrainConfig) -> bool:
+    """With adapters the reference is the model under them, unless it is another model."""
+    is_another = config.reference_model not in (None, config.model_name)
+    return has_reference(config) and (is_another or not isinstance(config.bridge, LoraOnly))
+
+
+def _layers(indices: str | None) -> frozenset[int | None] | None:
+    return None if indices is None else frozenset(parse_layer_indices(indices))
+
+
+# --- what would make it fit -------------------------------------------------------------------------------------------
+
+
+Changes = Mapping[str, Any]
+"""New values of settings."""
+
+
+def _knobs(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[list[Changes]]:
+    """What can be changed, the cheapest first; each with its levels, the weakest first."""
+    if not config.gradient_checkpointing:
+        yield [{"gradient_checkpointing": True}]
+    yield list(_smaller_micro_batches(config))
+    if config.master_weights == "float32" and model.bytes_each == 2:
+        yield [{"master_weights": "stochastic_rounding"}]
+    match config.optimizer:
+        case "adamw":
+            yield [{"optimizer": "adamw_8bit"}, {"optimizer": "adafactor"}]
+        case "adamw_8bit":
+            yield [{"optimizer": "adafactor"}]
+    if card.inference_share is not None:
+        yield list(_smaller_shares(model, config, card))
+    if not isinstance(config.bridge, LoraOnly):
+        yield [{"bridge": LoraOnly(), "train_layer_indices": None}]
+    yield [{"seq_len": config.seq_len // part} for part in (2, 4) if config.seq_len // part >= 2]
+
+
+def _smaller_micro_batches(config: TrainConfig) -> Iterator[Changes]:
+    """Fewer sequences at a time, as many a step."""
+    if config.micro_batch_tokens is not None:
+        tokens = config.micro_batch_tokens // 2
+        while tokens >= config.seq_len - 1:
+            yield {"micro_batch_tokens": tokens}
+            tokens //= 2
+        return
+    for size in range(config.batch_size // 2, 0, -1):
+        if config.batch_size % size == 0:
+            yield {"batch_size": size, "gradient_accumulation_steps": config.sequences_per_batch // size}
+
+
+def _smaller_shares(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[Changes]:
+    """Less for inference, down to its weights and room for four of its longest sequences."""
+    keys_and_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_each
+    least = model.num_parameters * model.bytes_each + 4 * config.max_model_len * keys_and_values + 2_000_000_000
+    share = round(config.gpu_memory_utilization - 0.05, 2)
+    while share * card.total_bytes > least:
+        yield {"gpu_memory_utilization": share}
+        share = round(share - 0.05, 2)
+
+
+def _each(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[Suggestion]:
+    """Every knob alone, at its weakest level that suffices, else at its strongest."""
+    for levels in _knobs(model, config, card):
+        if not levels:
+            continue
+        changes = next((c for c in levels if _spare(model, _changed(config, c), card) >= 0), levels[-1])
+        frees = _spare(model, _changed(config, changes), card) - _spare(model, config, card)
+        if frees >= LEAST_GAIN * memory_plan(model, config).needed_bytes:
+            yield Suggestion(text=_in_words(config, changes), frees_bytes=frees)
+
+
+def _together(model: ModelShape, config: TrainConfig, card: Card) -> Suggestion | None:
+    """Turn one knob after the other until it fits, then turn those back that turned out not to be needed."""
+    chosen: list[Changes] = []
+
+    def spare(some: Sequence[Changes]) -> int:
+        return _spare(model, _changed(config, *some), card)
+
+    for levels in _knobs(model, config, card):
+        if spare(chosen) >= 0:
+            break
+        if levels:
+            enough = next((changes for changes in levels if spare([*chosen, changes]) >= 0), levels[-1])
+            chosen.append(enough)
+    if spare(chosen) < 0:
+        return None
+    for changes in reversed(chosen):
+        others = [other for other in chosen if other is not changes]
+        if spare(others) >= 0:
+            chosen = others
+    merged = {name: value for changes in chosen for name, value in changes.items()}
+    return Suggestion(text=_in_words(config, merged), frees_bytes=spare(chosen) - spare([]))
+
+
+def _spare(model: ModelShape, config: TrainConfig, card: Card) -> int:
+    """Bytes that are left over; below 0 it does not fit."""
+    return available_bytes(card, config) - memory_plan(model, config).needed_bytes
+
+
+def _changed(config: TrainConfig, *changes: Changes) -> TrainConfig:
+    update = {name: value for some in changes for name, value in some.items()}
+    return config.model_copy(update=update)
+
+
+def _in_words(config: TrainConfig, changes: Changes) -> str:
+    """As flags of the trainer; the inference server's share in words, since it is set there."""
+    flags, others = [], []
+    for name, value in changes.items():
+        flag = f"--{name.replace('_', '-')}"
+        match name, value:
+            case "bridge", LoraOnly():
+                flags.append("--weight-bridge-mode lora_only")
+            case "train_layer_indices", None:
+                pass
+            case "gpu_memory_utilization", float():
+                lower = config.gpu_memory_utilization - value
+                others.append(f"gpu_memory_utilization of the inference server {lower:.2f} lower")
+            case _, True:
+                flags.append(flag)
+            case _:
+                flags.append(f"{flag} {value}")
+    return ", ".join([" ".join(flags), *others] if flags else others)
