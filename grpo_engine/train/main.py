@@ -20,6 +20,7 @@ from grpo_engine.errors import PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.loading import load_tokenizer
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.dry_run import dry_run, log_plan
 from grpo_engine.train.loop import train
 from grpo_engine.train.recorder import Recorder
 from grpo_engine.train.trackers import build_trackers
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 def run(config: TrainConfig) -> int:
     """Train until the last step or a polite signal; returns the exit code."""
+    if config.dry_run:
+        return dry_run(config)
     for name in config.unused:
         log.warning("%s has no effect on the trainer: it starts no vLLM; give it to the inference server", name)
     if config.debug_loading:
@@ -43,6 +46,7 @@ def run(config: TrainConfig) -> int:
     folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
     save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
     stop = StopRequest()
+    log_plan(config)
     bridge = config.bridge.build(_bridge_context(config, folder, stop))
     decode = load_tokenizer(config.model_name).decode
     recorder = Recorder(
@@ -54,14 +58,14 @@ def run(config: TrainConfig) -> int:
     with recorder, RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source:
         try:
             train(config, source, bridge, recorder, decode=decode, save_path=save_path.absolute(), stop=stop)
-        finally:
-            bridge.close()
-    return 0
-
         except PeerUnavailable as error:  # asked to stop before the first step, while somebody was awaited
             if not stop():
                 raise
             log.info("stopped while waiting: %s", error)
+        finally:
+            bridge.close()
+    return 0
+
 
 def _bridge_context(config: TrainConfig, folder: Path, stop: StopRequest) -> BridgeContext:
     return BridgeContext(

@@ -19,6 +19,7 @@ from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
+from grpo_engine.models.execution import compile_layers, recompute_layers
 from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
@@ -63,6 +64,10 @@ class Trainee:
             ),
         )
         self._scorer = Scorer(self.model)
+        if config.gradient_checkpointing:
+            recompute_layers(self.model)
+        if config.compile_layers:
+            compile_layers(self._scorer.causal_lm)
         self.reference = load_reference(config, self.model)
         self._bad_steps = 0
         self.model.train()
@@ -73,6 +78,11 @@ class Trainee:
     def shares_prompts(self) -> bool:
         """Whether completions of one prompt are best kept together in a micro-batch."""
         return self._scorer.shares_prompts
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Over the masters, whose gradients it can drop."""
+        return self._optimizer
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph."""
@@ -139,6 +149,8 @@ class Trainee:
             policy_version=policy_version,
             model_name=self.config.model_name,
             bridge=self.config.bridge.mode,
+            lease=lease,
+            settings=dict(settings),
         )
         state = checkpoints.TrainerState(
             marker=marker,
@@ -149,8 +161,6 @@ class Trainee:
         )
         return checkpoints.save(save_path, state, self._save_model, keep=self.config.keep_checkpoints)
 
-            lease=lease,
-            settings=dict(settings),
     def restore(self, state: checkpoints.TrainerState) -> checkpoints.CheckpointMarker:
         """Take over what a checkpoint holds; the parameters follow with the next `write_weights`."""
         self._masters.load_state_dict(state.masters)
