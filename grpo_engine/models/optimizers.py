@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, assert_never, cast
 
 import torch
@@ -24,6 +24,9 @@ from transformers import Adafactor
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import MasterKind, OptimizerSettings
 from grpo_engine.models.rounding import round_to_bf16_
+
+STEPPED_AT_ONCE = 1 << 24
+"""Numbers that become fp32 at a time where they are rounded at random: 64 MB, and many small parameters in one call."""
 
 FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
 """The release that brought 8-bit optimizers for CPUs."""
@@ -76,8 +79,8 @@ class MasterWeights:
         optimizer = build_optimizer(masters.parameters, settings)
 
     A bf16 parameter's master and gradient take 4 bytes each. With `kind="stochastic_rounding"` no master stands: the
-    parameter becomes fp32 for the moment of its step, one after the other, and is rounded back at random, so that
-    updates below its last bit add up on average. The gradient stays fp32, so that micro-batches add up to one batch.
+    parameters become fp32 for the moment of their step, some at a time, and are rounded back at random, so that
+    updates below the last bit add up on average. Gradients stay fp32, so that micro-batches add up to one batch.
     """
 
     def __init__(
@@ -125,23 +128,21 @@ class MasterWeights:
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of `parameters` step, and drop the gradients."""
-        gradients = [self._masters[name].grad for name in self._rounded]
+        gradients = {name: self._masters[name].grad for name in self._rounded}
         for name in self._rounded:
             self._masters[name].grad = None  # an optimizer leaves those out that have none
         optimizer.step()
         optimizer.zero_grad()
-        for index, name in enumerate(self._rounded):
-            if gradients[index] is not None:
-                self._step_and_round(name, gradients[index], optimizer)
-            gradients[index] = None
-
-    def _step_and_round(self, name: str, gradient: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
-        master, value = self._masters[name], self._value(name)
-        nothing = master.data
-        master.data, master.grad = _copy(value, torch.float32), gradient
-        optimizer.step()
-        value.copy_(round_to_bf16_(master.data))
-        master.data, master.grad = nothing, None
+        for names in _portions({name: self._masters[name].numel() for name in self._rounded}):
+            placeholders = [self._masters[name].data for name in names]
+            for name in names:
+                self._masters[name].data = _copy(self._value(name), torch.float32)
+                self._masters[name].grad = gradients.pop(name)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, placeholder in zip(names, placeholders, strict=True):
+                self._value(name).copy_(round_to_bf16_(self._masters[name].data))
+                self._masters[name].data = placeholder
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -193,6 +194,18 @@ def _send_gradients(live: nn.Parameter, master: nn.Parameter) -> RemovableHandle
             master.grad.add_(gradient)
 
     return cast(RemovableHandle, live.register_post_accumulate_grad_hook(send))  # type: ignore[no-untyped-call]
+
+
+def _portions(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names in their order, in lists of at most `STEPPED_AT_ONCE` numbers, or of one name."""
+    names: list[str] = []
+    for name, size in sizes.items():
+        if names and sum(sizes[other] for other in names) + size > STEPPED_AT_ONCE:
+            yield names
+            names = []
+        names.append(name)
+    if names:
+        yield names
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

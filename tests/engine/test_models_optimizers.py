@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_engine.errors import ModelError
+from grpo_engine.models import optimizers
 from grpo_engine.models.config import MasterKind, OptimizerName, OptimizerSettings
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 
@@ -304,6 +305,22 @@ def test_without_standing_masters_nothing_but_gradients_and_state_is_kept() -> N
     masters.step(optimizer)
     assert all(master.untyped_storage().nbytes() == 4 for master in masters.parameters)
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("numbers", [1, 40, 10**6])
+def test_a_step_is_the_same_in_any_portions(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "STEPPED_AT_ONCE", numbers)
+    torch.manual_seed(0)
+    parameters = [(f"w{i}", nn.Parameter(torch.ones(5, i, dtype=torch.bfloat16))) for i in range(1, 9)]
+    parameters[3][1].requires_grad_(False)
+    masters = MasterWeights(parameters, kind="stochastic_rounding")
+    optimizer = build_optimizer(masters.parameters, OptimizerSettings(lr=0.25))
+    torch.autograd.backward(sum(parameter.float().sum() for _, parameter in parameters[1:]))
+    masters.step(optimizer)
+    moved = [parameter.detach().unique().tolist() for _, parameter in parameters]
+    # Adam's first step is the rate, which bf16 has here; the first had no gradient, and one is frozen.
+    assert moved == [[1.0], [0.75], [0.75], [1.0], [0.75], [0.75], [0.75], [0.75]]
+    assert len(optimizer.state) == 6
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "adamw_8bit"])
