@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.peers import InferenceServer, RolloutApi, UnknownEvaluation
 from grpo_engine.environments.prompts import Tokenizer, prompt_tokens
 from grpo_engine.environments.tasks.base import Item
-from grpo_engine.errors import ConfigError, GrpoError, PeerError
+from grpo_engine.errors import ConfigError, DataError, GrpoError, PeerError
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder
 
@@ -200,9 +201,14 @@ class Evaluator:
         versions = answer.policy_versions
         if versions is None and answer.policy_version is not None:
             versions = [[answer.policy_version]] * num_different
+        rewards = [config.task.score(item, text) for text in answer.text]
+        if not all(map(math.isfinite, rewards)):
+            raise DataError(
+                f"task {config.task.label()}: rewards {rewards} of {item.question[:80]!r} are not all finite"
+            )
         copies = num_samples // num_different
         return Measured(
-            rewards=[config.task.score(item, text) for text in answer.text] * copies,
+            rewards=rewards * copies,
             lengths=lengths * copies,
             truncated=[reason == "length" for reason in answer.finish_reasons] * copies,
             versions=None if versions is None else [sorted(set(row)) for row in versions] * copies,

@@ -22,13 +22,12 @@ from pydantic import BaseModel, Field
 
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.counters import as_text
-from grpo_engine.rollouts.entry import CheckedGroup, Refusal, decompressed, read_group, read_groups
+from grpo_engine.rollouts.entry import CheckedGroup, Refusal, decompressed, read_answer, read_group, read_groups
 from grpo_engine.rollouts.exchange import Exchange
 from grpo_engine.rollouts.guard import Guard
 from grpo_engine.rollouts.store import Store
 from grpo_engine.wire.rollouts import (
     POST_HEADER,
-    EvaluationAnswer,
     EvaluationOrder,
     EvaluationState,
     RegisterEnvironmentRequest,
@@ -101,7 +100,7 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
 
     _add_trainer_routes(app)
     _add_environment_routes(app, config)
-    _add_evaluation_routes(app)
+    _add_evaluation_routes(app, config)
     _add_observer_routes(app)
     return app
 
@@ -228,7 +227,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
         return {"status": "success"}
 
 
-def _add_evaluation_routes(app: FastAPI) -> None:
+def _add_evaluation_routes(app: FastAPI, config: ApiConfig) -> None:
     @app.post("/evaluations")
     async def order(request: Request, body: EvaluationOrder) -> EvaluationState:
         exchange = _exchange(request)
@@ -243,8 +242,9 @@ def _add_evaluation_routes(app: FastAPI) -> None:
         return await _exchange(request).evaluation_state(evaluation_id, wait_s=wait_s)
 
     @app.post("/evaluations/{evaluation_id}/answers")
-    async def answer(request: Request, evaluation_id: str, body: EvaluationAnswer) -> dict[str, str]:
-        await _exchange(request).answer_evaluation(evaluation_id, body)
+    async def answer(request: Request, evaluation_id: str) -> dict[str, str]:
+        body = await _body(request, config.max_body_bytes)
+        await _exchange(request).answer_evaluation(evaluation_id, read_answer(body))
         return {"status": "received"}
 
     @app.delete("/evaluations/{evaluation_id}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from grpo_engine.wire.rollouts import MASKED_LABEL, ScoredGroup
+from grpo_engine.wire.rollouts import MASKED_LABEL, EvaluationAnswer, ScoredGroup
 
 _GZIP_WINDOW = 31
 """zlib's word for a gzip header."""
@@ -104,6 +104,20 @@ def read_groups(body: bytes, names: Mapping[int, str]) -> list[CheckedGroup]:
     except ValidationError as error:
         raise _unreadable(error, body, names) from None
     return [_checked(group, number, names) for number, group in enumerate(groups)]
+
+
+def read_answer(body: bytes) -> EvaluationAnswer:
+    """Read the body of `POST /evaluations/{id}/answers`.
+
+    Raises:
+        Refusal: 422, naming the first fault.
+    """
+    try:
+        return EvaluationAnswer.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise Refusal(422, f"not an answer to an evaluation: {where}: {fault['msg']}", "malformed") from None
 
 
 def _checked(group: _PostedGroup, number: int, names: Mapping[int, str]) -> CheckedGroup:
