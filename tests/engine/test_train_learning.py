@@ -17,7 +17,7 @@ from training import settings
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.puzzles import make_item, score
-from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.config import DtypeName, LoraSettings
 from grpo_engine.models.loading import load_model, load_tokenizer
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.step import gradient_step
@@ -82,6 +82,7 @@ def rewards_over_training(
     *,
     steps: int,
     lr: float = 3e-4,
+    dtype: DtypeName = "float32",
     lora: LoraSettings | None = None,
     is_shuffled: bool = False,
     **changes: object,
@@ -89,7 +90,7 @@ def rewards_over_training(
     """Mean reward of every step's samples, before the step."""
     torch.manual_seed(0)
     rng = random.Random(0)
-    model = load_model(str(folder), dtype="float32", device="cpu")
+    model = load_model(str(folder), dtype=dtype, device="cpu")
     config = settings(
         lr=lr, batch_size=PROMPTS * SIZE, gradient_accumulation_steps=1, warmup_steps=5, training_steps=steps, **changes
     )
@@ -121,6 +122,14 @@ def test_sort6_is_learned(tiny_model_dir: Path) -> None:
 def test_copy6_is_learned(tiny_model_dir: Path) -> None:
     rewards = rewards_over_training(tiny_model_dir, "copy6", steps=70, lr=5e-4)
     assert 0.30 < mean(rewards[:5]) < 0.50
+    assert mean(rewards[-10:]) >= 0.80
+
+
+@pytest.mark.slow
+def test_copy6_is_learned_in_bf16_without_master_weights(tiny_model_dir: Path) -> None:
+    rewards = rewards_over_training(
+        tiny_model_dir, "copy6", steps=70, lr=5e-4, dtype="bfloat16", master_weights="stochastic_rounding"
+    )
     assert mean(rewards[-10:]) >= 0.80
 
 
