@@ -135,7 +135,7 @@ class TrainConfig(Config):
     probe: bool = True
     """On a GPU, run the longest micro-batch once before training, so that a lack of memory shows at once."""
     dry_run: bool = False
-    """Say what would be trained and how much memory it takes, and end."""
+    """Say what would be trained and how much memory it takes, and end: with 0 where it fits on the GPU, else with 1."""
 
     # Evaluation
     eval_every: int = Field(0, ge=0)
@@ -195,9 +195,10 @@ class TrainConfig(Config):
     gpu_memory_utilization: Annotated[float, Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"))] = (
         Field(0.45, gt=0, le=1)
     )
-    """Has no effect here: give it to the inference server."""
+    """Has no effect on training: give it to the inference server. A dry run takes it for that server's share of the
+    GPU."""
     max_model_len: int = Field(4096, ge=2)
-    """Has no effect here: give it to the inference server."""
+    """Has no effect on training: give it to the inference server."""
     vllm_gpu: int | None = None
     """Has no effect here: set `gpus` of the inference service, or CUDA_VISIBLE_DEVICES of the server."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -74,7 +75,7 @@ def longest_batch(config: TrainConfig) -> Batch:
 
 @contextmanager
 def explaining_lack_of_memory(trainee: Trainee, when: str) -> Iterator[None]:
-    """Say what to do when the GPU's memory runs out within.
+    """Say what to do when the GPU's memory runs out within, and give back what the step in hand has taken.
 
     Args:
         when: for the message, as in "in step 7".
@@ -85,7 +86,10 @@ def explaining_lack_of_memory(trainee: Trainee, when: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfGpuMemory(_explanation(error, trainee, when)) from error
+        message = _explanation(error, trainee, when)
+        traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
+        trainee.optimizer.zero_grad()
+        raise OutOfGpuMemory(message) from None
 
 
 class _Understudy:
