@@ -40,6 +40,9 @@ ResultT = TypeVar("ResultT")
 MAX_HELD_POSTS = 256
 """Posts that may wait for room at the same time: each holds its body in memory."""
 
+_LOOK_EVERY_S = 0.25
+"""Between two looks at what time alone may have changed, while somebody waits for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
@@ -162,15 +165,19 @@ class Exchange:
         deadline = asyncio.get_running_loop().time() + wait_s
 
         def is_news() -> bool:
-            status = self.ledger.environment_status(env_id, time.time())
+            status = self.ledger.environment_status(env_id, time.time(), is_heard=False)
             if status is None:
                 return True
             evaluation = status.evaluation.id if status.evaluation else None
             return (status.current_step, status.queue_size, evaluation) != known
 
-        if wait_s > 0 and not is_news():
-            await self._comes_true(is_news, deadline)
-        return self.ledger.environment_status(env_id, time.time())
+        status = self.ledger.environment_status(env_id, time.time())
+        if wait_s <= 0 or is_news():
+            return status
+        await self._comes_true(is_news, deadline)
+        # Its environment may have left meanwhile, and must not come back to life by a question from before that.
+        asker = self.ledger.environments.get(env_id)
+        return self.ledger.environment_status(env_id, time.time(), is_heard=asker is not None and asker.is_connected)
 
     async def add(self, groups: Sequence[CheckedGroup], post: tuple[str, str] | None = None) -> list[Placed]:
         """Queue or buffer groups, as soon as there is room; nothing where this very post was taken in before.
@@ -238,8 +245,10 @@ class Exchange:
             return state is None or state.is_over
 
         self.ledger.trainer_seen = time.time()
-        if wait_s > 0 and not is_over():
-            await self._comes_true(is_over, deadline)
+        loop = asyncio.get_running_loop()
+        while not is_over() and not self._is_closing and loop.time() < deadline:
+            # It can be over because time went by: a dead environment is waited for no more, no newcomer came.
+            await self._comes_true(is_over, min(deadline, loop.time() + _LOOK_EVERY_S))
         return self._known_evaluation(id_)
 
     async def answer_evaluation(self, id_: str, answer: EvaluationAnswer) -> None:

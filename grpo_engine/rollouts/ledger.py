@@ -261,13 +261,17 @@ class Ledger:
         self.queue = {id_: group for id_, group in self.queue.items() if id_ not in gone}
         self.buffers = {e: [g for g in buffer if g.id not in gone] for e, buffer in self.buffers.items()}
 
-    def environment_status(self, env_id: int, now: float) -> EnvironmentStatus | None:
-        """What an environment steers by; None when there is none of that id."""
+    def environment_status(self, env_id: int, now: float, *, is_heard: bool = True) -> EnvironmentStatus | None:
+        """What an environment steers by; None when there is none of that id.
+
+        Args:
+            is_heard: whether the environment asks at this moment, which shows that it is there.
+        """
         asker = self.environments.get(env_id)
         if asker is None:
             return None
-        self.last_seen[env_id] = now
-        if not asker.is_connected:
+        if is_heard:
+            self.last_seen[env_id] = now
             asker = self.environments[env_id] = replace(asker, is_connected=True)
         live = self.live_environments(now)
         shares = _shares(live)
@@ -284,7 +288,7 @@ class Ledger:
         )
         claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
         total = sum(claims.values())
-        weight = claims[env_id] / total if total > 0 else 1 / len(live)
+        weight = claims.get(env_id, 0.0) / total if total > 0 else 1 / max(1, len(live))
         return EnvironmentStatus(
             current_step=self.run.step if self.run else 0,
             queue_size=(own + others) // asker.group_size,

@@ -235,6 +235,18 @@ async def test_a_dead_environment_is_waited_for_only_while_it_counts_as_alive() 
         assert (now["waiting_for"], now["missing"]) == ([], ["sorts"])
 
 
+async def test_a_held_question_of_an_environment_that_left_does_not_bring_it_back_to_life() -> None:
+    async with run_with("sums") as api:
+        held = asyncio.create_task(status_of(api, 0, wait_s=20, current_step=0, queue_size=0))
+        await asyncio.sleep(0)
+        await api.post("/disconnect-env", json={"env_id": 0})
+        await api.post("/register-env", json={**ENVIRONMENT, "evaluates": True})
+        await api.post("/evaluations", json=ORDER)
+        async with asyncio.timeout(10):
+            await held
+        assert (await state(api))["waiting_for"] == ["sums_1"]
+
+
 async def test_the_successor_of_a_dead_environment_answers_in_its_place() -> None:
     async with run_with("sums", liveness_s=0.2) as api:
         await api.post("/evaluations", json=ORDER)
