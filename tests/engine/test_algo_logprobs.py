@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from grpo_engine.algo.logprobs import token_logprobs
 
@@ -32,23 +33,29 @@ def plain(
     return logprobs.gather(-1, labels[..., None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
-def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem(dtype: torch.dtype = torch.float64, vocabulary: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*s, generator=random).to(dtype) for s in ((3, 4, 5), (7, 5), (7,)))
-    labels = torch.randint(0, 7, (3, 4), generator=random)
+    shapes = ((3, 4, 5), (vocabulary, 5), (vocabulary,))
+    hidden, weight, bias = (torch.randn(*s, generator=random).to(dtype) for s in shapes)
+    labels = torch.randint(0, vocabulary, (3, 4), generator=random)
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
 
 
 TEMPERATURES = [1.0, 0.7, torch.tensor([[0.7], [1.0], [1.6]]).double(), torch.linspace(0.5, 2, 12).double().view(3, 4)]
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 12, None])
+@pytest.mark.parametrize(("chunk_size", "vocabulary"), [(1, 7), (5, 7), (None, 7), (5, 150), (None, 150)])
 @pytest.mark.parametrize("temperature", TEMPERATURES, ids=["one", "number", "per row", "per token"])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_values_and_gradients_are_those_of_the_plain_computation(
-    chunk_size: int | None, temperature: float | Tensor, soft_cap: float | None
+    chunk_size: int | None,
+    vocabulary: int,
+    temperature: float | Tensor,
+    soft_cap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hidden, weight, bias, labels = problem()
+    monkeypatch.setattr("grpo_engine.algo.logprobs.TILES", {"cpu": (12, 8)})  # tiles of at most 64 words then
+    hidden, weight, bias, labels = problem(vocabulary=vocabulary)
     ours = token_logprobs(
         hidden, weight, labels, bias=bias, temperature=temperature, chunk_size=chunk_size, soft_cap=soft_cap
     )
@@ -88,17 +95,27 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("chunk_size", [16, None])
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("chunk_size", "largest_tile"), [(16, 16 * 500), (None, 128 * 64)])
 def test_no_tensor_ever_holds_all_tokens_times_the_vocabulary(
-    chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
+    chunk_size: int | None, largest_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_engine.algo.logprobs.CHUNK_ELEMENTS", {"cpu": 16 * 500})
+    monkeypatch.setattr("grpo_engine.algo.logprobs.TILES", {"cpu": (128, 64)})
     hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
     labels = torch.randint(0, 500, (256,))
     with LargestTensor() as largest:
         logprobs, entropy = token_logprobs(hidden, weight, labels, chunk_size=chunk_size)
         (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
-    assert largest.num_elements == 16 * 500
+    assert largest.num_elements == largest_tile
 
 
 def test_halves_are_accumulated_in_fp32() -> None:
@@ -184,6 +201,120 @@ def test_logits_far_apart_stay_finite() -> None:
     assert entropy.item() == 0.0
     assert hidden.grad is not None
     assert hidden.grad.item() == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("away", [1e4, -1e4])
+def test_logits_far_from_zero_keep_their_digits(away: float) -> None:
+    hidden, weight, bias, labels = problem(torch.float32)
+    shifted = token_logprobs(hidden, weight, labels, bias=torch.full_like(bias, away))
+    exact = plain(hidden.double(), weight.double(), labels)
+    for measured, expected in zip(shifted, exact, strict=True):
+        torch.testing.assert_close(measured.double(), expected, atol=5e-3, rtol=0)  # fp32 has steps of 1e-3 at 1e4
+    shifted[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    expected_grad = torch.autograd.grad(exact[0].sum(), hidden)[0]
+    torch.testing.assert_close(hidden.grad, expected_grad, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("blocked", [[0], list(range(64)), list(range(149)), [149]])
+def test_a_bias_of_minus_infinity_takes_words_out_of_the_vocabulary(
+    blocked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_engine.algo.logprobs.TILES", {"cpu": (12, 8)})
+    hidden, weight, bias, labels = problem(vocabulary=150)
+    kept = [word for word in range(150) if word not in blocked]
+    closed = bias.detach().index_fill(0, torch.tensor(blocked), -torch.inf).requires_grad_()
+    labels = torch.tensor(kept)[labels % len(kept)]
+    ours = token_logprobs(hidden, weight, labels, bias=closed)
+    position = torch.zeros(150, dtype=torch.int64).index_copy(0, torch.tensor(kept), torch.arange(len(kept)))
+    theirs = plain(hidden, weight[kept], position[labels], bias[kept])
+    for measured, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(measured, expected)
+    measured_grads = torch.autograd.grad(ours[0].sum() + ours[1].sum(), (hidden, weight, closed))
+    expected_grads = torch.autograd.grad(theirs[0].sum() + theirs[1].sum(), (hidden, weight, bias))
+    for gradient, reference in zip(measured_grads, expected_grads, strict=True):
+        torch.testing.assert_close(gradient, reference)
+
+
+def test_a_blocked_word_has_a_log_probability_of_minus_infinity() -> None:
+    hidden, weight, bias, labels = problem()
+    closed = bias.detach().index_fill(0, labels[0, :1], -torch.inf)
+    logprobs, entropy = token_logprobs(hidden, weight, labels, bias=closed)
+    assert logprobs[0, 0] == -torch.inf
+    assert entropy.isfinite().all()
+
+
+def test_a_state_that_is_not_a_number_shows_in_its_own_token_alone() -> None:
+    hidden, weight, _, labels = problem()
+    broken = hidden.detach().clone()
+    broken[1, 2, 0] = torch.nan
+    logprobs, entropy = token_logprobs(broken, weight, labels)
+    expected = torch.zeros(3, 4, dtype=torch.bool)
+    expected[1, 2] = True
+    assert torch.equal(logprobs.isnan(), expected)
+    assert torch.equal(entropy.isnan(), expected)
+
+
+def test_inputs_may_lie_in_memory_as_they_like() -> None:
+    hidden, weight, bias, labels = problem()
+    expected = token_logprobs(hidden, weight, labels, bias=bias)
+    strided = torch.empty(5, 4, 3).double().permute(2, 1, 0).copy_(hidden.detach()).requires_grad_()
+    tied = weight.detach().T.contiguous().T.requires_grad_()
+    assert not strided.is_contiguous()
+    assert not tied.is_contiguous()
+    wide = torch.stack((bias.detach(), bias.detach()), -1)[:, 0]
+    measured = token_logprobs(strided, tied, labels.T.contiguous().T, bias=wide)
+    for ours, theirs in zip(measured, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    pull = torch.ones(()).double().expand(3, 4)  # a gradient without memory of its own
+    gradients = torch.autograd.grad(measured, (strided, tied), (pull, pull))
+    references = torch.autograd.grad(expected, (hidden, weight), (pull, pull))
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference)
+
+
+def test_a_weight_tied_to_the_embedding_gets_both_gradients() -> None:
+    _, weight, _, labels = problem()
+    logprobs, _ = token_logprobs(torch.nn.functional.embedding(labels, weight), weight, labels)
+    reference, _ = plain(torch.nn.functional.embedding(labels, weight), weight, labels)
+    (ours,), (theirs,) = (torch.autograd.grad(each.sum(), weight) for each in (logprobs, reference))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_it_may_stand_inside_activation_checkpointing() -> None:
+    hidden, weight, _, labels = problem()
+    expected = torch.autograd.grad(token_logprobs(hidden, weight, labels)[0].sum(), (hidden, weight))
+    logprobs, _ = checkpoint(token_logprobs, hidden, weight, labels, use_reentrant=False)
+    for gradient, reference in zip(torch.autograd.grad(logprobs.sum(), (hidden, weight)), expected, strict=True):
+        assert torch.equal(gradient, reference)
+
+
+def test_a_frozen_head_costs_no_product_for_its_gradient() -> None:
+    hidden, weight, _, labels = problem()
+    counts = []
+    for head in (weight, weight.detach()):
+        with Products() as products:
+            token_logprobs(hidden, head, labels)[0].sum().backward()  # type: ignore[no-untyped-call]
+        counts.append(products.count)
+    assert counts == [4, 3]
+
+
+@pytest.mark.parametrize("label", [-100, -1, 7])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    hidden, weight, _, labels = problem()
+    labels[1, 1] = label
+    with pytest.raises(ValueError, match="the vocabulary from 0 to 6"):
+        token_logprobs(hidden, weight, labels)
+
+
+def test_one_token_and_the_labels_at_both_ends_are_as_any() -> None:
+    _, weight, _, _ = problem(vocabulary=150)
+    for label in (0, 149):
+        hidden = torch.linspace(-1, 1, 5).double()
+        logprobs, entropy = token_logprobs(hidden, weight, torch.tensor(label))
+        reference = plain(hidden, weight, torch.tensor(label))
+        assert logprobs.shape == entropy.shape == ()
+        torch.testing.assert_close((logprobs, entropy), reference)
 
 
 def test_no_tokens_give_empty_outputs_with_a_graph() -> None:
