@@ -149,6 +149,7 @@ def test_reference_log_probabilities_that_environments_send_are_used_as_they_are
         assert result.metrics["grpo/kl"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_divergence_pulls_the_policy_back_to_the_reference(other_model: str, estimator: str) -> None:
     config = settings(kl_coef=1.0, kl_estimator=estimator, reference_model=other_model, training_steps=40, lr=3e-3)

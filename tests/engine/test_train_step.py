@@ -126,6 +126,7 @@ CHANGES: dict[str, dict[str, object]] = {
 """Every setting between advantages and gradient, each with a value that acts on `mixed_batch`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_gradients_of_micro_batches_add_up_to_those_of_one_batch(changes: dict[str, object], other_model: str) -> None:
     if "kl_coef" in changes:
@@ -512,6 +513,7 @@ def test_inference_sees_none_of_several_updates_before_the_weights_are_written()
     assert torch.equal(weight.flatten(), masters(subject)[: weight.numel()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.3}, {"correction": "truncate"}, {"mask_truncated": True}])
 def test_several_updates_do_not_depend_on_the_split_either(changes: dict[str, object], other_model: str) -> None:
     if "kl_coef" in changes:
