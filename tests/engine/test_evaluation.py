@@ -1,16 +1,29 @@
-"""Evaluation: the estimators against enumeration, and what becomes of the answers of several environments."""
+"""Evaluation: the estimators against enumeration, what becomes of answers, and a trainer that waits for them."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_fakes import ENVIRONMENT, REGISTRATION, served_api
+from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model
 
 from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
+from grpo_engine.data.source import RolloutSource
+from grpo_engine.errors import PeerUnavailable
+from grpo_engine.train.evaluation import Evaluator, complaints, evaluation_metrics
+from grpo_engine.train.loop import train
+from grpo_engine.train.recorder import Recorder
+from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, EvaluationState, NamedAnswer
 
 prompts = st.integers(1, 8).flatmap(
     lambda num: st.lists(st.lists(st.booleans(), min_size=num, max_size=num), min_size=1, max_size=5)
@@ -79,3 +92,220 @@ def test_one_prompt_has_no_error_to_tell() -> None:
 @pytest.mark.parametrize(("num_samples", "ks"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_the_ks_that_are_told(num_samples: int, ks: list[int]) -> None:
     assert ks_up_to(num_samples) == ks
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+ORDER = EvaluationOrder(id="a1", step=3, policy_version=7, num_prompts=2, num_samples=2)
+
+
+def answered(name: str = "sums", number: int = 0, **changes: Any) -> NamedAnswer:
+    """Two prompts: one half solved, one solved whole but in one completion of an older version."""
+    table: dict[str, Any] = {
+        "env_id": number,
+        "rewards": [[1.0, 0.5], [1.0, 1.0]],
+        "lengths": [[2, 4], [6, 8]],
+        "truncated": [[False, True], [False, False]],
+        "policy_versions": [[[7], [7]], [[7], [6, 7]]],
+        **changes,
+    }
+    answer = EvaluationAnswer.model_validate(table)
+    return NamedAnswer(environment=f"{name}_{number}", desired_name=name, answer=answer)
+
+
+def state(*answers: NamedAnswer, **changes: Any) -> EvaluationState:
+    table: dict[str, Any] = {"is_over": True, "waiting_for": [], "missing": [], "unable": [], **changes}
+    return EvaluationState(order=ORDER, answers=list(answers), **table)
+
+
+def test_the_metrics_of_one_environment_by_hand() -> None:
+    assert evaluation_metrics(state(answered())) == pytest.approx(
+        {
+            "eval/avg@2": 0.875,
+            "eval/avg@2_se": 0.125,  # of 0.75 and 1
+            "eval/pass@1": 0.75,
+            "eval/pass@1_se": 0.25,  # of 0.5 and 1
+            "eval/pass@2": 1.0,
+            "eval/pass@2_se": 0.0,
+            "eval/num_prompts": 2,
+            "eval/length_mean": 5,
+            "eval/truncated_fraction": 0.25,
+            "eval/other_version_fraction": 0.25,
+        }
+    )
+
+
+def test_what_counts_as_solved_is_the_environments_to_say() -> None:
+    assert evaluation_metrics(state(answered(solved_from=0.5)))["eval/pass@1"] == 1.0
+
+
+def test_several_environments_have_metrics_of_their_own_and_together() -> None:
+    metrics = evaluation_metrics(state(answered(), answered("sorts", 1, rewards=[[0.0, 0.0], [0.0, 1.0]])))
+    assert (metrics["eval/sums/avg@2"], metrics["eval/sorts/avg@2"]) == (0.875, 0.25)
+    assert metrics["eval/avg@2"] == pytest.approx((0.875 + 0.25) / 2)
+    assert metrics["eval/num_prompts"] == 4
+    twins = evaluation_metrics(state(answered("sums", 0), answered("sums", 1)))
+    assert {"eval/sums_0/avg@2", "eval/sums_1/avg@2"} <= twins.keys()
+
+
+@pytest.mark.parametrize(
+    "incomplete",
+    [
+        state(answered(), missing=["sorts"]),
+        state(answered(), is_over=False, waiting_for=["sorts_1"]),
+        state(answered(), answered("sorts", 1, rewards=[], problem="no server")),
+    ],
+    ids=["gone", "late", "unable"],
+)
+def test_a_missing_environment_leaves_no_jump_in_the_common_curve(incomplete: EvaluationState) -> None:
+    metrics = evaluation_metrics(incomplete)
+    assert metrics["eval/sums/avg@2"] == 0.875
+    assert "eval/avg@2" not in metrics
+
+
+def test_one_prompt_has_no_error_and_a_silent_server_no_versions() -> None:
+    one = answered(rewards=[[1.0, 0.0]], lengths=[[1, 1]], truncated=[[False, False]], policy_versions=None)
+    metrics = evaluation_metrics(state(one))
+    assert metrics["eval/pass@2"] == 1.0
+    assert not [name for name in metrics if name.endswith(("_se", "version_fraction"))]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (state(answered()), "1 completions were not sampled by the published version 7 (1 by version 6, 7)"),
+        (state(unable=["gsm8k_0"]), "none of gsm8k_0 evaluates: use environments of grpo-engine, or eval_every 0"),
+        (state(answered(policy_versions=None), missing=["sorts"]), "sorts went away without an answer"),
+        (state(answered(rewards=[], problem="no held-out item")), "sums_0: no held-out item"),
+    ],
+)
+def test_whatever_is_wrong_with_answers_is_said(found: EvaluationState, words: str) -> None:
+    [complaint] = complaints(found)
+    assert words in complaint
+
+
+def test_nothing_is_said_of_an_evaluation_of_exactly_the_published_weights() -> None:
+    assert complaints(state(answered(policy_versions=[[[7], [7]], [[7], [7]]]))) == []
+
+
+# --- the trainer ---------------------------------------------------------------------------------------------------
+
+
+def evaluator(source: RolloutSource, **changes: Any) -> Evaluator:
+    hooks = {name: changes.pop(name) for name in ("stop", "meanwhile") if name in changes}
+    return Evaluator(settings(eval_every=2, training_steps=5, **changes), source, **hooks)
+
+
+def test_it_is_due_at_first_every_so_many_steps_and_at_last() -> None:
+    source = RolloutSource("http://api.test")
+    assert [step for step in range(6) if evaluator(source).is_due(step)] == [0, 2, 4, 5]
+    assert not any(Evaluator(settings(eval_every=0), source).is_due(step) for step in range(6))
+    source.close()
+
+
+def test_a_stock_api_is_named_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(404, json={"detail": "Not Found"}))
+    with RolloutSource("http://api.test", transport=transport) as source:
+        assert evaluator(source).measure_if_due(0, 0) == {}
+    assert "http://api.test has no evaluations, as a stock rollout API" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_nobody_answers_ends_with_its_time_and_names_who_was_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with served_api() as api, RolloutSource(api) as source:
+        source.register(**{k: v for k, v in REGISTRATION.items() if not k.startswith("wandb")})
+        source.poll()
+        httpx.post(f"{api}/register-env", json={**ENVIRONMENT, "evaluates": True})
+        assert evaluator(source, eval_timeout_s=0.2).measure_if_due(0, 0) == {}
+        assert "not done within 0.2 s (eval_timeout_s); waited for sums_0" in caplog.text
+        order = httpx.request("GET", f"{api}/status-env", json={"env_id": 0}).json()
+        assert "evaluation" not in order  # its environment may stop
+
+
+@pytest.mark.slow
+def test_a_stop_ends_the_waiting_and_the_bridge_is_served_meanwhile() -> None:
+    rounds: list[int] = []
+    with served_api() as api, RolloutSource(api) as source:
+        source.register(**{k: v for k, v in REGISTRATION.items() if not k.startswith("wandb")})
+        waiting = evaluator(source, stop=lambda: len(rounds) >= 2, meanwhile=lambda: rounds.append(1))
+        assert waiting.measure_if_due(0, 0) == {}
+    assert len(rounds) == 2
+
+
+def test_a_server_that_stays_away_meanwhile_costs_the_evaluation_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def away() -> None:
+        raise PeerUnavailable("no inference server within 60 s")
+
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}))
+    with RolloutSource("http://api.test", transport=transport) as source:
+        assert evaluator(source, meanwhile=away).measure_if_due(0, 0) == {}
+    assert "evaluation of step 0: no inference server within 60 s; going on without" in caplog.text
+
+
+class EvaluatedSource(ListedSource):
+    """Batches from a list, and evaluations that are answered at once with the version for a reward."""
+
+    def __init__(self, seeds: range) -> None:
+        super().__init__([made_up_groups(seed) for seed in seeds])
+        self.orders: list[EvaluationOrder] = []
+
+    def evaluation(self, order: EvaluationOrder, wait_s: float = 0.0) -> EvaluationState:
+        self.orders.append(order)
+        rewards = [[float(order.policy_version)] * order.num_samples] * 2
+        lengths, truncated = [[1] * order.num_samples] * 2, [[False] * order.num_samples] * 2
+        answer = EvaluationAnswer(env_id=0, rewards=rewards, lengths=lengths, truncated=truncated)
+        named = NamedAnswer(environment="sums_0", desired_name="sums", answer=answer)
+        return EvaluationState(order=order, is_over=True, answers=[named], waiting_for=[], missing=[], unable=[])
+
+    def close_evaluation(self, order: EvaluationOrder) -> None:
+        pass
+
+
+def run(folder: Path, seeds: range, stop: Callable[[], bool] = lambda: False, **changes: Any) -> EvaluatedSource:
+    config = settings(eval_every=2, eval_prompts=2, eval_samples=2, training_steps=5, checkpoint_interval=3, **changes)
+    source = EvaluatedSource(seeds)
+    with Recorder(folder, total_steps=5, show_times=False) as recorder:
+        train(
+            config,
+            source,  # type: ignore[arg-type]
+            ListeningBridge(small_model()),
+            recorder,
+            decode=str,
+            save_path=folder / "checkpoints",
+            stop=stop,
+        )
+    return source
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_evaluation_is_part_of_its_steps_line_and_the_first_one_is_step_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, range(5))
+    found = [(line["step"], line["policy_version"], line["metrics"].get("eval/avg@2")) for line in lines(tmp_path)]
+    assert found == [(0, 0, 0.0), (1, 1, None), (2, 2, 2.0), (3, 3, None), (4, 4, 4.0), (5, 5, 5.0)]
+    assert all(name.startswith("eval/") for name in lines(tmp_path)[0]["metrics"])
+    assert "train/loss" in lines(tmp_path)[2]["metrics"]
+    assert "Step 0/" not in capsys.readouterr().out  # what reads the console knows steps only
+
+
+def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) -> None:
+    first = run(tmp_path, range(4))  # dries up after step 4
+    assert [order.step for order in first.orders] == [0, 2, 4]
+    second = run(tmp_path, range(4, 5))
+    assert [order.step for order in second.orders] == [5]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_begins_anew_is_evaluated_anew(tmp_path: Path) -> None:
+    run(tmp_path, range(5))
+    second = run(tmp_path, range(5), resume=False)
+    assert [order.step for order in second.orders] == [0, 2, 4, 5]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
