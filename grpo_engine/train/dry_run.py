@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -91,9 +92,15 @@ def model_shape(pretrained: PreTrainedConfig, config: TrainConfig) -> ModelShape
     Raises:
         ModelError: it lacks layers that are to be trained, or is no decoder with attention.
     """
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # initialising what has no memory is a no-op: intended
-        model = AutoModelForCausalLM.from_config(pretrained)
+    try:
+        with init_empty_weights(include_buffers=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # initialising what has no memory is a no-op: intended
+            model = AutoModelForCausalLM.from_config(pretrained)
+        model.tie_weights()
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"{type(pretrained).__name__}: no shapes of such a model without its weights: {error}"
+        ) from error
     for indices in (config.train_layer_indices, config.lora_layer_indices):
         if indices is not None:
             require_layers(model, parse_layer_indices(indices))

@@ -382,8 +382,8 @@ def _knobs(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[list[
             yield [{"optimizer": "adafactor"}]
     if card.inference_share is not None:
         yield list(_smaller_shares(model, config, card))
-    if not isinstance(config.bridge, LoraOnly):
-        yield [{"bridge": LoraOnly(), "train_layer_indices": None}]
+    if not isinstance(config.bridge, LoraOnly) and config.train_layer_indices is None:
+        yield [{"bridge": LoraOnly()}]
     yield [{"seq_len": config.seq_len // part} for part in (2, 4) if config.seq_len // part >= 2]
 
 
@@ -391,7 +391,7 @@ def _smaller_micro_batches(config: TrainConfig) -> Iterator[Changes]:
     """Fewer sequences at a time, as many a step."""
     if config.micro_batch_tokens is not None:
         tokens = config.micro_batch_tokens // 2
-        while tokens >= config.seq_len - 1:
+        while tokens >= config.seq_len:
             yield {"micro_batch_tokens": tokens}
             tokens //= 2
         return
@@ -462,8 +462,6 @@ def _in_words(config: TrainConfig, changes: Changes) -> str:
         match name, value:
             case "bridge", LoraOnly():
                 flags.append("--weight-bridge-mode lora_only")
-            case "train_layer_indices", None:
-                pass
             case "gpu_memory_utilization", float():
                 lower = config.gpu_memory_utilization - value
                 others.append(f"gpu_memory_utilization of the inference server {lower:.2f} lower")

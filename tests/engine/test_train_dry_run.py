@@ -16,14 +16,14 @@ import pytest
 import torch
 from serving import python_path
 from training import attached, made_up_groups, settings, small_model
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import make_batch
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.dry_run import model_shape, report
+from grpo_engine.train.dry_run import log_plan, model_shape, report
 from grpo_engine.train.memory_plan import Card, memory_plan
 from grpo_engine.train.probe import OutOfGpuMemory, explaining_lack_of_memory, longest_batch, probe, rehearse
 from grpo_engine.train.step import StepResult, gradient_step
@@ -113,6 +113,32 @@ def test_a_card_without_room_gets_suggestions(config_folder: Path) -> None:
     config = config.model_copy(update=changes)
     shape = model_shape(LlamaConfig.from_pretrained(config_folder), config)
     assert memory_plan(shape, config).needed_bytes <= card.free_bytes
+
+
+def test_every_start_on_a_gpu_has_the_plan_in_its_log(
+    config_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(name="A card", total_bytes=8 * 10**9, free_bytes=4 * 10**9)
+    monkeypatch.setattr("grpo_engine.train.dry_run.card_now", lambda config: card)
+    caplog.set_level("INFO", logger="grpo_engine.train")
+    log_plan(settings(model_name=str(config_folder)))
+    log_plan(settings(model_name=str(config_folder), batch_size=512, seq_len=2048))
+    fitting, too_large = caplog.records
+    assert fitting.levelname == "INFO"
+    assert re.search(r"^memory: 0\.6 GB at the peak \(.*\); A card has 4\.0 GB for it$", fitting.getMessage())
+    assert too_large.levelname == "WARNING"
+    assert "this will not fit. By the plan it fits with --gradient-checkpointing" in too_large.getMessage()
+
+
+def test_a_model_that_cannot_be_planned_for_ends_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(name="A card", total_bytes=8 * 10**9, free_bytes=4 * 10**9)
+    monkeypatch.setattr("grpo_engine.train.dry_run.card_now", lambda config: card)
+    T5Config(d_model=8, d_ff=8, num_layers=1, vocab_size=10).save_pretrained(tmp_path)
+    log_plan(settings(model_name=str(tmp_path)))
+    [said] = caplog.records
+    assert "no plan of its memory" in said.getMessage()
 
 
 def state_of(trainee: Trainee) -> dict[str, torch.Tensor]:
