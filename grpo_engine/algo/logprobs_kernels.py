@@ -1,4 +1,4 @@
-"""`fold_tile` and `tile_gradient` of `logprobs` as Triton kernels: each reads a tile of fp32 products once.
+"""`fold_tile` and `tile_gradient` of `head` as Triton kernels: each reads a tile of fp32 products once.
 
 One program owns a row (fold) or a stretch of one (gradient): nothing is shared, so results do not depend on the order
 in which programs run. Comparisons are written so that NaN passes through: `tl.maximum` would drop it.
@@ -14,12 +14,12 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from grpo_engine.algo.logprobs import Running, Softmax, Tile
+    from grpo_engine.algo.head import Running, Softmax, Tile
 
 WORDS = 4096
 """Words that a program holds at a time."""
 FLOOR: tl.constexpr = tl.constexpr(-1e4)
-"""`NEVER` of `logprobs`."""
+"""`NEVER` of `head`."""
 
 
 def fold_tile(tile: Tile, running: Running) -> None:

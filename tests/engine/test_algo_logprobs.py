@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_plain_computation(
     soft_cap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("grpo_engine.algo.logprobs.TILES", {"cpu": (12, 8)})  # tiles of at most 64 words then
+    monkeypatch.setattr("grpo_engine.algo.head.TILES", {"cpu": (12, 8)})  # tiles of at most 64 words then
     hidden, weight, bias, labels = problem(vocabulary=vocabulary)
     ours = token_logprobs(
         hidden, weight, labels, bias=bias, temperature=temperature, chunk_size=chunk_size, soft_cap=soft_cap
@@ -109,7 +109,7 @@ class Products(TorchDispatchMode):
 def test_no_tensor_ever_holds_all_tokens_times_the_vocabulary(
     chunk_size: int | None, largest_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_engine.algo.logprobs.TILES", {"cpu": (128, 64)})
+    monkeypatch.setattr("grpo_engine.algo.head.TILES", {"cpu": (128, 64)})
     hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
     labels = torch.randint(0, 500, (256,))
     with LargestTensor() as largest:
@@ -220,7 +220,7 @@ def test_logits_far_from_zero_keep_their_digits(away: float) -> None:
 def test_a_bias_of_minus_infinity_takes_words_out_of_the_vocabulary(
     blocked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_engine.algo.logprobs.TILES", {"cpu": (12, 8)})
+    monkeypatch.setattr("grpo_engine.algo.head.TILES", {"cpu": (12, 8)})
     hidden, weight, bias, labels = problem(vocabulary=150)
     kept = [word for word in range(150) if word not in blocked]
     closed = bias.detach().index_fill(0, torch.tensor(blocked), -torch.inf).requires_grad_()

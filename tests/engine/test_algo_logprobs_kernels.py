@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_engine.algo import logprobs
-from grpo_engine.algo.logprobs import Running, Softmax, Tile, token_logprobs
+from grpo_engine.algo import head
+from grpo_engine.algo.head import Running, Softmax, Tile
+from grpo_engine.algo.logprobs import token_logprobs
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -36,7 +37,7 @@ def tile_of(num_columns: int, bias: Tensor | None, temperature: Tensor | None, s
     random = torch.Generator().manual_seed(0)
     products = torch.randn(5, num_columns, generator=random).mul(4).to(DEVICE)
     labels = torch.tensor([0, num_columns - 1, num_columns // 2, -1, num_columns], device=DEVICE)
-    return Tile(slice(0, 5), products, labels, bias, temperature, soft_cap)
+    return Tile(products, labels, bias, temperature, soft_cap)
 
 
 def bias_of(kind: str, num_columns: int) -> Tensor | None:
@@ -64,7 +65,7 @@ def test_a_tile_is_folded_and_turned_into_its_gradient_as_eagerly(
 
     eager, measured = (Running.of_no_words(5, torch.float32, torch.device(DEVICE)) for _ in range(2))
     for _ in range(2):  # a second tile meets the numbers of the first
-        logprobs.fold_tile(tile(), eager)
+        head.fold_tile(tile(), eager)
         kernels.fold_tile(tile(), measured)
     torch.testing.assert_close(tuple(measured), tuple(eager), equal_nan=True)
 
@@ -73,7 +74,7 @@ def test_a_tile_is_folded_and_turned_into_its_gradient_as_eagerly(
     pulls = torch.linspace(-1, 1, 5, device=DEVICE), torch.linspace(2, -1, 5, device=DEVICE)
     for of_logprobs, of_entropy in ((pulls[0], None), (None, pulls[1]), pulls):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            expected = logprobs.tile_gradient(tile(), softmax, of_logprobs, of_entropy, dtype)
+            expected = head.tile_gradient(tile(), softmax, of_logprobs, of_entropy, dtype)
             gradient = kernels.tile_gradient(tile(), softmax, of_logprobs, of_entropy, dtype)
             assert gradient.dtype is dtype
             torch.testing.assert_close(gradient, expected)
@@ -81,14 +82,14 @@ def test_a_tile_is_folded_and_turned_into_its_gradient_as_eagerly(
 
 @runs_kernels
 def test_the_head_gives_the_same_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "TILES", {DEVICE: (8, 16)})  # 20 tokens, 150 words: nine tiles
+    monkeypatch.setattr(head, "TILES", {DEVICE: (8, 16)})  # 20 tokens, 150 words: nine tiles
     random = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*s, generator=random).to(DEVICE) for s in ((20, 16), (150, 16), (150,)))
     labels = torch.randint(0, 150, (20,), generator=random).to(DEVICE)
     leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
     results = []
     for has_kernels in (False, True):
-        monkeypatch.setattr(logprobs, "_has_kernels", lambda *_, answer=has_kernels: answer)
+        monkeypatch.setattr(head, "_has_kernels", lambda *_, answer=has_kernels: answer)
         outputs = token_logprobs(hidden, weight, labels, bias=bias, temperature=0.7, soft_cap=5.0)
         results.append((*outputs, *torch.autograd.grad(outputs[0].sum() - outputs[1].mean(), leaves)))
     torch.testing.assert_close(results[1], results[0])

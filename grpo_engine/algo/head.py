@@ -1,0 +1,272 @@
+"""The output layer, walked in tiles: C tokens × W words of logits at a time, of N × V in all; H is the hidden size.
+
+The forward pass folds each tile into a few numbers a token (`fold_tile`), the backward pass turns a tile into its
+gradient (`tile_gradient`). Logits are fp32 whatever the model's dtype (bf16 rounds a logit of 20 to the nearest 1/8),
+float64 stays float64. On CUDA the kernels of `logprobs_kernels` read a tile; their arithmetic is that of the two here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TILES = {"cpu": (2**12, 2**10), "cuda": (2**15, 2**12)}
+"""The most tokens of a tile, and its words when it has so many; fewer tokens have more words. 16 MB of logits stay near
+a CPU's caches; 512 MB let a GPU read and write the gradient of `hidden` seldom enough not to notice."""
+
+NEVER = -1e4
+"""Log-probabilities are held above this where they meet their own exponential: it is 0 in any dtype long before, and
+0 × -1e4 is 0 where 0 × -inf is NaN. A bias of -inf so takes a word out of the vocabulary."""
+
+
+class Head:
+    """The output layer, walked in tiles, its operands in the dtype in which they are multiplied."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: Tensor | None,
+        chunk_size: int | None,
+        soft_cap: float | None,
+    ) -> None:
+        common = torch.promote_types(hidden.dtype, weight.dtype)
+        self.dtype = torch.promote_types(common, torch.float32)
+        # A GPU multiplies halves with an fp32 result; elsewhere that takes fp32 operands.
+        self.operand = common if hidden.is_cuda else self.dtype
+        self.has_kernels = _has_kernels(hidden.device, self.dtype)
+        self.hidden = hidden.detach().to(self.operand)
+        self._weight, self._bias = weight.detach(), bias
+        self._labels, self._temperature, self._soft_cap = labels, temperature, soft_cap
+        most_rows, fewest_columns = TILES.get(hidden.device.type, TILES["cpu"])
+        self._num_rows = max(min(chunk_size or most_rows, len(labels)), 1)
+        num_columns = most_rows * fewest_columns // self._num_rows
+        self._num_columns = max(num_columns // 64 * 64, 64)  # rows of a tile then start where a GPU likes them to
+
+    def blocks(self) -> Iterator[slice]:
+        """The vocabulary, block by block."""
+        for start in range(0, len(self._weight), self._num_columns):
+            yield slice(start, min(start + self._num_columns, len(self._weight)))
+
+    def block(self, columns: slice) -> Tensor:
+        """(W, H) of the weight."""
+        return self._weight[columns].to(self.operand)
+
+    def tokens(self) -> Iterator[slice]:
+        """The tokens, as many at a time as a tile has."""
+        for start in range(0, len(self._labels), self._num_rows):
+            yield slice(start, min(start + self._num_rows, len(self._labels)))
+
+    def tile(self, rows: slice, columns: slice, products: Tensor) -> Tile:
+        """Some tokens × some words, with their products (C, W)."""
+        return Tile(
+            products=products,
+            labels=self._labels[rows] - columns.start,
+            bias=None if self._bias is None else self._bias[columns],
+            temperature=None if self._temperature is None else self._temperature[rows],
+            soft_cap=self._soft_cap,
+        )
+
+    def fold(self, tile: Tile, running: Running) -> None:
+        """Take the tile's words into its tokens' softmax; the tile's products are lost."""
+        (_kernels().fold_tile if self.has_kernels else fold_tile)(tile, running)
+
+    def gradient(
+        self, tile: Tile, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> Tensor:
+        """(C, W) gradient for the tile's products, ready to be multiplied; the products are lost."""
+        of = _kernels().tile_gradient if self.has_kernels else tile_gradient
+        gradient: Tensor = of(tile, softmax, grad_logprobs, grad_entropy, self.operand)
+        return gradient
+
+
+class Running(NamedTuple):
+    """What is known of each token's softmax after some of its words, (N,) or (C,) each, and updated in place."""
+
+    maximum: Tensor
+    """m, the highest logit z so far, or the lowest finite number."""
+    total: Tensor
+    """Sum of exp(z - m)."""
+    weighted: Tensor
+    """Sum of (z - m) exp(z - m), so that the entropy is a sum of two numbers that are not negative."""
+    chosen: Tensor
+    """Logit of the label; NaN before its word came."""
+
+    @classmethod
+    def of_no_words(cls, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Running:
+        def filled(value: float) -> Tensor:
+            return torch.full((num_tokens,), value, dtype=dtype, device=device)
+
+        return cls(filled(torch.finfo(dtype).min), filled(0.0), filled(0.0), filled(float("nan")))
+
+    def rows(self, rows: slice) -> Running:
+        return Running(*(each[rows] for each in self))
+
+
+class Softmax(NamedTuple):
+    """A token's softmax, (N,) or (C,) each: log p = (z - maximum) - log_total keeps its digits however far z is."""
+
+    maximum: Tensor
+    log_total: Tensor
+    entropy: Tensor
+
+    def rows(self, rows: slice) -> Softmax:
+        return Softmax(*(each[rows] for each in self))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """C tokens × W words."""
+
+    products: Tensor
+    """(C, W) hidden @ weight.T in fp32 (float64); whoever gets it may overwrite it."""
+    labels: Tensor
+    """(C,) from the tile's first word: outside 0..W-1 where the label is a word of another tile."""
+    bias: Tensor | None
+    """(W,)."""
+    temperature: Tensor | None
+    """(C,)."""
+    soft_cap: float | None
+
+
+def fold_tile(tile: Tile, running: Running) -> None:
+    """Take the tile's words into its tokens' softmax."""
+    logits, _ = _scaled(tile)
+    is_here = (tile.labels >= 0) & (tile.labels < logits.shape[1])
+    own = logits.gather(-1, tile.labels.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(-1)
+    running.chosen.copy_(torch.where(is_here, own, running.chosen))
+    maximum = torch.maximum(running.maximum, logits.amax(-1))
+    depth = logits.sub_(maximum[:, None]).clamp_(min=NEVER)  # z - m
+    share = depth.exp()
+    shift = (running.maximum - maximum).clamp_(min=NEVER)
+    running.weighted.addcmul_(shift, running.total).mul_(shift.exp())
+    running.total.mul_(shift.exp()).add_(share.sum(-1))
+    running.weighted.add_(share.mul_(depth).sum(-1))
+    running.maximum.copy_(maximum)
+
+
+def tile_gradient(
+    tile: Tile, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(C, W) gradient for `tile.products`, in the dtype in which it will be multiplied."""
+    logits, slope = _scaled(tile)
+    log_p = logits.sub_(softmax.maximum[:, None]).sub_(softmax.log_total[:, None]).clamp_(min=NEVER)
+    # d logp(label) / dz = onehot(label) - p;  d entropy / dz = -p (log p + entropy)
+    grad = log_p.exp()
+    if grad_entropy is not None:
+        pull = log_p.add_(softmax.entropy[:, None]).mul_(grad_entropy[:, None])
+        if grad_logprobs is not None:
+            pull.add_(grad_logprobs[:, None])
+        grad.mul_(pull).neg_()
+    elif grad_logprobs is not None:
+        grad.mul_(-grad_logprobs[:, None])
+    if grad_logprobs is not None:
+        is_here = (tile.labels >= 0) & (tile.labels < grad.shape[1])
+        own = torch.where(is_here, grad_logprobs, 0.0)
+        grad.scatter_add_(-1, tile.labels.clamp(0, grad.shape[1] - 1)[:, None], own[:, None])
+    if tile.temperature is not None:
+        grad.div_(tile.temperature[:, None])
+    if slope is not None:
+        grad.mul_(slope)
+    return grad.to(dtype)
+
+
+def _scaled(tile: Tile) -> tuple[Tensor, Tensor | None]:
+    """(C, W) logits z, in place of the products, and the slope of the soft cap where there is one."""
+    logits = tile.products
+    if tile.bias is not None:
+        logits += tile.bias
+    slope = None
+    if tile.soft_cap is not None:
+        squashed = logits.div_(tile.soft_cap).tanh_()
+        slope = 1 - squashed.square()
+        logits = squashed.mul_(tile.soft_cap)
+    if tile.temperature is not None:
+        logits.div_(tile.temperature[:, None])
+    return logits, slope
+
+
+def check_shapes(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_size: int | None, soft_cap: float | None
+) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ValueError: shapes, dtypes or numbers that do not fit.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} less its last"
+        )
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} must be (V, {hidden.shape[-1]}) for hidden {tuple(hidden.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must be {tuple(weight.shape[:1])}, one a row of weight")
+    if labels.is_floating_point() or labels.dtype is torch.bool:
+        raise ValueError(f"labels is {labels.dtype}: expected token ids of an integer dtype")
+    if labels.device.type == "cpu" and labels.numel() > 0:
+        lowest, highest = (int(bound) for bound in labels.aminmax())
+        if lowest < 0 or highest >= len(weight):
+            raise ValueError(
+                f"labels go from {lowest} to {highest}, the vocabulary from 0 to {len(weight) - 1}: "
+                "pass trained tokens only, as `labels[mask]`"
+            )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size}: must be at least 1 token")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap = {soft_cap}: must be above 0; None switches it off")
+
+
+def flat_temperature(temperature: float | Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """(N,) temperatures, or None where all are 1."""
+    if not isinstance(temperature, Tensor):
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature = {temperature}: must be a finite number above 0")
+        if temperature == 1.0:
+            return None
+        return torch.full((labels.numel(),), temperature, dtype=dtype, device=labels.device)
+    if temperature.ndim not in (0, labels.ndim):
+        raise ValueError(
+            f"temperature {tuple(temperature.shape)} must have {labels.ndim} dimensions as labels "
+            f"{tuple(labels.shape)}: unsqueeze it, as (B, 1) for one a row"
+        )
+    return temperature.detach().to(labels.device, dtype).broadcast_to(labels.shape).reshape(-1).contiguous()
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product with an fp32 (float64) result; autocast would make it bf16 again."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.mm(left, right)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, summed by the product itself: no second tensor of the size of `total`."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.dtype in (torch.bfloat16, torch.float16):
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:
+            total.addmm_(left, right)
+
+
+@cache
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype is torch.float32 and importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> Any:
+    """The Triton kernels: imported only where they run."""
+    from grpo_engine.algo import logprobs_kernels
+
+    return logprobs_kernels
