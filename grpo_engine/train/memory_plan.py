@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from grpo_engine.algo.logprobs import TILES
+from grpo_engine.algo.head import TILES
 from grpo_engine.bridges import LoraOnly, SharedVllm
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.layers import layer_of
@@ -317,13 +317,14 @@ def _activations(
 
 
 def _head(model: ModelShape, trained: Sequence[ParameterShape], num_tokens: int) -> int:
-    """The output layer's backward pass, tile by tile: see `algo.logprobs`."""
+    """The output layer's backward pass, tile by tile: see `algo.head`."""
     h, vocabulary, d = model.hidden_size, model.vocab_size, model.bytes_each
     most_tokens, fewest_words = TILES["cuda"]
     tokens = min(num_tokens, most_tokens)
     words = min(most_tokens * fewest_words // tokens, vocabulary)
-    # Of a tile: its logits, those of the tile before, and their gradient as it is multiplied.
-    of_tile = tokens * words * (FP32 * (2 if words < vocabulary or tokens < num_tokens else 1) + d)
+    has_one_tile = tokens == num_tokens and words == vocabulary
+    # A tile's logits, their gradient as it is multiplied, and that of the tile before.
+    of_tile = tokens * words * (FP32 + d * (1 if has_one_tile else 2))
     head_name = "embed_tokens.weight" if model.is_tied else "lm_head.weight"
     trains_head = any(parameter.name.endswith(head_name) for parameter in trained)
     of_weight = d * vocabulary * h + FP32 * words * h if trains_head else 0

@@ -8,6 +8,8 @@ from memory import PeakMemory, saved_bytes
 from training import settings
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from grpo_engine.algo.head import TILES
+from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LoraSettings
@@ -226,6 +228,20 @@ def test_a_step_peaks_where_the_plan_says(kind: type[PreTrainedConfig], changes:
     plan = plan_of(small(kind), config)
     before_it = sum(part(plan, name) for name in ("weights", "master weights", "optimizer state"))
     assert plan.allocated_bytes - before_it == pytest.approx(memory.peak_bytes, rel=0.15)
+
+
+def test_the_output_layer_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES, "cuda", TILES["cpu"])  # the plan is for a GPU, the measurement is not
+    config = settings(dtype="float32", batch_size=1, gradient_accumulation_steps=1, seq_len=4001)
+    pretrained = small()
+    pretrained.vocab_size = 10_000
+    hidden = torch.randn(4000, pretrained.hidden_size, requires_grad=True)
+    weight = torch.randn(pretrained.vocab_size, pretrained.hidden_size, requires_grad=True)
+    labels = torch.arange(4000)
+    with PeakMemory([hidden, weight, labels]) as memory:
+        logprobs, entropy = token_logprobs(hidden, weight, labels)
+        torch.autograd.backward(logprobs.sum() + entropy.sum())
+    assert part(plan_of(pretrained, config), "output layer") == pytest.approx(memory.peak_bytes, rel=0.25)
 
 
 def test_the_formula_is_that_of_its_table() -> None:
