@@ -5,7 +5,8 @@ and itself, at the positions it would have alone, so that every hidden state is 
 sees whom is said by two numbers a position, `segments` and `parents`; `models.attention` makes of it what a kernel
 takes.
 
-B rows of a batch, T of their positions; R packed rows, L of their positions; N trained tokens.
+B rows of a batch, T of their positions; R packed rows, L of their positions; M of these hold a token, N see a trained
+label.
 """
 
 from __future__ import annotations
@@ -77,29 +78,38 @@ def pack(batch: Batch, *, in_one_row: bool) -> PackedRows:
     prompts, lengths = prompt_lengths(batch).tolist(), batch.lengths.tolist()
     sizes = [prompts[rows[0]] + sum(lengths[row] - prompts[row] for row in rows) for rows in shared]
     width = sum(sizes) if in_one_row else max(sizes)
-    shape = (1 if in_one_row else len(shared), width)
-    inputs, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    segments, parents = torch.full(shape, NO_SEGMENT), torch.full(shape, NO_SEGMENT)
-    place = torch.zeros_like(batch.inputs)  # (B, T) where each position of the batch went, in R × L
-    steps = torch.arange(batch.inputs.shape[1])
-
-    def lay(row: int, start: int, stop: int, at: int, segment: int, parent: int) -> None:
-        """Put positions `start` to `stop` of a row of the batch at `at`."""
-        to = slice(at, at + stop - start)
-        inputs.view(-1)[to] = batch.inputs[row, start:stop]
-        positions.view(-1)[to] = steps[start:stop]
-        segments.view(-1)[to] = segment
-        parents.view(-1)[to] = parent
-
+    pieces: list[tuple[int, int, int, int, int, int]] = []  # row of the batch, from, to, first place, segment, parent
+    last_of_prompt = torch.zeros(len(lengths), dtype=torch.int64)  # (B,) its place, from where the first label is seen
     end = 0
     for index, rows in enumerate(shared):
-        begin, parent = (end, 2 * rows[0]) if in_one_row else (index * width, 2 * rows[0])
-        prompt = prompts[rows[0]]
-        lay(rows[0], 0, prompt, begin, parent, parent)
-        end = begin + prompt
+        end = end if in_one_row else index * width
+        parent, prompt = 2 * rows[0], prompts[rows[0]]
+        pieces.append((rows[0], 0, prompt, end, parent, parent))
+        end += prompt
+        last_of_prompt[rows] = end - 1
         for row in rows:
-            lay(row, prompt, lengths[row], end, 2 * row + 1, parent)
-            place[row, :prompt] = begin + steps[:prompt]
-            place[row, prompt : lengths[row]] = end + steps[: lengths[row] - prompt]
+            pieces.append((row, prompt, lengths[row], end, 2 * row + 1, parent))
             end += lengths[row] - prompt
-    return PackedRows(inputs=inputs, positions=positions, segments=segments, parents=parents, trained=place[batch.mask])
+
+    table = torch.tensor(pieces)  # (pieces, 6)
+    sizes_of = table[:, 2] - table[:, 1]
+    step = torch.arange(int(sizes_of.sum())) - (sizes_of.cumsum(0) - sizes_of).repeat_interleave(sizes_of)
+    row_of, start, _, first, segment, parent_of = table.repeat_interleave(sizes_of, dim=0).unbind(1)  # (M,) each
+    position, place = start + step, first + step
+
+    def laid(values: Tensor, empty: int) -> Tensor:
+        rows = torch.full((1 if in_one_row else len(shared), width), empty)
+        rows.view(-1)[place] = values
+        return rows
+
+    place_of = torch.zeros_like(batch.inputs)  # (B, T) of every position from which a label is seen
+    place_of[torch.arange(len(lengths)), prompt_lengths(batch) - 1] = last_of_prompt
+    is_completion = segment % 2 == 1
+    place_of[row_of[is_completion], position[is_completion]] = place[is_completion]
+    return PackedRows(
+        inputs=laid(batch.inputs[row_of, position], 0),
+        positions=laid(position, 0),
+        segments=laid(segment, NO_SEGMENT),
+        parents=laid(parent_of, NO_SEGMENT),
+        trained=place_of[batch.mask],
+    )
