@@ -284,6 +284,18 @@ def test_clip_eps_is_the_band_unless_a_preset_has_its_own() -> None:
     assert loss_config(settings(loss="dr_grpo")).constant_length == 32
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dual_clip", 2.5), ("entropy_coef", 0.1), ("kl_coef", 0.2), ("kl_estimator", "k1"), ("kl_unbiased", True),
+        ("correction", "mask"), ("correction_level", "geometric"), ("correction_max", 3.0), ("correction_min", 0.5),
+    ],
+)  # fmt: skip
+def test_a_setting_of_the_loss_reaches_it(name: str, value: object) -> None:
+    assert getattr(loss_config(settings()), name) != value
+    assert getattr(loss_config(settings(**{name: value})), name) == value
+
+
 def test_a_band_of_zero_is_a_band() -> None:
     config = loss_config(settings(clip_low=0, clip_high=0.3))
     assert (config.clip_low, config.clip_high) == (0, 0.3)
