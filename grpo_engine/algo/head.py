@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -75,9 +75,12 @@ class Head:
             soft_cap=self._soft_cap,
         )
 
-    def fold(self, tile: Tile, running: Running) -> None:
-        """Take the tile's words into its tokens' softmax; the tile's products are lost."""
-        (_kernels().fold_tile if self.has_kernels else fold_tile)(tile, running)
+    def fold(self, tile: Tile, running: Running, *, keeps_products: bool = False) -> None:
+        """Take the tile's words into its tokens' softmax; the tile's products are lost unless asked for."""
+        if self.has_kernels:
+            _kernels().fold_tile(tile, running)
+        else:
+            fold_tile(replace(tile, products=tile.products.clone()) if keeps_products else tile, running)
 
     def gradient(
         self, tile: Tile, softmax: Softmax, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
@@ -108,7 +111,12 @@ class Running(NamedTuple):
         return cls(filled(torch.finfo(dtype).min), filled(0.0), filled(0.0), filled(float("nan")))
 
     def rows(self, rows: slice) -> Running:
+        """Of some tokens, for updating in place."""
         return Running(*(each[rows] for each in self))
+
+    def logprobs(self) -> Tensor:
+        """Of the labels, after the last word."""
+        return (self.chosen - self.maximum) - self.total.log()
 
 
 class Softmax(NamedTuple):
@@ -118,7 +126,14 @@ class Softmax(NamedTuple):
     log_total: Tensor
     entropy: Tensor
 
+    @classmethod
+    def of(cls, running: Running) -> Softmax:
+        """After the last word."""
+        log_total = running.total.log()
+        return cls(running.maximum, log_total, log_total - running.weighted / running.total)
+
     def rows(self, rows: slice) -> Softmax:
+        """Of some tokens."""
         return Softmax(*(each[rows] for each in self))
 
 
@@ -243,12 +258,12 @@ def flat_temperature(temperature: float | Tensor, labels: Tensor, dtype: torch.d
     return temperature.detach().to(labels.device, dtype).broadcast_to(labels.shape).reshape(-1).contiguous()
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Matrix product with an fp32 (float64) result; autocast would make it bf16 again."""
     with torch.autocast(left.device.type, enabled=False):
         if left.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(left, right, out_dtype=torch.float32)
-        return torch.mm(left, right)
+            return torch.mm(left, right, out_dtype=torch.float32, out=out)
+        return torch.mm(left, right, out=out)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -77,13 +77,11 @@ class _TokenLogprobs(torch.autograd.Function):
             block = head.block(columns)
             for rows in head.tokens():
                 head.fold(head.tile(rows, columns, product(head.hidden[rows], block.T)), running.rows(rows))
-        log_total = running.total.log()
-        logprobs = (running.chosen - running.maximum) - log_total
-        entropy = log_total - running.weighted / running.total
-        ctx.save_for_backward(hidden, weight, bias, labels, temperature, running.maximum, log_total, entropy)
+        softmax = Softmax.of(running)
+        ctx.save_for_backward(hidden, weight, bias, labels, temperature, *softmax)
         ctx.chunk_size, ctx.soft_cap = chunk_size, soft_cap
         ctx.set_materialize_grads(False)  # an output that the loss does not use then costs nothing
-        return logprobs, entropy
+        return running.logprobs(), softmax.entropy
 
     @staticmethod
     @once_differentiable
