@@ -9,6 +9,7 @@ one it would have found, some policy versions further on. Judging is in `check_a
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_engine.bridges import Bridge, BridgeContext, BridgeModel, CheckpointReload
+from grpo_engine.bridges import Bridge, BridgeContext, BridgeModel, CheckpointReload, SharedVllm
+from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
+from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.saving import trainable_device
 from grpo_engine.errors import BridgeError, ModelError, PeerError
 from grpo_engine.models.config import LoraSettings
@@ -48,7 +51,14 @@ from grpo_engine.train.check_findings import (
 from grpo_engine.train.check_prompts import QUESTIONS, asked, prompt_tokens, special_tokens
 from grpo_engine.train.check_report import Report
 from grpo_engine.train.check_sampling import CheckedServer, Sample, ServerFacts, ServerKind
-from grpo_engine.train.check_server import judge_server, no_bridge, no_server, no_trainer
+from grpo_engine.train.check_server import (
+    can_be_handed_weights,
+    judge_server,
+    no_bridge,
+    no_server,
+    no_trainer,
+    other_trainer,
+)
 from grpo_engine.train.check_tokens import (
     Encoded,
     Ending,
@@ -106,6 +116,8 @@ def check(config: CheckConfig, report: Report) -> None:
             report.add(no_server(config, error))
             return
         report.add(judge_server(facts, config))
+        if facts.kind is not ServerKind.OURS:
+            report.add(no_bridge(config, facts))
         special = special_tokens(config.model_name, tokenizer)
         report.add(_ask_vocabulary(server, config, tokenizer))
         report.add(*judge_special_tokens(special, decode=tokenizer.decode))
@@ -143,11 +155,13 @@ def _check_weights(session: _Session, report: Report) -> None:
     bridge: Bridge | None = None
     try:
         try:
-            if facts.kind is ServerKind.OURS:
+            if (pid := _other_trainer(config)) is not None:
+                report.add(other_trainer(pid))
+                return
+            if can_be_handed_weights(facts, config):
                 bridge = _build_bridge(session)
                 attached = bridge.attach()
             else:
-                report.add(no_bridge(config, facts))
                 attached = _copy_of_its_own(config)
             trainer = TrainerSide(Trainee(attached, config), seq_len=config.seq_len, batch_size=config.batch_size)
         except (BridgeError, ModelError, PeerError) as error:
@@ -163,7 +177,7 @@ def _check_weights(session: _Session, report: Report) -> None:
         except (BridgeError, PeerError) as error:
             report.add(
                 fail(
-                    "server",
+                    "broke off",
                     str(error),
                     cause="the server failed or ended in the middle of the check, or answers something else",
                     advice="look at its log, restart it, and check again",
@@ -226,6 +240,23 @@ def _build_bridge(session: _Session) -> Bridge:
     )
 
 
+def _other_trainer(config: CheckConfig) -> int | None:
+    """Pid of a living trainer that writes into the memory which this one would write into."""
+    if not isinstance(config.bridge, SharedVllm):
+        return None  # servers do not say who hands them checkpoints or adapters
+    path = bridge_file_path(config.bridge.config_path, os.environ)
+    if not path.exists():
+        return None
+    file = read_bridge_file(path)
+    if not is_server_alive(file):
+        return None
+    fence = Fence.attach(file.fence_segment)
+    writer = fence.writer()
+    fence.close()
+    is_trainer = writer is not None and writer.pid not in (file.pid, os.getpid()) and writer.is_alive()
+    return writer.pid if writer is not None and is_trainer else None
+
+
 def _copy_of_its_own(config: CheckConfig) -> BridgeModel:
     model = load_model(config.model_name, dtype=config.dtype, device=trainable_device(config.device))
     return BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained)
@@ -278,7 +309,7 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
     report.add(judge_order(reading, repeated=repeated, band=band))
     endings = [Ending(tokens=sample.tokens, finish_reason=sample.finish_reason) for sample in plain]
     if alignment.level is Level.FAIL:
-        why = "not checked: they mean nothing before alignment is mended"
+        why = "not checked: it means nothing before alignment is mended"
         report.add(warn("temperature", why), warn("sampling", why))
     else:
         by_temperature = {temperature: _sample(session, temperature) for temperature in TEMPERATURES}
@@ -344,7 +375,8 @@ def _canary(
     bridge.publish(version, trainer.writer(canary, canary.original))
     before, trainer_before = _ask_fixed(server, fixed), trainer.score(fixed, temperature=1.0).logprobs
     repeated = _ask_fixed(server, fixed)
-    _ask_known(server, known)
+    asked_before = _ask_known(server, known)
+    sampled_before = _reading(asked_before, _as_declared(session, trainer, asked_before))
     try:
         bridge.publish(version + 1, trainer.writer(canary, canary.changed))
         asked_changed = _ask_known(server, known)
@@ -362,6 +394,7 @@ def _canary(
         server_after=_ask_fixed(server, fixed),
         trainer_before=trainer_before,
         trainer_changed=trainer_changed,
+        sampled_before=sampled_before,
         sampled_changed=sampled_changed,
         sampled_old=_as_declared(session, trainer, asked_changed).logprobs,
         sampled_after=_reading(asked_after, _as_declared(session, trainer, asked_after)),

@@ -187,8 +187,7 @@ def judge_alignment(
         f"{seen.num_tokens:,} tokens; for {band.dtype} up to {band.normal:g} is normal"
     )
     worst = tuple(
-        f"worst: {describe(row, column)}  trainer {reading.trainer[row][column]:.3f}, "
-        f"sampler {reading.server[row][column]:.3f}"
+        f"trainer {reading.trainer[row][column]:.3f}, sampler {reading.server[row][column]:.3f}: {describe(row, column)}"
         for row, column in seen.worst
     )
     if seen.abs_mean <= band.normal:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_engine.train.check_alignment import NoiseBand, Reading, Values, difference
+from grpo_engine.train.check_alignment import CLEARLY, NoiseBand, Reading, Values, difference
 from grpo_engine.train.check_findings import Finding, Numbers, fail, ok, warn
 
 _NOTICED = 0.1
@@ -38,8 +38,10 @@ class CanaryReading:
     server_after: Values
     trainer_before: Values
     trainer_changed: Values
+    sampled_before: Reading
+    """Completions of a prompt of some length."""
     sampled_changed: Reading
-    """Completions of a prompt that was asked before the change too, with the trainer's changed weights."""
+    """Completions of the same prompt after the change, with the trainer's changed weights."""
     sampled_old: Values
     """The same completions, with the weights before the change."""
     sampled_after: Reading
@@ -136,17 +138,20 @@ def _stale_cache(reading: CanaryReading, limit: float) -> tuple[str, str, str] |
     advice = (
         "restart the server; a stock vLLM needs reset_prefix_cache after each hand-over, or --no-enable-prefix-caching"
     )
-    changed = difference(reading.sampled_changed.trainer, reading.sampled_changed.server).abs_mean
-    old = difference(reading.sampled_old, reading.sampled_changed.server).abs_mean
-    if changed > 2 * limit:
+    before, changed, after = (
+        difference(each.trainer, each.server).abs_mean
+        for each in (reading.sampled_before, reading.sampled_changed, reading.sampled_after)
+    )
+    most = max(2 * limit, CLEARLY * before)  # what disagreed before is not the cache's fault
+    if changed > most:
+        old = difference(reading.sampled_old, reading.sampled_changed.server).abs_mean
         near = f", and {old:.2g} from its old ones" if old < changed else ""
         return (
             f"a prompt that was asked before the change is answered {changed:.2g} from the trainer's new weights{near}",
             cause,
             advice,
         )
-    after = difference(reading.sampled_after.trainer, reading.sampled_after.server).abs_mean
-    if after > 2 * limit:
+    if after > most:
         return (
             f"after the weight was put back, a known prompt is answered {after:.2g} from the trainer",
             cause,

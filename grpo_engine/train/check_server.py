@@ -18,19 +18,19 @@ def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
     seen = f"{whose}, {facts.engine}{place}{version}; log-probs {facts.logprobs_mode}" + (
         "" if facts.declares_mode else " (it does not say; that is its default)"
     )
+    if facts.kind is ServerKind.OURS and not can_be_handed_weights(facts, config):
+        return fail(
+            "server",
+            seen,
+            cause="it takes no adapters, which lora_only hands over, so the canary is not checked",
+            advice="start it with --enable-lora",
+        )
     if not _is_same_model(facts.model_name, config.model_name):
         return warn(
             "server",
             f"{seen}; serves {facts.model_name!r}",
             cause=f"another name than the trainer's {config.model_name!r}; alignment will tell whether it is the same",
             advice="start the server with the trainer's --model-name",
-        )
-    if config.bridge.mode == "lora_only" and facts.kind is ServerKind.OURS and not facts.takes_adapters:
-        return fail(
-            "server",
-            seen,
-            cause="it takes no adapters, which lora_only hands over",
-            advice="start it with --enable-lora",
         )
     if config.bridge.mode == "lora_only" and config.lora_dropout > 0:
         return warn(
@@ -42,6 +42,11 @@ def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
     return ok("server", seen)
 
 
+def can_be_handed_weights(facts: ServerFacts, config: CheckConfig) -> bool:
+    """Whether the bridge leads to this server, as far as the server says."""
+    return facts.kind is ServerKind.OURS and (config.bridge.mode != "lora_only" or facts.takes_adapters)
+
+
 def no_server(config: CheckConfig, error: GrpoError) -> Finding:
     """Nobody answers."""
     return fail(
@@ -50,6 +55,16 @@ def no_server(config: CheckConfig, error: GrpoError) -> Finding:
         cause="no inference server is up on this port, its model is still loading, or it is of a kind unknown here",
         advice=f"start it (grpo-engine server --model-name {config.model_name} --port {config.vllm_port}), wait until "
         "/health says 200, or name its port by --vllm-port",
+    )
+
+
+def other_trainer(pid: int) -> Finding:
+    """Somebody trains on these weights right now."""
+    return fail(
+        "trainer",
+        f"process {pid} lives, and was the last to write the weights that this server shares",
+        cause="a training run is using this server; a check would change its weights below it",
+        advice="check before training, or with a server of its own",
     )
 
 

@@ -242,8 +242,9 @@ def test_truncation_behind_the_back_shows_in_processed_numbers(
     def truncate(path: str, body: Body, ask: Ask) -> Body:
         return ask({**body, **limit} if is_sampling(path, body) else body)
 
-    found = looked_at_through(truncate, server, model)["alignment"]
-    assert (found.level, found.numbers["fits"]) == (Level.FAIL, key)
+    findings = looked_at_through(truncate, server, model)
+    assert levels(findings) == {"alignment": "fail", "temperature": "warn", "sampling": "warn"}
+    assert findings["alignment"].numbers["fits"] == key
 
 
 def test_truncation_that_raw_numbers_do_not_show_is_found_by_the_surprise(model: Path, tmp_path: Path) -> None:
@@ -320,11 +321,11 @@ def test_answers_from_a_cache_that_outlives_the_weights_are_noticed_by_the_canar
     kept: dict[str, Body] = {}
 
     def remember(path: str, body: Body, ask: Ask) -> Body:
-        if is_sampling(path, body):
-            key = json.dumps(body, sort_keys=True)
-            version = ask({**body, "max_tokens": 1})["policy_version"]
-            return {**kept.setdefault(key, ask(body)), "policy_version": version}
-        return ask(body)
+        answer = ask(body)
+        if "logprobs" not in answer:
+            return answer
+        known = kept.setdefault(json.dumps(body, sort_keys=True), answer)
+        return {**known, "policy_version": answer["policy_version"]}
 
     findings = looked_at_through(remember, server, model)
     assert levels(findings) == {"canary": "fail"}
@@ -339,8 +340,10 @@ def test_a_server_that_shares_nothing_is_a_red_line_for_shared_vllm(server: Runn
 
 def test_a_server_that_takes_no_adapters_is_a_red_line_for_lora_only(server: RunningServer, model: Path) -> None:
     findings = findings_of(config_of(model, port_of(server), "lora_only"))
-    assert findings["server"].level is Level.FAIL
+    assert levels(findings) == {"server": "fail"}
     assert "--enable-lora" in str(findings["server"].advice)
+    assert findings["alignment"].level is Level.OK
+    assert "canary" not in findings
 
 
 def test_a_stock_server_is_checked_as_far_as_it_answers(model: Path, tmp_path: Path) -> None:
@@ -361,6 +364,32 @@ def test_a_stock_server_is_checked_as_far_as_it_answers(model: Path, tmp_path: P
     assert findings["temperature"].level is Level.OK
 
 
+def test_a_server_that_another_trainer_writes_into_is_left_alone(model: Path, tmp_path: Path) -> None:
+    trainer = (
+        "import sys; from pathlib import Path; from grpo_engine.bridges.bridge_files import read_bridge_file\n"
+        "from grpo_engine.bridges.fence import Fence\n"
+        "fence = Fence.attach(read_bridge_file(Path(sys.argv[1])).fence_segment)\n"
+        "with fence.writing(3): pass\n"
+        "print('written', flush=True); sys.stdin.read()"
+    )
+    with a_stack(model, "shared_vllm", tmp_path) as (server, extra):
+        config = config_of(model, port_of(server), "shared_vllm", **extra)
+        with subprocess.Popen(
+            [sys.executable, "-c", trainer, str(tmp_path / "bridge.json")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            cwd=tmp_path,
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"written\n"
+            findings = findings_of(config)
+        assert levels(findings) == {"trainer": "fail"}
+        assert f"process {other.pid} lives" in findings["trainer"].seen
+        assert version_of(server) == 3
+        assert levels(findings_of(config)) == {}  # once it has ended
+
+
 # --- it never leaves a changed weight behind -------------------------------------------------------------------------
 
 
@@ -370,7 +399,7 @@ def test_a_weight_is_put_back_when_the_server_fails_while_it_is_changed(model: P
         start = version_of(server)
         meddle = at_the_changed_weight(server, refuse)
         findings = looked_at_through(meddle, server, model, mode=mode, **extra)
-        assert levels(findings)["server"] == "fail"
+        assert levels(findings) == {"broke off": "fail"}
         assert "canary" not in findings
         assert version_of(server) > start + 2
         assert_serves_the_start(server, model)

@@ -319,6 +319,7 @@ GREEN = CanaryReading(
     server_after=OLD,
     trainer_before=OLD,
     trainer_changed=NEW,
+    sampled_before=Reading(server=OLD, trainer=OLD, groups=(0,)),
     sampled_changed=Reading(server=NEW, trainer=NEW, groups=(0,)),
     sampled_old=OLD,
     sampled_after=Reading(server=OLD, trainer=OLD, groups=(0,)),
@@ -354,6 +355,13 @@ def test_a_change_that_is_not_served_whole_at_once_and_undone_is_a_red_line(
     found = canary(**changes)
     assert found.level is Level.FAIL
     assert words in str(found.cause)
+
+
+def test_what_disagreed_before_the_change_is_not_blamed_on_the_cache() -> None:
+    askew = Reading(server=[[-1.3, -1.4]], trainer=NEW, groups=(0,))
+    assert canary(sampled_changed=askew).level is Level.FAIL
+    before = Reading(server=[[-0.9, -1.9]], trainer=OLD, groups=(0,))
+    assert canary(sampled_changed=askew, sampled_before=before).level is Level.OK
 
 
 def test_a_return_is_as_exact_as_the_server_repeats_itself() -> None:
