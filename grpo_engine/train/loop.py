@@ -21,6 +21,7 @@ from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.train.journal import Journal, JournalEntry, JournalHead
+from grpo_engine.train.probe import explaining_lack_of_memory, probe
 from grpo_engine.train.recorder import Recorder
 from grpo_engine.train.resuming import decisive_settings, find_start
 from grpo_engine.train.samples import Decode, sampled_rollouts
@@ -50,6 +51,7 @@ def train(
     """
     attached = bridge.attach()
     trainee = Trainee(attached, config)
+    probe(trainee)
     if not config.resume:
         checkpoints.set_aside(save_path)
     journal = Journal(save_path, is_kept=config.journal)
@@ -113,7 +115,8 @@ def train(
             fetched = time.perf_counter()
 
             bridge.ensure_current()  # the step reads what is mapped of a server: that must be a living one's
-            result = gradient_step(trainee, batch, step=step, policy_version=version)
+            with explaining_lack_of_memory(trainee, f"in step {step + 1}"):
+                result = gradient_step(trainee, batch, step=step, policy_version=version)
             source.mark_used()
             step, lease = step + 1, entry.head.lease
             stepped = time.perf_counter()

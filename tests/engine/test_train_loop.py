@@ -10,12 +10,15 @@ import pytest
 import torch
 from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model, weights_of
 
+from grpo_engine.data.batching import Batch
 from grpo_engine.errors import CheckpointError, DataError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
+from grpo_engine.train.probe import OutOfGpuMemory
 from grpo_engine.train.recorder import Recorder, console_lines
 from grpo_engine.train.step import fitting_batch
+from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.metrics import METRIC_NAMES, MetricsLine, RolloutLine
 
 
@@ -125,6 +128,23 @@ def test_a_server_that_stays_away_costs_no_step_that_was_done(tmp_path: Path) ->
     newest = checkpoints.newest(tmp_path / "checkpoints")
     assert newest is not None
     assert newest.name == "step_3"
+
+
+def test_a_step_that_runs_out_of_memory_ends_the_run_with_what_to_do_and_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = Trainee.logprobs
+
+    def logprobs(trainee: Trainee, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(lines(tmp_path)) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. …")
+        return scored(trainee, batch)
+
+    monkeypatch.setattr(Trainee, "logprobs", logprobs)
+    with pytest.raises(OutOfGpuMemory, match=r"ran out in step 4, .*: 2\.1 GB more were asked for"):
+        run(tmp_path, settings(checkpoint_interval=0))
+    assert [line.step for line in lines(tmp_path)] == [1, 2, 3]
+    assert checkpoints.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_3"
 
 
 def test_a_polite_stop_while_a_server_is_away_is_no_failure(tmp_path: Path) -> None:
