@@ -68,7 +68,9 @@ class Batch:
     has_token_advantages: Tensor
     """(B,) bool: rows of which `token_advantages` speaks."""
     ref_logprobs: Tensor | None
-    """(B, T) fp32 of a reference policy, 0 outside the mask; None unless every group gave them."""
+    """(B, T) fp32 of a reference policy, as environments gave them, 0 outside the mask; None where none did."""
+    has_ref_logprobs: Tensor
+    """(B,) bool: rows of which `ref_logprobs` speaks."""
     policy_versions: Tensor
     """(B, T) int64: version of the weights that sampled each label; 0 outside the mask."""
     has_policy_versions: Tensor
@@ -161,8 +163,7 @@ def make_batch(
         environment_names: env_id to name, for messages.
 
     Raises:
-        DataError: no groups, a group that `check_group` refuses, reference log-probabilities in some groups only, or a
-            sequence whose prompt alone fills `seq_len`.
+        DataError: no groups, a group that `check_group` refuses, or a sequence whose prompt alone fills `seq_len`.
         ValueError: `seq_len` below 2.
     """
     if seq_len < 2:
@@ -186,6 +187,7 @@ def make_batch(
     is_cut = torch.cat([rows.lengths for rows in read]) > seq_len
     has_advantages = _each_row(read, [rows.advantages is not None for rows in read])
     has_versions = _each_row(read, [rows.policy_versions is not None for rows in read])
+    has_reference = _each_row(read, [rows.ref_logprobs is not None for rows in read])
     versions = layout.optional([rows.policy_versions for rows in read], read, torch.int64)
     return Batch(
         inputs=torch.where(layout.is_filled[:, 1:], tokens[:, :-1], 0),  # a last token predicts nothing
@@ -202,7 +204,10 @@ def make_batch(
             layout.optional([rows.advantages for rows in read], read, torch.float32) if has_advantages.any() else None
         ),
         has_token_advantages=has_advantages,
-        ref_logprobs=_ref_logprobs(layout, read),
+        ref_logprobs=(
+            layout.optional([rows.ref_logprobs for rows in read], read, torch.float32) if has_reference.any() else None
+        ),
+        has_ref_logprobs=has_reference,
         policy_versions=torch.where(mask, versions, 0),
         has_policy_versions=has_versions,
         env_ids=tuple(rows.env_id for rows in read for _ in range(len(rows.lengths))),
@@ -369,19 +374,6 @@ class _Layout:
 def _each_row(read: Sequence[GroupRows], values: Sequence[int] | Sequence[bool]) -> Tensor:
     """(B,) of one value a group."""
     return torch.tensor(values).repeat_interleave(torch.tensor([len(rows.lengths) for rows in read]))
-
-
-def _ref_logprobs(layout: _Layout, read: Sequence[GroupRows]) -> Tensor | None:
-    given = [rows.ref_logprobs is not None for rows in read]
-    if not any(given):
-        return None
-    if not all(given):
-        absent = read[given.index(False)]
-        raise DataError(
-            f"environment {absent.env_id}: no ref_logprobs, though other groups of the batch have them: "
-            "have all environments send them, or none"
-        )
-    return layout.optional([rows.ref_logprobs for rows in read], read, torch.float32)
 
 
 def _refuse_untrained(is_trained: Tensor, read: Sequence[GroupRows], seq_len: int) -> None:

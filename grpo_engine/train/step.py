@@ -142,9 +142,13 @@ def _split(batch: Batch, trainee: Trainee) -> list[MicroBatch]:
 
 def _reference_logprobs(trainee: Trainee, part: MicroBatch) -> Tensor | None:
     """(b, t) of the reference policy, as environments gave them or else from the reference model; None without one."""
-    if part.batch.ref_logprobs is not None:
-        return part.batch.ref_logprobs.to(trainee.device)
-    return None if trainee.reference is None else trainee.reference.logprobs(part.batch)
+    given, is_given = part.batch.ref_logprobs, part.batch.has_ref_logprobs
+    if given is not None and is_given.all():
+        return given.to(trainee.device)
+    if trainee.reference is None:
+        return None  # also where some rows have theirs: a divergence over those alone would mean something else
+    own = trainee.reference.logprobs(part.batch)
+    return own if given is None else torch.where(is_given[:, None].to(own.device), given.to(own), own)
 
 
 def _backward(

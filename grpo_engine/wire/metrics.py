@@ -70,6 +70,7 @@ class SampledCompletion(Message):
     token_ids: list[int]
     inference_logprobs: list[float]
     training_logprobs: list[float]
+    """Empty where the completion was not trained on."""
     policy_versions: list[int]
 
 

@@ -171,8 +171,10 @@ def test_reference_log_probabilities_come_along_when_all_groups_have_them() -> N
     batch = make_batch([example(ref_logprobs=reference)], seq_len=8)
     assert batch.ref_logprobs is not None
     torch.testing.assert_close(batch.ref_logprobs, torch.tensor([[0, -0.4, -0.02, 0], [0, -0.6, -0.35, -0.1]]))
-    with pytest.raises(DataError, match="environment 3: no ref_logprobs, though other groups"):
-        make_batch([example(ref_logprobs=reference), example()], seq_len=8)
+    mixed = make_batch([example(ref_logprobs=reference), example()], seq_len=8)
+    assert mixed.ref_logprobs is not None
+    assert mixed.has_ref_logprobs.tolist() == [True, True, False, False]
+    assert mixed.ref_logprobs[2:].count_nonzero() == 0
 
 
 def test_a_group_without_log_probabilities_names_its_environment_and_the_flag() -> None:

@@ -149,6 +149,17 @@ def test_reference_log_probabilities_that_environments_send_are_used_as_they_are
         assert result.metrics["grpo/kl"] == pytest.approx(expected, rel=1e-3)
 
 
+def test_groups_without_reference_log_probabilities_get_them_from_the_model(other_model: str) -> None:
+    first, second = made_up_groups(6)
+    sent = [[1.0 if m < 0 else -2.5 for m in row] for row in first.masks]
+    batch = make_batch([first.model_copy(update={"ref_logprobs": sent}), second], seq_len=32)
+    subject = trainee(settings(kl_coef=0.1, reference_model=other_model))
+    result = gradient_step(subject, batch, step=0, policy_version=0)
+    reference = plain_logprobs(small_model(seed=1), batch)
+    reference[: len(first.tokens)] = -2.5
+    assert result.metrics["grpo/kl"] == pytest.approx(k3(reference, result.logprobs, batch.mask), rel=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_divergence_pulls_the_policy_back_to_the_reference(other_model: str, estimator: str) -> None:
