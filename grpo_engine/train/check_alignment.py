@@ -187,7 +187,8 @@ def judge_alignment(
         f"{seen.num_tokens:,} tokens; for {band.dtype} up to {band.normal:g} is normal"
     )
     worst = tuple(
-        f"trainer {reading.trainer[row][column]:.3f}, sampler {reading.server[row][column]:.3f}: {describe(row, column)}"
+        f"trainer {reading.trainer[row][column]:.3f}, sampler {reading.server[row][column]:.3f}: "
+        + describe(row, column)
         for row, column in seen.worst
     )
     if seen.abs_mean <= band.normal:
