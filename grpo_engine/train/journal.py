@@ -161,6 +161,9 @@ def _read_head(path: Path) -> JournalHead:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: unreadable ({type(error).__name__}: {error}); remove it to go on without this step and those after it"
-    )
+    if isinstance(error, ValidationError):
+        fault = error.errors(include_input=False)[0]
+        what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+    else:
+        what = f"{type(error).__name__}: {error}"
+    return CheckpointError(f"{path}: unreadable ({what}); remove it to go on without this step and those after it")

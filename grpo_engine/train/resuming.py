@@ -91,7 +91,7 @@ def find_start(
         version, lease = heads[0].policy_version, heads[-1].lease
     last = step + len(heads)
     if num_lost := journal.forget_after(last):
-        log.warning("%d steps after step %d are lost: the journal has a gap there", num_lost, last)
+        log.warning("the steps after step %d are lost: the journal has a gap there, and %d behind it", last, num_lost)
     highest = max([version, *(head.policy_version + 1 for head in heads)])
     same = len(list(takewhile(lambda head: head.settings == settings, heads)))
     if same < len(heads):
