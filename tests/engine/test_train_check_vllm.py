@@ -43,9 +43,10 @@ def test_a_real_vllm_is_green(tiny_model_dir: Path, tmp_path: Path, mode: str, f
         "--logprobs-mode",
         "processed",
     ]
+    size = ["--max-model-len", "256", "--gpu-memory-utilization", "0.1"]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "grpo_engine", *serve, "--gpu-memory-utilization", "0.1", *common, *flags],
+            [sys.executable, "-m", "grpo_engine", *serve, *size, *common, *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
