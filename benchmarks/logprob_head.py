@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -28,7 +29,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_engine.algo import logprobs as head
+from grpo_engine.algo.fused_loss import fused_policy_loss
+from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.algo.loss import LossConfig, LossInputs, policy_loss
 
 
@@ -50,6 +52,7 @@ class Shape:
     """The weight gets no gradient, as with adapters."""
 
 
+CLIP_HIGH = 1e4
 TARGETS = {"cpu": "memory at most 0.10 × plain, time at most 1.2 ×", "cuda": "memory at most 7.8 GB, time below plain"}
 
 
@@ -60,6 +63,7 @@ class Problem:
     hidden: Tensor
     weight: Tensor
     labels: Tensor
+    rollout_logprobs: Tensor
     advantages: Tensor
     entropy_coef: float
 
@@ -71,18 +75,31 @@ class Problem:
         weight = torch.randn(shape.vocabulary, shape.hidden, **options).mul_(shape.hidden**-0.5)
         labels = torch.randint(shape.vocabulary, hidden.shape[:2], generator=random, device=shape.device)
         advantages = torch.randn(shape.rows, generator=random, device=shape.device)
-        return cls(hidden, weight.requires_grad_(not shape.frozen), labels, advantages, shape.entropy_coef)
+        rollout = torch.full(labels.shape, -math.log(shape.vocabulary) - 0.5, device=shape.device)
+        return cls(hidden, weight.requires_grad_(not shape.frozen), labels, rollout, advantages, shape.entropy_coef)
 
-    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """The loss on policy, normalised over tokens."""
+    @property
+    def config(self) -> LossConfig:
+        """Normalised over tokens, as Liger's `bnpo`, and never clipped: each token has a gradient."""
+        return LossConfig(aggregation="token_mean", clip_low=1.0, clip_high=CLIP_HIGH, entropy_coef=self.entropy_coef)
+
+    def inputs(self, logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
+        """What the loss needs beside the present log-probabilities."""
         mask = torch.ones_like(self.labels, dtype=torch.bool)
-        inputs = LossInputs(logprobs, logprobs.detach(), self.advantages, mask, entropy=entropy)
-        return policy_loss(inputs, LossConfig(aggregation="token_mean", entropy_coef=self.entropy_coef)).loss
+        return LossInputs(logprobs, self.rollout_logprobs, self.advantages, mask, entropy=entropy)
 
 
-def ours(problem: Problem) -> Tensor:
-    """`token_logprobs`."""
-    return problem.loss(*head.token_logprobs(problem.hidden, problem.weight, problem.labels))
+def fused(problem: Problem) -> Tensor:
+    """`fused_policy_loss`: gradients are taken as the logits go by."""
+    inputs = problem.inputs(problem.rollout_logprobs)
+    hidden, labels = problem.hidden.flatten(0, 1), problem.labels.flatten()
+    return fused_policy_loss(hidden, problem.weight, labels, inputs, problem.config).outputs.loss
+
+
+def two_steps(problem: Problem) -> Tensor:
+    """`token_logprobs`, then `policy_loss`."""
+    numbers = token_logprobs(problem.hidden, problem.weight, problem.labels)
+    return policy_loss(problem.inputs(*numbers), problem.config).loss
 
 
 def plain(problem: Problem) -> Tensor:
@@ -92,19 +109,33 @@ def plain(problem: Problem) -> Tensor:
     del logits
     with torch.set_grad_enabled(problem.entropy_coef != 0):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return problem.loss(logprobs.gather(-1, problem.labels[..., None]).squeeze(-1), entropy)
+    chosen = logprobs.gather(-1, problem.labels[..., None]).squeeze(-1)
+    return policy_loss(problem.inputs(chosen, entropy), problem.config).loss
 
 
 def liger(problem: Problem) -> Tensor:
     """Liger's fused loss, which gives no entropy; one row of tokens at a time, as it does unless told otherwise."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
-    mask = torch.ones_like(problem.labels)
-    return loss(problem.hidden, problem.weight, problem.labels, mask, problem.advantages)[0]
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="bnpo", epsilon_low=1.0, epsilon_high=CLIP_HIGH
+    )
+    return loss(
+        problem.hidden,
+        problem.weight,
+        problem.labels,
+        torch.ones_like(problem.labels),
+        problem.advantages,
+        old_per_token_logps=problem.rollout_logprobs,
+    )[0]
 
 
-VARIANTS: dict[str, Callable[[Problem], Tensor]] = {"plain": plain, "ours": ours, "Liger": liger}
+VARIANTS: dict[str, Callable[[Problem], Tensor]] = {
+    "plain": plain,
+    "fused": fused,
+    "two steps": two_steps,
+    "Liger": liger,
+}
 
 
 def measure(variant: str, shape: Shape) -> dict[str, float]:
