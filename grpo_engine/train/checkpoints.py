@@ -106,10 +106,7 @@ def save(
         tidy(save_path)
         raise CheckpointError(_why_unsaved(final, error, written, save_path)) from error
     log.info("checkpoint saved: %s", final)
-    for old in _steps(save_path)[:-keep]:
-        if save_path / f"step_{old}" != final:  # the newest is the one just made, whatever stood there before
-            (save_path / f"step_{old}").rename(save_path / f".step_{old}.removed")  # at once: half of one is none
-    tidy(save_path)
+    _prune(save_path, final, keep)
     return final
 
 
@@ -214,6 +211,17 @@ def _steps(save_path: Path) -> list[int]:
         return []
     matches = ((STEP_FOLDER.fullmatch(folder.name), folder) for folder in save_path.iterdir())
     return sorted(int(match[1]) for match, folder in matches if match and (folder / MARKER).is_file())
+
+
+def _prune(save_path: Path, newest: Path, keep: int) -> None:
+    try:
+        for old in _steps(save_path)[:-keep]:
+            folder = save_path / f"step_{old}"
+            if folder != newest:  # the one just made, whatever stood there before
+                folder.rename(save_path / f".step_{old}.removed")  # at once: half of one is none
+        tidy(save_path)
+    except OSError as error:
+        log.warning("%s: an old checkpoint cannot be removed: %s", save_path, error)
 
 
 def _bring_to_disk(folder: Path) -> None:
