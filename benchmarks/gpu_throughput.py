@@ -1,26 +1,33 @@
 """Tokens a second and peak memory of our training step on one GPU: full fine-tuning with recompute, rows of 16k tokens.
 
-    python benchmarks/gpu_throughput.py [--rows 2] [--row-tokens 16384] [--steps 4] [--compile-layers] [SETTING=VALUE …]
+    python benchmarks/gpu_throughput.py [--rows 2] [--row-tokens 16384] [--steps 4] [--peer] [SETTING=VALUE …]
 
 The model has Qwen3-0.6B's shape and random weights, so that no hub is needed; the step is the trainer's own from a
 checked batch to updated weights: forward, loss, backward, clipping, AdamW on fp32 masters, and the copy into bf16
 weights. Only fetching and handing over are left out. `--group N` makes groups of N completions that share a prompt of
-`--prompt` tokens, `--lengths A-B` completions of that many tokens. Further words are settings of `grpo-engine train`.
+`--prompt` tokens, `--lengths A-B` completions of that many tokens. `--peer` runs TRL on the same rows and GPU
+afterwards (`_trl_gpu.py`, which says what differs). Further words are settings of `grpo-engine train`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
 import json
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.config import apply_overrides
-from grpo_engine.data.batching import Batch, make_batch
+from grpo_engine.data.batching import make_batch
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
@@ -30,32 +37,23 @@ TARGET_TOKENS_PER_S, TARGET_GIB = 25_000, 12.5
 VOCABULARY = 151_936
 
 
-def model() -> Qwen3ForCausalLM:
+def model(dtype: torch.dtype, device: str = "cuda", **other_shape: int) -> Qwen3ForCausalLM:
     """Qwen3-0.6B's shape: 596 M parameters, embeddings tied."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 40_960}
+    config = Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=True, **shape | other_shape)
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return Qwen3ForCausalLM(config).to(torch.bfloat16)
+    with torch.device(device):
+        return Qwen3ForCausalLM(config).to(dtype)
 
 
-def made_up_batch(args: argparse.Namespace, seed: int) -> Batch:
+def made_up_groups(args: argparse.Namespace, seed: int) -> list[ScoredGroup]:
     """Random tokens in groups, with random rewards."""
     rng = random.Random(seed)
     groups = []
     for _ in range(args.rows // args.group):
         prompt = [rng.randrange(VOCABULARY) for _ in range(args.prompt)]
-        lengths = [rng.randint(*args.lengths) for _ in range(args.group)]
+        lengths = [rng.randint(*length_range(args)) for _ in range(args.group)]
         completions = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
         groups.append(
             ScoredGroup(
@@ -67,21 +65,30 @@ def made_up_batch(args: argparse.Namespace, seed: int) -> Batch:
                 generation_params={"temperature": 1.0, "logprobs_mode": "processed"},
             )
         )
-    return make_batch(groups, seq_len=args.row_tokens)
+    return groups
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def row_flags() -> argparse.ArgumentParser:
+    """What both sides are told of the rows."""
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--row-tokens", type=int, default=16_384)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--lengths", default="", help="A-B; absent: what fills a row")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("settings", nargs="*")
-    args = parser.parse_args()
+    return parser
+
+
+def length_range(args: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of the shortest and of the longest completion."""
     full = args.row_tokens - args.prompt
-    args.lengths = tuple(map(int, args.lengths.split("-"))) if args.lengths else (full, full)
+    low, _, high = args.lengths.partition("-")
+    return (int(low), int(high)) if args.lengths else (full, full)
+
+
+def ours(args: argparse.Namespace) -> dict[str, Any]:
+    """Our figures."""
     table = {
         "model_name": "random/qwen3-0.6b-shape",
         "seq_len": args.row_tokens,
@@ -93,13 +100,13 @@ def main() -> None:
         "training_steps": 10**6,
     }
     config = TrainConfig.model_validate(apply_overrides(table, args.settings))
-    trained = model()
+    trained = model(torch.bfloat16)
     trainee = Trainee(
         BridgeModel(model=trained, is_shared=False, policy_version=0, save=trained.save_pretrained), config
     )
     seconds, tokens = [], []
     for step in range(args.steps + 1):
-        batch = made_up_batch(args, seed=step)
+        batch = make_batch(made_up_groups(args, seed=step), seq_len=args.row_tokens)
         torch.cuda.synchronize()
         if step == 1:
             torch.cuda.reset_peak_memory_stats()
@@ -110,23 +117,70 @@ def main() -> None:
         seconds.append(time.perf_counter() - began)
         tokens.append(int(batch.lengths.sum()) + batch.num_sequences)
         assert result.applied, result.metrics
-    rate = sum(tokens[1:]) / sum(seconds[1:])
-    peak_gib = torch.cuda.max_memory_allocated() / 2**30
-    figures = {
-        "tokens_per_s": round(rate),
-        "peak_gib": round(peak_gib, 2),
+    return {
+        "tokens_per_s": round(sum(tokens[1:]) / sum(seconds[1:])),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_step_s": round(seconds[0], 1),
         "step_s": [round(s, 3) for s in seconds[1:]],
         "tokens": tokens[1:],
         "loss": result.metrics["train/loss"],
         "grad_norm": result.metrics["train/grad_norm"],
     }
-    print(json.dumps(figures))
-    met = rate >= TARGET_TOKENS_PER_S and peak_gib <= TARGET_GIB
-    print(
-        f"{rate:,.0f} tokens/s at {peak_gib:.2f} GiB (target {TARGET_TOKENS_PER_S:,} at {TARGET_GIB}: "
-        f"{'met' if met else 'missed'})"
+
+
+def theirs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """TRL's figures, one entry a variant; a variant that failed has `failed` instead."""
+    command = [sys.executable, str(Path(__file__).with_name("_trl_gpu.py"))]
+    flags = ("rows", "row_tokens", "group", "prompt", "lengths", "steps")
+    command += [f"--{flag.replace('_', '-')}={getattr(args, flag)}" for flag in flags]
+    figures = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+        for line in peer.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith("{"):
+                figures.append(json.loads(line))
+    if peer.returncode:
+        raise SystemExit(f"TRL's side ended with exit code {peer.returncode}; what it wrote stands above")
+    return figures
+
+
+def print_table(own: dict[str, Any], peers: list[dict[str, Any]]) -> None:
+    print(f"{'':<28}{'tokens/s':>10}{'GiB':>8}   ours is")
+    print(f"{'ours':<28}{own['tokens_per_s']:>10,}{own['peak_gib']:>8.2f}")
+    for peer in peers:
+        name = f"TRL, {peer['variant']}"
+        if "failed" in peer:
+            print(f"{name:<28}  failed: {peer['failed']}")
+        else:
+            quicker = own["tokens_per_s"] / peer["tokens_per_s"]
+            smaller = own["peak_gib"] / peer["peak_gib"]
+            print(
+                f"{name:<28}{peer['tokens_per_s']:>10,}{peer['peak_gib']:>8.2f}"
+                f"   {quicker:.2f} × as quick, in {smaller:.2f} × the memory"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[row_flags()]
     )
+    parser.add_argument("--peer", action="store_true", help="TRL too, in the same run on the same GPU")
+    parser.add_argument("settings", nargs="*")
+    args = parser.parse_args()
+    own = ours(args)
+    print(json.dumps(own))
+    met = own["tokens_per_s"] >= TARGET_TOKENS_PER_S and own["peak_gib"] <= TARGET_GIB
+    print(
+        f"{own['tokens_per_s']:,} tokens/s at {own['peak_gib']:.2f} GiB (target {TARGET_TOKENS_PER_S:,} at "
+        f"{TARGET_GIB}: {'met' if met else 'missed'})",
+        flush=True,
+    )
+    if args.peer and importlib.util.find_spec("trl") is None:
+        print("TRL: not installed here (.venv/bin/pip install -c constraints.txt -e '.[peers]')")
+    elif args.peer:
+        gc.collect()
+        torch.cuda.empty_cache()  # the peer is another process, which needs what ours held
+        print_table(own, theirs(args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """CPU seconds that our trainer takes for a step of 16 prompts × 8 completions, with TRL's beside it in the same run.
 
-    .venv/bin/pip install -c constraints.txt trl==1.16.0
+    .venv/bin/pip install -c constraints.txt -e '.[peers]'
     .venv/bin/python benchmarks/trainer_step.py [STEPS]
 
 Ours is the trainer's process of a whole supervised `tiny-cpu` run: fetching, checking, forward, backward, update,
@@ -69,7 +69,7 @@ def main() -> None:
     )
     peer = theirs(steps)
     if peer is None:
-        print("TRL: not installed here (pip install -c constraints.txt trl==1.16.0)")
+        print("TRL: not installed here (.venv/bin/pip install -c constraints.txt -e '.[peers]')")
         return
     print(f"TRL, whole step:                {peer['whole']:.3f} s CPU")
     print(f"TRL, without its generation:    {peer['training']:.3f} s CPU, {peer['training'] / own:.1f} × ours")
