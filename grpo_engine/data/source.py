@@ -84,11 +84,11 @@ class RolloutSource:
         """Hang up; a batch that was not acknowledged is offered again."""
         self._http.close()
 
-    def wait_until_reachable(self, timeout_s: float | None = None) -> None:
+    def wait_until_reachable(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = lambda: False) -> None:
         """Wait for the API to answer.
 
         Raises:
-            PeerUnavailable: it did not, within `timeout_s` (absent: `reach_timeout_s`).
+            PeerUnavailable: it did not, within `timeout_s` (absent: `reach_timeout_s`), or before `stop()` became true.
         """
         limit = self._reach_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -101,6 +101,8 @@ class RolloutSource:
                 trouble = "it answers, but not as a rollout API does"
             except httpx.TransportError as error:
                 trouble = str(error) or type(error).__name__
+            if stop():
+                raise PeerUnavailable(f"{self.url}: {trouble}; not awaited, since training is to stop")
             if time.monotonic() >= deadline:
                 log.warning("[Trainer] ⚠ Warning: Atropos API server not reachable at %s", self.url)
                 raise PeerUnavailable(
@@ -122,8 +124,9 @@ class RolloutSource:
         eval_every: int = 0,
         wandb_group: str = "",
         wandb_project: str = "",
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Announce a run, once the API answers.
+        """Announce a run, once the API answers; `stop()` ends the wait for that.
 
         Raises:
             PeerUnavailable: it does not.
@@ -140,7 +143,7 @@ class RolloutSource:
             num_steps=num_steps,
             eval_every=eval_every,
         )
-        self.wait_until_reachable()
+        self.wait_until_reachable(stop=stop)
         self._send_registration(self._registration)
 
     def poll(self, wait_s: float = 0.0) -> list[ScoredGroup] | None:

@@ -70,6 +70,7 @@ def train(
         starting_step=start.journaled_through,
         num_steps=config.training_steps,
         eval_every=config.eval_every if step < config.training_steps else 0,
+        stop=stop,
     )
     evaluator = Evaluator(config, source, stop=stop, meanwhile=bridge.keep_up)
     source.go_on_after(lease)

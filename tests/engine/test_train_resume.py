@@ -426,12 +426,14 @@ def test_every_setting_that_is_free_exists() -> None:
 class Run:
     """An API with groups enough and a server, both real processes, and a trainer that is killed and started again."""
 
-    def __init__(self, folder: Path, url: str, server_url: str, flags: list[str], environment: dict[str, str]) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, url: str, server_url: str, model_name: str, flags: list[str], environment: dict[str, str]
+    ) -> None:
+        self.folder, self.url, self.model_name = folder, url, model_name
         self.run_folder = folder / "run"
         self._environment = environment
-        self._argv = [
-            *(sys.executable, "-m", "grpo_engine", "train", "--batch-size", "4", "--gradient-accumulation-steps", "2"),
+        self.flags = [
+            *("--batch-size", "4", "--gradient-accumulation-steps", "2", "--model-name", model_name),
             *("--seq-len", "32", "--lr", "1e-3", "--training-steps", str(STEPS), "--checkpoint-interval", "3"),
             *("--threads", "1", "--device", "cpu", "--atropos-url", url, "--run-folder", str(self.run_folder)),
             *("--vllm-port", server_url.rpartition(":")[2], *flags),
@@ -441,7 +443,12 @@ class Run:
     def trainer(self) -> Iterator[subprocess.Popen[bytes]]:
         with (self.folder / "train.log").open("ab") as log:
             process = subprocess.Popen(
-                self._argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, env=self._environment
+                [sys.executable, "-m", "grpo_engine", "train", *self.flags],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self.folder,
+                env=self._environment,
             )
         try:
             yield process
@@ -464,7 +471,9 @@ STEPS = 24
 
 
 @contextmanager
-def prepared_run(folder: Path, flags: list[str], server_flags: list[str]) -> Iterator[Run]:
+def prepared_run(
+    folder: Path, flags: list[str], server_flags: list[str], *, num_batches: int | None = None
+) -> Iterator[Run]:
     folder.mkdir()
     model = save_tiny_model(folder.parent / "model", seed=1)
     environment = {
@@ -494,8 +503,8 @@ def prepared_run(folder: Path, flags: list[str], server_flags: list[str]) -> Ite
                 url = f"http://127.0.0.1:{port}"
                 with RolloutSource(url) as source:
                     source.wait_until_reachable(30)
-                post(url, batches(STEPS + 1))
-                yield Run(folder, url, server.url, ["--model-name", str(model), *flags], environment)
+                post(url, batches(num_batches or STEPS + 1))
+                yield Run(folder, url, server.url, str(model), flags, environment)
         finally:
             api.terminate()
 
@@ -535,3 +544,48 @@ def test_a_trainer_under_kill_9_has_the_curve_and_the_weights_of_one_left_alone(
         assert run.log().count("are made again from the journal") > 0
     assert [step for step, _, _ in curve(run.run_folder)] == list(range(1, STEPS + 1))
     assert_same_end(tmp_path / "whole/run", run.run_folder, step=STEPS, shares_process=False)
+
+
+def awaits_a_batch(run: Run) -> bool:
+    return run.log().count("trainer ready") > run.log().count("resumes from there") and run.num_steps() >= STEPS // 2
+
+
+def newest_step(run: Run) -> int:
+    newest = checkpoints.newest(run.run_folder / "checkpoints")
+    return checkpoints.load(newest, model_name=run.model_name).marker.step if newest else 0
+
+
+@pytest.mark.slow
+def test_a_polite_signal_at_any_time_saves_what_was_done_and_exits_with_0(tmp_path: Path) -> None:
+    moments: list[Callable[[Run], bool]] = [
+        lambda run: any((run.run_folder / "checkpoints/journal").glob("step_*")),  # in a step
+        Run.is_saving,
+        awaits_a_batch,  # half of the groups come later
+    ]
+    with prepared_run(tmp_path / "run", ["--optimizer", "adamw"], [], num_batches=STEPS // 2) as run:
+        for moment in moments:
+            with run.trainer() as trainer:
+                while not moment(run):
+                    assert trainer.poll() is None, run.log()
+                trainer.send_signal(signal.SIGTERM)
+                assert trainer.wait(60) == 0, run.log()
+            assert newest_step(run) == run.num_steps()
+            assert not (run.run_folder / "checkpoints/journal").exists()
+        assert run.num_steps() == STEPS // 2
+        post(run.url, batches(STEPS)[STEPS:])
+        with run.trainer() as trainer:
+            assert trainer.wait(120) == 0, run.log()
+    assert [step for step, _, _ in curve(run.run_folder)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_polite_signal_while_the_api_is_awaited_is_no_failure(tmp_path: Path) -> None:
+    with prepared_run(tmp_path / "run", ["--optimizer", "adamw"], []) as run:
+        run.flags += ["--atropos-url", f"http://127.0.0.1:{free_port()}", "--api-timeout-s", "600"]
+        with run.trainer() as trainer:
+            while "training " not in run.log():  # the model is there, and the API is asked next
+                assert trainer.poll() is None, run.log()
+            trainer.send_signal(signal.SIGTERM)
+            assert trainer.wait(60) == 0, run.log()
+    assert "not awaited, since training is to stop" in run.log()
+    assert run.num_steps() == 0
