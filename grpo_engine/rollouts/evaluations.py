@@ -2,12 +2,13 @@
 
 The trainer does not know which environments there are, and neither does the API: they come when they come. So an
 evaluation is over when every environment that evaluates and is alive has answered, and none has come in for a moment.
-Where none can evaluate, that is known after a longer moment; where there is none at all, they are waited for, as they
-are for a batch.
+Where none can evaluate, be it that those who could have said goodbye, that is known after a longer moment; where there
+is none at all, or one crashed, they are waited for, as they are for a batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from grpo_engine.rollouts.records import EnvironmentRecord, EvaluationRecord
@@ -47,9 +48,13 @@ def state_of(
         and each.desired_name not in there
         and last_seen[each.id] >= (known_since if each.is_connected else record.ordered_at)
     ]
-    settle_s = SETTLE_S if record.answers else SETTLE_WITHOUT_ANSWER_S
-    is_somebody_there = bool(record.answers or live)
-    is_complete = is_somebody_there and not waiting_for and now - newcomer_at >= settle_s
+    if record.answers or live:
+        settled_at = newcomer_at + (SETTLE_S if record.answers else SETTLE_WITHOUT_ANSWER_S)
+    elif environments and not any(each.evaluates and each.is_connected for each in environments.values()):
+        settled_at = max(newcomer_at, record.ordered_at) + SETTLE_WITHOUT_ANSWER_S  # those that could have left
+    else:
+        settled_at = math.inf  # nobody has come yet, or one that crashed will come back
+    is_complete = not waiting_for and now >= settled_at
     return EvaluationState(
         order=record.order,
         is_over=record.is_closed or is_complete,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -346,9 +347,12 @@ def test_an_evaluation_waits_a_moment_for_environments_that_are_about_to_registe
     assert found.is_over is is_over
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=5))
+facts = st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=5)
+
+
+@given(facts)
 def test_nobody_alive_who_evaluates_is_ever_left_out(facts: list[tuple[bool, bool, bool]]) -> None:
-    """Each environment: whether it evaluates, is alive, and has answered."""
+    """Each environment: whether it evaluates, is alive, and has answered; those that are not alive have crashed."""
     everybody = {id_: environment(id_, f"task{id_}", evaluates=facts[id_][0]) for id_ in range(len(facts))}
     live = [everybody[id_] for id_ in everybody if facts[id_][1]]
     answered = [id_ for id_ in everybody if facts[id_][0] and facts[id_][2]]
@@ -363,6 +367,24 @@ def test_nobody_alive_who_evaluates_is_ever_left_out(facts: list[tuple[bool, boo
     )
     at_it = {each.name for each in live if each.evaluates and each.id not in answered}
     assert set(found.waiting_for) == at_it
-    assert found.is_over == (not at_it and bool(live or answered))
+    is_hopeless = bool(everybody) and not any(each.evaluates for each in everybody.values())
+    assert found.is_over == (not at_it and (bool(live or answered) or is_hopeless))
     gone = {f"task{id_}" for id_, (evaluates, is_live, _) in enumerate(facts) if evaluates and not is_live}
     assert set(found.missing) == gone - {f"task{id_}" for id_ in answered}
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "is_connected", "is_over"),
+    [(True, False, True), (False, True, True), (False, False, True), (True, True, False)],
+    ids=["left", "a stock one that ended", "one that cannot and left", "crashed"],
+)
+def test_only_an_environment_that_crashed_is_waited_for_when_nobody_is_there(
+    monkeypatch: pytest.MonkeyPatch, evaluates: bool, is_connected: bool, is_over: bool
+) -> None:
+    monkeypatch.undo()
+    one = replace(environment(0, "sums", evaluates=evaluates), is_connected=is_connected)
+
+    def is_over_at(now: float) -> bool:
+        return state_of(record(), {0: one}, {0: 50.0}, [], known_since=90.0, newcomer_at=0.0, now=now).is_over
+
+    assert (is_over_at(109.0), is_over_at(110.0)) == (False, is_over)  # ordered at 100
