@@ -289,7 +289,8 @@ def test_a_longer_run_at_a_constant_rate_repeats_its_steps_as_they_were(
     with served_api() as url:
         bridge = cut_off_in_step_5(killer, tmp_path, config, url)
         before = bridge.published[-2:]
-        heir = go_on(url, tmp_path, config.model_copy(update={"training_steps": 6}), bridge)
+        post(url, batches(1))
+        heir = go_on(url, tmp_path, config.model_copy(update={"training_steps": 8}), bridge)
     assert heir.published[1:3] == before
 
 
