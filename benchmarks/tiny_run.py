@@ -28,6 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "grpo_tui", "up", "--profile", "tiny-cpu", "--wait", "finished"]
         command += ["--set", "services.api.port=18000", "--set", "services.vllm.port=19001"]
+        command += ["--set", "services.trainer.eval_every=0"]
         began = time.monotonic()
         subprocess.run(command, cwd=name, env={**os.environ, "XDG_RUNTIME_DIR": name}, check=True)
         seconds = time.monotonic() - began

@@ -30,6 +30,7 @@ def ours(steps: int) -> float:
         environment = {**os.environ, "XDG_RUNTIME_DIR": name}
         overrides = [f"services.trainer.training_steps={steps}", "services.api.port=18000", "services.vllm.port=19001"]
         command = [sys.executable, "-m", "grpo_tui", "up", "--profile", "tiny-cpu", "--wait", "finished"]
+        overrides.append("services.trainer.eval_every=0")
         command += [word for override in overrides for word in ("--set", override)]
         run = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
         pid, first, last = None, None, None

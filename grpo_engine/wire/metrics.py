@@ -29,6 +29,11 @@ each with its standard error over prompts (`…_se`), `eval/num_prompts`, `eval/
 several environments answer, `eval/<environment>/…` as well."""
 
 
+def is_evaluated_score(name: str) -> bool:
+    """Whether a metric is an avg@k or pass@k of all environments together: what a person looks at first."""
+    return name.startswith(EVALUATION_PREFIX) and "@" in name and name.count("/") == 1 and not name.endswith("_se")
+
+
 @dataclass(frozen=True, slots=True)
 class Band:
     """The closed interval in which a metric is healthy; None leaves a side open."""

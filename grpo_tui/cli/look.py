@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import typer
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.metrics import HEALTHY_BANDS, Band
+from grpo_engine.wire.metrics import HEALTHY_BANDS, Band, is_evaluated_score
 from grpo_engine.wire.supervisor import RunStatus
 from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
 from grpo_tui.client.api import Run, run_status, runs
@@ -95,7 +95,7 @@ def _print_rest(status: RunStatus) -> None:
 def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
     """The latest values that a person looks at first, with their healthy bands; `grpo-tui metrics` has them all."""
     lines: list[tuple[str, ...]] = [("METRIC", "NOW", "HEALTHY")]
-    for name in ("step", *FIRST_METRICS):
+    for name in ("step", *FIRST_METRICS, *filter(is_evaluated_score, metrics)):
         value = metrics.get(name)
         if value is not None:
             band = HEALTHY_BANDS.get(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
-from grpo_engine.wire.metrics import HEALTHY_BANDS, Band
+from grpo_engine.wire.metrics import EVALUATION_PREFIX, HEALTHY_BANDS, Band, is_evaluated_score
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
 from grpo_tui.view.format import duration_text, number_text
@@ -87,8 +87,11 @@ class MetricsPanel(Lines):
 
 
 def shown_metrics(state: ViewState) -> list[str]:
-    """Names in the order of the panel: the primary ones always, the others where measured."""
-    return [*PRIMARY_METRICS, *(name for name in OTHER_METRICS if state.history.has(name))]
+    """Names in the order of the panel: the primary ones always, evaluations and the others where measured."""
+    history = state.history
+    evaluated = next((line for line in reversed(history.lines) if "eval/time" in line.metrics), None)
+    scores = [name for name in evaluated.metrics if is_evaluated_score(name)] if evaluated else []
+    return [*PRIMARY_METRICS, *scores, *(name for name in OTHER_METRICS if history.has(name))]
 
 
 def judge(value: float | None, band: Band | None) -> Verdict:
@@ -113,7 +116,10 @@ def band_text(band: Band | None) -> str:
 def _cell(name: str, history: MetricHistory, width: int) -> Content:
     assert history.last is not None
     band = HEALTHY_BANDS.get(name)
-    value = history.last.metrics.get(name)
+    series = history.series(name)
+    # Between two evaluations the last one still holds.
+    is_lasting = name.startswith(EVALUATION_PREFIX) and series
+    value = series[-1][1] if is_lasting else history.last.metrics.get(name)
     verdict = judge(value, band)
     is_roomy = width >= FULL_NAME_COLUMNS
     name_width = LONGEST_NAME if is_roomy else LONGEST_SHORT_NAME
@@ -126,7 +132,7 @@ def _cell(name: str, history: MetricHistory, width: int) -> Content:
     if is_roomy:
         pieces.append((fit(band_text(band), BAND_WIDTH), ".muted"))
     spark_width = width - name_width - VALUE_WIDTH - 4 - (BAND_WIDTH if is_roomy else 0)
-    pieces += _sparkline(history.series(name), spark_width, band)
+    pieces += _sparkline(series, spark_width, band)
     return line(*pieces).truncate(width, pad=True)
 
 

@@ -1,0 +1,60 @@
+"""Evaluations on the screen and in `status`: the latest holds until the next; a baseline of step 0 disturbs nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from screen_fakes import metrics_line
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_tui.cli.look import _metric_lines
+from grpo_tui.supervisor.latest_metrics import latest_metrics
+from grpo_tui.ui.widgets.metrics_panel import MetricsPanel, shown_metrics
+from grpo_tui.view.diagnosis import diagnose
+from grpo_tui.view.history import extended
+from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.view.state import MetricHistory, ViewState
+
+EVALUATION = {"eval/avg@4": 0.25, "eval/avg@4_se": 0.01, "eval/pass@1": 0.125, "eval/sums/avg@4": 0.5, "eval/time": 2.0}
+
+
+def baseline() -> MetricsLine:
+    return MetricsLine(time=0.0, step=0, policy_version=0, metrics=EVALUATION)
+
+
+def evaluated(step: int, value: float) -> MetricsLine:
+    line = metrics_line(step)
+    return line.model_copy(update={"metrics": {**line.metrics, **EVALUATION, "eval/avg@4": value}})
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> ViewState:
+    lines = [baseline(), metrics_line(1), evaluated(2, 0.75), *(metrics_line(step) for step in range(3, 8))]
+    return ViewState(run_folder=tmp_path, now=0.0, history=extended(MetricHistory(), lines))
+
+
+def test_the_latest_evaluation_is_shown_between_two_of_them(state: ViewState) -> None:
+    assert [name for name in shown_metrics(state) if name.startswith("eval/")] == ["eval/avg@4", "eval/pass@1"]
+    shown = [str(line) for line in MetricsPanel().lines(state, 120, 30)]
+    [line] = [line for line in shown if "eval/avg@4" in line]
+    assert "0.7500" in line
+
+
+def test_a_baseline_alone_is_shown_and_diagnosed_as_nothing(state: ViewState) -> None:
+    young = replace(state, history=extended(MetricHistory(), [baseline()]))
+    assert any("0.2500" in str(line) for line in MetricsPanel().lines(young, 120, 30))
+    assert diagnose(young.history.lines, None) == []
+
+
+def test_readers_of_the_file_take_step_0_as_they_take_any_other(tmp_path: Path) -> None:
+    lines = [baseline(), metrics_line(1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
+    assert [line.step for line in MetricsTail(tmp_path / "metrics.jsonl").read().lines] == [0, 1]
+    latest = latest_metrics(tmp_path)
+    assert (latest["step"], latest["eval/avg@4"]) == (1, 0.25)
+    assert [row for row in _metric_lines(latest) if row[0].startswith("eval/")] == [
+        ("eval/avg@4", "0.25", ""),
+        ("eval/pass@1", "0.125", ""),
+    ]
