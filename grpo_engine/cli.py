@@ -81,10 +81,10 @@ def _train(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     """Tells before training whether sampler and trainer agree; takes the flags of train."""
-    from grpo_engine.train.check_config import CheckConfig
+    from grpo_engine.check.config import CheckConfig
 
     config = parse_flags(CheckConfig, argv, prog="grpo-engine check", description=_check.__doc__ or "")
-    from grpo_engine.train.check import run
+    from grpo_engine.check.main import run
 
     return run(config)
 

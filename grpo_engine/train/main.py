@@ -9,12 +9,14 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
 
 from grpo_engine.bridges import BridgeContext
+from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.models.config import LoraSettings
@@ -47,7 +49,7 @@ def run(config: TrainConfig) -> int:
     save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
     stop = StopRequest()
     log_plan(config)
-    bridge = config.bridge.build(_bridge_context(config, folder, stop))
+    bridge = config.bridge.build(bridge_context(config, folder / "bridge", is_stopping=stop))
     decode = load_tokenizer(config.model_name).decode
     recorder = Recorder(
         folder,
@@ -67,14 +69,15 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-def _bridge_context(config: TrainConfig, folder: Path, stop: StopRequest) -> BridgeContext:
+def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[], bool] = never) -> BridgeContext:
+    """What the bridge of these settings must know; it may write into `folder`."""
     return BridgeContext(
         model_name=config.model_name,
         dtype=config.dtype,
         device=config.device,
         server_url=f"http://127.0.0.1:{config.vllm_port}",
-        folder=(folder / "bridge").absolute(),
-        is_stopping=stop,
+        folder=folder.absolute(),
+        is_stopping=is_stopping,
         lora=LoraSettings(
             rank=config.lora_r,
             alpha=config.lora_alpha,

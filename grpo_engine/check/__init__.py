@@ -1,0 +1,1 @@
+"""Whether sampler and trainer agree, told before training."""

@@ -1,0 +1,27 @@
+"""Settings of `grpo-engine check`: the trainer's own, so that what is checked is what will train. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from grpo_engine.flags import Flag
+from grpo_engine.train.config import TrainConfig
+
+
+class CheckConfig(TrainConfig):
+    """A training run that is not begun, and how it is looked at."""
+
+    prompts_file: Annotated[Path | None, Flag(("--prompts",))] = None
+    """Questions to sample with: a text file of one a line, or JSONL with `prompt`, `question` or `messages`; unset: a
+    few of its own."""
+    as_json: Annotated[bool, Flag(("--json",))] = False
+    """Print one JSON object in place of lines for people."""
+    check_samples: int = Field(4, ge=2)
+    """Completions of each question."""
+    check_tokens: int = Field(48, ge=2)
+    """Longest completion."""
+    check_timeout_s: float = Field(60.0, gt=0)
+    """Seconds within which the inference server must answer."""

@@ -1,0 +1,136 @@
+"""What is asked in a check, as tokens, and what the files of a model say about tokens that are no text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import GenerationConfig
+
+from grpo_engine.check.config import CheckConfig
+from grpo_engine.check.tokens import SpecialTokens, template_end
+from grpo_engine.errors import ConfigError
+from grpo_engine.models.loading import load_config, resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTIONS = (
+    "What is 17 + 25?",
+    "Write one sentence about the sea.",
+    "Sort these digits: 402915",
+    "Name three colours and why you like them.",
+    "Why is the sky blue? Answer in one sentence.",
+    "Tell me a word that rhymes with light.",
+)
+_ANSWER = "Blueberry"
+"""Stands in for an answer, to see what a chat template puts behind one."""
+_LEAST_ROOM = 8
+"""Tokens of an answer that must fit behind a prompt."""
+
+Messages = list[dict[str, str]]
+
+log = logging.getLogger(__name__)
+
+
+def prompt_tokens(config: CheckConfig, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Tokens of the questions, as environments would send them, without those that leave no room for an answer.
+
+    Raises:
+        ConfigError: the file cannot be read, or none of its questions fits.
+    """
+    conversations = _conversations(config.prompts_file) if config.prompts_file else [asked(q) for q in QUESTIONS]
+    prompts = [
+        chat_tokens(tokenizer, messages)
+        if tokenizer.chat_template
+        else tuple(int(token) for token in tokenizer.encode("\n".join(message["content"] for message in messages)))
+        for messages in conversations
+    ]
+    fitting = [prompt for prompt in dict.fromkeys(prompts) if prompt and len(prompt) + _LEAST_ROOM <= config.seq_len]
+    if not fitting:
+        shortest = min(map(len, prompts), default=0)
+        raise ConfigError(
+            f"seq_len: none of {len(prompts)} prompts (the shortest has {shortest} tokens) leaves room for "
+            f"{_LEAST_ROOM} more within {config.seq_len}: raise --seq-len, or give shorter --prompts"
+        )
+    return fitting
+
+
+def asked(question: str) -> Messages:
+    """A conversation of one question."""
+    return [{"role": "user", "content": question}]
+
+
+def special_tokens(model_name: str, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """What the files of a model say about tokens that are no text."""
+    configured = [load_config(model_name).get_text_config().eos_token_id]
+    try:
+        configured.append(GenerationConfig.from_pretrained(resolve_model(model_name)).eos_token_id)
+    except OSError:
+        log.info("%s has no generation_config.json", model_name)
+    eos = {int(i) for each in configured for i in (each if isinstance(each, list | tuple) else [each]) if i is not None}
+    question: Messages = [{"role": "user", "content": QUESTIONS[0]}]
+    chat: tuple[int, ...] = ()
+    text: tuple[int, ...] = ()
+    end = None
+    if tokenizer.chat_template:
+        chat = chat_tokens(tokenizer, question)
+        rendered = str(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
+        text = tuple(tokenizer.encode(rendered))
+        answered = [*question, {"role": "assistant", "content": _ANSWER}]
+        tail = str(tokenizer.apply_chat_template(answered, tokenize=False)).rpartition(_ANSWER)[2]
+        special = frozenset(int(i) for i in (*tokenizer.all_special_ids, *_added_special(tokenizer)))
+        end = template_end(tokenizer.encode(tail, add_special_tokens=False), special)
+    return SpecialTokens(
+        tokenizer_eos=tokenizer.eos_token_id,
+        generation_eos=tuple(sorted(eos)),
+        template_end=end,
+        pad=tokenizer.pad_token_id,
+        bos=tokenizer.bos_token_id,
+        has_template=bool(tokenizer.chat_template),
+        chat_prompt=chat,
+        text_prompt=text,
+    )
+
+
+def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
+    """Tokens of a conversation in the model's template, up to where the assistant begins."""
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+    return tuple(int(token) for token in tokens)
+
+
+def _conversations(path: Path) -> list[Messages]:
+    """One a line: plain text, or JSON with `messages`, `prompt`, `question` or `problem`."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: cannot be read: {error}") from None
+    conversations: list[Messages] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.startswith("{"):
+            conversations.append(asked(line))
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"--prompts {path}: line {number}: not valid JSON: {error}") from None
+        text = next((row[key] for key in ("prompt", "question", "problem") if isinstance(row.get(key), str)), None)
+        if isinstance(row.get("messages"), list):
+            conversations.append([{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]])
+        elif text is not None:
+            conversations.append(asked(text))
+        else:
+            raise ConfigError(
+                f"--prompts {path}: line {number}: has {', '.join(row)}, none of messages, prompt, question, problem"
+            )
+    if not conversations:
+        raise ConfigError(f"--prompts {path}: has no line: write one question a line")
+    return conversations
+
+
+def _added_special(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special]

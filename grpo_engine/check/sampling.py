@@ -1,0 +1,376 @@
+"""The inference server as a check asks it: what it is, completions, tokens, and log-probabilities of given tokens.
+
+Speaks to ours as environments and bridges do, and to a stock Atropos server or a stock vLLM as far as those answer.
+Changes nothing there but `restore_adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from grpo_engine.bridges.server_client import ServerClient
+from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
+from grpo_engine.wire.codec import Message
+from grpo_engine.wire.inference import GenerateRequest, LogprobsMode, LoraLoadRequest, TokenPrompt
+
+_TOKEN_ID = "token_id:"
+"""How vLLM writes a token where it is asked for ids."""
+
+
+class ServerKind(StrEnum):
+    """Whose server it is, which decides what it can be asked."""
+
+    OURS = "ours"
+    ATROPOS = "stock Atropos"
+    VLLM = "stock vLLM"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What the server says of itself."""
+
+    kind: ServerKind
+    engine: str
+    model_name: str
+    dtype: str | None
+    device: str | None
+    logprobs_mode: LogprobsMode
+    declares_mode: bool
+    """Whether the server said so; stock servers do not, and theirs is `raw`."""
+    policy_version: int | None
+    """None where the server counts none."""
+    shares_weights: bool
+    takes_adapters: bool
+    adapter: tuple[str, str] | None
+    """(name, path) of the adapter that is served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the tokens, as the server reported them."""
+    finish_reason: str
+    policy_version: int | None
+
+
+class CheckedServer:
+    """One inference server."""
+
+    def __init__(self, url: str, *, patience_s: float) -> None:
+        self.url = url
+        self._client = ServerClient(url, patience_s=patience_s)
+        self._kind = ServerKind.OURS
+        self._model = ""
+
+    def facts(self) -> ServerFacts:
+        """What it is; to be asked first.
+
+        Raises:
+            PeerUnavailable: nobody answers, or the model is still loading.
+            PeerError: it is no inference server that is known here.
+        """
+        try:
+            info = self._client.ask("GET", "/bridge/info", None, _Info)
+        except BridgeError:  # no such route
+            return self._stock_vllm()
+        state = self._client.ask("GET", "/bridge/state_dict_info", None, _StateDictInfo)
+        debug = self._client.ask("GET", "/bridge/debug", None, _Debug)
+        lora = self._client.ask("GET", "/lora/status", None, _LoraStatus)
+        self._kind = ServerKind.ATROPOS if info.instance is None else ServerKind.OURS
+        has_adapter = lora.active_adapter_path is not None
+        return ServerFacts(
+            kind=self._kind,
+            engine=debug.engine_type,
+            model_name=info.model_name,
+            dtype=state.dtype.removeprefix("torch.") if state.dtype else None,
+            device=info.device,
+            logprobs_mode=info.logprobs_mode or "raw",
+            declares_mode=info.logprobs_mode is not None,
+            policy_version=info.policy_version,
+            shares_weights=info.shared_weights,
+            takes_adapters=lora.lora_available,
+            adapter=(lora.active_adapter_name or "", lora.active_adapter_path or "") if has_adapter else None,
+        )
+
+    def sample(
+        self, prompt: Sequence[int], *, n: int, max_tokens: int, temperature: float, seed: int | None = None
+    ) -> list[Sample]:
+        """Completions of one prompt, asked for as an environment does.
+
+        Raises:
+            PeerError: tokens and log-probabilities of the answer do not fit each other, or there are none.
+        """
+        if self._kind is ServerKind.VLLM:
+            return self._sample_from_vllm(prompt, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        given: dict[str, Any] = {} if seed is None else {"seed": seed}
+        request = GenerateRequest(
+            prompt=TokenPrompt(prompt_token_ids=list(prompt)),
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=1.0,
+            logprobs=0,
+            **given,
+        )
+        return self._samples(prompt, self._client.ask("POST", "/generate", _Given.of(request), _Generated))
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of every token but the first, before any temperature; ours alone answers this.
+
+        Raises:
+            PeerError: it does not.
+        """
+        request = GenerateRequest(
+            prompt=TokenPrompt(prompt_token_ids=list(tokens)), max_tokens=1, temperature=0.0, prompt_logprobs=0
+        )
+        answer = self._client.ask("POST", "/generate", _Given.of(request), _Generated)
+        if answer.prompt_logprobs is None or len(answer.prompt_logprobs) != len(tokens):
+            raise PeerError(
+                f"{self.url}: /generate answered without prompt_logprobs of the {len(tokens)} tokens asked for"
+            )
+        entries = zip(tokens[1:], answer.prompt_logprobs[1:], strict=True)
+        return [(entry or {})[str(token)] for token, entry in entries]
+
+    def encode(self, text: str) -> tuple[int, ...] | None:
+        """Tokens of a text; None where no route tells."""
+        if self._kind is ServerKind.VLLM:
+            return self._tokenized(_TokenizeRequest(model=self._model, prompt=text))
+        request = GenerateRequest(prompt=text, max_tokens=1, logprobs=0)
+        answer = self._client.ask("POST", "/generate", _Given.of(request), _Generated)
+        return None if answer.prompt_token_ids is None else tuple(answer.prompt_token_ids)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...] | None:
+        """Tokens of a conversation up to where the assistant begins; None where no route tells."""
+        match self._kind:
+            case ServerKind.ATROPOS:
+                return None
+            case ServerKind.VLLM:
+                return self._tokenized(_TokenizeRequest(model=self._model, messages=list(messages)))
+            case ServerKind.OURS:
+                body = _ChatRequest(messages=list(messages))
+                answer = self._client.ask("POST", "/v1/chat/completions", body, _ChatTokens)
+                return tuple(answer.prompt_token_ids)
+
+    def takes_token(self, token: int) -> bool:
+        """Whether a prompt may hold this token."""
+        try:
+            self.sample([token], n=1, max_tokens=1, temperature=1.0)
+        except PeerUnavailable:
+            raise
+        except (BridgeError, PeerError):  # ours refuses with 400, stock servers with 400 or 500
+            return False
+        return True
+
+    def policy_version(self) -> int:
+        """The version that is served; ours alone counts them."""
+        return self._client.info().policy_version
+
+    def restore_adapter(self, adapter: tuple[str, str] | None) -> bool:
+        """Serve what was served before: an adapter, or the bare model; False where the adapter's folder is gone."""
+        if adapter is None:
+            self._client.ask("POST", "/lora/unload", None, _Status)
+            return True
+        name, path = adapter
+        if not Path(path).is_dir():
+            return False
+        body = LoraLoadRequest(adapter_path=path, adapter_name=name or None, policy_version=self.policy_version() + 1)
+        self._client.ask("POST", "/lora/load", body, _Status)
+        return True
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _stock_vllm(self) -> ServerFacts:
+        models = self._client.ask("GET", "/v1/models", None, _Models)
+        if not models.data:
+            raise PeerError(f"{self.url}: serves no model: /v1/models is empty")
+        version = "unknown version"
+        with suppress(BridgeError, PeerError):
+            version = self._client.ask("GET", "/version", None, _Version).version
+        self._kind, self._model = ServerKind.VLLM, models.data[0].id
+        return ServerFacts(
+            kind=self._kind,
+            engine=f"vllm {version}",
+            model_name=models.data[0].root or self._model,
+            dtype=None,
+            device=None,
+            logprobs_mode="raw",
+            declares_mode=False,
+            policy_version=None,
+            shares_weights=False,
+            takes_adapters=False,
+            adapter=None,
+        )
+
+    def _samples(self, prompt: Sequence[int], answer: _Generated) -> list[Sample]:
+        if answer.logprobs is None:
+            raise PeerError(f"{self.url}: /generate answered without logprobs, though logprobs: 0 was asked for")
+        counts = {len(answer.logprobs), len(answer.finish_reasons), len(answer.token_ids or answer.logprobs)}
+        if len(counts) > 1:
+            raise PeerError(f"{self.url}: /generate answered with lists of {sorted(counts)} completions")
+        samples: list[Sample] = []
+        for index, (positions, reason) in enumerate(zip(answer.logprobs, answer.finish_reasons, strict=True)):
+            pairs = [next(iter(position[0].items())) for position in positions]
+            tokens = tuple(int(token) for token, _ in pairs)
+            if answer.token_ids is not None and tuple(answer.token_ids[index]) != tokens:
+                raise PeerError(
+                    f"{self.url}: completion {index} has {len(answer.token_ids[index])} tokens, but its "
+                    f"{len(tokens)} log-probabilities are those of others: the group's order is mixed up"
+                )
+            if not tokens:
+                raise PeerError(f"{self.url}: completion {index} is empty")
+            samples.append(
+                Sample(
+                    prompt=tuple(prompt),
+                    tokens=tokens,
+                    logprobs=tuple(value for _, value in pairs),
+                    finish_reason=reason,
+                    policy_version=answer.policy_version,
+                )
+            )
+        return samples
+
+    def _sample_from_vllm(
+        self, prompt: Sequence[int], *, n: int, max_tokens: int, temperature: float, seed: int | None
+    ) -> list[Sample]:
+        body = _CompletionRequest(
+            model=self._model, prompt=list(prompt), n=n, max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
+        answer = self._client.ask("POST", "/v1/completions", body, _Completions)
+        samples: list[Sample] = []
+        for choice in sorted(answer.choices, key=lambda choice: choice.index):
+            if choice.logprobs is None:
+                raise PeerError(f"{self.url}: /v1/completions answered without logprobs, though they were asked for")
+            samples.append(
+                Sample(
+                    prompt=tuple(prompt),
+                    tokens=tuple(int(token.removeprefix(_TOKEN_ID)) for token in choice.logprobs.tokens),
+                    logprobs=tuple(choice.logprobs.token_logprobs),
+                    finish_reason=choice.finish_reason or "abort",
+                    policy_version=None,
+                )
+            )
+        return samples
+
+    def _tokenized(self, body: _TokenizeRequest) -> tuple[int, ...] | None:
+        try:
+            return tuple(self._client.ask("POST", "/tokenize", body, _Tokenized).tokens)
+        except (BridgeError, PeerError):
+            return None
+
+
+class _Given(Message):
+    """A request without what was not set: stock servers take every key for vLLM's."""
+
+    model_config = {"extra": "allow"}
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> _Given:
+        return cls.model_validate(request.model_dump(exclude_unset=True, exclude_none=True))
+
+
+class _Info(Message):
+    model_name: str = ""
+    device: str | None = None
+    shared_weights: bool = False
+    logprobs_mode: LogprobsMode | None = None
+    policy_version: int | None = None
+    instance: str | None = None
+
+
+class _StateDictInfo(Message):
+    dtype: str | None = None
+
+
+class _Debug(Message):
+    engine_type: str = "unknown engine"
+
+
+class _LoraStatus(Message):
+    lora_available: bool = False
+    active_adapter_path: str | None = None
+    active_adapter_name: str | None = None
+
+
+class _Generated(Message):
+    finish_reasons: list[str] = []
+    logprobs: list[list[list[dict[str, float]]]] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[list[int]] | None = None
+    prompt_logprobs: list[dict[str, float] | None] | None = None
+    policy_version: int | None = None
+
+
+class _ChatRequest(Message):
+    messages: list[dict[str, str]]
+    max_tokens: int = 1
+
+
+class _ChatTokens(Message):
+    prompt_token_ids: list[int]
+
+
+class _Status(Message):
+    status: str
+
+
+class _Version(Message):
+    version: str
+
+
+class _Model(Message):
+    id: str
+    root: str | None = None
+
+
+class _Models(Message):
+    data: list[_Model]
+
+
+class _CompletionRequest(Message):
+    model: str
+    prompt: list[int]
+    n: int
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    top_p: float = 1.0
+    logprobs: int = 1
+    return_tokens_as_token_ids: bool = True
+
+
+class _ChoiceLogprobs(Message):
+    tokens: list[str]
+    token_logprobs: list[float]
+
+
+class _Choice(Message):
+    index: int
+    finish_reason: str | None = None
+    logprobs: _ChoiceLogprobs | None = None
+
+
+class _Completions(Message):
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _TokenizeRequest(Message):
+    model: str
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+
+
+class _Tokenized(Message):
+    tokens: list[int]
