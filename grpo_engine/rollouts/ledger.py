@@ -119,7 +119,9 @@ class Ledger:
         if before is None:
             self.run = RunRecord(request=request, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups wait", dropped=())
-        if before.request.checkpoint_dir == request.checkpoint_dir and not before.is_over:
+        # A trainer that was killed over its last batch comes back for it; one that ended has acknowledged it.
+        owes_a_batch = request.starting_step < request.num_steps and any(x.is_explicit for x in self.leases.values())
+        if before.request.checkpoint_dir == request.checkpoint_dir and (not before.is_over or owes_a_batch):
             step = request.starting_step or before.step
             self.run = replace(before, request=request, step=step)
             self.leases = {id_: replace(lease, is_open=True) for id_, lease in self.leases.items()}

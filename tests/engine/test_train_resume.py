@@ -164,15 +164,8 @@ def model_with_dropout() -> LlamaForCausalLM:
     return model
 
 
-class LongRunSource(RolloutSource):
-    """Announces one step more than there is: the API drops what it holds for a run that has had its last batch."""
-
-    def register(self, **registration: Any) -> None:
-        super().register(**{**registration, "num_steps": registration["num_steps"] + 1})
-
-
 def train_once(url: str, folder: Path, bridge: ListeningBridge, recorder: Recorder, config: TrainConfig) -> None:
-    with recorder, LongRunSource(url) as source:
+    with recorder, RolloutSource(url) as source:
         train(config, source, bridge, recorder, decode=str, save_path=folder / "checkpoints")
 
 
