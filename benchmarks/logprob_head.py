@@ -6,9 +6,11 @@
 
 `plain` is what one writes first: all logits in fp32, log-softmax, the labels gathered, the entropy without a graph
 unless the loss has it, autograd backwards. `Liger` is its fused GRPO loss, where it is installed. Every measurement is
-a process of its own, with as many threads, taken in turns. Memory is, on the CPU, the highest resident memory above
-what there was once the inputs were made (the kernel's own mark, reset there); on a GPU all that torch had allocated at
-a time, inputs and gradients included. Times are medians of the rounds, ratios medians of each round's ratio.
+a process of its own, with as many threads, taken in turns. On the CPU, time is that of the processor (others may use
+the machine too), and memory the highest resident above what there was once the inputs were made (the kernel's own
+mark, reset there), with the gradients, which all must return. On a GPU, time is that of the clock, and memory all that
+torch had allocated at a time, inputs and gradients included. Times are medians of the rounds, ratios medians of each
+round's ratio.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Shape:
     dtype: str
     threads: int
     warm_up: int
-    """Whole passes before the measured one: a GPU compiles its kernels in the first."""
+    """Whole passes before the measured ones: a GPU compiles its kernels in the first."""
+    passes: int
+    """Measured ones, of which the mean is taken."""
     entropy_coef: float
     frozen: bool
     """The weight gets no gradient, as with adapters."""
@@ -139,7 +143,7 @@ VARIANTS: dict[str, Callable[[Problem], Tensor]] = {
 
 
 def measure(variant: str, shape: Shape) -> dict[str, float]:
-    """Seconds and bytes of one forward and backward pass, in this process; and the loss and gradient it gave."""
+    """Seconds and bytes of a forward and backward pass, in this process; and the loss and gradient it gave."""
     torch.set_num_threads(shape.threads)
     problem = Problem.of(shape)
     for _ in range(shape.warm_up):
@@ -154,10 +158,11 @@ def measure(variant: str, shape: Shape) -> dict[str, float]:
     before = _status_bytes("VmRSS")
     clock = time.process_time if shape.device == "cpu" else time.perf_counter
     started = clock()
-    loss = _pass(variant, problem)
+    for _ in range(shape.passes):
+        loss = _pass(variant, problem)
     if shape.device == "cuda":
         torch.cuda.synchronize()
-    seconds = clock() - started
+    seconds = (clock() - started) / shape.passes
     memory = torch.cuda.max_memory_allocated() if shape.device == "cuda" else _status_bytes("VmHWM") - before
     assert problem.hidden.grad is not None
     norm = problem.hidden.grad.float().norm().item()
@@ -205,7 +210,7 @@ def main() -> None:
     parser.add_argument("--entropy-coef", type=float, default=0.0, help="with one, the entropy is in the loss too")
     parser.add_argument("--frozen", action="store_true", help="no gradient for the weight")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
@@ -218,6 +223,7 @@ def main() -> None:
         dtype=given.dtype or ("bfloat16" if on_gpu else "float32"),
         threads=given.threads,
         warm_up=2 if on_gpu else 0,
+        passes=5 if on_gpu else 1,
         entropy_coef=given.entropy_coef,
         frozen=given.frozen,
     )

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from grpo_engine.algo.head import Head, Running, Softmax, add_product, check_shapes, flat_temperature, product
 from grpo_engine.algo.loss import LossConfig, LossInputs, LossOutputs, policy_loss, token_weights
 
-CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
-"""Logits of a chunk: 128 MB on a CPU, 1 GB on a GPU. Each chunk reads and writes the weight's gradient once."""
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+"""Logits of a chunk: 64 MB on a CPU, 1 GB on a GPU. Each chunk reads and writes the weight's gradient once."""
 
 LossOf = Callable[[slice, Tensor, Tensor], Tensor]
 """From the numbers of some tokens, with their log-probabilities and entropies (C,), to the sum of their losses."""
@@ -214,6 +214,7 @@ class _TokenLoss(torch.autograd.Function):
                     add_product(grad_hidden[rows], grad, head.block(columns))
                 if grad_weight is not None:
                     add_product(grad_weight[columns], grad.T, head.hidden[rows])
+                del tile, grad  # before the next tile is made
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(all_logprobs, all_entropy)

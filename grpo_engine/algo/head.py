@@ -10,14 +10,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-TILES = {"cpu": (2**12, 2**10), "cuda": (2**15, 2**12)}
-"""The most tokens of a tile, and its words when it has so many; fewer tokens have more words. 16 MB of logits stay near
+TILES = {"cpu": (2**11, 2**10), "cuda": (2**15, 2**12)}
+"""The most tokens of a tile, and its words when it has so many; fewer tokens have more words. 8 MB of logits stay in
 a CPU's caches; 512 MB let a GPU read and write the gradient of `hidden` seldom enough not to notice."""
 
 NEVER = -1e4
@@ -275,7 +274,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
             total.addmm_(left, right)
 
 
-@cache
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype is torch.float32 and importlib.util.find_spec("triton") is not None
 

@@ -112,6 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     add_product(grad_hidden[rows], grad, block)
                 if grad_block is not None:
                     add_product(grad_block, grad.T, head.hidden[rows])
+                del grad  # before the next tile is made
             if grad_weight is not None and grad_block is not None:
                 grad_weight[columns] = grad_block if unit is None else grad_block.mul_(unit)
         if unit is not None:
