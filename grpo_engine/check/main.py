@@ -28,6 +28,7 @@ from grpo_engine.bridges.saving import trainable_device
 from grpo_engine.check.alignment import (
     NoiseBand,
     Reading,
+    Values,
     difference,
     judge_alignment,
     judge_order,
@@ -311,9 +312,12 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
                 is_declared=facts.declares_mode,
             )
         )
-        report.add(
-            judge_sampler({t: (each.logprobs, each.entropies) for t, each in {1.0: scored, **processed}.items()})
-        )
+        sampler = judge_sampler({1.0: _surprises(scored), **{t: _surprises(each) for t, each in processed.items()}})
+        if sampler.level is Level.FAIL:
+            # A right sampler looks narrow where chance kept its rare tokens away, and their spread with them: not twice.
+            again = {t: trainer.score(_sample(session, t), temperature=t) for t in (1.0, *TEMPERATURES)}
+            sampler = judge_sampler({t: _surprises(each) for t, each in again.items()})
+        report.add(sampler)
         endings += [
             Ending(tokens=sample.tokens, finish_reason=sample.finish_reason)
             for samples in by_temperature.values()
@@ -321,6 +325,10 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
         ]
     report.add(judge_endings(endings, session.special, max_tokens=config.check_tokens, decode=session.tokenizer.decode))
     return plain
+
+
+def _surprises(scored: Scored) -> tuple[Values, Values]:
+    return scored.logprobs, scored.entropies
 
 
 def _sample(session: _Session, temperature: float) -> list[Sample]:
