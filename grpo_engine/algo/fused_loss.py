@@ -157,7 +157,7 @@ def token_loss(
     most_elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cpu"])
     most_tokens = min(max(most_elements // len(weight), 1), chunk_size or len(labels))
     loss, logprobs, entropy = _TokenLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels.long(), divisor, loss_of, max(most_tokens, 1), soft_cap
+        hidden, weight, bias, labels.long(), divisor, loss_of, max(most_tokens, 1), soft_cap, torch.is_grad_enabled()
     )
     return loss, logprobs, entropy
 
@@ -178,9 +178,10 @@ class _TokenLoss(torch.autograd.Function):
         loss_of: LossOf,
         chunk_size: int,
         soft_cap: float | None,
+        has_graph: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head = Head(hidden, weight, bias, labels, temperature, chunk_size, soft_cap)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_hidden, wants_weight, wants_bias = (has_graph and each for each in ctx.needs_input_grad[:3])
         # Sums over tiles are kept in fp32: bf16 would drop what later tiles add.
         grad_hidden = torch.zeros_like(hidden, dtype=head.dtype) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if wants_weight else None
@@ -203,7 +204,7 @@ class _TokenLoss(torch.autograd.Function):
                 loss = loss_of(rows, leaves[0], leaves[1])
                 grad_logprobs, grad_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
             total += loss.detach()
-            if not any(ctx.needs_input_grad):
+            if not (wants_hidden or wants_weight or wants_bias):
                 continue
             for columns in head.blocks():
                 tile = head.tile(rows, columns, here[:, columns])
@@ -228,4 +229,4 @@ class _TokenLoss(torch.autograd.Function):
             None if each is None else each.mul_(grad_loss).to(dtype)
             for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)

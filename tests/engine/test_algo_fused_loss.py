@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_engine.algo.fused_loss import fused_policy_loss, is_sum_over_tokens, token_loss
 from grpo_engine.algo.logprobs import token_logprobs
@@ -187,9 +188,31 @@ def test_a_token_loss_may_leave_out_either_of_its_two_numbers() -> None:
         torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
 
 
-def test_without_a_graph_only_the_numbers_are_made() -> None:
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_logits_are_made_once_and_gradients_only_where_wanted() -> None:
     case = Case()
-    with torch.no_grad():
-        outputs = fused_policy_loss(case.hidden, case.weight, case.labels, case.inputs, LossConfig(), bias=case.bias)
-    assert not outputs.outputs.loss.requires_grad
-    assert outputs.outputs.loss.isfinite()
+    counts = []
+    for has_graph, weight in ((True, case.weight), (True, case.weight.detach()), (False, case.weight)):
+        with Products() as products, torch.set_grad_enabled(has_graph):
+            outputs = fused_policy_loss(case.hidden, weight, case.labels, case.inputs, LossConfig()).outputs
+        assert outputs.loss.requires_grad == has_graph
+        counts.append(products.count)
+    num_tiles = 3 * 3  # eleven tokens by four, 150 words by 64
+    assert counts == [3 * num_tiles, 2 * num_tiles, num_tiles]
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    case = Case()
+    loss = fused_policy_loss(case.hidden, case.weight, case.labels, case.inputs, LossConfig()).outputs.loss
+    torch.autograd.grad(loss, case.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        torch.autograd.grad(loss, case.weight)
