@@ -5,7 +5,8 @@ would be rounded away. Parameters that an inference server reads must not be ste
 an update. In both cases the optimizer steps on masters, and `publish` copies them over.
 
 Gradients add up in fp32 as well. Autograd gives a bf16 parameter a bf16 gradient, and would add the next micro-batch to
-it in bf16; so each gradient is added to its master's as soon as it is there, and freed.
+it in bf16, where small ones are lost; so each gradient is added to its master's as soon as it is there, and freed. The
+sum is fp32, or bf16 that each addition is rounded to at random; every update is worked out in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, assert_never, cast
+from typing import Any, Literal, assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,14 @@ from transformers import Adafactor
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import MasterKind, OptimizerSettings
-from grpo_engine.models.rounding import round_to_bf16_
+from grpo_engine.models.rounding import add_rounded_, round_to_bf16_
+
+GradientDtype = Literal["float32", "bfloat16"]
+"""Of the gradients of bf16 parameters, between micro-batches."""
 
 STEPPED_AT_ONCE = 1 << 24
-"""Numbers that become fp32 at a time where they are rounded at random: 64 MB, and many small parameters in one call."""
+"""Numbers that become fp32 at a time where weights or gradients stand in bf16: 64 MB, and many small parameters in one
+call."""
 
 FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
 """The release that brought 8-bit optimizers for CPUs."""
@@ -80,7 +85,9 @@ class MasterWeights:
 
     A bf16 parameter's master and gradient take 4 bytes each. With `kind="stochastic_rounding"` no master stands: the
     parameters become fp32 for the moment of their step, some at a time, and are rounded back at random, so that
-    updates below the last bit add up on average. Gradients stay fp32, so that micro-batches add up to one batch.
+    updates below the last bit add up on average. With `gradient_dtype="bfloat16"` its gradient takes 2: that of the
+    first micro-batch as autograd gives it, and every further one is added in fp32 and rounded at random likewise.
+    Parameters of other types have fp32 gradients.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class MasterWeights:
         *,
         are_shared: bool = False,
         kind: MasterKind = "float32",
+        gradient_dtype: GradientDtype = "float32",
     ) -> None:
         """Make a master of every parameter that learns.
 
@@ -104,6 +112,7 @@ class MasterWeights:
         self._masters: dict[str, nn.Parameter] = {}
         self._private: dict[str, Tensor] = {}
         self._rounded: list[str] = []
+        self._with_bf16_gradient: list[str] = []
         for name, live in self._live.items():
             if live.dtype is torch.float32:
                 self._masters[name] = nn.Parameter(_copy(live, torch.float32)) if are_shared else live
@@ -115,9 +124,20 @@ class MasterWeights:
                 self._rounded.append(name)
                 if are_shared:
                     self._private[name] = _copy(live, torch.bfloat16)
+            if gradient_dtype == "bfloat16" and live.dtype is torch.bfloat16:
+                self._with_bf16_gradient.append(name)
+                self._masters[name].grad_dtype = None  # any: bf16 between steps, fp32 in them
+        self._in_portions = [name for name in self._live if name in {*self._rounded, *self._with_bf16_gradient}]
         copied = [name for name, master in self._masters.items() if master is not self._live[name]]
         self._published = [name for name in copied if name not in self._rounded or are_shared]
-        hooks = [_send_gradients(self._live[name], self._masters[name]) for name in copied]
+        hooks = [
+            _send_gradients(
+                self._live[name],
+                self._masters[name],
+                dtype=torch.bfloat16 if name in self._with_bf16_gradient else torch.float32,
+            )
+            for name in copied
+        ]
         weakref.finalize(self, _remove, hooks)  # they would take the gradients from the next masters of this model
 
     @property
@@ -125,24 +145,44 @@ class MasterWeights:
         """What the optimizer steps on, fp32, in the order of the model's parameters; their gradients add up."""
         return list(self._masters.values())
 
+    @property
+    def have_bf16_gradients(self) -> bool:
+        """Whether any gradient stands in bf16."""
+        return bool(self._with_bf16_gradient)
+
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of `parameters` step, and drop the gradients."""
-        gradients = {name: self._masters[name].grad for name in self._rounded}
-        for name in self._rounded:
-            self._masters[name].grad = None  # an optimizer leaves those out that have none
-        optimizer.step()
-        optimizer.zero_grad()
-        for names in _portions({name: self._masters[name].numel() for name in self._rounded}):
-            placeholders = [self._masters[name].data for name in names]
-            for name in names:
-                self._masters[name].data = _copy(self._value(name), torch.float32)
-                self._masters[name].grad = gradients.pop(name)
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, placeholder in zip(names, placeholders, strict=True):
-                self._value(name).copy_(round_to_bf16_(self._masters[name].data))
-                self._masters[name].data = placeholder
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients together, fp32 and 0-dimensional, whatever they stand in.
+
+        torch's clipping would round the norm of bf16 gradients to bf16, which is off by up to 0.4 %.
+        """
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+        return cast(Tensor, torch.linalg.vector_norm(norms))
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, *, gradient_scale: float = 1.0) -> None:
+        """Let an optimizer of `parameters` step, and drop the gradients.
+
+        Args:
+            gradient_scale: of the gradients, for clipping; applied in fp32.
+        """
+        gradients = self._take_gradients(self._in_portions)
+        _step_once(optimizer, self._masters.values(), gradient_scale)  # the others, all at once
+        for names in _portions({name: gradient.numel() for name, gradient in gradients.items()}):
+            masters = [self._masters[name] for name in names]
+            placeholders = [master.data for master in masters]
+            for name, master in zip(names, masters, strict=True):
+                if name in self._rounded:
+                    master.data = _copy(self._value(name), torch.float32)
+                master.grad = gradients.pop(name).to(torch.float32)  # popped, so that what it was in bf16 is freed
+            _step_once(optimizer, masters, gradient_scale)
+            for name, master, placeholder in zip(names, masters, placeholders, strict=True):
+                if name in self._rounded:
+                    self._value(name).copy_(round_to_bf16_(master.data))
+                    master.data = placeholder
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -175,6 +215,15 @@ class MasterWeights:
         for name in self._masters:
             self._value(name).copy_(state[name])
 
+    def _take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Gradients by name, gone from the masters: an optimizer leaves those out that have none."""
+        gradients = {}
+        for name in names:
+            gradient, self._masters[name].grad = self._masters[name].grad, None
+            if gradient is not None:
+                gradients[name] = gradient
+        return gradients
+
     def _value(self, name: str) -> Tensor:
         """What a parameter is between steps; looked up each time, since a bridge may move a parameter's memory."""
         if name not in self._rounded:
@@ -182,18 +231,31 @@ class MasterWeights:
         return self._private[name] if name in self._private else self._live[name].data
 
 
-def _send_gradients(live: nn.Parameter, master: nn.Parameter) -> RemovableHandle:
-    """Have every gradient of a parameter added to its master's, and freed, as soon as backward has it."""
+def _send_gradients(live: nn.Parameter, master: nn.Parameter, dtype: torch.dtype) -> RemovableHandle:
+    """Have every gradient of a parameter added to its master's, of this type, and freed, once backward has it."""
 
     def send(live: Tensor) -> None:
         gradient, live.grad = live.grad, None
         assert gradient is not None  # the hook runs when it is there
         if master.grad is None:
-            master.grad = gradient.to(torch.float32).contiguous()  # as the master is: fused kernels ask for it
+            master.grad = gradient.to(dtype).contiguous()  # as the master is: fused kernels ask for it
+        elif dtype is torch.bfloat16:
+            add_rounded_(master.grad, gradient)
         else:
             master.grad.add_(gradient)
 
     return cast(RemovableHandle, live.register_post_accumulate_grad_hook(send))  # type: ignore[no-untyped-call]
+
+
+def _step_once(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], gradient_scale: float) -> None:
+    """Step on the fp32 gradients that are there, scaled, and drop them."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    if gradient_scale != 1.0:
+        torch._foreach_mul_(gradients, gradient_scale)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _portions(sizes: Mapping[str, int]) -> Iterator[list[str]]:

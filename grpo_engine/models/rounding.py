@@ -1,4 +1,4 @@
-"""Rounding fp32 to bf16 at random, so that updates below bf16's last bit add up on average instead of vanishing."""
+"""Rounding fp32 to bf16 at random, so that what is below bf16's last bit adds up on average instead of vanishing."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def round_to_bf16_(values: Tensor) -> Tensor:
         part.view(torch.int32).add_(noise).bitwise_and_(-LOWER_HALF)
         part.masked_fill_(is_nan, torch.nan)  # a carry could have made infinity or -0 of it
     return values
+
+
+@torch.no_grad()
+def add_rounded_(total: Tensor, addend: Tensor) -> Tensor:
+    """Add to a contiguous bf16 `total` in fp32 and round the sum at random, so that many small addends are not lost.
+
+    The expected value of the total is the sum of all that was added; a sum that bf16 has is exact.
+    """
+    for part, added in zip(
+        torch.split(total.view(-1), ROUNDED_AT_ONCE), torch.split(addend.reshape(-1), ROUNDED_AT_ONCE), strict=True
+    ):
+        part.copy_(round_to_bf16_(part.to(torch.float32).add_(added)))
+    return total

@@ -48,6 +48,11 @@ class TrainConfig(Config):
     master_weights: Literal["float32", "stochastic_rounding"] = "float32"
     """How updates below the last bit of bf16 weights add up: in an fp32 copy (4 bytes a parameter), or by rounding at
     random, which needs none and adds up on average."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How the gradients of bf16 weights stand between micro-batches: with 4 bytes a parameter or with 2, where every
+    micro-batch after the first is added in fp32 and rounded back at random, so that small ones add up on average
+    instead of vanishing. With one micro-batch a step nothing is lost; each further one takes time and adds noise, so
+    make them large. For models that do not fit otherwise."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled, and of matrices alone: norms and biases never decay."""
     adafactor_scale_parameter: bool = False

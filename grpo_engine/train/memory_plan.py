@@ -31,7 +31,7 @@ from grpo_engine.models.layers import layer_of
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.objective import has_reference
 
-FP32 = 4
+FP32, BF16 = 4, 2
 CUDA_CONTEXT_BYTES = 600_000_000
 """Driver, kernels and cuBLAS' workspace, which torch's own count leaves out: 0.5 GB on an H200."""
 SLACK = 0.10
@@ -191,7 +191,7 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
             note="the inference server's" if is_shared else "with adapters" if has_adapters else "",
         ),
         Part(name="master weights", num_bytes=_masters(trained, config, is_shared)),
-        Part(name="gradients", num_bytes=sum(FP32 * parameter.numel for parameter in trained)),
+        Part(name="gradients", num_bytes=sum(_gradient(parameter, config) for parameter in trained)),
         Part(name="optimizer state", num_bytes=sum(state_bytes(p.shape, config) for p in trained)),
         Part(name="reference model", num_bytes=reference),
         Part(
@@ -322,9 +322,7 @@ def _head(model: ModelShape, trained: Sequence[ParameterShape], num_tokens: int)
     most_tokens, fewest_words = TILES["cuda"]
     tokens = min(num_tokens, most_tokens)
     words = min(most_tokens * fewest_words // tokens, vocabulary)
-    has_one_tile = tokens == num_tokens and words == vocabulary
-    # A tile's logits, their gradient as it is multiplied, and that of the tile before.
-    of_tile = tokens * words * (FP32 + d * (1 if has_one_tile else 2))
+    of_tile = tokens * words * (FP32 + d)  # its logits, and their gradient as it is multiplied
     head_name = "embed_tokens.weight" if model.is_tied else "lm_head.weight"
     trains_head = any(parameter.name.endswith(head_name) for parameter in trained)
     of_weight = d * vocabulary * h + FP32 * words * h if trains_head else 0
@@ -344,12 +342,20 @@ def _masters(trained: Sequence[ParameterShape], config: TrainConfig, is_shared: 
     return num_bytes
 
 
+def _gradient(parameter: ParameterShape, config: TrainConfig) -> int:
+    """fp32, unless bf16 is asked for and the parameter is bf16."""
+    is_bf16 = parameter.bytes_each == BF16 and config.gradient_dtype == "bfloat16"
+    return (BF16 if is_bf16 else FP32) * parameter.numel
+
+
 def _update(trained: Sequence[ParameterShape], config: TrainConfig) -> int:
     """What the optimizer's step takes for one parameter, the largest."""
     largest = max((parameter.numel for parameter in trained), default=0)
     squares = 2 * FP32 * largest if config.optimizer == "adafactor" else 0
-    rounds = config.master_weights == "stochastic_rounding" and any(p.bytes_each < FP32 for p in trained)
-    return squares + (FP32 * largest if rounds else 0)
+    are_bf16 = any(parameter.bytes_each == BF16 for parameter in trained)
+    value = FP32 * largest if are_bf16 and config.master_weights == "stochastic_rounding" else 0
+    gradient = (FP32 - BF16) * largest if are_bf16 and config.gradient_dtype == "bfloat16" else 0
+    return squares + value + gradient
 
 
 def _has_reference_copy(config: TrainConfig) -> bool:
@@ -374,7 +380,10 @@ def _knobs(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[list[
     if not config.gradient_checkpointing:
         yield [{"gradient_checkpointing": True}]
     yield list(_smaller_micro_batches(config))
-    if config.master_weights == "float32" and model.bytes_each == 2:
+    # Noise of 1/500 of a gradient costs less than noise of an update's size, or larger, in a weight.
+    if config.gradient_dtype == "float32" and model.bytes_each == BF16:
+        yield [{"gradient_dtype": "bfloat16"}]
+    if config.master_weights == "float32" and model.bytes_each == BF16:
         yield [{"master_weights": "stochastic_rounding"}]
     match config.optimizer:
         case "adamw":

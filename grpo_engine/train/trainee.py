@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
@@ -51,8 +51,16 @@ class Trainee:
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
         self._masters = MasterWeights(
-            self.model.named_parameters(), are_shared=attached.is_shared, kind=config.master_weights
+            self.model.named_parameters(),
+            are_shared=attached.is_shared,
+            kind=config.master_weights,
+            gradient_dtype=config.gradient_dtype,
         )
+        if config.gradient_dtype == "bfloat16" and not self._masters.have_bf16_gradients:
+            log.warning(
+                "gradient_dtype bfloat16 has no effect: nothing that is trained is bfloat16 (adapters never are), and "
+                "gradients of anything else are float32; leave it out"
+            )
         self._optimizer = build_optimizer(
             self._masters.parameters,
             OptimizerSettings(
@@ -96,13 +104,14 @@ class Trainee:
         Raises:
             TrainingDiverged: `max_bad_steps` of them came in a row.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._masters.parameters, self.config.max_grad_norm))
+        norm = float(self._masters.gradient_norm())
         is_finite = is_finite and norm < float("inf")  # false for NaN too
         if is_finite:
             if not self.config.adafactor_relative_step:  # which chooses its own
                 for group in self._optimizer.param_groups:
                     group["lr"] = rate
-            self._masters.step(self._optimizer)
+            scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))  # 1e-6 as in torch's clipping
+            self._masters.step(self._optimizer, gradient_scale=scale)
         self._optimizer.zero_grad()
         self._bad_steps = 0 if is_finite else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
@@ -136,9 +145,7 @@ class Trainee:
             for parameter, values in seen:
                 parameter.data = values
 
-    def save(
-        self, save_path: Path, *, step: int, policy_version: int, lease: str, settings: Mapping[str, Any]
-    ) -> Path:
+    def save(self, save_path: Path, *, step: int, policy_version: int, lease: str, settings: Mapping[str, Any]) -> Path:
         """Write a checkpoint; `lease` and `settings` as its marker has them.
 
         Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from memory import PeakMemory, saved_bytes
@@ -12,6 +14,7 @@ from grpo_engine.algo.head import TILES
 from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.errors import ModelError
+from grpo_engine.models import optimizers, rounding
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.config import TrainConfig
@@ -167,6 +170,64 @@ def test_masters_and_states_take_what_they_really_take(optimizer: str, masters: 
     assert part(plan, "weights") == (0 if is_shared else sum(p.nbytes for p in really.model.parameters()))
 
 
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"train_layer_indices": "1,3"}], ids=str)
+def test_gradients_take_what_they_really_take(gradients: str, masters: str, changes: dict[str, object]) -> None:
+    config = settings(**{"dtype": "bfloat16", "gradient_dtype": gradients, "master_weights": masters, **changes})
+    really = trainee(small(), config)
+    batch = longest_batch(config)
+    for _ in range(2):
+        torch.autograd.backward(really.logprobs(batch)[0].sum())
+    standing = [parameter.grad for group in really.optimizer.param_groups for parameter in group["params"]]
+    standing += [parameter.grad for parameter in really.model.parameters()]
+    taken = {
+        grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in standing if grad is not None
+    }
+    assert part(plan_of(small(), config), "gradients") == sum(taken.values())
+
+
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_an_update_takes_what_the_plan_says(
+    optimizer: str, masters: str, gradients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "STEPPED_AT_ONCE", 1)  # these parameters are small
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 1024)
+    config = settings(
+        dtype="bfloat16", optimizer=optimizer, master_weights=masters, gradient_dtype=gradients, batch_size=1
+    )
+    pretrained = small()
+    pretrained.vocab_size = 8000  # the largest parameters are then the first and the last, as they most often are
+    really = trainee(pretrained, config)
+    gradient_step(really, longest_batch(config), step=0, policy_version=0)  # makes the optimizer's state
+    torch.autograd.backward(really.logprobs(longest_batch(config))[0].sum())
+    state = [value for values in really.optimizer.state.values() for value in values.values()]
+    parameters = [parameter for group in really.optimizer.param_groups for parameter in group["params"]]
+    known = [*really.model.parameters(), *really._masters.state_dict().values(), *parameters, *state]
+    known += [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with PeakMemory([tensor for tensor in known if isinstance(tensor, torch.Tensor)]) as memory:
+        really.update(1e-6, is_finite=True)
+    # What counts as freed here is what was made here, and not a gradient that stood in bf16.
+    largest = max(parameter.numel() for parameter in really.model.parameters())
+    in_bf16 = 2 * largest if gradients == "bfloat16" else 0
+    planned = part(plan_of(pretrained, config), "optimizer update") + in_bf16
+    assert memory.peak_bytes == pytest.approx(planned, abs=0.06 * 4 * largest)
+
+
+def test_a_gradient_in_bf16_is_gone_when_its_update_is_worked_out() -> None:
+    really = trainee(small(), settings(dtype="bfloat16", gradient_dtype="bfloat16"))
+    torch.autograd.backward(really.logprobs(longest_batch(really.config))[0].sum())
+    [group, *_] = really.optimizer.param_groups
+    gradients = [weakref.ref(parameter.grad) for parameter in group["params"]]
+    alive: list[int] = []
+    really.optimizer.register_step_pre_hook(lambda *_: alive.append(sum(each() is not None for each in gradients)))
+    really.update(1e-6, is_finite=True)
+    assert alive
+    assert alive[-1] == 0
+
+
 def test_an_8_bit_state_has_two_bytes_a_number_and_a_scale_for_each_block() -> None:
     config = settings(optimizer="adamw_8bit")
     assert state_bytes((1024, 1024), config) == 2 * (2**20 + 4 * 2**20 // 256)
@@ -215,10 +276,19 @@ def test_layers_below_the_first_that_learns_keep_nothing() -> None:
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gradient_checkpointing": True}, {"train_layer_indices": "2-3"}, LORA],
-    ids=["all", "recompute", "layers", "adapters"],
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_dtype": "bfloat16"},
+        {"train_layer_indices": "2-3"},
+        LORA,
+    ],
+    ids=["all", "recompute", "bf16 gradients", "layers", "adapters"],
 )
-def test_a_step_peaks_where_the_plan_says(kind: type[PreTrainedConfig], changes: dict[str, object]) -> None:
+def test_a_step_peaks_where_the_plan_says(
+    kind: type[PreTrainedConfig], changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 1024)  # a small part of a parameter, as of a large one
     config = settings(dtype="bfloat16", batch_size=2, gradient_accumulation_steps=2, seq_len=513, **changes)
     really = trainee(small(kind), config)
     known = [*really.model.parameters(), *really.model.buffers()]
@@ -300,6 +370,7 @@ def test_suggestions_come_cheapest_first_and_free_what_they_say() -> None:
     assert texts == [
         "--gradient-checkpointing",
         "--batch-size 1 --gradient-accumulation-steps 16",
+        "--gradient-dtype bfloat16",
         "--master-weights stochastic_rounding",
         "--optimizer adafactor",
         "gpu_memory_utilization of the inference server 0.30 lower",
@@ -318,17 +389,13 @@ def test_what_is_enough_together_fits_and_has_nothing_superfluous() -> None:
     model = model_shape(LLAMA_8B, config)
     together = advice(model, config, ON_H200).together
     assert together is not None
-    assert together.text == "--gradient-checkpointing --master-weights stochastic_rounding --optimizer adamw_8bit"
+    assert together.text == "--gradient-checkpointing --gradient-dtype bfloat16 --optimizer adamw_8bit"
 
     def fits(**changes: object) -> bool:
         changed = config.model_copy(update=changes)
         return memory_plan(model, changed).needed_bytes <= available_bytes(ON_H200, changed)
 
-    enough = {
-        "gradient_checkpointing": True,
-        "master_weights": "stochastic_rounding",
-        "optimizer": "adamw_8bit",
-    }
+    enough = {"gradient_checkpointing": True, "gradient_dtype": "bfloat16", "optimizer": "adamw_8bit"}
     assert fits(**enough)
     for name in enough:
         assert not fits(**{other: value for other, value in enough.items() if other != name}), name

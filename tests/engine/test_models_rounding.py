@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_engine.models import rounding
-from grpo_engine.models.rounding import round_to_bf16_
+from grpo_engine.models.rounding import add_rounded_, round_to_bf16_
 
 TRIALS = 40_000
 
@@ -79,3 +79,30 @@ def test_a_large_parameter_is_rounded_in_parts_to_the_same_end(monkeypatch: pyte
     rounded = round_to_bf16_(values.clone())
     assert torch.equal(rounded, rounded.to(torch.bfloat16).float())
     assert bool(((rounded - values).abs() <= values.abs() / 128).all())
+
+
+def test_many_small_addends_add_up_on_average_and_would_be_lost_in_bf16() -> None:
+    plain = torch.ones(TRIALS, dtype=torch.bfloat16)
+    total, addend = plain.clone(), torch.full((TRIALS,), 2.0**-12, dtype=torch.bfloat16)
+    for _ in range(50):  # of 1/32 of what is from 1 to the next bf16
+        add_rounded_(total, addend)
+        plain += addend
+    assert plain.unique().tolist() == [1.0]
+    deviation = math.sqrt(50 / 32 * 31 / 32) / 128
+    assert total.double().mean().item() == pytest.approx(1 + 50 * 2**-12, abs=5 * deviation / math.sqrt(TRIALS))
+
+
+def test_a_sum_that_bf16_has_is_exact_and_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 7)
+    total = torch.arange(45.0).view(5, 9).bfloat16()
+    addend = torch.arange(45.0).view(9, 5).T.bfloat16()  # not contiguous
+    expected = total.float() + addend.float()
+    assert add_rounded_(total, addend) is total
+    assert torch.equal(total.float(), expected)
+
+
+def test_sums_that_are_not_finite_stay_so() -> None:
+    total = torch.tensor([math.inf, 1.0, math.inf, math.nan]).bfloat16()
+    add_rounded_(total, torch.tensor([1.0, -math.inf, -math.inf, 1.0]).bfloat16())
+    assert total[:2].tolist() == [math.inf, -math.inf]
+    assert bool(total[2:].isnan().all())
