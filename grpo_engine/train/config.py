@@ -200,8 +200,7 @@ class TrainConfig(Config):
     gpu_memory_utilization: Annotated[float, Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"))] = (
         Field(0.45, gt=0, le=1)
     )
-    """Has no effect on training: give it to the inference server. A dry run takes it for that server's share of the
-    GPU."""
+    """The inference server's share of the GPU, for the memory plan alone: the server is to be given it itself."""
     max_model_len: int = Field(4096, ge=2)
     """Has no effect on training: give it to the inference server."""
     vllm_gpu: int | None = None
@@ -217,7 +216,9 @@ class TrainConfig(Config):
     @property
     def unused(self) -> list[str]:
         """Settings that were given and have no effect on this trainer."""
-        names = ("gpu_memory_utilization", "max_model_len", "vllm_gpu")
+        names = ["max_model_len", "vllm_gpu"]
+        if self.bridge.mode != "shared_vllm":  # else the GPU is the same, and the plan counts with it
+            names.append("gpu_memory_utilization")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @property
