@@ -7,7 +7,9 @@ B rows, A heads, L positions, D head size.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -93,11 +97,67 @@ def attend(
     if isinstance(attention_mask, BlockMask):
         output = _compiled_flex()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
-    with _kernel_order(query.device):
+    with _kernel_order(query.device), _kept.mode or nullcontext():
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     return output, None
+
+
+def keeping_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `torch.utils.checkpoint`'s `context_fn`: attention's outputs are kept, and not computed a second time.
+
+    The library's own selective checkpointing is a mode around the whole layer, in which compiled code does not run.
+    """
+    outputs: list[Any] = []
+    return _within(_Recording(outputs)), _within(_Replaying(outputs))
+
+
+class _Kept(threading.local):
+    """The mode in which attention runs; of a thread, since backward has one of its own."""
+
+    mode: TorchDispatchMode | None = None
+
+
+_kept = _Kept()
+
+
+@contextmanager
+def _within(mode: TorchDispatchMode) -> Iterator[None]:
+    before, _kept.mode = _kept.mode, mode
+    try:
+        yield
+    finally:
+        _kept.mode = before
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what attention's kernels return."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if _is_attention(func):
+            self._outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+        return output
+
+
+class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns that instead of running them, in the same order."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._outputs.pop(0) if _is_attention(func) else func(*args, **(kwargs or {}))
+
+
+def _is_attention(func: Any) -> bool:
+    return str(func.name()).startswith("aten::_scaled_dot_product")
 
 
 def _kernel_order(device: torch.device) -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ class Trainee:
         )
         self._scorer = Scorer(self.model)
         if config.gradient_checkpointing:
-            recompute_layers(self.model)
+            recompute_layers(self.model, keep_attention=config.keep_attention)
         if config.compile_layers:
             compile_layers(self._scorer.causal_lm)
         self.reference = load_reference(config, self.model)
