@@ -37,7 +37,7 @@ def batch(*, size: int, prompt: int, lengths: tuple[int, int], groups: int = 3) 
 
 
 def gradients(rows: Batch, *, shares_prompts: bool = True, **settings: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities, and all gradients in one tensor; fp32 weights under bf16 arithmetic would hide nothing here."""
+    """Log-probabilities, and all gradients in one tensor; as the masters have them."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
