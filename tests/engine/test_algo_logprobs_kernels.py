@@ -82,7 +82,7 @@ def test_a_tile_is_folded_and_turned_into_its_gradient_as_eagerly(
 
 @runs_kernels
 def test_the_head_gives_the_same_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "TILES", {DEVICE: (8, 16)})  # 20 tokens, 150 words: nine tiles
+    monkeypatch.setitem(head.TILES, DEVICE, (8, 16))  # 20 tokens, 150 words: nine tiles
     random = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*s, generator=random).to(DEVICE) for s in ((20, 16), (150, 16), (150,)))
     labels = torch.randint(0, 150, (20,), generator=random).to(DEVICE)

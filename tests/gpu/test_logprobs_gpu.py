@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_engine.algo import head
-from grpo_engine.algo.fused_loss import fused_policy_loss
+from grpo_engine.algo.fused_loss import CHUNK_ELEMENTS, fused_policy_loss
 from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.algo.loss import LossConfig, LossInputs, policy_loss
 
@@ -73,7 +73,7 @@ def test_a_gpu_gives_what_a_cpu_gives(dtype: torch.dtype) -> None:
 @DTYPES
 def test_one_tile_gives_what_many_give(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = results(dtype)
-    monkeypatch.setattr(head, "TILES", {"cuda": (128, 1024)})
+    monkeypatch.setitem(head.TILES, "cuda", (128, 1024))
     assert_close(results(dtype), whole, dtype)
 
 
@@ -138,7 +138,7 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "ppo_dual_clip"])
 @pytest.mark.usefixtures("small_tiles")
 def test_the_fused_loss_is_that_of_the_two_steps(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_engine.algo.fused_loss.CHUNK_ELEMENTS", {"cuda": 70 * 5003})
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cuda", 70 * 5003)
     config = LossConfig.preset(preset)  # type: ignore[arg-type]
     hidden, weight, bias, labels = problem(torch.bfloat16)
     mask = torch.zeros(3, 128, dtype=torch.bool, device="cuda")
