@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(words[1:])
     except GrpoError as error:
-        print(f"grpo-engine {words[0]}: {error}", file=sys.stderr)
+        who = f"grpo-engine {words[0]}: "  # which settings that are wrong say themselves, a line each
+        print(who + str(error).removeprefix(who), file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130

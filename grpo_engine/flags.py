@@ -136,7 +136,9 @@ def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
                         seen.add(inner.path)
                         if inner.path == (*prefix, name, tag):
                             choices = tuple(m.model_fields[inner.path[-1]].annotation for m in members)
-                            inner = replace(inner, annotations=choices, is_tag=True)
+                            chosen = getattr(_default(field), tag, PydanticUndefined)
+                            of_all = FieldInfo(annotation=inner.field.annotation, default=chosen)
+                            inner = replace(inner, field=of_all, annotations=choices, is_tag=True)
                         yield inner
             continue
         explicit = next((m.names for m in field.metadata if isinstance(m, Flag)), None)

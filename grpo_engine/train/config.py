@@ -6,10 +6,11 @@ each with its reason in its docstring.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from grpo_engine.algo.loss_config import Correction, CorrectionLevel, KlEstimator, Preset
 from grpo_engine.bridges import AnyBridge, CheckpointReload
@@ -37,7 +38,7 @@ class TrainConfig(Config):
     """Tokens a micro-batch, in place of batch_size sequences: short ones then share it."""
 
     # Optimizer
-    lr: float = Field(1e-5, gt=0, validation_alias=AliasChoices("lr", "learning_rate"))
+    lr: float = Field(1e-5, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("lr", "learning_rate"))
     """Learning rate after warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
@@ -53,7 +54,7 @@ class TrainConfig(Config):
     micro-batch after the first is added in fp32 and rounded back at random, so that small ones add up on average
     instead of vanishing. With one micro-batch a step nothing is lost; each further one takes time and adds noise, so
     make them large. For models that do not fit otherwise."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Decoupled, and of matrices alone: norms and biases never decay."""
     adafactor_scale_parameter: bool = False
     adafactor_relative_step: bool = False
@@ -107,7 +108,7 @@ class TrainConfig(Config):
     """Tokens below overlong_length over which the reward falls by up to overlong_penalty; 0: no penalty."""
     overlong_length: int | None = Field(None, ge=1)
     """Completion length at which that penalty is full."""
-    overlong_penalty: float = Field(1.0, ge=0)
+    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False)
     """The full penalty."""
 
     # Which parameters
@@ -131,7 +132,7 @@ class TrainConfig(Config):
     """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch; unset: torch's own choice."""
-    seed: int = 0
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
     gradient_checkpointing: bool = False
     """Keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more
     time."""
@@ -228,6 +229,20 @@ class TrainConfig(Config):
     def sequences_per_batch(self) -> int:
         """Sequences in one optimizer step."""
         return self.batch_size * self.gradient_accumulation_steps
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+            raise ValueError(f"{device!r} is no device: write auto, cpu, cuda, or cuda:0 and so on")
+        return device
+
+    @field_validator("atropos_url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no URL: write http://, the host and the port, as in http://localhost:8000")
+        return url
 
     @model_validator(mode="after")
     def _hangs_together(self) -> TrainConfig:

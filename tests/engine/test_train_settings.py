@@ -1,0 +1,33 @@
+"""What a person reads who gives the trainer a setting that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_engine.cli import main
+from grpo_engine.flags import parse_flags
+from grpo_engine.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "foo"], "device: 'foo' is no device: write auto, cpu, cuda, or cuda:0 and so on"),
+        (["--atropos-url", "localhost:8000"], "atropos_url: 'localhost:8000' is no URL: write http://"),
+        (["--lr", "inf"], "lr: input should be a finite number, but this is 'inf'"),
+        (["--weight-decay", "inf"], "weight_decay: input should be a finite number, but this is 'inf'"),
+        (["--seed", str(2**63)], "seed: input should be less than 9223372036854775808"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_anything_starts(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--model", "local/tiny", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"grpo-engine train: {said}")
+
+
+def test_help_says_the_bridge_that_is_taken_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    mode = parse_flags(TrainConfig, ["--model", "m"], prog="train", description="").bridge.mode
+    with pytest.raises(SystemExit):
+        parse_flags(TrainConfig, ["--help"], prog="train", description="")
+    assert f"How new weights reach inference. (default: {mode})" in " ".join(capsys.readouterr().out.split())
