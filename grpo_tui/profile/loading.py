@@ -88,6 +88,7 @@ def _hand_out(table: RawTable) -> RawTable:
         shared["model_name"] = model["name"]
     api = _only(services, "rollout_api")
     inference = _only(services, "inference")
+    share, is_on_one_card = "gpu_memory_utilization", bridge.get("mode") == "shared_vllm"
     handed: dict[str, RawTable] = {
         "inference": {
             **shared,
@@ -106,6 +107,8 @@ def _hand_out(table: RawTable) -> RawTable:
             **({"seq_len": model["max_model_len"]} if "max_model_len" in model else {}),
             **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
             **({"vllm_port": inference["port"]} if inference is not None and "port" in inference else {}),
+            # On one card, what inference takes of it is what the trainer's memory plan has less.
+            **({share: inference[share]} if inference is not None and is_on_one_card and share in inference else {}),
         },
     }
     return {
