@@ -102,7 +102,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[
     lines: list[str] = []
     for fault in error.errors():
         written, _ = _follow(model, fault["loc"])
-        key = ".".join(written) or "(whole)"
+        key = ".".join(written)
         match fault["type"]:
             case "extra_forbidden":
                 _, owner = _follow(model, fault["loc"][:-1])
@@ -121,7 +121,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[
                 text = str(fault["ctx"]["error"])
             case _:
                 text = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, but this is {_shown(fault['input'])}"
-        line = f"{where}: {key}: {text}"
+        line = ": ".join(part for part in (where, key, text) if part)  # no key: it is of several settings together
         if line not in lines:
             lines.append(line)
     return lines

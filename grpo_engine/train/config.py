@@ -17,6 +17,7 @@ from grpo_engine.bridges import AnyBridge, CheckpointReload
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
 from grpo_engine.train.objective import contradictions
+from grpo_engine.wire.rollouts import MAX_SEQUENCES
 
 
 class TrainConfig(Config):
@@ -118,7 +119,7 @@ class TrainConfig(Config):
     lora_alpha: int = Field(32, ge=1)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Stock has 0.05, which makes trainer and inference disagree on every token even with equal weights."""
-    lora_target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    lora_target_modules: tuple[str, ...] = Field(("q_proj", "v_proj"), min_length=1)
     lora_layer_indices: str | None = None
     """Put adapters only on these layers, as in `20-31`."""
 
@@ -250,6 +251,12 @@ class TrainConfig(Config):
             raise ValueError(
                 "one trainer process on one machine is supported: "
                 "leave world_size 1, trainer_rank 0, num_inference_nodes 0"
+            )
+        if self.sequences_per_batch > MAX_SEQUENCES:
+            raise ValueError(
+                f"batch_size {self.batch_size} × gradient_accumulation_steps {self.gradient_accumulation_steps} are "
+                f"{self.sequences_per_batch} sequences a step, and the rollout API makes batches of up to "
+                f"{MAX_SEQUENCES}: lower one of them"
             )
         if self.lr_schedule != "constant" and self.warmup_steps >= self.training_steps:
             raise ValueError(

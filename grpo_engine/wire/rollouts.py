@@ -18,6 +18,8 @@ MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
 MASKED_LOGPROB = 1.0
 """Log-probability of such a position: no real one is positive."""
+MAX_SEQUENCES = 2**20
+"""Of a batch or group, and more than anybody trains on: finding groups for a batch takes memory that grows with it."""
 TOKEN_VARIABLE = "GRPO_API_TOKEN"
 """Environment variable with the bearer token of a rollout API that asks for one; keeps it off command lines."""
 
@@ -31,7 +33,7 @@ class RegisterRequest(Message):
 
     wandb_group: str
     wandb_project: str
-    batch_size: int = Field(gt=0)
+    batch_size: int = Field(gt=0, le=MAX_SEQUENCES)
     """Sequences a batch."""
     max_token_len: int
     checkpoint_dir: str
@@ -49,7 +51,7 @@ class RegisterEnvironmentRequest(Message):
     max_token_length: int
     desired_name: str
     weight: float
-    group_size: int = Field(gt=0)
+    group_size: int = Field(gt=0, le=MAX_SEQUENCES)
     min_batch_allocation: float | None = None
     evaluates: bool = False
     """Whether it answers evaluations. Stock environments send no such key."""

@@ -55,6 +55,18 @@ async def test_a_registration_without_a_field_is_refused(missing: str) -> None:
         assert missing in answer.text
 
 
+async def test_numbers_that_no_batch_can_have_are_refused_before_sums_are_made_over_them() -> None:
+    async with api_client() as api:
+        answer = await api.post("/register", json={**REGISTRATION, "batch_size": 10**12})
+        assert answer.status_code == 422
+        assert "batch_size" in answer.text
+        await start_run(api)
+        answer = await api.post("/register-env", json={**ENVIRONMENT, "group_size": 10**12})
+        assert answer.status_code == 422
+        assert "group_size" in answer.text
+        assert (await api.get("/batch")).status_code == 200
+
+
 async def test_a_batch_before_registration_is_an_error_with_status_200() -> None:
     async with api_client() as api:
         answer = await api.get("/batch")

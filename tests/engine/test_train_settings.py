@@ -16,6 +16,8 @@ from grpo_engine.train.config import TrainConfig
         (["--atropos-url", "localhost:8000"], "atropos_url: 'localhost:8000' is no URL: write http://"),
         (["--lr", "inf"], "lr: input should be a finite number, but this is 'inf'"),
         (["--weight-decay", "inf"], "weight_decay: input should be a finite number, but this is 'inf'"),
+        (["--batch-size", str(10**12)], "batch_size 1000000000000 × gradient_accumulation_steps 32 are"),
+        (["--lora-target-modules"], "lora_target_modules: tuple should have at least 1 item"),
         (["--seed", str(2**63)], "seed: input should be less than 9223372036854775808"),
     ],
 )
