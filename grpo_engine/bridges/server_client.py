@@ -55,43 +55,42 @@ class ServerClient:
 
     def info(self) -> BridgeInfo:
         """Where the server stands."""
-        return self._ask("GET", "/bridge/info", None, BridgeInfo)
+        return self.ask("GET", "/bridge/info", None, BridgeInfo)
 
     def pause(self, timeout_s: float) -> PauseAnswer:
         """Stop the server between two batches, for as long as this process lives and no longer than `timeout_s`."""
-        return self._ask("POST", "/bridge/pause", PauseRequest(owner_pid=os.getpid(), timeout_s=timeout_s), PauseAnswer)
+        return self.ask("POST", "/bridge/pause", PauseRequest(owner_pid=os.getpid(), timeout_s=timeout_s), PauseAnswer)
 
     def resume(self, policy_version: int | None = None) -> PauseAnswer:
         """Let the server go on."""
-        return self._ask("POST", "/bridge/resume", ResumeRequest(policy_version=policy_version), PauseAnswer)
+        return self.ask("POST", "/bridge/resume", ResumeRequest(policy_version=policy_version), PauseAnswer)
 
     def reload(self, path: Path, policy_version: int) -> None:
         """Have the server read a checkpoint in place of what it serves."""
         body = ReloadRequest(path=str(path.absolute()), policy_version=policy_version)
-        self._check_version(self._ask("POST", "/bridge/reload", body, HandoverAnswer), policy_version, path)
+        self._check_version(self.ask("POST", "/bridge/reload", body, HandoverAnswer), policy_version, path)
 
     def load_adapter(self, path: Path, name: str, policy_version: int) -> None:
         """Have the server serve an adapter."""
         body = LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, policy_version=policy_version)
-        self._check_version(self._ask("POST", "/lora/load", body, HandoverAnswer), policy_version, path)
-
-    def ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
-        """Any other question; patience and errors are as for all the rest."""
-        return self._ask(method, path, body, answer)
+        self._check_version(self.ask("POST", "/lora/load", body, HandoverAnswer), policy_version, path)
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
-    def _ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
+    def ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
         """One call; a server that is away or loading is asked again until the patience ends.
+
+        Args:
+            body: what was set of it is sent, since a stock server takes every key of a request for vLLM's.
 
         Raises:
             PeerUnavailable: it stayed away.
             BridgeError: it refused (4xx).
             PeerError: it failed (5xx), or answered something else.
         """
-        content = None if body is None else body.model_dump_json().encode()
+        content = None if body is None else body.model_dump_json(exclude_unset=True, exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
         until = time.monotonic() + self._patience_s
         has_complained = False

@@ -7,11 +7,11 @@ are `[completion][token]`; a difference is trainer minus sampler, in nats; |Δ| 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from grpo_engine.check.findings import Finding, Numbers, fail, ok, warn
-from grpo_engine.wire.inference import LogprobsMode
+from grpo_engine.check.findings import Finding, Line
 
 Values = Sequence[Sequence[float]]
 """`[completion][token]`."""
@@ -23,8 +23,6 @@ ROUNDING = 1e-4
 LOWEST = -9998.0
 """Servers say -9999 for minus infinity: a token of probability zero was not sampled."""
 _NUM_WORST = 3
-_NUM_DEVIATIONS = 4.5
-"""Of its own spread, by which a mean may be off: one right sampler in a hundred thousand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +46,13 @@ _BANDS = (
 """The coarsest first. bfloat16: 0.005 to 0.02 is usual for models of 1 to 8 billion parameters."""
 
 
+class Scored(NamedTuple):
+    """What the trainer makes of completions."""
+
+    logprobs: Values
+    entropies: Values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """Sampled completions, as the sampler and as the trainer sees them."""
@@ -62,7 +67,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What the trainer would say if something were otherwise."""
+    """What either side would say if something were otherwise."""
 
     key: str
     label: str
@@ -70,6 +75,8 @@ class Alternative:
     cause: str
     advice: str
     trainer: Values
+    server: Values | None = None
+    """None: as it was reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +89,6 @@ class Difference:
     num_tokens: int
     worst: tuple[tuple[int, int], ...]
     """(completion, token) of the largest magnitudes, the largest first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The alternative that fits best."""
-
-    key: str
-    label: str
-    cause: str
-    advice: str
-    abs_mean: float
-    """What is left of |Δ|."""
 
 
 def noise_band(dtypes: Iterable[str]) -> NoiseBand:
@@ -124,36 +119,10 @@ def difference(trainer: Values, server: Values) -> Difference:
     )
 
 
-def explain(reading: Reading, alternatives: Sequence[Alternative]) -> Explanation | None:
-    """The alternative that fits clearly better than what was declared; None where none does.
-
-    Of those that fit equally well the first counts. Shifted lists and swapped completions are always tried.
-    """
-    declared = difference(reading.trainer, reading.server).abs_mean
-    tried = [
-        Explanation(
-            key=each.key,
-            label=each.label,
-            cause=each.cause,
-            advice=each.advice,
-            abs_mean=difference(each.trainer, reading.server).abs_mean,
-        )
-        for each in alternatives
-    ]
-    tried += [_shifted(reading, by) for by in (1, -1)]
-    if (swapped := _swapped(reading)) is not None:
-        tried.append(swapped)
-    best = min((each.abs_mean for each in tried), default=math.inf)
-    if best * CLEARLY > declared:
-        return None
-    return next(each for each in tried if each.abs_mean <= 1.2 * best + 1e-6)
-
-
 def judge_alignment(
-    id: str,
     reading: Reading,
     band: NoiseBand,
-    alternatives: Sequence[Alternative] = (),
+    alternatives: Sequence[Alternative],
     *,
     describe: Callable[[int, int], str],
     whose_weights: str,
@@ -161,185 +130,63 @@ def judge_alignment(
     """Whether trainer and sampler agree on sampled tokens.
 
     Args:
-        alternatives: what else to try where they do not.
+        alternatives: what else to try where they do not; shifted lists and swapped completions are always tried.
         describe: (completion, token) → the token in words, for the worst ones.
         whose_weights: what to look at where nothing else explains it.
     """
     if (bad := _impossible(reading.server)) is not None:
         row, column = bad
-        return fail(
-            id,
+        return Line("alignment").fail(
             f"the server reports {reading.server[row][column]:g} for {describe(row, column)}, which is no "
             "log-probability of a sampled token",
             cause="the server's numbers overflow, or are not log-probabilities",
             advice="serve in bfloat16 or float32 rather than float16, and look at the server's log",
         )
     seen = difference(reading.trainer, reading.server)
-    numbers: Numbers = {
-        "diff_mean": seen.mean,
-        "diff_abs_mean": seen.abs_mean,
-        "diff_max": seen.largest,
-        "tokens": seen.num_tokens,
-        "normal_abs_mean": band.normal,
-    }
+    line = Line("alignment", {"diff_mean": seen.mean, "diff_abs_mean": seen.abs_mean, "diff_max": seen.largest})
     text = (
         f"mean |Δ| {seen.abs_mean:.2g} (mean {seen.mean:+.2g}, largest {seen.largest:.2g}) over "
         f"{seen.num_tokens:,} tokens; for {band.dtype} up to {band.normal:g} is normal"
     )
-    worst = tuple(
-        f"trainer {reading.trainer[row][column]:.3f}, sampler {reading.server[row][column]:.3f}: "
-        + describe(row, column)
-        for row, column in seen.worst
-    )
+    if seen.abs_mean <= band.normal and seen.largest <= band.outlier:
+        return line.ok(text)
     if seen.abs_mean <= band.normal:
-        if seen.largest <= band.outlier:
-            return ok(id, text, numbers=numbers)
-        found = warn(
-            id,
+        found = line.warn(
             text,
             cause="single tokens are far off, though the rest agrees: a token that the server treats apart (forced, "
             "banned, an end token), or numbers at the edge of their type",
             advice="look at the tokens below; sample without min_tokens, logit_bias and stop_token_ids",
-            numbers=numbers,
         )
-        return replace(found, details=worst)
-    best = explain(reading, alternatives)
-    if best is not None:
-        found = fail(
-            id,
+    elif (best := _explanation(reading, alternatives)) is not None:
+        left = _left(best, reading)
+        found = line.fail(
             text,
-            cause=f"{best.cause} (mean |Δ| is {best.abs_mean:.2g} {best.label})",
+            cause=f"{best.cause} (mean |Δ| is {left:.2g} {best.label})",
             advice=best.advice,
-            numbers={**numbers, "fits": best.key, "fits_abs_mean": best.abs_mean},
+            fits=best.key,
+            fits_abs_mean=left,
         )
     elif seen.abs_mean <= band.tolerable:
-        found = warn(
-            id,
+        found = line.warn(
             text,
             cause=f"more than {band.dtype} usually does, and nothing else fits: different kernels, or an output layer "
             "in low precision",
             advice="serve with --logprobs-mode processed, which computes the output layer in float32, or set "
             "--correction truncate",
-            numbers=numbers,
         )
     else:
-        found = fail(
-            id,
+        found = line.fail(
             text,
-            cause=f"nothing that was tried fits (temperature, shift, order, truncation), so most likely other weights: "
+            cause="nothing that was tried fits (temperature, shift, order, truncation), so most likely other weights: "
             f"{whose_weights}",
             advice="start the server with the same --model-name as the trainer, and restart it if it was used before",
-            numbers=numbers,
         )
-    return replace(found, details=worst)
-
-
-def judge_temperature(
-    declared: LogprobsMode,
-    *,
-    server: Values,
-    processed: Values,
-    raw: Values,
-    temperatures: Sequence[float],
-    band: NoiseBand,
-    is_declared: bool = True,
-) -> Finding:
-    """Whether the convention that the server declares is the one that its numbers follow.
-
-    Args:
-        server: sampled at `temperatures`, none of them 1.
-        processed: the trainer's, its logits divided by the temperature.
-        raw: the trainer's, not divided.
-        is_declared: whether the server said it; a stock server says nothing, and is taken at its default.
-    """
-    id = "temperature"
-    other: LogprobsMode = "raw" if declared == "processed" else "processed"
-    by_mode: dict[LogprobsMode, Values] = {"processed": processed, "raw": raw}
-    fit = {mode: difference(values, server).abs_mean for mode, values in by_mode.items()}
-    gap = difference(processed, raw).abs_mean
-    where = "at temperature " + " and ".join(f"{temperature:g}" for temperature in temperatures)
-    said = f"declared {declared}" if is_declared else f"taken as {declared}, since the server does not say"
-    text = f"{said}: mean |Δ| {fit[declared]:.2g} {where}, and {fit[other]:.2g} if it were {other}"
-    numbers: Numbers = {"declared": declared, "abs_mean": fit[declared], "other_abs_mean": fit[other], "gap": gap}
-    # Logits are divided, so that their noise is as well.
-    limit = band.normal / min(1.0, *temperatures)
-    if gap < CLEARLY * limit:
-        if fit[declared] <= limit:
-            return warn(
-                id,
-                f"{text}: too near to tell them apart",
-                cause="the model is so sure of these answers that the temperature hardly changes them",
-                advice="give questions with more than one good answer by --prompts, or more --check-samples",
-                numbers=numbers,
-            )
-    elif fit[declared] <= limit:
-        return ok(id, text, numbers=numbers)
-    if fit[other] * CLEARLY <= fit[declared]:
-        causes = {
-            "raw": "the server reports log-probs before the temperature, or samples at temperature 1 whatever is asked",
-            "processed": "the server reports log-probs after the temperature",
-        }
-        return fail(
-            id,
-            text,
-            cause=f"{causes[other]}, so the trainer would divide by it {'once too often' if other == 'raw' else 'not'}",
-            advice=f"have the server report what it declares: restart it with --logprobs-mode {declared}, or declare "
-            f"logprobs_mode {other} where groups are made; at temperature 1 both are the same",
-            numbers={**numbers, "fits": other},
-        )
-    return fail(
-        id,
-        text,
-        cause="neither convention fits: the line on alignment tells more, or the server changes the distribution "
-        "besides the temperature",
-        advice="mend alignment at temperature 1 first; sample with top_p 1, top_k -1 and no penalties",
-        numbers=numbers,
+    worst = (
+        f"trainer {reading.trainer[row][column]:.3f}, sampler {reading.server[row][column]:.3f}: "
+        + describe(row, column)
+        for row, column in seen.worst
     )
-
-
-def judge_sampler(seen: Mapping[float, tuple[Values, Values]]) -> Finding:
-    """Whether tokens are drawn from the distribution that the trainer believes in, by the trainer's own numbers.
-
-    What a sampler is surprised by, -log p, is on average its entropy. Truncation (top_p, top_k, min_p) and a lower
-    temperature make it less, and no reported log-probability need show that.
-
-    Args:
-        seen: temperature → the trainer's log-probabilities of what was sampled at it, and its entropies there.
-    """
-    id = "sampling"
-    each = {temperature: _surprise(*values) for temperature, values in seen.items()}
-    worst = max(each, key=lambda temperature: abs(each[temperature].standard_errors))
-    found = each[worst]
-    text = (
-        f"surprise {found.mean:.2f} where {found.entropy:.2f} is expected, {found.standard_errors:+.1f} standard "
-        f"errors at temperature {worst:g}"
-    )
-    numbers: Numbers = {
-        "temperature": worst,
-        "surprise": found.mean,
-        "entropy": found.entropy,
-        "standard_errors": found.standard_errors,
-    }
-    if abs(found.standard_errors) <= _NUM_DEVIATIONS:
-        return ok(
-            id,
-            f"tokens come as often as the policy says, within {abs(found.standard_errors):.1f} standard errors at "
-            "every temperature",
-            numbers=numbers,
-        )
-    narrower = found.mean < found.entropy
-    return fail(
-        id,
-        text,
-        cause=(
-            "the sampler is narrower than the policy: top_p, top_k, min_p or a penalty is at work, perhaps from "
-            "generation_config.json, or the temperature is lower than asked for"
-            if narrower
-            else "the sampler is broader than the policy: a higher temperature than asked for, or other weights"
-        ),
-        advice="sample with top_p 1 and top_k -1; start a stock vLLM with --generation-config vllm",
-        numbers=numbers,
-    )
+    return replace(found, details=tuple(worst))
 
 
 def judge_order(
@@ -351,83 +198,71 @@ def judge_order(
         reading: of groups of several completions each.
         repeated: (completion, the same one of the same request with the same seed, asked again).
     """
-    id = "group order"
-    swapped = _swapped(reading)
+    line = Line("group order")
     declared = difference(reading.trainer, reading.server).abs_mean
-    num_groups = len(set(reading.groups))
-    if swapped is not None and declared > band.normal and swapped.abs_mean * CLEARLY <= declared:
-        return fail(
-            id,
-            f"mean |Δ| {declared:.2g} as they come, {swapped.abs_mean:.2g} in another order",
+    swapped = _swapped(reading)
+    if swapped is not None and declared > band.normal and _left(swapped, reading) * CLEARLY <= declared:
+        return line.fail(
+            f"mean |Δ| {declared:.2g} as they come, {_left(swapped, reading):.2g} in another order",
             cause=swapped.cause,
             advice=swapped.advice,
-            numbers={"abs_mean": declared, "swapped_abs_mean": swapped.abs_mean},
         )
     first, again = [tuple(pair[0]) for pair in repeated], [tuple(pair[1]) for pair in repeated]
     if first != again and sorted(first) == sorted(again):
-        return fail(
-            id,
+        return line.fail(
             f"the same request, with the same seed, brought the same {len(first)} completions in another order",
             cause="the server hands completions out as they finish, not as they are numbered",
             advice="sort the completions of an answer by their index before they are scored",
         )
     num_same = sum(left == right for left, right in zip(first, again, strict=True))
-    text = f"{num_groups} groups hold together"
-    if num_same == len(first):
-        return ok(
-            id,
-            f"{text}; a seeded request brings the same completions in the same order",
-            numbers={"groups": num_groups},
+    seeded = (
+        "the same completions in the same order"
+        if num_same == len(first)
+        else f"{num_same} of {len(first)} completions again: sums depend on what else is in the batch"
+    )
+    return line.ok(f"{len(set(reading.groups))} groups hold together; a seeded request brings {seeded}")
+
+
+def _explanation(reading: Reading, alternatives: Sequence[Alternative]) -> Alternative | None:
+    """The alternative that fits clearly better than what was declared; None where none does.
+
+    Of those that fit equally well the first counts.
+    """
+    declared = difference(reading.trainer, reading.server).abs_mean
+    tried = [(_left(each, reading), each) for each in (*alternatives, *_shifted(reading))]
+    if (swapped := _swapped(reading)) is not None:
+        tried.append((_left(swapped, reading), swapped))
+    best = min(left for left, _ in tried)
+    if best * CLEARLY > declared:
+        return None
+    return next(each for left, each in tried if left <= 1.2 * best + 1e-6)
+
+
+def _left(alternative: Alternative, reading: Reading) -> float:
+    """Mean |Δ| under the alternative; infinite where it leaves nothing to compare."""
+    server = reading.server if alternative.server is None else alternative.server
+    seen = difference(alternative.trainer, server)
+    return seen.abs_mean if seen.num_tokens else math.inf
+
+
+def _shifted(reading: Reading) -> Iterator[Alternative]:
+    """As if the server's value `i` were that of token `i + 1`, or of `i - 1`."""
+    but_first, but_last = slice(1, None), slice(None, -1)
+    for by, whose, place, of_trainer, of_server in (
+        (+1, "next", "previous", but_first, but_last),
+        (-1, "previous", "next", but_last, but_first),
+    ):
+        yield Alternative(
+            key=f"shift:{by:+d}",
+            label=f"if every value is taken for the {whose} token's",
+            cause=f"log-probs are shifted by one: each stands at the {place} token",
+            advice="have the server report one log-prob a generated token, from the first to the end token",
+            trainer=[row[of_trainer] for row in reading.trainer],
+            server=[row[of_server] for row in reading.server],
         )
-    return ok(
-        id,
-        f"{text}; a seeded request brought {num_same} of {len(first)} completions again: sums depend on what else "
-        "is in the batch",
-        numbers={"groups": num_groups, "repeated": num_same},
-    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Surprise:
-    mean: float
-    """Of -log p of what was sampled."""
-    entropy: float
-    standard_errors: float
-    """By which the first is above the second."""
-
-
-def _surprise(logprobs: Values, entropies: Values) -> _Surprise:
-    surplus = [
-        -value - entropy
-        for values, row in zip(logprobs, entropies, strict=True)
-        for value, entropy in zip(values, row, strict=True)
-    ]
-    count = max(len(surplus), 1)
-    mean = sum(surplus) / count
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in surplus) / max(count - 1, 1))
-    entropy = sum(sum(row) for row in entropies) / count
-    standard_errors = mean / (deviation / math.sqrt(count)) if deviation > 0 else 0.0
-    return _Surprise(mean=entropy + mean, entropy=entropy, standard_errors=standard_errors)
-
-
-def _shifted(reading: Reading, by: int) -> Explanation:
-    """As if the server's value `i` were that of token `i + by`."""
-    pairs = [
-        (trainer[by:], server[: len(server) - by]) if by > 0 else (trainer[:by], server[-by:])
-        for trainer, server in zip(reading.trainer, reading.server, strict=True)
-    ]
-    seen = difference([left for left, _ in pairs], [right for _, right in pairs])
-    whose = "next" if by > 0 else "previous"
-    return Explanation(
-        key=f"shift:{by:+d}",
-        label=f"if every value is taken for the {whose} token's",
-        cause=f"log-probs are shifted by one: each stands at the {'previous' if by > 0 else 'next'} token",
-        advice="have the server report one log-prob a generated token, from the first to the end token",
-        abs_mean=seen.abs_mean if seen.num_tokens else math.inf,
-    )
-
-
-def _swapped(reading: Reading) -> Explanation | None:
+def _swapped(reading: Reading) -> Alternative | None:
     """As if completions of a group had changed places; None where every one fits its own place best."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(reading.groups):
@@ -435,16 +270,16 @@ def _swapped(reading: Reading) -> Explanation | None:
     placed: dict[int, int] = {}
     for rows in members.values():
         placed |= _best_places(reading, rows)
-    if all(left == right for left, right in placed.items()):
+    num_moved = sum(left != right for left, right in placed.items())
+    if num_moved == 0:
         return None
-    left, right = zip(*sorted(placed.items()), strict=True)
-    num_moved = sum(a != b for a, b in placed.items())
-    return Explanation(
+    return Alternative(
         key="order",
         label=f"if {num_moved} completions change places within their groups",
         cause="log-probs and tokens of a group are not of the same completions: the order is mixed up",
         advice="pair each completion's tokens with its own log-probs; with a stock vLLM, by the choice's index",
-        abs_mean=difference([reading.trainer[row] for row in left], [reading.server[row] for row in right]).abs_mean,
+        trainer=[reading.trainer[row] for row in placed],
+        server=[reading.server[row] for row in placed.values()],
     )
 
 

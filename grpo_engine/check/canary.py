@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_engine.check.alignment import CLEARLY, NoiseBand, Reading, Values, difference
-from grpo_engine.check.findings import Finding, Numbers, fail, ok, warn
+from grpo_engine.check.findings import Finding, Line
 
 _NOTICED = 0.1
 """Share of the expected change below which nothing has arrived."""
@@ -54,79 +54,65 @@ class CanaryReading:
 
 def judge_canary(reading: CanaryReading, *, bridge: str, band: NoiseBand) -> Finding:
     """Whether a change of the weights arrives, whole and at once, and leaves again."""
-    id = "canary"
     expected = difference(reading.trainer_changed, reading.trainer_before).abs_mean
     moved = difference(reading.server_changed, reading.server_before).abs_mean
     left = difference(reading.trainer_changed, reading.server_changed).abs_mean
     returned = difference(reading.server_after, reading.server_before)
     repeats = difference(reading.server_repeated, reading.server_before).largest
-    numbers: Numbers = {
-        "parameter": reading.parameter,
-        "expected": expected,
-        "moved": moved,
-        "left": left,
-        "not_returned": returned.largest,
-        "repeats": repeats,
-    }
+    line = Line("canary", {"expected": expected, "moved": moved, "left": left, "not_returned": returned.largest})
     cause, advice = CAUSES[bridge], ADVICE[bridge]
     # Steeper logits are noisier by as much as they are steeper, so what was there before counts double.
     limit = max(band.normal, 2 * difference(reading.trainer_before, reading.server_before).abs_mean)
     if moved < _NOTICED * expected:
-        return fail(
-            id,
+        return line.fail(
             f"{reading.parameter} was changed and inference did not notice: its log-probs moved by {moved:.2g}, the "
             f"trainer's by {expected:.2g}",
             cause=cause,
             advice=advice,
-            numbers=numbers,
         )
     if left > 2 * limit:
-        return fail(
-            id,
+        return line.fail(
             f"{reading.parameter} was changed and something else arrived: log-probs moved by {moved:.2g} (trainer "
             f"{expected:.2g}), and are {left:.2g} from the trainer's now",
             cause="part of the weights arrived, or they were mapped to other places or scaled on the way",
             advice=f"{advice}; check that trainer and server have the same model, dtype and adapter rank",
-            numbers=numbers,
         )
     if (stale := _stale_cache(reading, limit)) is not None:
-        return fail(id, stale[0], cause=stale[1], advice=stale[2], numbers=numbers)
+        return line.fail(
+            stale[0],
+            cause=stale[1],
+            advice=stale[2],
+        )
     if reading.served != reading.versions:
-        return fail(
-            id,
+        return line.fail(
             f"versions {reading.versions[0]} and {reading.versions[1]} were handed over, and answers said "
             f"{reading.served[0]} and {reading.served[1]}",
             cause="another trainer uses the same server, or it mislabels what it serves",
             advice="end the other trainer; a server serves one",
-            numbers=numbers,
         )
     text = (
         f"{reading.parameter} changed: log-probs moved by {moved:.2g} (trainer {expected:.2g}), {left:.1g} apart then"
     )
     if returned.largest == 0:
-        return ok(id, f"{text}; put back: the same as before, bit for bit", numbers=numbers)
+        return line.ok(
+            f"{text}; put back: the same as before, bit for bit",
+        )
     if returned.largest <= 2 * repeats:
-        return ok(
-            id,
+        return line.ok(
             f"{text}; put back: within {returned.largest:.2g}, and the server repeats itself within {repeats:.2g}",
-            numbers=numbers,
         )
     if returned.abs_mean <= band.normal:
-        return warn(
-            id,
+        return line.warn(
             f"{text}; put back: {returned.largest:.2g} from before, though an unchanged server repeats itself "
             f"within {repeats:.2g}",
             cause="the way there and back changes numbers a little: another kernel with an adapter than without, or "
             "weights that are rounded on the way",
             advice="harmless where alignment stays in its band; the same --dtype on both sides rules rounding out",
-            numbers=numbers,
         )
-    return fail(
-        id,
+    return line.fail(
         f"{text}; but put back it is still {returned.abs_mean:.2g} from before",
         cause="weights that were served before are not what the trainer started from, or the last hand-over is late",
         advice="restart the inference server, and check again",
-        numbers=numbers,
     )
 
 

@@ -11,8 +11,6 @@ from typing import Any
 Number = float | int | str | bool | None
 Numbers = Mapping[str, Number]
 
-_NONE: Numbers = {}
-
 _MARKS = {"ok": "✓", "warn": "!", "fail": "✗"}
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31;1"}
 _ID_WIDTH = 13
@@ -50,26 +48,25 @@ class Finding:
     """The same for programs."""
 
 
-def ok(id: str, seen: str, *, numbers: Numbers = _NONE) -> Finding:
-    """All is well."""
-    return Finding(id=id, level=Level.OK, seen=seen, numbers=numbers)
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One check before its outcome: `Line("canary", {"moved": 0.4}).ok("…")` is a finding."""
 
+    id: str
+    numbers: Numbers = field(default_factory=dict)
 
-def warn(
-    id: str,
-    seen: str,
-    *,
-    cause: str | None = None,
-    advice: str | None = None,
-    numbers: Numbers = _NONE,
-) -> Finding:
-    """Something to know."""
-    return Finding(id=id, level=Level.WARN, seen=seen, cause=cause, advice=advice, numbers=numbers)
+    def ok(self, seen: str) -> Finding:
+        """All is well."""
+        return Finding(id=self.id, level=Level.OK, seen=seen, numbers=self.numbers)
 
+    def warn(self, seen: str, *, cause: str | None = None, advice: str | None = None) -> Finding:
+        """Something to know."""
+        return Finding(id=self.id, level=Level.WARN, seen=seen, cause=cause, advice=advice, numbers=self.numbers)
 
-def fail(id: str, seen: str, *, cause: str, advice: str, numbers: Numbers = _NONE) -> Finding:
-    """A red line."""
-    return Finding(id=id, level=Level.FAIL, seen=seen, cause=cause, advice=advice, numbers=numbers)
+    def fail(self, seen: str, *, cause: str, advice: str, **more: Number) -> Finding:
+        """A red line, with `more` numbers."""
+        numbers = {**self.numbers, **more}
+        return Finding(id=self.id, level=Level.FAIL, seen=seen, cause=cause, advice=advice, numbers=numbers)
 
 
 def finding_lines(finding: Finding, *, width: int, has_colour: bool) -> list[str]:

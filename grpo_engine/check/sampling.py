@@ -11,14 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from grpo_engine.bridges.server_client import ServerClient
+from grpo_engine.environments.groups import Completions, sampled_tokens
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import Message
-from grpo_engine.wire.inference import GenerateRequest, LogprobsMode, LoraLoadRequest, TokenPrompt
+from grpo_engine.wire.inference import GenerateRequest, LogprobsMode, TokenPrompt
 
 _TOKEN_ID = "token_id:"
 """How vLLM writes a token where it is asked for ids."""
@@ -46,10 +46,14 @@ class ServerFacts:
     """Whether the server said so; stock servers do not, and theirs is `raw`."""
     policy_version: int | None
     """None where the server counts none."""
-    shares_weights: bool
     takes_adapters: bool
     adapter: tuple[str, str] | None
     """(name, path) of the adapter that is served."""
+
+    @property
+    def serves_the_start(self) -> bool:
+        """Whether nobody has handed it anything yet."""
+        return self.policy_version == 0 and self.adapter is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,6 @@ class CheckedServer:
             logprobs_mode=info.logprobs_mode or "raw",
             declares_mode=info.logprobs_mode is not None,
             policy_version=info.policy_version,
-            shares_weights=info.shared_weights,
             takes_adapters=lora.lora_available,
             adapter=(lora.active_adapter_name or "", lora.active_adapter_path or "") if has_adapter else None,
         )
@@ -113,7 +116,6 @@ class CheckedServer:
         """
         if self._kind is ServerKind.VLLM:
             return self._sample_from_vllm(prompt, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        given: dict[str, Any] = {} if seed is None else {"seed": seed}
         request = GenerateRequest(
             prompt=TokenPrompt(prompt_token_ids=list(prompt)),
             n=n,
@@ -121,9 +123,20 @@ class CheckedServer:
             temperature=temperature,
             top_p=1.0,
             logprobs=0,
-            **given,
+            seed=seed,
         )
-        return self._samples(prompt, self._client.ask("POST", "/generate", _Given.of(request), _Generated))
+        answer = self._client.ask("POST", "/generate", request, _Generated)
+        sampled = [sampled_tokens(answer, index) for index in range(n)]
+        return [
+            Sample(
+                prompt=tuple(prompt),
+                tokens=tuple(tokens),
+                logprobs=tuple(logprobs),
+                finish_reason=reason,
+                policy_version=answer.policy_version,
+            )
+            for (tokens, logprobs), reason in zip(sampled, answer.finish_reasons, strict=True)
+        ]
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of every token but the first, before any temperature; ours alone answers this.
@@ -134,7 +147,7 @@ class CheckedServer:
         request = GenerateRequest(
             prompt=TokenPrompt(prompt_token_ids=list(tokens)), max_tokens=1, temperature=0.0, prompt_logprobs=0
         )
-        answer = self._client.ask("POST", "/generate", _Given.of(request), _Generated)
+        answer = self._client.ask("POST", "/generate", request, _Generated)
         if answer.prompt_logprobs is None or len(answer.prompt_logprobs) != len(tokens):
             raise PeerError(
                 f"{self.url}: /generate answered without prompt_logprobs of the {len(tokens)} tokens asked for"
@@ -147,7 +160,7 @@ class CheckedServer:
         if self._kind is ServerKind.VLLM:
             return self._tokenized(_TokenizeRequest(model=self._model, prompt=text))
         request = GenerateRequest(prompt=text, max_tokens=1, logprobs=0)
-        answer = self._client.ask("POST", "/generate", _Given.of(request), _Generated)
+        answer = self._client.ask("POST", "/generate", request, _Generated)
         return None if answer.prompt_token_ids is None else tuple(answer.prompt_token_ids)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...] | None:
@@ -158,7 +171,7 @@ class CheckedServer:
             case ServerKind.VLLM:
                 return self._tokenized(_TokenizeRequest(model=self._model, messages=list(messages)))
             case ServerKind.OURS:
-                body = _ChatRequest(messages=list(messages))
+                body = _ChatRequest(messages=list(messages), max_tokens=1)
                 answer = self._client.ask("POST", "/v1/chat/completions", body, _ChatTokens)
                 return tuple(answer.prompt_token_ids)
 
@@ -184,8 +197,7 @@ class CheckedServer:
         name, path = adapter
         if not Path(path).is_dir():
             return False
-        body = LoraLoadRequest(adapter_path=path, adapter_name=name or None, policy_version=self.policy_version() + 1)
-        self._client.ask("POST", "/lora/load", body, _Status)
+        self._client.load_adapter(Path(path), name, self.policy_version() + 1)
         return True
 
     def close(self) -> None:
@@ -209,44 +221,23 @@ class CheckedServer:
             logprobs_mode="raw",
             declares_mode=False,
             policy_version=None,
-            shares_weights=False,
             takes_adapters=False,
             adapter=None,
         )
-
-    def _samples(self, prompt: Sequence[int], answer: _Generated) -> list[Sample]:
-        if answer.logprobs is None:
-            raise PeerError(f"{self.url}: /generate answered without logprobs, though logprobs: 0 was asked for")
-        counts = {len(answer.logprobs), len(answer.finish_reasons), len(answer.token_ids or answer.logprobs)}
-        if len(counts) > 1:
-            raise PeerError(f"{self.url}: /generate answered with lists of {sorted(counts)} completions")
-        samples: list[Sample] = []
-        for index, (positions, reason) in enumerate(zip(answer.logprobs, answer.finish_reasons, strict=True)):
-            pairs = [next(iter(position[0].items())) for position in positions]
-            tokens = tuple(int(token) for token, _ in pairs)
-            if answer.token_ids is not None and tuple(answer.token_ids[index]) != tokens:
-                raise PeerError(
-                    f"{self.url}: completion {index} has {len(answer.token_ids[index])} tokens, but its "
-                    f"{len(tokens)} log-probabilities are those of others: the group's order is mixed up"
-                )
-            if not tokens:
-                raise PeerError(f"{self.url}: completion {index} is empty")
-            samples.append(
-                Sample(
-                    prompt=tuple(prompt),
-                    tokens=tokens,
-                    logprobs=tuple(value for _, value in pairs),
-                    finish_reason=reason,
-                    policy_version=answer.policy_version,
-                )
-            )
-        return samples
 
     def _sample_from_vllm(
         self, prompt: Sequence[int], *, n: int, max_tokens: int, temperature: float, seed: int | None
     ) -> list[Sample]:
         body = _CompletionRequest(
-            model=self._model, prompt=list(prompt), n=n, max_tokens=max_tokens, temperature=temperature, seed=seed
+            model=self._model,
+            prompt=list(prompt),
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            top_p=1.0,
+            logprobs=1,
+            return_tokens_as_token_ids=True,
         )
         answer = self._client.ask("POST", "/v1/completions", body, _Completions)
         samples: list[Sample] = []
@@ -271,20 +262,9 @@ class CheckedServer:
             return None
 
 
-class _Given(Message):
-    """A request without what was not set: stock servers take every key for vLLM's."""
-
-    model_config = {"extra": "allow"}
-
-    @classmethod
-    def of(cls, request: GenerateRequest) -> _Given:
-        return cls.model_validate(request.model_dump(exclude_unset=True, exclude_none=True))
-
-
 class _Info(Message):
     model_name: str = ""
     device: str | None = None
-    shared_weights: bool = False
     logprobs_mode: LogprobsMode | None = None
     policy_version: int | None = None
     instance: str | None = None
@@ -304,18 +284,14 @@ class _LoraStatus(Message):
     active_adapter_name: str | None = None
 
 
-class _Generated(Message):
-    finish_reasons: list[str] = []
+class _Generated(Completions):
     logprobs: list[list[list[dict[str, float]]]] | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[list[int]] | None = None
-    prompt_logprobs: list[dict[str, float] | None] | None = None
-    policy_version: int | None = None
+    """Also such as are no log-probabilities: they are to be named."""
 
 
 class _ChatRequest(Message):
     messages: list[dict[str, str]]
-    max_tokens: int = 1
+    max_tokens: int
 
 
 class _ChatTokens(Message):
@@ -346,9 +322,9 @@ class _CompletionRequest(Message):
     max_tokens: int
     temperature: float
     seed: int | None
-    top_p: float = 1.0
-    logprobs: int = 1
-    return_tokens_as_token_ids: bool = True
+    top_p: float
+    logprobs: int
+    return_tokens_as_token_ids: bool
 
 
 class _ChoiceLogprobs(Message):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_engine.check.findings import Finding, Numbers, fail, ok, warn
+from grpo_engine.check.findings import Finding, Line
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -70,15 +70,13 @@ class Ending:
 
 def judge_vocabulary(probe: VocabularyProbe, encoded: Sequence[Encoded], *, decode: Decode) -> Finding:
     """Whether both have the same vocabulary and cut the same texts alike."""
-    id = "vocabulary"
+    line = Line("vocabulary")
     if not probe.takes_last or probe.takes_one_more:
         smaller = not probe.takes_last
-        return fail(
-            id,
+        return line.fail(
             f"the trainer's model has {probe.size:,} tokens, the server's {'fewer' if smaller else 'more'}",
             cause="the server has another model, or one whose embedding was resized",
             advice="start the server and the trainer with the same --model-name",
-            numbers={"vocabulary": probe.size},
         )
     different = next((each for each in encoded if each.trainer != each.server), None)
     if different is not None:
@@ -86,25 +84,19 @@ def judge_vocabulary(probe: VocabularyProbe, encoded: Sequence[Encoded], *, deco
             (i for i, (a, b) in enumerate(zip(different.trainer, different.server, strict=False)) if a != b),
             min(len(different.trainer), len(different.server)),
         )
-        return fail(
-            id,
+        return line.fail(
             f"{different.text!r} is {len(different.trainer)} tokens here and {len(different.server)} at the server; "
             f"from token {where} on here {_shown(different.trainer[where : where + 3], decode)}, "
             f"there {_shown(different.server[where : where + 3], decode)}",
             cause="another tokenizer, another version of it, or another opening token",
             advice="start the server with the trainer's --model-name, and the same versions of transformers",
-            numbers={"vocabulary": probe.size},
         )
     if not encoded:
-        return warn(
-            id,
+        return line.warn(
             f"{probe.size:,} tokens on both sides; the server has no route that tokenizes, so texts were not compared",
-            numbers={"vocabulary": probe.size},
         )
-    return ok(
-        id,
+    return line.ok(
         f"{probe.size:,} tokens on both sides; {len(encoded)} texts are cut alike, special tokens too",
-        numbers={"vocabulary": probe.size, "texts": len(encoded)},
     )
 
 
@@ -115,104 +107,86 @@ def judge_special_tokens(tokens: SpecialTokens, *, decode: Decode) -> list[Findi
 
 def judge_endings(endings: Sequence[Ending], tokens: SpecialTokens, *, max_tokens: int, decode: Decode) -> Finding:
     """Whether completions end as the trainer expects: with one end token, which is among the trained ones."""
-    id = "end token"
+    line = Line("end token")
     stopped = [ending for ending in endings if ending.finish_reason == "stop"]
     known = ", ".join(_shown([token], decode) for token in sorted(tokens.ends)) or "none"
-    numbers: Numbers = {"completions": len(endings), "stopped": len(stopped)}
     without = next((ending for ending in stopped if ending.tokens[-1] not in tokens.ends), None)
     if without is not None:
-        return fail(
-            id,
+        return line.fail(
             f"a completion that stopped by itself ends with {_shown(without.tokens[-1:], decode)}; end tokens here are "
             f"{known}",
             cause="the server leaves the end token out of its answer, or stops at another token than the model's files "
             "say, so the trainer would never teach it when to stop",
             advice="have the server report the end token with its log-prob; name others in generation_config.json",
-            numbers={**numbers, "last_token": without.tokens[-1]},
         )
     doubled = next((e for e in stopped if len(e.tokens) > 1 and e.tokens[-2] in tokens.ends), None)
     if doubled is not None:
-        return fail(
-            id,
+        return line.fail(
             f"a completion ends twice, with {_shown(doubled.tokens[-2:], decode)}",
             cause="the end token is added to an answer that has it already",
             advice="take the server's token_ids as they are, and append nothing",
-            numbers=numbers,
         )
     through = next((e for e in endings if not tokens.stops.isdisjoint(e.tokens[:-1])), None)
     if through is not None:
         token = next(token for token in through.tokens[:-1] if token in tokens.stops)
-        return fail(
-            id,
+        return line.fail(
             f"a completion goes on after {_shown([token], decode)}",
             cause="the server does not take it for an end: its generation settings name other end tokens",
             advice=f"add {token} to eos_token_id in the model's generation_config.json, and leave ignore_eos out",
-            numbers={**numbers, "token": token},
         )
     if not stopped:
-        return warn(
-            id,
+        return line.warn(
             f"none of {len(endings)} completions stopped within {max_tokens} tokens, so no end token was seen",
             advice="raise --check-tokens, or give --prompts with short answers",
-            numbers=numbers,
         )
     seen = sorted({ending.tokens[-1] for ending in stopped})
-    return ok(
-        id,
+    return line.ok(
         f"{len(stopped)} of {len(endings)} completions stopped, each with its end token and that token's log-prob: "
         + ", ".join(_shown([token], decode) for token in seen),
-        numbers=numbers,
     )
 
 
 def _template(tokens: SpecialTokens, decode: Decode) -> Finding:
-    id = "chat template"
+    line = Line("chat template")
     if not tokens.has_template:
-        return warn(
-            id,
+        return line.warn(
             "the tokenizer has none; questions went out as plain text",
             advice="train with chat_template = false (--no-chat-template) in the environment",
         )
     bos = tokens.bos
     if bos is not None and tokens.chat_prompt[:2] == (bos, bos):
-        return fail(
-            id,
+        return line.fail(
             f"prompts begin with {_shown(tokens.chat_prompt[:2], decode)}",
             cause="the template writes the opening token, and the tokenizer adds another",
             advice="set add_bos_token to false in tokenizer_config.json, or take it out of the template",
         )
     if tokens.template_end is not None and tokens.template_end not in tokens.stops:
         others = ", ".join(_shown([token], decode) for token in sorted(tokens.stops)) or "nothing"
-        return warn(
-            id,
+        return line.warn(
             f"it ends an answer with {_shown([tokens.template_end], decode)}, but generation ends at {others}",
             cause="a base model with a chat template: its answers run on to max_tokens",
             advice=f"add {tokens.template_end} to eos_token_id in generation_config.json, or give environments a stop",
-            numbers={"template_end": tokens.template_end},
         )
     if bos is not None and tokens.text_prompt[:2] == (bos, bos):
-        return warn(
-            id,
+        return line.warn(
             f"rendered to text and tokenized again, prompts begin with {_shown(tokens.text_prompt[:2], decode)}",
             cause="the template writes the opening token, and the tokenizer adds another to any text",
             advice="send prompts as tokens, as our environments do",
         )
     end = "" if tokens.template_end is None else f"; an answer ends with {_shown([tokens.template_end], decode)}"
-    return ok(id, f"there, and no opening token is doubled{end}")
+    return line.ok(f"there, and no opening token is doubled{end}")
 
 
 def _padding(tokens: SpecialTokens, decode: Decode) -> Finding:
-    id = "padding"
+    line = Line("padding")
     if tokens.pad is None:
-        return ok(id, "no padding token, and none is needed: a mask says what is padding")
+        return line.ok("no padding token, and none is needed: a mask says what is padding")
     shown = _shown([tokens.pad], decode)
     if tokens.pad in tokens.ends:
-        return ok(
-            id,
+        return line.ok(
             f"{shown} pads and ends; no harm: masks come with the samples, and no id is taken for padding",
-            numbers={"pad": tokens.pad},
         )
-    return ok(id, f"{shown}, none of the end tokens", numbers={"pad": tokens.pad})
+    return line.ok(f"{shown}, none of the end tokens")
 
 
 def template_end(tail: Sequence[int], special: frozenset[int]) -> int | None:

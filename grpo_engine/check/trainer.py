@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grpo_engine.check.alignment import Alternative, Values, difference
+from grpo_engine.check.alignment import Alternative, Reading, Scored, Values
 from grpo_engine.check.sampling import Sample
 from grpo_engine.data.batching import make_batch, micro_batches
 from grpo_engine.train.trainee import Trainee
@@ -21,38 +19,13 @@ _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)
 """Other ones that a server may have used."""
 _TOP_PS, _TOP_KS = (0.8, 0.9, 0.95), (20, 40, 50)
 """What generation_config.json files and servers have for defaults."""
-_STRENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-_MAX_CANDIDATES = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """What the trainer makes of completions."""
-
-    logprobs: Values
-    entropies: Values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """A parameter, and other values for it that surely show."""
-
-    name: str
-    parameter: nn.Parameter
-    original: Tensor
-    """A copy, bit for bit."""
-    changed: Tensor
-    moved: float
-    """Mean |Δ| that the change makes, by the trainer."""
 
 
 class TrainerSide:
     """A trainee that is asked and not trained."""
 
-    def __init__(self, trainee: Trainee, *, seq_len: int, batch_size: int) -> None:
+    def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
-        self._seq_len = seq_len
-        self._batch_size = batch_size
 
     @property
     def dtype(self) -> str:
@@ -62,18 +35,21 @@ class TrainerSide:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], *, temperature: float, mode: LogprobsMode = "processed") -> Scored:
         """Log-probabilities and entropies of the completions' tokens, laid out as a training batch is."""
-        batch = make_batch(_as_groups(samples, temperature, mode), seq_len=self._seq_len)
+        batch = make_batch(_as_groups(samples, temperature, mode), seq_len=self.trainee.config.seq_len)
         logprobs, entropies = torch.zeros_like(batch.rollout_logprobs), torch.zeros_like(batch.rollout_logprobs)
-        for micro_batch in micro_batches(batch, self._batch_size):
+        for micro_batch in micro_batches(batch, self.trainee.config.batch_size):
             rows = micro_batch.batch.to(self.trainee.device)
             width = rows.mask.shape[1]
             for whole, part in zip((logprobs, entropies), self.trainee.logprobs(rows), strict=True):
                 whole[micro_batch.row_numbers, :width] = part.to(whole)
-        trained = list(batch.mask)
         return Scored(
-            logprobs=[row[mask].tolist() for row, mask in zip(logprobs, trained, strict=True)],
-            entropies=[row[mask].tolist() for row, mask in zip(entropies, trained, strict=True)],
+            logprobs=[row[mask].tolist() for row, mask in zip(logprobs, batch.mask, strict=True)],
+            entropies=[row[mask].tolist() for row, mask in zip(entropies, batch.mask, strict=True)],
         )
+
+    def read(self, samples: Sequence[Sample], mode: LogprobsMode) -> Reading:
+        """Completions at temperature 1, as both sides see them."""
+        return reading_of(samples, self.score(samples, temperature=1.0, mode=mode))
 
     def alternatives(self, samples: Sequence[Sample], *, temperature: float) -> list[Alternative]:
         """What the trainer would say of them by other temperatures, with truncation, or without its adapter."""
@@ -117,39 +93,6 @@ class TrainerSide:
             )
         return found
 
-    def find_canary(self, samples: Sequence[Sample], *, at_least: float) -> Canary:
-        """A trained parameter and values for it that move the log-probabilities of these completions.
-
-        Tried on copies: what inference may be reading is not touched. The strongest change found is returned where
-        none reaches `at_least`.
-        """
-        before = self.score(samples, temperature=1.0).logprobs
-        best: Canary | None = None
-        for name, parameter in _candidates(self.trainee.model):
-            for strength in _STRENGTHS:
-                changed = _changed(parameter.data, strength)
-                with _holding(parameter, changed):
-                    after = self.score(samples, temperature=1.0).logprobs
-                moved = difference(after, before).abs_mean
-                if best is None or moved > best.moved:
-                    original = parameter.data.clone()
-                    best = Canary(
-                        name=_short(name), parameter=parameter, original=original, changed=changed, moved=moved
-                    )
-                if moved >= at_least:
-                    return best
-        assert best is not None, "a trainee has parameters that it trains"
-        return best
-
-    def writer(self, canary: Canary, values: Tensor) -> Callable[[], None]:
-        """Writes all that is trained, with `values` in the canary's place; for `Bridge.publish`."""
-
-        def write() -> None:
-            self.trainee.write_weights()
-            canary.parameter.data.copy_(values)
-
-        return write
-
     @torch.no_grad()
     def _truncated(self, samples: Sequence[Sample], *, temperature: float, top_p: float, top_k: int) -> Values:
         """Log-probabilities after truncation and renormalisation; what would have been cut off keeps its own."""
@@ -162,6 +105,13 @@ class TrainerSide:
             kept = _kept_logprob(logprobs, top_p=top_p, top_k=top_k)
             values.append((chosen - kept).clamp(max=0.0).tolist())
         return values
+
+
+def reading_of(samples: Sequence[Sample], scored: Scored) -> Reading:
+    """Completions, grouped by their prompts."""
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [numbers.setdefault(sample.prompt, len(numbers)) for sample in samples]
+    return Reading(server=[sample.logprobs for sample in samples], trainer=scored.logprobs, groups=groups)
 
 
 def _as_groups(samples: Sequence[Sample], temperature: float, mode: LogprobsMode) -> list[ScoredGroup]:
@@ -179,47 +129,6 @@ def _as_groups(samples: Sequence[Sample], temperature: float, mode: LogprobsMode
             )
         )
     return groups
-
-
-def _candidates(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trained parameters, those first that are small and act on every token: norms, then adapters, the last layer's
-    first."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-    def rank(name: str, parameter: nn.Parameter) -> int:
-        if parameter.ndim == 1 and "norm" in name:
-            return 0
-        return 1 if "lora_B" in name else 2
-
-    trained.reverse()
-    return sorted(trained, key=lambda pair: rank(*pair))[:_MAX_CANDIDATES]
-
-
-def _short(name: str) -> str:
-    """Without what PEFT puts around the model's own names."""
-    return name.removeprefix("base_model.model.").replace(".default.", ".")
-
-
-def _changed(values: Tensor, strength: float) -> Tensor:
-    """Other values, of the same type, shape and place."""
-    if values.ndim == 1 and values.abs().max() > 0:
-        return values * (1 + strength)
-    # Of a fixed seed: nothing of the check may draw from the generators that training uses.
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(values.shape, generator=generator).to(values)
-    size = values.float().square().mean().sqrt().item() or 0.05  # an adapter's second factor begins as zero
-    return values + strength * size * noise
-
-
-@contextmanager
-def _holding(parameter: nn.Parameter, values: Tensor) -> Iterator[None]:
-    """The parameter on other memory for a while."""
-    own = parameter.data
-    parameter.data = values
-    try:
-        yield
-    finally:
-        parameter.data = own
 
 
 def _kept_logprob(logprobs: Tensor, *, top_p: float, top_k: int) -> Tensor:

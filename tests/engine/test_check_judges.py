@@ -11,15 +11,15 @@ import torch
 from grpo_engine.check.alignment import (
     Alternative,
     Reading,
+    Scored,
     Values,
     judge_alignment,
     judge_order,
-    judge_sampler,
-    judge_temperature,
     noise_band,
 )
 from grpo_engine.check.canary import CanaryReading, judge_canary
-from grpo_engine.check.findings import Finding, Level, as_table, fail, finding_lines, ok, summary_line, warn
+from grpo_engine.check.distribution import judge_sampler, judge_temperature
+from grpo_engine.check.findings import Finding, Level, Line, as_table, finding_lines, summary_line
 from grpo_engine.check.tokens import (
     Encoded,
     Ending,
@@ -61,7 +61,6 @@ class World:
 
 def aligned(server: Values, trainer: Values, *alternatives: Alternative, band=FP32) -> Finding:
     return judge_alignment(
-        "alignment",
         Reading(server=server, trainer=trainer, groups=GROUPS[: len(server)]),
         band,
         alternatives,
@@ -206,7 +205,7 @@ def test_a_temperature_that_fits_neither_convention_is_a_red_line() -> None:
     [(World(), None), (World(top_k=4), "narrower"), (World(drawn_at=0.4), "narrower"), (World(drawn_at=3), "broader")],
 )
 def test_a_sampler_that_draws_from_another_distribution_shows_by_its_surprise(world: World, word: str | None) -> None:
-    found = judge_sampler({1.0: (world.values(), world.entropies())})
+    found = judge_sampler({1.0: Scored(world.values(), world.entropies())})
     assert found.level is (Level.OK if word is None else Level.FAIL)
     assert word is None or word in str(found.cause)
 
@@ -374,7 +373,7 @@ def test_a_return_is_as_exact_as_the_server_repeats_itself() -> None:
 
 
 def test_a_finding_fits_the_terminal_and_says_cause_and_advice() -> None:
-    found = fail("temperature", "word " * 30, cause="cause " * 20, advice="advice " * 20)
+    found = Line("temperature").fail("word " * 30, cause="cause " * 20, advice="advice " * 20)
     shown = finding_lines(replace(found, details=("x" * 200,)), width=80, has_colour=False)
     assert max(map(len, shown)) <= 80
     assert shown[0].startswith("✗ temperature")
@@ -383,10 +382,10 @@ def test_a_finding_fits_the_terminal_and_says_cause_and_advice() -> None:
 
 
 def test_the_summary_counts_and_only_a_red_line_forbids() -> None:
-    found = [ok("a", "x"), warn("b", "y")]
+    found = [Line("a").ok("x"), Line("b").warn("y")]
     assert "1 ok, 1 to know, 0 wrong" in summary_line(found, has_colour=False)
     assert as_table(found)["ok"] is True
-    found.append(fail("c", "z", cause="q", advice="r", numbers={"n": 1}))
+    found.append(Line("c", {"m": 0.5}).fail("z", cause="q", advice="r", n=1))
     assert "do not train like this" in summary_line(found, has_colour=False)
     table = as_table(found)
     assert table["ok"] is False
@@ -397,5 +396,5 @@ def test_the_summary_counts_and_only_a_red_line_forbids() -> None:
         "cause": "q",
         "advice": "r",
         "details": (),
-        "numbers": {"n": 1},
+        "numbers": {"m": 0.5, "n": 1},
     }
