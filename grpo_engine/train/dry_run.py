@@ -26,14 +26,13 @@ from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.layers import require_layers
 from grpo_engine.models.loading import load_config, torch_dtype
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.fitting import Advice, advice
 from grpo_engine.train.memory_plan import (
     CUDA_CONTEXT_BYTES,
-    Advice,
     Card,
     MemoryPlan,
     ModelShape,
     ParameterShape,
-    advice,
     available_bytes,
     memory_plan,
 )

@@ -19,10 +19,9 @@ that needs no mask, and no dropout. The tests count what autograd keeps, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from grpo_engine.algo.head import TILES
 from grpo_engine.bridges import LoraOnly, SharedVllm
@@ -37,8 +36,6 @@ CUDA_CONTEXT_BYTES = 600_000_000
 SLACK = 0.10
 """Of what comes and goes in a step: torch's allocator cannot use every gap that is left."""
 ALMOST_ALL = 0.9
-LEAST_GAIN = 0.01
-"""Suggestions that free less than this share of what is needed are not worth a word."""
 BLOCK_8BIT, LEAST_8BIT = 256, 4096
 """bitsandbytes: numbers that share a scale, and a parameter's size below which its state stays fp32."""
 
@@ -154,25 +151,6 @@ class MemoryPlan:
         return sum(part.num_bytes for part in self.parts if moment in part.when)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
-    """Settings that make a step smaller."""
-
-    text: str
-    """As flags, where they are the trainer's."""
-    frees_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What to do about a step that does not fit; the cheapest first."""
-
-    each: tuple[Suggestion, ...]
-    """Every suggestion, alone."""
-    together: Suggestion | None
-    """Those that make it fit, none of them superfluous; None where nothing does."""
-
-
 def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
     """The parts of a step with these settings, for its longest micro-batch."""
     trained = list(trained_parameters(model, config))
@@ -252,11 +230,6 @@ def available_bytes(card: Card, config: TrainConfig) -> int:
     if card.inference_share is None:
         return card.free_bytes
     return card.free_bytes + int((card.inference_share - config.gpu_memory_utilization) * card.total_bytes)
-
-
-def advice(model: ModelShape, config: TrainConfig, card: Card) -> Advice:
-    """What makes a step of these settings fit on the card."""
-    return Advice(each=tuple(_each(model, config, card)), together=_together(model, config, card))
 
 
 def saved_by_layer(model: ModelShape, *, trains_weights: bool, adapters: Sequence[ParameterShape] = ()) -> int:
@@ -366,117 +339,3 @@ def _has_reference_copy(config: TrainConfig) -> bool:
 
 def _layers(indices: str | None) -> frozenset[int | None] | None:
     return None if indices is None else frozenset(parse_layer_indices(indices))
-
-
-# --- what would make it fit -------------------------------------------------------------------------------------------
-
-
-Changes = Mapping[str, Any]
-"""New values of settings."""
-
-
-def _knobs(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[list[Changes]]:
-    """What can be changed, the cheapest first; each with its levels, the weakest first."""
-    if not config.gradient_checkpointing:
-        yield [{"gradient_checkpointing": True}]
-    yield list(_smaller_micro_batches(config))
-    # Noise of 1/500 of a gradient costs less than noise of an update's size, or larger, in a weight.
-    if config.gradient_dtype == "float32" and model.bytes_each == BF16:
-        yield [{"gradient_dtype": "bfloat16"}]
-    if config.master_weights == "float32" and model.bytes_each == BF16:
-        yield [{"master_weights": "stochastic_rounding"}]
-    match config.optimizer:
-        case "adamw":
-            yield [{"optimizer": "adamw_8bit"}, {"optimizer": "adafactor"}]
-        case "adamw_8bit":
-            yield [{"optimizer": "adafactor"}]
-    if card.inference_share is not None:
-        yield list(_smaller_shares(model, config, card))
-    if not isinstance(config.bridge, LoraOnly) and config.train_layer_indices is None:
-        yield [{"bridge": LoraOnly()}]
-    yield [{"seq_len": config.seq_len // part} for part in (2, 4) if config.seq_len // part >= 2]
-
-
-def _smaller_micro_batches(config: TrainConfig) -> Iterator[Changes]:
-    """Fewer sequences at a time, as many a step."""
-    if config.micro_batch_tokens is not None:
-        tokens = config.micro_batch_tokens // 2
-        while tokens >= config.seq_len:
-            yield {"micro_batch_tokens": tokens}
-            tokens //= 2
-        return
-    for size in range(config.batch_size // 2, 0, -1):
-        if config.batch_size % size == 0:
-            yield {"batch_size": size, "gradient_accumulation_steps": config.sequences_per_batch // size}
-
-
-def _smaller_shares(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[Changes]:
-    """Less for inference, down to its weights and room for four of its longest sequences."""
-    keys_and_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_each
-    least = model.num_parameters * model.bytes_each + 4 * config.max_model_len * keys_and_values + 2_000_000_000
-    share = round(config.gpu_memory_utilization - 0.05, 2)
-    while share * card.total_bytes > least:
-        yield {"gpu_memory_utilization": share}
-        share = round(share - 0.05, 2)
-
-
-def _each(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[Suggestion]:
-    """Every knob alone, at its weakest level that suffices, else at its strongest."""
-    for levels in _knobs(model, config, card):
-        if not levels:
-            continue
-        changes = next((c for c in levels if _spare(model, _changed(config, c), card) >= 0), levels[-1])
-        frees = _spare(model, _changed(config, changes), card) - _spare(model, config, card)
-        if frees >= LEAST_GAIN * memory_plan(model, config).needed_bytes:
-            yield Suggestion(text=_in_words(config, changes), frees_bytes=frees)
-
-
-def _together(model: ModelShape, config: TrainConfig, card: Card) -> Suggestion | None:
-    """Turn one knob after the other until it fits, then turn those back that turned out not to be needed."""
-    chosen: list[Changes] = []
-
-    def spare(some: Sequence[Changes]) -> int:
-        return _spare(model, _changed(config, *some), card)
-
-    for levels in _knobs(model, config, card):
-        if spare(chosen) >= 0:
-            break
-        if levels:
-            enough = next((changes for changes in levels if spare([*chosen, changes]) >= 0), levels[-1])
-            chosen.append(enough)
-    if spare(chosen) < 0:
-        return None
-    for changes in reversed(chosen):
-        others = [other for other in chosen if other is not changes]
-        if spare(others) >= 0:
-            chosen = others
-    merged = {name: value for changes in chosen for name, value in changes.items()}
-    return Suggestion(text=_in_words(config, merged), frees_bytes=spare(chosen) - spare([]))
-
-
-def _spare(model: ModelShape, config: TrainConfig, card: Card) -> int:
-    """Bytes that are left over; below 0 it does not fit."""
-    return available_bytes(card, config) - memory_plan(model, config).needed_bytes
-
-
-def _changed(config: TrainConfig, *changes: Changes) -> TrainConfig:
-    update = {name: value for some in changes for name, value in some.items()}
-    return config.model_copy(update=update)
-
-
-def _in_words(config: TrainConfig, changes: Changes) -> str:
-    """As flags of the trainer; the inference server's share in words, since it is set there."""
-    flags, others = [], []
-    for name, value in changes.items():
-        flag = f"--{name.replace('_', '-')}"
-        match name, value:
-            case "bridge", LoraOnly():
-                flags.append("--weight-bridge-mode lora_only")
-            case "gpu_memory_utilization", float():
-                lower = config.gpu_memory_utilization - value
-                others.append(f"gpu_memory_utilization of the inference server {lower:.2f} lower")
-            case _, True:
-                flags.append(flag)
-            case _:
-                flags.append(f"{flag} {value}")
-    return ", ".join([" ".join(flags), *others] if flags else others)

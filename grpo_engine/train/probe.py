@@ -20,7 +20,8 @@ from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.errors import GrpoError, ModelError
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.dry_run import card_now, gb, in_a_sentence, model_shape
-from grpo_engine.train.memory_plan import advice, longest_micro_batch, memory_plan, state_bytes
+from grpo_engine.train.fitting import advice
+from grpo_engine.train.memory_plan import longest_micro_batch, memory_plan, state_bytes
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.rollouts import ScoredGroup

@@ -19,6 +19,7 @@ from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.dry_run import model_shape
+from grpo_engine.train.fitting import advice
 from grpo_engine.train.memory_plan import (
     CUDA_CONTEXT_BYTES,
     Card,
@@ -26,7 +27,6 @@ from grpo_engine.train.memory_plan import (
     Moment,
     ParameterShape,
     Part,
-    advice,
     available_bytes,
     longest_micro_batch,
     memory_plan,
