@@ -110,6 +110,21 @@ def save(
     return final
 
 
+def require_place(save_path: Path) -> None:
+    """Make the folder that checkpoints will be saved in. A disk that is full now may have room by then.
+
+    Raises:
+        CheckpointError: there can be no such folder, or nothing may be written in it.
+    """
+    try:
+        save_path.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(save_path, os.W_OK | os.X_OK) else "it is read-only for this user"
+    except OSError as error:
+        reason = "" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    if reason:
+        raise CheckpointError(f"{save_path}: no checkpoint can be saved there: {reason}; choose another --save-path")
+
+
 def tidy(save_path: Path) -> None:
     """Finish what a trainer that was killed had begun: whole checkpoints get their names, the rest is removed."""
     if not save_path.is_dir():

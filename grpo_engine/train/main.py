@@ -21,6 +21,7 @@ from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.loading import load_tokenizer
+from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.dry_run import dry_run, log_plan
 from grpo_engine.train.loop import train
@@ -47,6 +48,7 @@ def run(config: TrainConfig) -> int:
     by_hand = config.run_folder is None
     folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
     save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
+    checkpoints.require_place(save_path.absolute())
     stop = StopRequest()
     log_plan(config)
     bridge = config.bridge.build(bridge_context(config, folder / "bridge", is_stopping=stop))

@@ -16,12 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from grpo_engine.errors import ConfigError
 from grpo_engine.train.trackers import Tracker
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.metrics import MetricsLine, RolloutLine
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+
+MAX_WAITING_BYTES = 64 * 2**20
+"""Of lines that a full disk did not take; later ones are dropped."""
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +34,19 @@ class Recorder:
     """Writes every step where it belongs; a context manager, so that trackers are closed on every way out."""
 
     def __init__(self, folder: Path, *, total_steps: int, show_times: bool, trackers: Sequence[Tracker] = ()) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """Raises ConfigError where nothing can be written in that folder."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._metrics = _LineFile(folder / METRICS_FILE)
+            self._rollouts = _LineFile(folder / ROLLOUTS_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot be written: {error.strerror}; choose another --run-folder, or, for runs by "
+                "hand, another --log-dir"
+            ) from error
         self._folder = folder
         self._last_step = 0
-        self._metrics: IO[bytes] = (folder / METRICS_FILE).open("ab", buffering=0)
-        self._rollouts: IO[bytes] = (folder / ROLLOUTS_FILE).open("ab", buffering=0)
+        self._has_console = True
         self._total_steps = total_steps
         self._show_times = show_times
         self._trackers = trackers
@@ -63,8 +75,7 @@ class Recorder:
         """Record one optimizer step; values that are not finite are left out of the file, and said in the log."""
         finite = self._written(step, policy_version, metrics)
         lines = console_lines(step, self._total_steps, finite, show_times=self._show_times)
-        sys.stdout.write("\n".join(["", *lines, ""]))  # bare lines: what reads them anchors its patterns at the start
-        sys.stdout.flush()
+        self._print("\n".join(["", *lines, ""]))  # bare lines: what reads them anchors its patterns at the start
 
     def before_the_first(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Record what was measured before the first step, if anything, as step 0."""
@@ -75,7 +86,7 @@ class Recorder:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in metrics.keys() - finite.keys():
             log.warning("step %d: %s is %s", step, name, metrics[name])
-        self._metrics.write(
+        self._metrics.append(
             to_line(MetricsLine(time=time.time(), step=step, policy_version=policy_version, metrics=finite))
         )
         for tracker in self._trackers:
@@ -85,7 +96,56 @@ class Recorder:
     def rollouts(self, lines: Sequence[RolloutLine]) -> None:
         """Record sampled groups for the viewer."""
         for line in lines:
-            self._rollouts.write(to_line(line))
+            self._rollouts.append(to_line(line))
+
+    def _print(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError as error:  # its file is on a full disk, or whoever read it has gone
+            if self._has_console:
+                log.warning("the console takes no more lines: %s; training goes on", error.strerror)
+            self._has_console = False
+            if isinstance(error, BrokenPipeError):  # else Python complains of it again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _LineFile:
+    """A file that lines are added to, and that ends no run: what the disk has no room for is written once it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._has_failed = False
+
+    def append(self, line: bytes) -> None:
+        """Write what waits and this line; each alone, so that a reader sees it at once."""
+        if len(self._waiting) < MAX_WAITING_BYTES:
+            self._waiting += line
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]  # a disk may take half of it
+        except OSError as error:
+            if not self._has_failed:
+                log.error(
+                    "%s: cannot be written: %s; training goes on, and what is missing follows once there is room",
+                    self._path,
+                    error.strerror,
+                )
+            self._has_failed = True
+        else:
+            if self._has_failed:
+                log.info("%s: can be written again", self._path)
+            self._has_failed = False
+
+    def close(self) -> None:
+        """Try once more, and say what was lost."""
+        if self._waiting:
+            self.append(b"")
+        if self._waiting:
+            log.error("%s: the last %d bytes are lost: there was no room", self._path, len(self._waiting))
+        self._file.close()
 
 
 def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_times: bool) -> list[str]:

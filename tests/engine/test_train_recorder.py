@@ -1,0 +1,94 @@
+"""The recorder on disks that refuse: no run ends for its records, and none begins that could keep none."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.errors import CheckpointError, ConfigError
+from grpo_engine.train.checkpoints import require_place
+from grpo_engine.train.recorder import Recorder
+
+
+@contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """As on a full disk: files grow up to so many bytes, and the last write to them may be taken in half."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_a_full_disk_did_not_take_is_recorded_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Recorder(tmp_path, total_steps=4, show_times=False) as recorder:
+        recorder.step(1, 1, {"reward/mean": 0.5})
+        with no_file_beyond((tmp_path / "metrics.jsonl").stat().st_size + 10):
+            recorder.step(2, 2, {"reward/mean": 0.5})
+            recorder.step(3, 3, {"reward/mean": 0.5})
+        recorder.step(4, 4, {"reward/mean": 0.5})
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    assert caplog.text.count("metrics.jsonl: cannot be written: File too large") == 1
+
+
+def test_what_never_had_room_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with Recorder(tmp_path, total_steps=1, show_times=False) as recorder:
+        recorder.step(1, 1, {"reward/mean": 0.5})
+    assert "metrics.jsonl: cannot be written: No space left on device" in caplog.text
+    assert "bytes are lost" in caplog.text
+
+
+@pytest.mark.parametrize("outlet", ["full", "closed"])
+def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, outlet: str) -> None:
+    code = f"""
+from pathlib import Path
+from grpo_engine.train.recorder import Recorder
+with Recorder(Path({str(tmp_path)!r}), total_steps=2, show_times=False) as recorder:
+    recorder.step(1, 1, {{}})
+    recorder.step(2, 2, {{}})
+print("done", file=__import__("sys").stderr)
+"""
+    if outlet == "full":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    os.close(stdout)
+    assert "done" in done.stderr
+    assert done.stderr.count("the console takes no more lines") == 1
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_run_folder_that_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"file/run: cannot be written: Not a directory; choose another --run-folder"):
+        Recorder(tmp_path / "file" / "run", total_steps=1, show_times=False)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: Is a directory"):
+        Recorder(tmp_path / "run", total_steps=1, show_times=False)
+
+
+def test_a_save_path_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint can be saved there: .*; choose another --save-path"):
+            require_place(path)
+    require_place(tmp_path / "new" / "deep")
+    assert (tmp_path / "new" / "deep").is_dir()
