@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from forked import Forked
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -24,11 +24,6 @@ VOCABULARY = 128
 EOS = 2
 _INSTANCES: set[str] = set()
 """Of every server started here."""
-_SERVE = (
-    "import sys, torch; torch.set_num_threads(1); from grpo_engine.flags import parse_flags; "
-    "from grpo_engine.server.config import ServerConfig; from grpo_engine.server.main import run; "
-    "sys.exit(run(parse_flags(ServerConfig, sys.argv[1:], prog='server', description='')))"
-)
 
 
 def save_tiny_model(folder: Path, *, seed: int, dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
@@ -75,7 +70,7 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class RunningServer:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     url: str
     log: Path
 
@@ -102,18 +97,13 @@ def running_server(
     """A healthy server; ended by SIGTERM at the end."""
     port = port or free_port()
     log = folder / f"server-{port}-{time.monotonic_ns()}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", _SERVE, "--model-name", str(model), "--engine", "torch", "--device", "cpu"),
-                *("--dtype", "float32", "--port", str(port), "--threads", "1", "--max-model-len", "256", *flags),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})},
-        )
+    process = Forked(
+        *("server", "--model-name", str(model), "--engine", "torch", "--device", "cpu", "--dtype", "float32"),
+        *("--port", str(port), "--threads", "1", "--max-model-len", "256", *flags),
+        log=log,
+        folder=folder,
+        environment={**os.environ, **(environment or {})},
+    )
     server = RunningServer(process, f"http://127.0.0.1:{port}", log)
     try:
         wait_healthy(server)

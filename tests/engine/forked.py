@@ -1,0 +1,78 @@
+"""Services as processes without the seconds of their imports: forked from one that has imported everything.
+
+Real processes with a PID, an environment, a folder and a log of their own, which any signal ends. What they are not is
+started by the command line: `test_train_processes.py` and the tests of the whole system do that.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grpo_engine import cli
+
+_IMPORTED = [
+    *("grpo_engine.rollouts.main", "grpo_engine.environments.main", "grpo_engine.train.main"),
+    *("grpo_engine.server.main", "grpo_engine.server.torch_engine"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto", "peft"),
+]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_IMPORTED)
+
+
+class Forked:
+    """`grpo-engine …` in a process of its own, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, *words: str, log: Path, folder: Path, environment: Mapping[str, str]) -> None:
+        """Run `grpo-engine` with `words`; what it prints is appended to `log`."""
+        log.touch()
+        self._process = _context.Process(target=_run, args=(words, log, folder, dict(environment)), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """What it exited with, negative for the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not within `timeout` seconds.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("grpo-engine", timeout or 0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(words: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.exit(cli.main(words))
