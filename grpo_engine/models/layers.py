@@ -53,19 +53,20 @@ def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:
 def takes_any_mask(model: PreTrainedModel) -> bool:
     """Whether every layer attends as a mask of ours says: full attention by SDPA, no sliding window, no recurrence.
 
-    A window, or a state that runs along the row, would see what the mask hides.
+    A window, or a state that runs along the row, would see what the mask hides. Some models (Falcon) call SDPA by
+    themselves and take no attention of ours.
     """
-    config = model.config
+    config = model.config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_plain = config._attn_implementation in ("sdpa", "grpo_engine") and not getattr(config, "alibi", False)
+    is_sdpa = model.config._attn_implementation in ("sdpa", "grpo_engine") and model._supports_attention_backend
+    is_plain = is_sdpa and not getattr(config, "alibi", False) and not caps_attention(model)
     return bool(is_plain and not has_window and kinds == {"full_attention"})
 
 
-def logit_divisor(model: PreTrainedModel) -> float:
-    """By what the model divides its output layer's logits: Granite's `logits_scaling`, 1 / Cohere's `logit_scale`."""
-    divisor = getattr(model.config, "logits_scaling", None) or 1.0
-    return float(divisor / (getattr(model.config, "logit_scale", None) or 1.0))
+def caps_attention(model: PreTrainedModel) -> bool:
+    """Whether attention scores are held down by a tanh before their softmax, as in Gemma 2; SDPA leaves that out."""
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def layer_of(parameter_name: str) -> int | None:

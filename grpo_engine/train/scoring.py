@@ -16,7 +16,8 @@ from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.data.batching import Batch
 from grpo_engine.data.packing import PackedRows, pack
 from grpo_engine.models.attention import BLOCK_SIZE, may_look, use_training_attention
-from grpo_engine.models.layers import logit_divisor, takes_any_mask
+from grpo_engine.models.layers import caps_attention, takes_any_mask
+from grpo_engine.models.output_layer import logits_form
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -37,15 +38,22 @@ class Scorer:
     """Scores batches with one model, whose parameters may change between two calls."""
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        """Look at the model's attention and output layer.
+
+        Raises:
+            ModelError: its logits are made in a way that is not known here.
+        """
         # Adapters put a wrapper around the model; the model itself is what has a body and an output layer.
         self.causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._logits_form = logits_form(self.causal_lm)
+        if caps_attention(self.causal_lm):
+            self.causal_lm.set_attn_implementation("eager")  # no other that every GPU has caps the scores
         self.shares_prompts = takes_any_mask(self.causal_lm)
         """Whether completions of one prompt may go through the network in one row, so that they are best kept
         together."""
         if self.shares_prompts:
             use_training_attention(self.causal_lm)
         self._device = next(model.parameters()).device
-        self._logit_divisor = logit_divisor(self.causal_lm)
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph.
@@ -58,14 +66,14 @@ class Scorer:
         batch = batch.to("cpu")
         hidden = self._hidden_states(batch)  # (N, H)
         head = self.causal_lm.get_output_embeddings()
-        temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask] * self._logit_divisor  # (N,)
+        temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask] * self._logits_form.divisor  # (N,)
         chosen, entropy = token_logprobs(
             hidden,
             head.weight,
             batch.labels[batch.mask].to(self._device),
             bias=getattr(head, "bias", None),
             temperature=temperatures.to(self._device),
-            soft_cap=getattr(self.causal_lm.config, "final_logit_softcapping", None),
+            soft_cap=self._logits_form.soft_cap,
         )
         mask = batch.mask.to(self._device)
         empty = chosen.new_zeros(mask.shape)
@@ -80,7 +88,8 @@ class Scorer:
             width = _padded_width(batch.inputs.shape[1], device)
             inputs = functional.pad(batch.inputs, (0, width - batch.inputs.shape[1]))
             states = body(input_ids=inputs.to(device), use_cache=False).last_hidden_state  # (B, T or more, H)
-            return cast(Tensor, states[:, : batch.inputs.shape[1]][batch.mask.to(device)])
+            rows, steps = batch.mask.nonzero(as_tuple=True)  # here: to count them, a GPU would have to be waited for
+            return cast(Tensor, states.flatten(0, 1)[(rows * width + steps).to(device)])
         packed = packed.to(device)
         states = body(
             input_ids=packed.inputs, position_ids=packed.positions, attention_mask=may_look(packed), use_cache=False

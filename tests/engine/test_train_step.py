@@ -11,8 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from training import attached, made_up_groups, settings, small_model, trainee
-from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
+from training import made_up_groups, settings, small_model, trainee
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from grpo_engine.bridges import BridgeModel
@@ -196,20 +195,6 @@ def test_the_logprobs_are_those_of_a_plain_log_softmax_at_the_groups_temperature
     result = gradient_step(trainee(), batch, step=0, policy_version=0)
     torch.testing.assert_close(result.logprobs[batch.mask], expected[batch.mask].detach(), rtol=1e-4, atol=1e-5)
     assert not result.logprobs[~batch.mask].any()
-
-
-def test_a_model_that_scales_its_logits_gets_the_log_probabilities_it_means() -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    batch = make_batch(made_up_groups(3), seq_len=32)
-    for model in (
-        GraniteForCausalLM(GraniteConfig(**sizes, **heads, logits_scaling=8.0)),
-        CohereForCausalLM(CohereConfig(**sizes, **heads, logit_scale=0.25)),
-    ):
-        logits = model(input_ids=batch.inputs, attention_mask=batch.attention_mask).logits.float()
-        expected = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
-        logprobs, _ = Trainee(attached(model), settings()).logprobs(batch)
-        torch.testing.assert_close(logprobs[batch.mask], expected[batch.mask], rtol=1e-4, atol=1e-5)
 
 
 def test_what_inference_reads_changes_only_when_the_weights_are_written() -> None:
