@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import BridgeError
 from grpo_engine.wire.bridge_file import FORMAT_VERSION, BridgeFile
+from grpo_engine.wire.codec import first_fault
 
 BRIDGE_FILE_NAME = "vllm_bridge_config.json"
 """As users of Atropos know it."""
@@ -41,10 +42,8 @@ def read_bridge_file(path: Path) -> BridgeFile:
             "or point --vllm-config-path at its bridge file"
         ) from None
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
         raise BridgeError(
-            f"{path}: not a bridge file of this version: {where}: {fault['msg']}; restart the inference server"
+            f"{path}: not a bridge file of this version: {first_fault(error)}; restart the inference server"
         ) from None
     if file.format_version != FORMAT_VERSION:
         raise BridgeError(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_engine.bridges.protocol import never
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, first_fault
 from grpo_engine.wire.inference import BridgeInfo, LoraLoadRequest, PauseRequest, ReloadRequest, ResumeRequest
 
 _RETRY_INTERVAL_S = 0.25
@@ -128,10 +128,8 @@ class ServerClient:
         try:
             return answer.model_validate_json(response.content)
         except ValidationError as error:
-            fault = error.errors()[0]
             raise PeerError(
-                f"{where}: not a {answer.__name__}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; "
-                "is this our inference server?"
+                f"{where}: not a {answer.__name__}: {first_fault(error)}; is this our inference server?"
             ) from None
 
     def _check_version(self, answer: HandoverAnswer, wanted: int, path: Path) -> None:

@@ -18,6 +18,7 @@ import httpx
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
+from grpo_engine.wire.codec import first_fault
 from grpo_engine.wire.rollouts import (
     TOKEN_VARIABLE,
     BatchResponse,
@@ -167,9 +168,7 @@ class RolloutSource:
         try:
             response = BatchResponse.model_validate_json(answer.content)
         except ValidationError as error:
-            fault = error.errors(include_input=False)[0]
-            where = ".".join(str(part) for part in fault["loc"])
-            raise PeerError(f"{self.url}/batch: not a batch: {where}: {fault['msg']}") from None
+            raise PeerError(f"{self.url}/batch: not a batch: {first_fault(error)}") from None
         if response.status == "error":
             self._register_again(response.message or "no reason given")
             return None
@@ -266,9 +265,7 @@ class RolloutSource:
         try:
             return EvaluationState.model_validate_json(state.content)
         except ValidationError as error:
-            fault = error.errors(include_input=False)[0]
-            where = ".".join(str(part) for part in fault["loc"])
-            raise PeerError(f"{self.url}/evaluations: not an evaluation: {where}: {fault['msg']}") from None
+            raise PeerError(f"{self.url}/evaluations: not an evaluation: {first_fault(error)}") from None
 
     def close_evaluation(self, order: EvaluationOrder) -> None:
         """Let environments stop what they still do for it; an API that is gone is left alone."""

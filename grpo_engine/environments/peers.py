@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_engine.environments.groups import Completions
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import first_fault
 from grpo_engine.wire.inference import GenerateRequest
 from grpo_engine.wire.rollouts import (
     POST_HEADER,
@@ -217,9 +218,7 @@ def _read(kind: type[MessageT], answer: httpx.Response) -> MessageT:
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError as error:
-        fault = error.errors(include_input=False)[0]
-        where = ".".join(str(part) for part in fault["loc"])
-        raise PeerError(f"{answer.request.url}: not a {kind.__name__}: {where}: {fault['msg']}") from None
+        raise PeerError(f"{answer.request.url}: not a {kind.__name__}: {first_fault(error)}") from None
 
 
 def _array(bodies: Sequence[bytes]) -> bytes:

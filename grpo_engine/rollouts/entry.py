@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
+from grpo_engine.wire.codec import first_fault
 from grpo_engine.wire.rollouts import MASKED_LABEL, EvaluationAnswer, ScoredGroup
 
 _GZIP_WINDOW = 31
@@ -115,9 +116,7 @@ def read_answer(body: bytes) -> EvaluationAnswer:
     try:
         return EvaluationAnswer.model_validate_json(body)
     except ValidationError as error:
-        fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in fault["loc"])
-        raise Refusal(422, f"not an answer to an evaluation: {where}: {fault['msg']}", "malformed") from None
+        raise Refusal(422, f"not an answer to an evaluation: {first_fault(error)}", "malformed") from None
 
 
 def _checked(group: _PostedGroup, number: int, names: Mapping[int, str]) -> CheckedGroup:

@@ -12,10 +12,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import torch
 
 from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
+from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.train.config import TrainConfig
@@ -38,7 +40,7 @@ class Evaluator:
         config: TrainConfig,
         source: RolloutSource,
         *,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] = never,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is asked yet.
@@ -199,15 +201,11 @@ def _metrics_of(answers: Sequence[EvaluationAnswer], order: EvaluationOrder, pre
         if len(values_P) > 1:
             metrics[f"{prefix}{name}_se"] = float(estimate.standard_error)
     metrics[prefix + "num_prompts"] = float(len(rewards_PG))
-    metrics[prefix + "length_mean"] = _mean([n for answer in answers for row in answer.lengths for n in row])
-    metrics[prefix + "truncated_fraction"] = _mean([t for answer in answers for row in answer.truncated for t in row])
+    metrics[prefix + "length_mean"] = fmean([n for answer in answers for row in answer.lengths for n in row])
+    metrics[prefix + "truncated_fraction"] = fmean([t for answer in answers for row in answer.truncated for t in row])
     if all(answer.policy_versions is not None for answer in answers):
         published = [order.policy_version]
-        metrics[prefix + "other_version_fraction"] = _mean(
+        metrics[prefix + "other_version_fraction"] = fmean(
             [v != published for answer in answers for row in answer.policy_versions or [] for v in row]
         )
     return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -44,18 +44,18 @@ def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
     Raises:
         ConfigError: one is asked for that is not installed or does not start.
     """
-    kinds: dict[str, Callable[[TrainConfig, Path], Tracker]] = {
-        "use_wandb": WandbTracker,
+    starts: dict[str, Callable[[TrainConfig, Path], Tracker]] = {
+        "use_wandb": start_wandb,
         "use_tensorboard": TensorBoardTracker,
-        "use_trackio": TrackioTracker,
+        "use_trackio": start_trackio,
     }
     trackers: list[Tracker] = []
-    for setting, kind in kinds.items():
+    for setting, start in starts.items():
         if not getattr(config, setting):
             continue
         name = setting.removeprefix("use_")
         try:
-            tracker = kind(config, folder)
+            tracker = start(config, folder)
         except ImportError as error:
             raise ConfigError(
                 f"{setting}: {error.name or name} is not installed: pip install 'grpo-tui[trackers]'"
@@ -69,25 +69,39 @@ def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
     return trackers
 
 
-class WandbTracker:
+def start_wandb(config: TrainConfig, folder: Path) -> Tracker:
     """Weights & Biases; a trainer that is started again in the same run folder goes on with the same run."""
+    import wandb
 
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
-        import wandb
+    id_file = folder / WANDB_RUN_ID_FILE
+    if not id_file.exists():
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(secrets.token_hex(8))
+    run = wandb.init(
+        project=config.wandb_project,
+        group=config.wandb_group or folder.name,
+        name=folder.name,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=folder,
+        config=public_settings(config),
+    )
+    return RunTracker(run)
 
-        id_file = folder / WANDB_RUN_ID_FILE
-        if not id_file.exists():
-            id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(secrets.token_hex(8))
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group or folder.name,
-            name=folder.name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=folder,
-            config=public_settings(config),
-        )
+
+def start_trackio(config: TrainConfig, folder: Path) -> Tracker:
+    """trackio, on this machine unless its own variables (`TRACKIO_SPACE_ID` …) say otherwise."""
+    import trackio
+
+    settings = public_settings(config)
+    return RunTracker(trackio.init(project=config.trackio_project, name=folder.name, resume="allow", config=settings))
+
+
+class RunTracker:
+    """A run of Weights & Biases, or of what speaks like it."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step."""
@@ -119,28 +133,6 @@ class TensorBoardTracker:
         """Write what is left."""
         if self._writer is not None:
             self._writer.close()
-
-
-class TrackioTracker:
-    """trackio, on this machine unless its own variables (`TRACKIO_SPACE_ID` …) say otherwise."""
-
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=config.trackio_project,
-            name=folder.name,
-            resume="allow",
-            config=public_settings(config),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Wait until everything was sent."""
-        self._run.finish()
 
 
 class Forgiving:

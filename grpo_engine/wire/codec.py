@@ -40,9 +40,14 @@ def from_line(kind: type[MessageT], line: bytes, *, peer: str) -> MessageT:
     try:
         return kind.model_validate_json(line)
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(str(part) for part in fault["loc"])
-        raise PeerError(f"{peer}: not a {kind.__name__}: {where}: {fault['msg']}: {line[:120]!r}") from None
+        raise PeerError(f"{peer}: not a {kind.__name__}: {first_fault(error)}: {line[:120]!r}") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where something else was said than a message has, and what is wrong with it; without the value."""
+    fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    where = ".".join(map(str, fault["loc"]))
+    return f"{where}: {fault['msg']}" if where else fault["msg"]
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
