@@ -1,10 +1,11 @@
-"""How a model's layers are run in training: computed again in the backward pass, compiled."""
+"""How a model's layers are run in training: without noise, computed again in the backward pass, compiled."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.attention import keeping_attention
@@ -34,6 +35,23 @@ def recompute_layers(model: PreTrainedModel | PeftModel, *, keep_attention: bool
     if keep_attention:
         settings["context_fn"] = keeping_attention
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+def silence(model: nn.Module) -> None:
+    """Switch off the dropout and router noise that the model's own configuration has for training.
+
+    GPT-2 and OPT have 0.1: every log-probability would differ from the sampler's, and from one update to the next.
+    Dropout of adapters stays, since a setting of its own asks for it.
+    """
+    for name, module in model.named_modules():
+        if "lora_dropout" in name:
+            continue
+        for attribute, value in list(vars(module).items()):
+            is_noise = (
+                "drop" in attribute or "jitter" in attribute or (attribute == "p" and isinstance(module, _DropoutNd))
+            )
+            if is_noise and isinstance(value, float):
+                setattr(module, attribute, 0.0)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

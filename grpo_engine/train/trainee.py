@@ -19,7 +19,7 @@ from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
-from grpo_engine.models.execution import compile_layers, recompute_layers
+from grpo_engine.models.execution import compile_layers, recompute_layers, silence
 from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
@@ -78,7 +78,8 @@ class Trainee:
             compile_layers(self._scorer.causal_lm)
         self.reference = load_reference(config, self.model)
         self._bad_steps = 0
-        self.model.train()
+        silence(self.model)
+        self.model.train()  # layers are computed again in this mode alone
         num_trained = sum(master.numel() for master in self._masters.parameters)
         log.info("training %d of %d parameters", num_trained, sum(p.numel() for p in self.model.parameters()))
 

@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import made_up_groups, settings, small_model, trainee
+from training import VOCABULARY, attached, made_up_groups, settings, small_model, trainee
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from grpo_engine.data.batching import make_batch
 from grpo_engine.errors import ModelError
-from grpo_engine.models.execution import decoder_layers, recompute_layers
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.execution import decoder_layers, recompute_layers, silence
+from grpo_engine.models.lora import add_lora
+from grpo_engine.train.trainee import Trainee
 
 
 def gradients(**changes: object) -> dict[str, torch.Tensor]:
@@ -52,6 +57,26 @@ def test_attention_that_is_kept_is_not_computed_again(keep: bool) -> None:
     with Counting() as backward:
         torch.autograd.backward(logprobs.sum())
     assert backward.count == (0 if keep else len(decoder_layers(subject._scorer.causal_lm)))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_dropout_of_a_models_own_is_off_in_training(recomputes: bool) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2))
+    opt = OPTForCausalLM(
+        OPTConfig(vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
+    )
+    batch = make_batch(made_up_groups(0, groups=2), seq_len=32)
+    for model in (gpt2, opt):
+        subject = Trainee(attached(model), settings(gradient_checkpointing=recomputes))
+        trained = subject.logprobs(batch)[0].detach()
+        model.eval()
+        assert torch.equal(subject.logprobs(batch)[0], trained)
+
+
+def test_dropout_of_adapters_stays() -> None:
+    adapted = add_lora(small_model(), LoraSettings(dropout=0.5))
+    silence(adapted)
+    assert {module.p for module in adapted.modules() if isinstance(module, nn.Dropout)} == {0.5}
 
 
 def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
