@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
 from grpo_engine.errors import CheckpointError
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 class CheckpointMarker(Message):
     """What a checkpoint is of."""
 
-    step: int
-    policy_version: int
+    step: int = Field(ge=0)
+    policy_version: int = Field(ge=0)
     model_name: str
     bridge: str
     lease: str = ""
@@ -141,7 +141,11 @@ def tidy(save_path: Path) -> None:
 
 
 def set_aside(save_path: Path) -> None:
-    """Move what an earlier run left out of the way of one that starts anew; nothing is deleted."""
+    """Move what an earlier run left out of the way of one that starts anew; nothing is deleted.
+
+    Raises:
+        CheckpointError: the folder cannot be moved, as one that a disk is mounted on.
+    """
     if not save_path.is_dir() or not any(save_path.iterdir()):
         return
     stem = f"{save_path.name}-until-{time.strftime('%m%d-%H%M%S')}"
@@ -149,7 +153,13 @@ def set_aside(save_path: Path) -> None:
     while aside.exists():
         number += 1
         aside = save_path.with_name(f"{stem}-{number}")
-    save_path.rename(aside)
+    try:
+        save_path.rename(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"{save_path}: what an earlier run left there cannot be moved to {aside} ({error.strerror}); "
+            "move it yourself, or choose another --save-path"
+        ) from error
     log.info("what was in %s is now in %s", save_path, aside)
 
 
@@ -169,8 +179,9 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
         marker = CheckpointMarker.model_validate_json((folder / MARKER).read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(
-            f"{folder}: not a complete checkpoint: {error}; remove the folder to start anew"
-        ) from None
+            f"{folder / MARKER}: unreadable ({first_fault(error)}); "
+            f"remove {folder} to go on from the checkpoint before it"
+        ) from error
     if marker.model_name != model_name:
         raise CheckpointError(
             f"{folder}: of model {marker.model_name!r}, but this run trains {model_name!r}; "
@@ -218,6 +229,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def first_fault(error: Exception) -> str:
+    """Why a file could not be read, in a few words."""
+    if isinstance(error, ValidationError):
+        fault = error.errors(include_input=False)[0]
+        return ": ".join([*(str(part) for part in fault["loc"]), fault["msg"]])
+    return f"{type(error).__name__}: {error}"
 
 
 def _steps(save_path: Path) -> list[int]:

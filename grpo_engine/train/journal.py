@@ -27,6 +27,7 @@ from grpo_engine.wire.rollouts import ScoredGroup
 
 FOLDER = "journal"
 _FILE = re.compile(r"step_(\d+)\.jsonl")
+_HALF_WRITTEN = re.compile(r"\.step_\d+\.jsonl\.\d+\.tmp")
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Journal:
         """Remove the steps up to `through`, which a checkpoint has in it now, and what was left half-written."""
         for path in self._files():
             match = _FILE.fullmatch(path.name)
-            if match is None or int(match[1]) <= through:
+            if int(match[1]) <= through if match else _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         with suppress(OSError):  # where steps are left, or there never was one
             self._folder.rmdir()
@@ -161,9 +162,7 @@ def _read_head(path: Path) -> JournalHead:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    if isinstance(error, ValidationError):
-        fault = error.errors(include_input=False)[0]
-        what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-    else:
-        what = f"{type(error).__name__}: {error}"
-    return CheckpointError(f"{path}: unreadable ({what}); remove it to go on without this step and those after it")
+    return CheckpointError(
+        f"{path}: unreadable ({checkpoints.first_fault(error)}); "
+        "remove it to go on without this step and those after it"
+    )

@@ -197,5 +197,5 @@ def _keep_through(path: Path, step: int) -> int:
 def _step_of(line: bytes) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return 0  # of no step, so of no later one

@@ -76,7 +76,13 @@ def find_start(
     if folder is not None:
         state = checkpoints.load(folder, model_name=trainee.config.model_name)
         _compare(folder, state.marker.settings, settings)
-        marker = trainee.restore(state)
+        try:
+            marker = trainee.restore(state)
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # files whose content is damaged
+            raise CheckpointError(
+                f"{folder}: cannot be restored ({checkpoints.first_fault(error)}); "
+                "remove it to go on from the checkpoint before it"
+            ) from error
         step, version, lease = marker.step, marker.policy_version, marker.lease
         log.info("resumed from %s", folder)
     else:

@@ -203,6 +203,21 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         run(tmp_path, settings(training_steps=8))
 
 
+def test_a_checkpoint_whose_content_is_damaged_is_named_with_what_to_do(tmp_path: Path) -> None:
+    run(tmp_path, settings())
+    folder = tmp_path / "checkpoints/step_6"
+    outline = json.loads((folder / "trainer.json").read_text())
+    outline["state"]["dict"] = [
+        [name, {"dict": []} if name == "optimizer" else value] for name, value in outline["state"]["dict"]
+    ]
+    (folder / "trainer.json").write_text(json.dumps(outline))
+    with pytest.raises(CheckpointError, match=r"step_6: cannot be restored \(KeyError: .*; remove it to go on"):
+        run(tmp_path, settings(training_steps=8))
+    (folder / checkpoints.MARKER).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: unreadable \(step: Field required\); remove"):
+        run(tmp_path, settings(training_steps=8))
+
+
 def test_old_checkpoints_are_pruned_and_half_written_ones_are_none(tmp_path: Path) -> None:
     run(tmp_path, settings(checkpoint_interval=1, keep_checkpoints=2))
     folder = tmp_path / "checkpoints"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import CheckpointError, ConfigError
-from grpo_engine.train.checkpoints import require_place
+from grpo_engine.train.checkpoints import require_place, set_aside
 from grpo_engine.train.recorder import Recorder
 
 
@@ -83,6 +84,17 @@ def test_a_run_folder_that_cannot_be_is_refused_with_what_to_do(tmp_path: Path) 
         Recorder(tmp_path / "file" / "run", total_steps=1, show_times=False)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: Is a directory"):
         Recorder(tmp_path / "run", total_steps=1, show_times=False)
+
+
+def test_a_folder_that_cannot_be_moved_out_of_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounted" / "step_1").mkdir(parents=True)
+
+    def busy(source: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), source)
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(CheckpointError, match=r"mounted: what an earlier run left there cannot be moved .*busy"):
+        set_aside(tmp_path / "mounted")
 
 
 def test_a_save_path_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
