@@ -37,6 +37,12 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
             f"LoRA target modules {', '.join(unknown)} are no linear layers of this model; it has "
             f"{', '.join(sorted(linear))}"
         )
+    head = model.get_output_embeddings()
+    if of_head := [name for name in settings.target_modules if linear[name] is head]:
+        raise ModelError(
+            f"LoRA target module {of_head[0]} is the output layer, which is applied without adapters here, so that "
+            "one would learn nothing: leave it out"
+        )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,

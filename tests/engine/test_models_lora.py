@@ -83,6 +83,11 @@ def test_targets_and_layers_that_are_not_there_are_named() -> None:
         add_lora(small_model(), LoraSettings(layer_indices="3-5"))
 
 
+def test_an_adapter_on_the_output_layer_which_would_learn_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"lm_head is the output layer.*leave it out"):
+        add_lora(small_model(), LoraSettings(target_modules=("q_proj", "lm_head")))
+
+
 def test_a_saved_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path: Path) -> None:
     adapted = add_lora(small_model(), LoraSettings(rank=4))
     for name, parameter in adapted.named_parameters():
