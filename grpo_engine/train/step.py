@@ -82,7 +82,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         rows = is_trained.nonzero()[:, 0]
         parts = _split(batch.rows(rows), trainee)
         advantages_of = [part.part_of(advantages[rows]).to(trainee.device) for part in parts]
-        references = [_reference_logprobs(trainee, part) for part in parts]
+        references = _references(trainee, parts)
         before: list[Tensor] = []  # log-probabilities before the first update, (b, t) of each part
         updates: list[dict[str, float]] = []
         with trainee.unseen() if config.num_iterations > 1 else nullcontext():
@@ -138,6 +138,17 @@ def _split(batch: Batch, trainee: Trainee) -> list[MicroBatch]:
         max_tokens=max_tokens,
         shares_prompts=trainee.shares_prompts,
     )
+
+
+def _references(trainee: Trainee, parts: Sequence[MicroBatch]) -> list[Tensor] | list[None]:
+    """`_reference_logprobs` of every part, or of none: a divergence over some would depend on how rows were split."""
+    of_parts: list[Tensor] = []
+    for part in parts:
+        values = _reference_logprobs(trainee, part)
+        if values is None:
+            return [None] * len(parts)
+        of_parts.append(values)
+    return of_parts
 
 
 def _reference_logprobs(trainee: Trainee, part: MicroBatch) -> Tensor | None:

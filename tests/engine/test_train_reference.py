@@ -149,6 +149,16 @@ def test_reference_log_probabilities_that_environments_send_are_used_as_they_are
         assert result.metrics["grpo/kl"] == pytest.approx(expected, rel=1e-3)
 
 
+def test_without_a_model_references_of_some_groups_alone_measure_nothing_however_rows_are_split() -> None:
+    first, second = made_up_groups(3)
+    sent = [[1.0 if label < 0 else -2.5 for label in row] for row in first.masks]
+    batch = make_batch([first.model_copy(update={"ref_logprobs": sent}), second], seq_len=32)
+    for batch_size in (4, 8):
+        subject = trainee(settings(batch_size=batch_size))
+        metrics = gradient_step(subject, batch, step=0, policy_version=0).metrics
+        assert metrics["grpo/kl"] == metrics["grpo/kl_rollout"]
+
+
 def test_groups_without_reference_log_probabilities_get_them_from_the_model(other_model: str) -> None:
     first, second = made_up_groups(6)
     sent = [[1.0 if m < 0 else -2.5 for m in row] for row in first.masks]
