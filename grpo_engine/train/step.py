@@ -310,7 +310,7 @@ def _oldest_version(group: ScoredGroup) -> int:
     versions = [
         version
         for labels, row in zip(group.masks, group.policy_versions or [], strict=False)
-        for label, version in zip(labels, row, strict=True)
+        for label, version in zip(labels, row, strict=False)  # whether they fit is for `make_batch` to say
         if label >= 0
     ]
     return min(versions, default=2**62)

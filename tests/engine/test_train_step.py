@@ -18,7 +18,7 @@ from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.train.objective import loss_config, settings_without_effect
 from grpo_engine.train.reference import FrozenCopy
-from grpo_engine.train.step import StepResult, drop_stale, gradient_step, shaped_rewards
+from grpo_engine.train.step import StepResult, drop_stale, fitting_batch, gradient_step, shaped_rewards
 from grpo_engine.train.trainee import Trainee, TrainingDiverged
 
 
@@ -250,6 +250,16 @@ def test_groups_beyond_the_staleness_limit_are_dropped() -> None:
     assert drop_stale(old + fresh, 5, 1) == fresh
     assert drop_stale(old + fresh, 5, 4) == old + fresh
     assert drop_stale(old + fresh, 5, None) == old + fresh
+
+
+def test_a_group_whose_versions_do_not_fit_its_tokens_is_left_out_by_name_and_ends_no_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sound, ragged = made_up_groups(13)
+    ragged = ragged.model_copy(update={"policy_versions": [[0]] * 4})
+    groups = drop_stale([sound, ragged], 5, 8)
+    assert fitting_batch(groups, 32).num_sequences == 4
+    assert "policy_versions has 1 entries" in caplog.text
 
 
 def test_rewards_that_are_all_equal_are_counted_and_teach_nothing() -> None:
