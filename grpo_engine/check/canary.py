@@ -60,28 +60,29 @@ def judge_canary(reading: CanaryReading, *, bridge: str, band: NoiseBand) -> Fin
     returned = difference(reading.server_after, reading.server_before)
     repeats = difference(reading.server_repeated, reading.server_before).largest
     line = Line("canary", {"expected": expected, "moved": moved, "left": left, "not_returned": returned.largest})
-    cause, advice = CAUSES[bridge], ADVICE[bridge]
     # Steeper logits are noisier by as much as they are steeper, so what was there before counts double.
     limit = max(band.normal, 2 * difference(reading.trainer_before, reading.server_before).abs_mean)
     if moved < _NOTICED * expected:
         return line.fail(
             f"{reading.parameter} was changed and inference did not notice: its log-probs moved by {moved:.2g}, the "
             f"trainer's by {expected:.2g}",
-            cause=cause,
-            advice=advice,
+            cause=CAUSES[bridge],
+            advice=ADVICE[bridge],
         )
     if left > 2 * limit:
         return line.fail(
             f"{reading.parameter} was changed and something else arrived: log-probs moved by {moved:.2g} (trainer "
             f"{expected:.2g}), and are {left:.2g} from the trainer's now",
             cause="part of the weights arrived, or they were mapped to other places or scaled on the way",
-            advice=f"{advice}; check that trainer and server have the same model, dtype and adapter rank",
+            advice=f"{ADVICE[bridge]}; check that trainer and server have the same model, dtype and adapter rank",
         )
-    if (stale := _stale_cache(reading, limit)) is not None:
+    if (unfollowed := _unfollowed(reading, limit)) is not None:
         return line.fail(
-            stale[0],
-            cause=stale[1],
-            advice=stale[2],
+            unfollowed,
+            cause="keys and values of the prompt, computed with the old weights, are still used: the prefix cache "
+            "outlives them",
+            advice="restart the server; a stock vLLM needs reset_prefix_cache after each hand-over, or "
+            "--no-enable-prefix-caching",
         )
     if reading.served != reading.versions:
         return line.fail(
@@ -94,12 +95,10 @@ def judge_canary(reading: CanaryReading, *, bridge: str, band: NoiseBand) -> Fin
         f"{reading.parameter} changed: log-probs moved by {moved:.2g} (trainer {expected:.2g}), {left:.1g} apart then"
     )
     if returned.largest == 0:
-        return line.ok(
-            f"{text}; put back: the same as before, bit for bit",
-        )
+        return line.ok(f"{text}; put back: the same as before, bit for bit")
     if returned.largest <= 2 * repeats:
         return line.ok(
-            f"{text}; put back: within {returned.largest:.2g}, and the server repeats itself within {repeats:.2g}",
+            f"{text}; put back: within {returned.largest:.2g}, and the server repeats itself within {repeats:.2g}"
         )
     if returned.abs_mean <= band.normal:
         return line.warn(
@@ -116,14 +115,8 @@ def judge_canary(reading: CanaryReading, *, bridge: str, band: NoiseBand) -> Fin
     )
 
 
-def _stale_cache(reading: CanaryReading, limit: float) -> tuple[str, str, str] | None:
-    """What was seen, why, and what to do, where answers to a known prompt do not follow the weights."""
-    cause = (
-        "keys and values of the prompt, computed with the old weights, are still used: the prefix cache outlives them"
-    )
-    advice = (
-        "restart the server; a stock vLLM needs reset_prefix_cache after each hand-over, or --no-enable-prefix-caching"
-    )
+def _unfollowed(reading: CanaryReading, limit: float) -> str | None:
+    """What was seen, where answers to a known prompt do not follow the weights."""
     before, changed, after = (
         difference(each.trainer, each.server).abs_mean
         for each in (reading.sampled_before, reading.sampled_changed, reading.sampled_after)
@@ -133,14 +126,8 @@ def _stale_cache(reading: CanaryReading, limit: float) -> tuple[str, str, str] |
         old = difference(reading.sampled_old, reading.sampled_changed.server).abs_mean
         near = f", and {old:.2g} from its old ones" if old < changed else ""
         return (
-            f"a prompt that was asked before the change is answered {changed:.2g} from the trainer's new weights{near}",
-            cause,
-            advice,
+            f"a prompt that was asked before the change is answered {changed:.2g} from the trainer's new weights{near}"
         )
     if after > most:
-        return (
-            f"after the weight was put back, a known prompt is answered {after:.2g} from the trainer",
-            cause,
-            advice,
-        )
+        return f"after the weight was put back, a known prompt is answered {after:.2g} from the trainer"
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from transformers import GenerationConfig
 
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.check.tokens import SpecialTokens, template_end
+from grpo_engine.environments.prompts import chat_tokens
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
 
@@ -44,9 +44,9 @@ def prompt_tokens(config: CheckConfig, tokenizer: PreTrainedTokenizerBase) -> li
     """
     conversations = _conversations(config.prompts_file) if config.prompts_file else [asked(q) for q in QUESTIONS]
     prompts = [
-        chat_tokens(tokenizer, messages)
+        tuple(chat_tokens(tokenizer, messages))
         if tokenizer.chat_template
-        else tuple(int(token) for token in tokenizer.encode("\n".join(message["content"] for message in messages)))
+        else tuple(tokenizer.encode("\n".join(message["content"] for message in messages)))
         for messages in conversations
     ]
     fitting = [prompt for prompt in dict.fromkeys(prompts) if prompt and len(prompt) + _LEAST_ROOM <= config.seq_len]
@@ -72,18 +72,20 @@ def special_tokens(model_name: str, tokenizer: PreTrainedTokenizerBase) -> Speci
     except OSError:
         log.info("%s has no generation_config.json", model_name)
     eos = {int(i) for each in configured for i in (each if isinstance(each, list | tuple) else [each]) if i is not None}
-    question: Messages = [{"role": "user", "content": QUESTIONS[0]}]
+    question = asked(QUESTIONS[0])
     chat: tuple[int, ...] = ()
     text: tuple[int, ...] = ()
     end = None
     if tokenizer.chat_template:
-        chat = chat_tokens(tokenizer, question)
+        chat = tuple(chat_tokens(tokenizer, question))
         rendered = str(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
         text = tuple(tokenizer.encode(rendered))
         answered = [*question, {"role": "assistant", "content": _ANSWER}]
         tail = str(tokenizer.apply_chat_template(answered, tokenize=False)).rpartition(_ANSWER)[2]
-        special = frozenset(int(i) for i in (*tokenizer.all_special_ids, *_added_special(tokenizer)))
-        end = template_end(tokenizer.encode(tail, add_special_tokens=False), special)
+        added = (token for token, content in tokenizer.added_tokens_decoder.items() if content.special)
+        end = template_end(
+            tokenizer.encode(tail, add_special_tokens=False), frozenset({*tokenizer.all_special_ids, *added})
+        )
     return SpecialTokens(
         tokenizer_eos=tokenizer.eos_token_id,
         generation_eos=tuple(sorted(eos)),
@@ -96,41 +98,28 @@ def special_tokens(model_name: str, tokenizer: PreTrainedTokenizerBase) -> Speci
     )
 
 
-def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
-    """Tokens of a conversation in the model's template, up to where the assistant begins."""
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    tokens = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
-    return tuple(int(token) for token in tokens)
-
-
 def _conversations(path: Path) -> list[Messages]:
-    """One a line: plain text, or JSON with `messages`, `prompt`, `question` or `problem`."""
+    """One a line: plain text, or JSON with `messages`, `prompt` or `question`."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: cannot be read: {error}") from None
-    conversations: list[Messages] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.startswith("{"):
-            conversations.append(asked(line))
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"--prompts {path}: line {number}: not valid JSON: {error}") from None
-        text = next((row[key] for key in ("prompt", "question", "problem") if isinstance(row.get(key), str)), None)
-        if isinstance(row.get("messages"), list):
-            conversations.append([{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]])
-        elif text is not None:
-            conversations.append(asked(text))
-        else:
-            raise ConfigError(
-                f"--prompts {path}: line {number}: has {', '.join(row)}, none of messages, prompt, question, problem"
-            )
-    if not conversations:
+    if not lines:
         raise ConfigError(f"--prompts {path}: has no line: write one question a line")
-    return conversations
+    return [_conversation(line, f"--prompts {path}: line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _added_special(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+def _conversation(line: str, where: str) -> Messages:
+    if not line.startswith("{"):
+        return asked(line)
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    match row:
+        case {"messages": [{"role": str(), "content": str()}, *_] as messages}:
+            return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+        case {"prompt": str(text)} | {"question": str(text)}:
+            return asked(text)
+        case _:
+            raise ConfigError(f"{where}: has {', '.join(row)}, none of messages, prompt, question")

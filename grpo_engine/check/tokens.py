@@ -93,11 +93,9 @@ def judge_vocabulary(probe: VocabularyProbe, encoded: Sequence[Encoded], *, deco
         )
     if not encoded:
         return line.warn(
-            f"{probe.size:,} tokens on both sides; the server has no route that tokenizes, so texts were not compared",
+            f"{probe.size:,} tokens on both sides; the server has no route that tokenizes, so texts were not compared"
         )
-    return line.ok(
-        f"{probe.size:,} tokens on both sides; {len(encoded)} texts are cut alike, special tokens too",
-    )
+    return line.ok(f"{probe.size:,} tokens on both sides; {len(encoded)} texts are cut alike, special tokens too")
 
 
 def judge_special_tokens(tokens: SpecialTokens, *, decode: Decode) -> list[Finding]:
@@ -178,15 +176,13 @@ def _template(tokens: SpecialTokens, decode: Decode) -> Finding:
 
 
 def _padding(tokens: SpecialTokens, decode: Decode) -> Finding:
-    line = Line("padding")
     if tokens.pad is None:
-        return line.ok("no padding token, and none is needed: a mask says what is padding")
-    shown = _shown([tokens.pad], decode)
-    if tokens.pad in tokens.ends:
-        return line.ok(
-            f"{shown} pads and ends; no harm: masks come with the samples, and no id is taken for padding",
-        )
-    return line.ok(f"{shown}, none of the end tokens")
+        seen = "no padding token, and none is needed: a mask says what is padding"
+    elif tokens.pad in tokens.ends:
+        seen = f"{_shown([tokens.pad], decode)} pads and ends; no harm: masks say what is padding, and no id does"
+    else:
+        seen = f"{_shown([tokens.pad], decode)}, none of the end tokens"
+    return Line("padding").ok(seen)
 
 
 def template_end(tail: Sequence[int], special: frozenset[int]) -> int | None:

@@ -42,6 +42,11 @@ def prompt_tokens(config: EnvironmentConfig, tokenizer: Tokenizer, question: str
         return [int(token) for token in tokenizer.encode(question)]
     messages = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
     messages.append({"role": "user", "content": question})
+    return chat_tokens(tokenizer, messages)
+
+
+def chat_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Tokens of a conversation, up to where the assistant begins."""
     # transformers 5 answers with a mapping unless told otherwise, and some remote tokenizers whatever they are told.
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     tokens: Sequence[int] = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
