@@ -33,7 +33,7 @@ class TrainConfig(Config):
     """Sequences a micro-batch."""
     gradient_accumulation_steps: int = Field(32, ge=1)
     """Micro-batches an optimizer step: a batch has `batch_size` times as many sequences."""
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(2048, ge=2, lt=2**31)
     """Longest sequence, prompt included."""
     micro_batch_tokens: int | None = Field(None, ge=2)
     """Tokens a micro-batch, in place of batch_size sequences: short ones then share it."""
@@ -131,7 +131,7 @@ class TrainConfig(Config):
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     device: str = "auto"
     """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch; unset: torch's own choice."""
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     gradient_checkpointing: bool = False

@@ -16,6 +16,7 @@ import pytest
 
 from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.train.checkpoints import require_place, set_aside
+from grpo_engine.train.journal import Journal
 from grpo_engine.train.recorder import Recorder
 
 
@@ -84,6 +85,25 @@ def test_a_run_folder_that_cannot_be_is_refused_with_what_to_do(tmp_path: Path) 
         Recorder(tmp_path / "file" / "run", total_steps=1, show_times=False)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: Is a directory"):
         Recorder(tmp_path / "run", total_steps=1, show_times=False)
+
+
+def test_lines_that_no_recorder_wrote_hold_nobody_up(tmp_path: Path) -> None:
+    strangers = b'\xff\xfe\n{"step": 1e999}\n[1]\n{"step": "x"}\n{}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(strangers + b'{"step":1}\n{"step":2}\n{"st')
+    with Recorder(tmp_path, total_steps=1, show_times=False) as recorder:
+        recorder.begin_after(1)
+        assert recorder.has(1)
+        assert not recorder.has(2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == strangers + b'{"step":1}\n'
+
+
+def test_a_journal_removes_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    (folder / "kept").mkdir(parents=True)
+    for name in ("notes.txt", "step_1.jsonl", "step_2.jsonl", ".step_2.jsonl.77.tmp"):
+        (folder / name).touch()
+    Journal(tmp_path).forget(through=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["kept", "notes.txt", "step_2.jsonl"]
 
 
 def test_a_folder_that_cannot_be_moved_out_of_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from grpo_engine.train.config import TrainConfig
         (["--weight-decay", "inf"], "weight_decay: input should be a finite number, but this is 'inf'"),
         (["--batch-size", str(10**12)], "batch_size 1000000000000 × gradient_accumulation_steps 32 are"),
         (["--lora-target-modules"], "lora_target_modules: tuple should have at least 1 item"),
+        (["--device", "cuda:99"], "device 'cuda:99': torch "),
+        (["--threads", "100000"], "threads: input should be less than or equal to 1024"),
         (["--seed", str(2**63)], "seed: input should be less than 9223372036854775808"),
     ],
 )
