@@ -106,8 +106,9 @@ class Batch:
         return int(self.lengths.sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self._tensors().items()})
+        """The same on another device; only what goes to a GPU need not be there yet when this returns."""
+        waits = torch.device(device).type == "cpu"
+        return replace(self, **{n: value.to(device, non_blocking=not waits) for n, value in self._tensors().items()})
 
     def rows(self, rows: Tensor) -> Batch:
         """These rows, no wider than the longest of them."""

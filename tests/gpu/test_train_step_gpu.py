@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
+from grpo_engine.train import scoring
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.scoring import Scorer
 from grpo_engine.train.step import StepResult, gradient_step
@@ -126,3 +128,22 @@ def test_the_reference_under_adapters_is_the_base_model_in_bf16_on_a_gpu() -> No
     assert subject.reference is not None
     assert torch.equal(subject.reference.logprobs(batch()), expected)
     assert not torch.allclose(subject.logprobs(batch())[0], expected, atol=0.05)
+
+
+def test_a_batch_that_comes_back_from_a_gpu_is_whole() -> None:
+    there = batch().to("cuda")
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # what follows stands in the queue for about half a second
+    raised = replace(there, rewards=there.rewards + 1).to("cpu").rewards
+    assert torch.equal(raised.clone(), batch().rewards + 1)
+
+
+def test_plain_rows_are_scored_without_waiting_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "LEAST_GAIN", {"cuda": 2.0})
+    scorer, rows = Scorer(model().cuda()), batch()
+    scorer.logprobs(rows)  # whatever is made once is there then
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logprobs, entropy = scorer.logprobs(rows)
+        torch.autograd.backward((logprobs + entropy).sum())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
