@@ -70,12 +70,12 @@ class Scorer:
         chosen, entropy = token_logprobs(
             hidden,
             head.weight,
-            batch.labels[batch.mask].to(self._device),
+            batch.labels[batch.mask].to(self._device, non_blocking=True),
             bias=getattr(head, "bias", None),
-            temperature=temperatures.to(self._device),
+            temperature=temperatures.to(self._device, non_blocking=True),
             soft_cap=self._logits_form.soft_cap,
         )
-        mask = batch.mask.to(self._device)
+        mask = batch.mask.to(self._device, non_blocking=True)
         empty = chosen.new_zeros(mask.shape)
         return empty.masked_scatter(mask, chosen), empty.masked_scatter(mask, entropy)
 
@@ -85,11 +85,12 @@ class Scorer:
         packed = self._packed(batch) if self.shares_prompts else None
         if packed is None:
             # Without a mask, since padding stands at the end of a row, where no trained position looks.
-            width = _padded_width(batch.inputs.shape[1], device)
-            inputs = functional.pad(batch.inputs, (0, width - batch.inputs.shape[1]))
-            states = body(input_ids=inputs.to(device), use_cache=False).last_hidden_state  # (B, T or more, H)
-            rows, steps = batch.mask.nonzero(as_tuple=True)  # here: to count them, a GPU would have to be waited for
-            return cast(Tensor, states.flatten(0, 1)[(rows * width + steps).to(device)])
+            added = (0, _padded_width(batch.inputs.shape[1], device) - batch.inputs.shape[1])
+            inputs = functional.pad(batch.inputs, added).to(device, non_blocking=True)
+            # Found on the CPU: a GPU would be waited for.
+            trained = functional.pad(batch.mask, added).flatten().nonzero()[:, 0].to(device, non_blocking=True)
+            states = body(input_ids=inputs, use_cache=False).last_hidden_state  # (B, T or more, H)
+            return cast(Tensor, states.flatten(0, 1)[trained])
         packed = packed.to(device)
         states = body(
             input_ids=packed.inputs, position_ids=packed.positions, attention_mask=may_look(packed), use_cache=False
