@@ -17,6 +17,8 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from grpo_engine.wire.codec import first_fault
 from grpo_engine.wire.rollouts import MASKED_LABEL, EvaluationAnswer, ScoredGroup
 
+TOKEN_BOUND = 2**31
+"""No vocabulary is that large, and a tensor of token ids holds no number beyond."""
 _GZIP_WINDOW = 31
 """zlib's word for a gzip header."""
 
@@ -147,8 +149,9 @@ def _fault(group: _PostedGroup) -> tuple[str, str] | None:
     for index, tokens in enumerate(group.tokens):
         if not tokens:
             return "tokens", f"sequence {index} is empty"
-        if min(tokens) < 0:
-            return "tokens", f"sequence {index} holds {min(tokens)}, which is no token"
+        for number in (min(tokens), max(tokens)):
+            if not 0 <= number < TOKEN_BOUND:
+                return "tokens", f"sequence {index} holds {number}, which is no token"
     required: tuple[tuple[str, Sequence[Any]], ...] = (("masks", group.masks), ("scores", group.scores))
     for name, values in required:
         if len(values) != num_sequences:

@@ -50,9 +50,11 @@ class RegisterEnvironmentRequest(Message):
 
     max_token_length: int
     desired_name: str
-    weight: float
+    weight: float = Field(ge=-1e6, le=1e6)
+    """Stock environments send -1 where it is not to count."""
     group_size: int = Field(gt=0, le=MAX_SEQUENCES)
-    min_batch_allocation: float | None = None
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
+    """Least share of every batch."""
     evaluates: bool = False
     """Whether it answers evaluations. Stock environments send no such key."""
 

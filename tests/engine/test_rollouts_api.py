@@ -64,6 +64,12 @@ async def test_numbers_that_no_batch_can_have_are_refused_before_sums_are_made_o
         answer = await api.post("/register-env", json={**ENVIRONMENT, "group_size": 10**12})
         assert answer.status_code == 422
         assert "group_size" in answer.text
+        for share in ("NaN", "1e999", "-3"):  # as Python's json writes and reads them
+            body = json.dumps(ENVIRONMENT)[:-1] + f', "min_batch_allocation": {share}}}'
+            answer = await api.post("/register-env", content=body)
+            assert answer.status_code == 422
+            assert "min_batch_allocation" in answer.text
+        assert (await api.get("/status")).status_code == 200
         assert (await api.get("/batch")).status_code == 200
 
 
@@ -273,6 +279,7 @@ def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
         ({**group(), "tokens": [], "masks": [], "scores": []}, "empty"),
         ({**group(), "tokens": [[], []], "masks": [[], []], "inference_logprobs": None}, "sequence 0 is empty"),
         ({**group(), "tokens": [[1, 2, -7, 3]] * 2}, "-7"),
+        ({**group(), "tokens": [[1, 2, 10**30, 3]] * 2}, f"sequence 0 holds {10**30}, which is no token"),
         ({**group(), "masks": [[-100, -100, 7, 3], [-100, 7, 3]]}, "masks: sequence 1 has 3 entries for 4 tokens"),
         ({**group(), "masks": [[-100, -100, 7, 3]]}, "masks: 1 entries for 2 sequences"),
         ({**group(), "scores": [1.0]}, "scores: 1 entries for 2 sequences"),
