@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 from serving import free_port, python_path
 
 from grpo_engine.models.loading import resolve_model
@@ -51,19 +51,16 @@ class Run:
             **{"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             "VLLM_BRIDGE_CONFIG_PATH": str(folder / "bridge.json"),
         }
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Forked] = {}
 
     def start(self, *names: str) -> None:
         for name in names:
-            with (self.folder / f"{name}.log").open("ab") as log:
-                self.processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", "grpo_engine", name, *self._argv[name]],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    cwd=self.folder,
-                    env=self._environment,
-                )
+            self.processes[name] = Forked(
+                *(name, *self._argv[name]),
+                log=self.folder / f"{name}.log",
+                folder=self.folder,
+                environment=self._environment,
+            )
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()
