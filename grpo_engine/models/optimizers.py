@@ -150,6 +150,11 @@ class MasterWeights:
         """Whether any gradient stands in bf16."""
         return bool(self._with_bf16_gradient)
 
+    @property
+    def are_rounded(self) -> bool:
+        """Whether any parameter is rounded at random instead of having a master."""
+        return bool(self._rounded)
+
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients together, fp32 and 0-dimensional, whatever they stand in.

@@ -74,8 +74,9 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
 
 
 def settings_without_effect(config: TrainConfig) -> Iterator[str]:
-    """Settings of the objective that were given and change nothing, a sentence each with what to do instead."""
+    """Settings that were given and change nothing, a sentence each with what to do instead."""
     yield from _idle_bands(config)
+    yield from _idle_in_optimizer(config)
     if config.kl_estimator != "k3" and not has_reference(config):
         yield (
             f"kl_estimator {config.kl_estimator} has no effect without a reference, unless environments send "
@@ -102,6 +103,24 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
             f"{config.overlong_buffer} tokens, and seq_len {config.seq_len} leaves no completion that long: "
             "lower overlong_length"
         )
+
+
+def chooses_own_rate(config: TrainConfig) -> bool:
+    """Whether the optimizer takes no learning rate."""
+    return config.optimizer == "adafactor" and config.adafactor_relative_step
+
+
+def _idle_in_optimizer(config: TrainConfig) -> Iterator[str]:
+    """Settings of another optimizer, and of a rate that nobody asks for."""
+    if config.optimizer != "adafactor":
+        for name in _given(config, "adafactor_scale_parameter", "adafactor_relative_step"):
+            yield f"{name} has no effect with optimizer {config.optimizer}: choose adafactor, or leave it out"
+    if chooses_own_rate(config):
+        for name in _given(config, "lr", "warmup_steps", "lr_schedule"):
+            yield f"{name} has no effect with adafactor_relative_step, which chooses the rate: leave one of them out"
+    if not config.gradient_checkpointing:
+        for name in _given(config, "keep_attention"):
+            yield f"{name} has no effect without gradient_checkpointing, which it is a part of: set that too"
 
 
 def _idle_bands(config: TrainConfig) -> Iterator[str]:

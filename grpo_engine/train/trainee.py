@@ -25,7 +25,7 @@ from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.objective import loss_config, settings_without_effect
+from grpo_engine.train.objective import chooses_own_rate, loss_config, settings_without_effect
 from grpo_engine.train.reference import load_reference
 from grpo_engine.train.scoring import Scorer
 
@@ -60,6 +60,11 @@ class Trainee:
             log.warning(
                 "gradient_dtype bfloat16 has no effect: nothing that is trained is bfloat16 (adapters never are), and "
                 "gradients of anything else are float32; leave it out"
+            )
+        if config.master_weights == "stochastic_rounding" and not self._masters.are_rounded:
+            log.warning(
+                "master_weights stochastic_rounding has no effect: nothing that is trained is bfloat16 (adapters never "
+                "are), and anything else needs no masters; leave it out"
             )
         self._optimizer = build_optimizer(
             self._masters.parameters,
@@ -108,7 +113,7 @@ class Trainee:
         norm = float(self._masters.gradient_norm())
         is_finite = is_finite and norm < float("inf")  # false for NaN too
         if is_finite:
-            if not self.config.adafactor_relative_step:  # which chooses its own
+            if not chooses_own_rate(self.config):
                 for group in self._optimizer.param_groups:
                     group["lr"] = rate
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))  # 1e-6 as in torch's clipping

@@ -340,6 +340,10 @@ def test_settings_that_contradict_each_other_are_refused(changes: dict[str, obje
         ({"overlong_length": 9, "overlong_buffer": 2, "overlong_penalty": 0}, ["overlong_buffer"]),
         ({"overlong_length": 33, "overlong_buffer": 2}, ["overlong_buffer"]),
         ({"overlong_length": 32, "overlong_buffer": 2}, []),
+        ({"adafactor_relative_step": True, "warmup_steps": 2}, ["adafactor_relative_step"]),
+        ({"optimizer": "adafactor", "adafactor_relative_step": True}, ["lr"]),
+        ({"keep_attention": True}, ["keep_attention"]),
+        ({"keep_attention": True, "gradient_checkpointing": True}, []),
     ],
 )
 def test_a_setting_without_effect_is_named(changes: dict[str, object], names: list[str]) -> None:
@@ -350,6 +354,17 @@ def test_a_setting_without_effect_is_named(changes: dict[str, object], names: li
 def test_a_trainer_says_at_its_start_which_settings_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     trainee(settings(cispo_max=3))
     assert "cispo_max has no effect with loss grpo" in caplog.text
+
+
+def test_rounding_at_random_says_that_it_has_no_effect_on_fp32_weights(caplog: pytest.LogCaptureFixture) -> None:
+    trainee(settings(master_weights="stochastic_rounding"))
+    assert "stochastic_rounding has no effect" in caplog.text
+
+
+def test_a_setting_of_adafactor_leaves_the_learning_rate_of_adamw_to_its_schedule() -> None:
+    subject = trainee(settings(adafactor_relative_step=True, warmup_steps=4, lr=1e-2))
+    gradient_step(subject, make_batch(made_up_groups(0), seq_len=32), step=0, policy_version=0)
+    assert [group["lr"] for group in subject.optimizer.param_groups] == [2.5e-3, 2.5e-3]
 
 
 def test_a_penalty_for_length_enters_the_advantages_and_not_the_metrics() -> None:
