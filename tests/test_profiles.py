@@ -16,6 +16,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.dry_run import model_shape
 from grpo_engine.train.memory_plan import Card, MemoryPlan, available_bytes, memory_plan
+from grpo_engine.train.objective import settings_without_effect
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import Plan, make_plan
 
@@ -82,7 +83,7 @@ def planned(overrides: tuple[str, ...], total_bytes: int, folder: Path) -> tuple
     server = parse_flags(ServerConfig, argv["vllm"], prog="vllm", description="")
     trainer = parse_flags(TrainConfig, argv["trainer"], prog="trainer", description="")
     assert trainer.gpu_memory_utilization == server.gpu_memory_utilization
-    assert not trainer.unused
+    assert not list(settings_without_effect(trainer))
     share = server.gpu_memory_utilization
     free_bytes = int((1 - share) * total_bytes)
     card = Card(name="card", total_bytes=total_bytes, free_bytes=free_bytes, inference_share=share)

@@ -29,13 +29,11 @@ from safetensors import SafetensorError
 
 from grpo_engine.errors import CheckpointError
 from grpo_engine.train.state_files import read_state, write_state
-from grpo_engine.wire.codec import Message, write_json_atomically
+from grpo_engine.wire.codec import Message, first_fault, write_json_atomically
 
 MARKER = "checkpoint.json"
 TRAINER_STATE = "trainer"
 """What the names of the files begin with that only a trainer reads."""
-PICKLED_STATE = "trainer.pt"
-"""Of checkpoints that were made before the first release; they cannot be read any more."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
 UNFINISHED = re.compile(r"\.([^.]+)\.(partial|replaced|removed)")
 
@@ -68,19 +66,16 @@ class TrainerState:
     """Steps in a row until now that were not finite."""
 
 
-def save(
-    save_path: Path, state: TrainerState, write_model: Callable[[Path], None], *, keep: int, name: str | None = None
-) -> Path:
+def save(save_path: Path, state: TrainerState, write_model: Callable[[Path], None], *, keep: int) -> Path:
     """Write a checkpoint of `state`, and remove all but the newest `keep`.
 
     Args:
         write_model: writes an HF-loadable model into the folder it is given.
-        name: folder name; `step_<n>` unless said.
 
     Raises:
         CheckpointError: the disk is full or refuses; the checkpoints before this one are untouched.
     """
-    final = save_path / (name or f"step_{state.marker.step}")
+    final = save_path / f"step_{state.marker.step}"
     beside, replaced = save_path / f".{final.name}.partial", save_path / f".{final.name}.replaced"
     try:
         shutil.rmtree(beside, ignore_errors=True)
@@ -179,7 +174,7 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
         marker = CheckpointMarker.model_validate_json((folder / MARKER).read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(
-            f"{folder / MARKER}: unreadable ({first_fault(error)}); "
+            f"{folder / MARKER}: unreadable ({why_unreadable(error)}); "
             f"remove {folder} to go on from the checkpoint before it"
         ) from error
     if marker.model_name != model_name:
@@ -187,16 +182,11 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
             f"{folder}: of model {marker.model_name!r}, but this run trains {model_name!r}; "
             "choose another --save-path, or --no-resume to start anew"
         )
-    if (folder / PICKLED_STATE).exists():
-        raise CheckpointError(
-            f"{folder / PICKLED_STATE}: from a development version, whose trainer state cannot be read any more; "
-            "choose another --save-path, or --no-resume to start anew; the model in the folder can be loaded as ever"
-        )
     try:
         return TrainerState(marker=marker, **read_state(folder, TRAINER_STATE))
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise CheckpointError(
-            f"{folder / TRAINER_STATE}*: unreadable ({type(error).__name__}: {error}); "
+            f"{folder / TRAINER_STATE}*: unreadable ({why_unreadable(error)}); "
             f"remove {folder} to go on from the checkpoint before it"
         ) from error
 
@@ -231,12 +221,9 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def first_fault(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
     """Why a file could not be read, in a few words."""
-    if isinstance(error, ValidationError):
-        fault = error.errors(include_input=False)[0]
-        return ": ".join([*(str(part) for part in fault["loc"]), fault["msg"]])
-    return f"{type(error).__name__}: {error}"
+    return first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
 
 
 def _steps(save_path: Path) -> list[int]:

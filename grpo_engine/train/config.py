@@ -219,14 +219,6 @@ class TrainConfig(Config):
     """Inference nodes besides this machine."""
 
     @property
-    def unused(self) -> list[str]:
-        """Settings that were given and have no effect on this trainer."""
-        names = ["max_model_len", "vllm_gpu"]
-        if self.bridge.mode != "shared_vllm":  # else the GPU is the same, and the plan counts with it
-            names.append("gpu_memory_utilization")
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-    @property
     def sequences_per_batch(self) -> int:
         """Sequences in one optimizer step."""
         return self.batch_size * self.gradient_accumulation_steps

@@ -163,6 +163,6 @@ def _read_head(path: Path) -> JournalHead:
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path}: unreadable ({checkpoints.first_fault(error)}); "
+        f"{path}: unreadable ({checkpoints.why_unreadable(error)}); "
         "remove it to go on without this step and those after it"
     )

@@ -38,8 +38,6 @@ def run(config: TrainConfig) -> int:
     """Train until the last step or a polite signal; returns the exit code."""
     if config.dry_run:
         return dry_run(config)
-    for name in config.unused:
-        log.warning("%s has no effect on the trainer: it starts no vLLM; give it to the inference server", name)
     if config.debug_loading:
         logging.getLogger("grpo_engine.models").setLevel(logging.DEBUG)
     require_device(config.device)
@@ -50,7 +48,7 @@ def run(config: TrainConfig) -> int:
     folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
     save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
     checkpoints.require_place(save_path.absolute())
-    stop = StopRequest()
+    stop = PoliteStop()
     log_plan(config)
     bridge = config.bridge.build(bridge_context(config, folder / "bridge", is_stopping=stop))
     decode = load_tokenizer(config.model_name).decode
@@ -107,7 +105,7 @@ def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[
     )
 
 
-class StopRequest:
+class PoliteStop:
     """Whether a polite signal came; asked between two steps and while waiting for a batch."""
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ def find_start(
             marker = trainee.restore(state)
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # files whose content is damaged
             raise CheckpointError(
-                f"{folder}: cannot be restored ({checkpoints.first_fault(error)}); "
+                f"{folder}: cannot be restored ({checkpoints.why_unreadable(error)}); "
                 "remove it to go on from the checkpoint before it"
             ) from error
         step, version, lease = marker.step, marker.policy_version, marker.lease

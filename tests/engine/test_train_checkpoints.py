@@ -249,13 +249,6 @@ def test_a_disk_that_refuses_anything_leaves_the_checkpoint_before_it_and_says_s
     assert moment > 10
 
 
-def test_a_checkpoint_of_a_development_version_is_named_as_such(tmp_path: Path) -> None:
-    saved(trainee(), tmp_path, 1)
-    (tmp_path / "step_1/trainer.json").rename(tmp_path / "step_1/trainer.pt")
-    with pytest.raises(CheckpointError, match=r"trainer\.pt: from a development version.*--no-resume"):
-        checkpoints.load(tmp_path / "step_1", model_name="test/model")
-
-
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     saved(trainee(), tmp_path, 1)
     suffixes = {path.suffix for path in (tmp_path / "step_1").rglob("*") if path.is_file()}
