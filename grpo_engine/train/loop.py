@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_engine.bridges import Bridge
 from grpo_engine.data.source import RolloutSource
-from grpo_engine.errors import CheckpointError, GrpoError, PeerUnavailable
+from grpo_engine.errors import CheckpointError, DataError, GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.evaluation import Evaluator
@@ -110,7 +110,11 @@ def train(
                     continue
                 head = JournalHead(step=step + 1, policy_version=version, lease=source.lease, settings=settings)
                 entry = JournalEntry(head=head, groups=groups)
-            batch = fitting_batch(entry.groups, config.seq_len)
+            try:
+                batch = fitting_batch(entry.groups, config.seq_len, vocab_size=trainee.vocab_size)
+            except DataError:
+                source.mark_used()  # the next trainer would fail at the same batch
+                raise
             journal.keep(entry)
             version = entry.head.policy_version
             fetched = time.perf_counter()

@@ -283,22 +283,41 @@ def drop_stale(groups: Sequence[ScoredGroup], version: int, max_staleness: int |
     return fresh
 
 
-def fitting_batch(groups: Sequence[ScoredGroup], seq_len: int) -> Batch:
+def fitting_batch(groups: Sequence[ScoredGroup], seq_len: int, *, vocab_size: int) -> Batch:
     """A batch of the groups that can be trained on; others are named in the log and left out, so that one ends no run.
+
+    Args:
+        vocab_size: of the model, which would end with an index out of range, on a GPU beyond repair.
 
     Raises:
         DataError: none can be, so that it is the environment that is wrong and not a group.
     """
     try:
-        return make_batch(groups, seq_len=seq_len)
+        return _known_batch(groups, seq_len, vocab_size)
     except DataError:
-        return make_batch(list(_fitting(groups, seq_len)) or groups, seq_len=seq_len)
+        return _known_batch(list(_fitting(groups, seq_len, vocab_size)) or groups, seq_len, vocab_size)
 
 
-def _fitting(groups: Sequence[ScoredGroup], seq_len: int) -> Iterator[ScoredGroup]:
+def _known_batch(groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int) -> Batch:
+    """Raises DataError where `make_batch` does, and for tokens that the model does not have."""
+    batch = make_batch(groups, seq_len=seq_len)
+    for tokens in (batch.inputs, torch.where(batch.mask, batch.labels, 0)):
+        is_unknown = (tokens < 0) | (tokens >= vocab_size)
+        if is_unknown.any():
+            row, position = is_unknown.nonzero()[0].tolist()
+            sender = batch.env_ids[row]
+            raise DataError(
+                f"group of {'an unnamed environment' if sender is None else f'environment {sender}'}: "
+                f"{tokens[row, position]} is none of the model's {vocab_size} tokens, so it comes from the tokenizer "
+                "of another model: give environment and inference server the model that is trained"
+            )
+    return batch
+
+
+def _fitting(groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int) -> Iterator[ScoredGroup]:
     for group in groups:
         try:
-            make_batch([group], seq_len=seq_len)
+            _known_batch([group], seq_len, vocab_size)
         except DataError as error:
             log.error("group left out: %s", error)
         else:

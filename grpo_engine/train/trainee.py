@@ -94,6 +94,11 @@ class Trainee:
         return self._scorer.shares_prompts
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens that the model can read."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Over the masters, whose gradients it can drop."""
         return self._optimizer

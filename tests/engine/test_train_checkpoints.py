@@ -104,7 +104,7 @@ def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_a_restored_trainee_makes_the_next_step_of_the_one_that_was_saved(tmp_path: Path, optimizer: str) -> None:
     config = settings(optimizer=optimizer)
-    groups = [fitting_batch(made_up_groups(seed), 32) for seed in range(3)]
+    groups = [fitting_batch(made_up_groups(seed), 32, vocab_size=64) for seed in range(3)]
     one = trainee(config)
     for step in range(2):
         gradient_step(one, groups[step], step=step, policy_version=step)
@@ -294,7 +294,7 @@ def test_a_fresh_peft_loads_the_adapter(tmp_path: Path) -> None:
         save=lambda folder: model.save_pretrained(folder, save_embedding_layers=False),
     )
     subject = Trainee(attached, settings(bridge=LoraOnly()))
-    gradient_step(subject, fitting_batch(made_up_groups(0), 32), step=0, policy_version=0)
+    gradient_step(subject, fitting_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
     subject.write_weights()
     saved(subject, tmp_path / "run", 1)
     logits = in_a_fresh_interpreter(

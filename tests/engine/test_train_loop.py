@@ -182,10 +182,48 @@ def test_one_group_that_does_not_fit_is_left_out_and_ends_no_run(tmp_path: Path)
             "policy_versions": None,
         }
     )
-    batch = fitting_batch([*made_up_groups(8), too_long], 32)
+    batch = fitting_batch([*made_up_groups(8), too_long], 32, vocab_size=64)
     assert batch.num_sequences == 8
     with pytest.raises(DataError, match="none of its first 32 is trained"):
-        fitting_batch([too_long], 32)
+        fitting_batch([too_long], 32, vocab_size=64)
+
+
+@pytest.mark.parametrize("masks", [[-100, -100, 99_999], [-100, 3, -100]], ids=["trained", "read"])
+def test_a_group_of_another_models_tokenizer_is_left_out_and_ends_no_run(
+    masks: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = [5, 3, 99_999] if masks[2] != -100 else [99_999, 3, 5]
+    strange = made_up_groups(9)[0].model_copy(
+        update={
+            "tokens": [tokens] * 4,
+            "masks": [masks] * 4,
+            "inference_logprobs": [[1.0 if label == -100 else -1.0 for label in masks]] * 4,
+            "policy_versions": None,
+        }
+    )
+    batch = fitting_batch([*made_up_groups(8), strange], 32, vocab_size=64)
+    assert batch.num_sequences == 8
+    assert "99999 is none of the model's 64 tokens" in caplog.text
+
+
+def test_a_batch_that_nothing_of_can_be_trained_on_is_not_left_to_the_next_trainer(tmp_path: Path) -> None:
+    strange = {"tokens": [[5, 99_999]] * 4, "masks": [[-100, 99_999]] * 4, "inference_logprobs": [[1.0, -1.0]] * 4}
+    groups = [group.model_copy(update={**strange, "policy_versions": None}) for group in made_up_groups(0)]
+    source = ListedSource([groups])
+    with (
+        Recorder(tmp_path, total_steps=1, show_times=False) as recorder,
+        pytest.raises(DataError, match="comes from the tokenizer of another model"),
+    ):
+        train(
+            settings(),
+            source,  # type: ignore[arg-type]
+            ListeningBridge(small_model()),
+            recorder,
+            decode=str,
+            save_path=tmp_path / "checkpoints",
+        )
+    assert source.num_used == 1
+    assert not list((tmp_path / "checkpoints").glob("journal/*"))
 
 
 def test_checkpoints_of_an_earlier_run_are_set_aside_and_not_lost(tmp_path: Path) -> None:

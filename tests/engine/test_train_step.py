@@ -258,7 +258,7 @@ def test_a_group_whose_versions_do_not_fit_its_tokens_is_left_out_by_name_and_en
     sound, ragged = made_up_groups(13)
     ragged = ragged.model_copy(update={"policy_versions": [[0]] * 4})
     groups = drop_stale([sound, ragged], 5, 8)
-    assert fitting_batch(groups, 32).num_sequences == 4
+    assert fitting_batch(groups, 32, vocab_size=64).num_sequences == 4
     assert "policy_versions has 1 entries" in caplog.text
 
 

@@ -87,6 +87,7 @@ class ListedSource:
         self._batches = list(batches)
         self.registered: dict[str, object] = {}
         self.lease = ""
+        self.num_used = 0
 
     def go_on_after(self, lease: str) -> None:
         self.lease = lease
@@ -105,7 +106,7 @@ class ListedSource:
         return None if stop() or not self._batches else self._batches.pop(0)
 
     def mark_used(self) -> None:
-        pass
+        self.num_used += 1
 
 
 class ListeningBridge:
