@@ -1,7 +1,7 @@
 """Settings of the trainer: the stock trainer's flags with their names and defaults, and ours beside them.
 
-Torch-free, so that profiles can be checked without loading it. Two defaults differ from the stock trainer's on purpose,
-each with its reason in its docstring.
+Torch-free, so that profiles can be checked without loading it. Where a default differs from the stock trainer's, its
+docstring says why.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class TrainConfig(Config):
     """Longest sequence, prompt included."""
     micro_batch_tokens: int | None = Field(None, ge=2)
     """Tokens a micro-batch, in place of batch_size sequences: short ones then share it."""
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    """Of the random numbers that training draws."""
 
     # Optimizer
     lr: float = Field(1e-5, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("lr", "learning_rate"))
@@ -58,7 +60,9 @@ class TrainConfig(Config):
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Decoupled, and of matrices alone: norms and biases never decay."""
     adafactor_scale_parameter: bool = False
+    """Adafactor's updates grow with the size of the weights."""
     adafactor_relative_step: bool = False
+    """Adafactor chooses the learning rate itself."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this norm."""
 
@@ -116,24 +120,19 @@ class TrainConfig(Config):
     train_layer_indices: str | None = None
     """Train only these layers, as in `20-31` or `0-3,28-31`."""
     lora_r: int = Field(16, ge=1)
+    """Rank of the adapters that lora_only trains."""
     lora_alpha: int = Field(32, ge=1)
+    """Adapters are scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Stock has 0.05, which makes trainer and inference disagree on every token even with equal weights."""
+    """The stock trainer has 0.05, which makes trainer and inference disagree on every token even with equal weights."""
     lora_target_modules: tuple[str, ...] = Field(("q_proj", "v_proj"), min_length=1)
+    """Modules that get an adapter."""
     lora_layer_indices: str | None = None
     """Put adapters only on these layers, as in `20-31`."""
 
-    # Where things are
-    atropos_url: str = "http://localhost:8000"
-    """URL of the rollout API."""
-    vllm_port: int = Field(9001, ge=1, le=65535)
-    """Port of the inference server on this machine."""
+    # Memory and speed
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    device: str = "auto"
-    """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
-    threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads of torch; unset: torch's own choice."""
-    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    """Of the weights and of what is computed; auto: what the model was saved in."""
     gradient_checkpointing: bool = False
     """Keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more
     time."""
@@ -144,6 +143,16 @@ class TrainConfig(Config):
     """Compile each layer, on a GPU: a third quicker, after some seconds once."""
     probe: bool = True
     """On a GPU, run the longest micro-batch once before training, so that a lack of memory shows at once."""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of torch; unset: torch's own choice."""
+
+    # Where things are
+    atropos_url: str = "http://localhost:8000"
+    """URL of the rollout API."""
+    vllm_port: int = Field(9001, ge=1, le=65535)
+    """Port of the inference server on this machine."""
+    device: str = "auto"
+    """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
     dry_run: bool = False
     """Say what would be trained and how much memory it takes, and end: with 0 where it fits on the GPU, else with 1."""
 
@@ -171,6 +180,7 @@ class TrainConfig(Config):
     run_folder: Path | None = None
     """Folder for metrics.jsonl and rollouts.jsonl; unset: a new one below log_dir."""
     log_dir: Path = Path("logs")
+    """Where run folders are made."""
     rollouts_every: int = Field(1, ge=0)
     """Write sampled groups to rollouts.jsonl every so many steps; 0: never."""
     rollouts_groups: int = Field(2, ge=1)
@@ -178,8 +188,9 @@ class TrainConfig(Config):
     use_wandb: bool = False
     """Also log to Weights & Biases (needs the `trackers` extra). `WANDB_MODE=offline` keeps it on this machine."""
     wandb_project: str | None = None
+    """The project of the run there."""
     wandb_group: str | None = None
-    """Unset: the name of the run folder."""
+    """The group of the run there; unset: the name of the run folder."""
     use_tensorboard: bool = False
     """Also write event files into the run folder, for `tensorboard --logdir logs` (needs the `trackers` extra)."""
     use_trackio: bool = False
@@ -211,12 +222,15 @@ class TrainConfig(Config):
     vllm_gpu: int | None = None
     """Has no effect here: set `gpus` of the inference service, or CUDA_VISIBLE_DEVICES of the server."""
 
-    # Several trainers
+    # Flags of the stock trainer for several trainers; ours is one process
     trainer_rank: int = 0
+    """0, of the one trainer."""
     world_size: int = 1
+    """1, the one trainer."""
     init_method: str = "env://"
+    """Has no effect: one process meets no others."""
     num_inference_nodes: int = 0
-    """Inference nodes besides this machine."""
+    """0: inference is on this machine."""
 
     @property
     def sequences_per_batch(self) -> int:

@@ -77,8 +77,7 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
     """Settings that were given and change nothing, a sentence each with what to do instead."""
     yield from _idle_bands(config)
     yield from _idle_in_optimizer(config)
-    is_planned_with = config.bridge.mode == "shared_vllm"  # inference is then on the same GPU
-    for name in _given(config, "max_model_len", "vllm_gpu", *(() if is_planned_with else ["gpu_memory_utilization"])):
+    for name in _given(config, "max_model_len", "vllm_gpu"):
         yield f"{name} has no effect on the trainer, which starts no vLLM: give it to the inference server"
     if config.kl_estimator != "k3" and not has_reference(config):
         yield (
