@@ -134,7 +134,7 @@ def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
                 for inner in _settings(member, (*prefix, name)):
                     if inner.path not in seen:
                         seen.add(inner.path)
-                        if inner.path == (*prefix, name, tag):
+                        if tag is not None and inner.path == (*prefix, name, tag):
                             choices = tuple(m.model_fields[inner.path[-1]].annotation for m in members)
                             chosen = getattr(_default(field), tag, PydanticUndefined)
                             of_all = FieldInfo(annotation=inner.field.annotation, default=chosen)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_engine.bridges import Bridge
+from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import CheckpointError, DataError, GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
@@ -30,9 +31,6 @@ from grpo_engine.train.trainee import Trainee
 
 log = logging.getLogger(__name__)
 
-StopRequest = Callable[[], bool]
-"""Whether to end after the step in hand."""
-
 
 def train(
     config: TrainConfig,
@@ -42,9 +40,12 @@ def train(
     *,
     decode: Decode,
     save_path: Path,
-    stop: StopRequest = lambda: False,
+    stop: Callable[[], bool] = never,
 ) -> int:
     """Train to `config.training_steps`, or until `stop()`; returns the number of steps done.
+
+    Args:
+        stop: whether to end after the step in hand.
 
     Raises:
         GrpoError: the API, the server or a checkpoint is not what it should be, or the steps stop being finite.
