@@ -31,8 +31,9 @@ def group_advantages(
         rewards: (B,) of any float dtype.
         group_ids: (B,) arbitrary integers, in any order.
         scale: `group` divides by the group's standard deviation plus `epsilon` (DeepSeekMath, arXiv 2402.03300,
-            section 4.1.2), `batch` by that of all rewards (REINFORCE++, arXiv 2501.03262), `none` by nothing
-            (Dr. GRPO, arXiv 2503.20783: dividing favours prompts that are nearly solved or nearly hopeless).
+            section 4.1.2), `batch` by that of all rewards (Lite PPO, arXiv 2508.08221; REINFORCE++-baseline takes that
+            of the centred ones), `none` by nothing (Dr. GRPO, arXiv 2503.20783: dividing favours prompts that are
+            nearly solved or nearly hopeless).
         ddof: 1 for the unbiased standard deviation, 0 for the population's.
         epsilon: keeps nearly equal rewards from exploding.
         baseline: `leave_one_out` is the mean of the other members (RLOO, arXiv 2402.14740), which makes the mean of

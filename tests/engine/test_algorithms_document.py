@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "algorithms.md").read_text()
 PLACES = sorted(set(re.findall(r"([a-z_]+/[a-z_]+\.py)::([A-Za-z_][\w.]*\w)", DOCUMENT)))
 
-WITHOUT_A_FORMULA = {"fold_tile", "tile_gradient", "ks_up_to"}
-"""Steps of `token_logprobs`, whose mathematics the document has; and which k are told."""
+WITHOUT_A_FORMULA = {"check_shapes", "flat_temperature", "product", "add_product", "ks_up_to"}
+"""What the output layer is walked with, and which k are told."""
 
 
 def settings_named_in(column: int) -> set[str]:
