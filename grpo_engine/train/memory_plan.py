@@ -19,7 +19,7 @@ that needs no mask, and no dropout. The tests count what autograd keeps, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -52,6 +52,11 @@ class ParameterShape:
     def numel(self) -> int:
         """How many numbers."""
         return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return self.numel * self.bytes_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +110,13 @@ STEP = frozenset({Moment.HEAD, Moment.LAYER})
 ALWAYS = frozenset(Moment)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Memory for one purpose."""
 
     name: str
     num_bytes: int
-    when: frozenset[Moment] = ALWAYS
+    when: Set[Moment] = ALWAYS
     note: str = ""
 
 
@@ -156,38 +161,29 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
     trained = list(trained_parameters(model, config))
     rows, row_tokens = longest_micro_batch(config)
     activations, layer = _activations(model, config, trained, rows * row_tokens)
-    largest = max((parameter.numel * parameter.bytes_each for parameter in trained), default=0)
-    has_adapters = isinstance(config.bridge, LoraOnly)
-    is_shared = isinstance(config.bridge, SharedVllm)
-    adapters = sum(parameter.numel * parameter.bytes_each for parameter in trained) if has_adapters else 0
-    weights = sum(parameter.numel * parameter.bytes_each for parameter in model.parameters)
-    reference = weights if _has_reference_copy(config) else 0
-    parts = (
-        Part(
-            name="weights",
-            num_bytes=0 if is_shared else weights + adapters,
-            note="the inference server's" if is_shared else "with adapters" if has_adapters else "",
-        ),
-        Part(name="master weights", num_bytes=_masters(trained, config, is_shared)),
-        Part(name="gradients", num_bytes=sum(_gradient(parameter, config) for parameter in trained)),
-        Part(name="optimizer state", num_bytes=sum(state_bytes(p.shape, config) for p in trained)),
-        Part(name="reference model", num_bytes=reference),
-        Part(
-            name="weights unseen",
-            num_bytes=sum(p.numel * p.bytes_each for p in trained) if is_shared and config.num_iterations > 1 else 0,
-            note="between two hand-overs" if is_shared and config.num_iterations > 1 else "",
-        ),
-        Part(name="saved activations", num_bytes=activations, when=STEP),
-        Part(name="gradient in flight", num_bytes=largest, when=frozenset({Moment.LAYER})),
-        Part(
-            name="one layer's backward",
-            num_bytes=layer,
-            when=frozenset({Moment.LAYER}),
-            note="computed again" if config.gradient_checkpointing else "",
-        ),
-        Part(name="output layer", num_bytes=_head(model, trained, rows * row_tokens), when=frozenset({Moment.HEAD})),
-        Part(name="optimizer update", num_bytes=_update(trained, config), when=frozenset({Moment.UPDATE})),
-    )
+    weights = sum(parameter.num_bytes for parameter in model.parameters)
+    learning = sum(parameter.num_bytes for parameter in trained)
+    has_adapters, is_shared = isinstance(config.bridge, LoraOnly), isinstance(config.bridge, SharedVllm)
+    if is_shared:
+        own = Part("weights", 0, note="the inference server's")
+    elif has_adapters:
+        own = Part("weights", weights + learning, note="with adapters")
+    else:
+        own = Part("weights", weights)
+    parts = [
+        own,
+        Part("master weights", _masters(trained, config, is_shared)),
+        Part("gradients", sum(_gradient(parameter, config) for parameter in trained)),
+        Part("optimizer state", sum(state_bytes(parameter.shape, config) for parameter in trained)),
+        Part("reference model", weights if _has_reference_copy(config) else 0),
+        Part("saved activations", activations, STEP),
+        Part("gradient in flight", max((parameter.num_bytes for parameter in trained), default=0), {Moment.LAYER}),
+        Part("one layer's backward", layer, {Moment.LAYER}, "computed again" if config.gradient_checkpointing else ""),
+        Part("output layer", _head(model, trained, rows * row_tokens), {Moment.HEAD}),
+        Part("optimizer update", _update(trained, config), {Moment.UPDATE}),
+    ]
+    if is_shared and config.num_iterations > 1:
+        parts.insert(5, Part("weights unseen", learning, note="between two hand-overs"))
     return MemoryPlan(
         parts=tuple(part for part in parts if part.num_bytes or part.note),
         num_trained=sum(parameter.numel for parameter in trained),
@@ -311,7 +307,7 @@ def _masters(trained: Sequence[ParameterShape], config: TrainConfig, is_shared: 
         elif config.master_weights == "float32":
             num_bytes += FP32 * parameter.numel
         elif is_shared:
-            num_bytes += parameter.bytes_each * parameter.numel
+            num_bytes += parameter.num_bytes
     return num_bytes
 
 

@@ -5,7 +5,6 @@ Console lines have the stock trainer's wording, so that scripts which read them 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,18 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.train.line_file import LineFile
 from grpo_engine.train.trackers import Tracker
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.metrics import MetricsLine, RolloutLine
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
-
-MAX_WAITING_BYTES = 64 * 2**20
-"""Of lines that a full disk did not take; later ones are dropped."""
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +33,13 @@ class Recorder:
         """Raises ConfigError where nothing can be written in that folder."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = _LineFile(folder / METRICS_FILE)
-            self._rollouts = _LineFile(folder / ROLLOUTS_FILE)
+            self._metrics = LineFile(folder / METRICS_FILE)
+            self._rollouts = LineFile(folder / ROLLOUTS_FILE)
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: cannot be written: {error.strerror}; choose another --run-folder, or, for runs by "
                 "hand, another --log-dir"
             ) from error
-        self._folder = folder
         self._last_step = 0
         self._has_console = True
         self._total_steps = total_steps
@@ -64,8 +59,8 @@ class Recorder:
 
     def begin_after(self, step: int) -> None:
         """Go on after this step: what was recorded of later ones, which are made anew, is set aside."""
-        self._last_step = _keep_through(self._folder / METRICS_FILE, step or -1)  # from 0 on, what was before it too
-        _keep_through(self._folder / ROLLOUTS_FILE, self._last_step)  # a step's groups are written before its metrics
+        self._last_step = self._metrics.keep_through(step or -1)  # from 0 on, what was before it too
+        self._rollouts.keep_through(self._last_step)  # a step's groups are written before its metrics
 
     def has(self, step: int) -> bool:
         """Whether a step was recorded before this trainer began, and is only made again."""
@@ -110,44 +105,6 @@ class Recorder:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _LineFile:
-    """A file that lines are added to, and that ends no run: what the disk has no room for is written once it has."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] = path.open("ab", buffering=0)
-        self._waiting = b""
-        self._has_failed = False
-
-    def append(self, line: bytes) -> None:
-        """Write what waits and this line; each alone, so that a reader sees it at once."""
-        if len(self._waiting) < MAX_WAITING_BYTES:
-            self._waiting += line
-        try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]  # a disk may take half of it
-        except OSError as error:
-            if not self._has_failed:
-                log.error(
-                    "%s: cannot be written: %s; training goes on, and what is missing follows once there is room",
-                    self._path,
-                    error.strerror,
-                )
-            self._has_failed = True
-        else:
-            if self._has_failed:
-                log.info("%s: can be written again", self._path)
-            self._has_failed = False
-
-    def close(self) -> None:
-        """Try once more, and say what was lost."""
-        if self._waiting:
-            self.append(b"")
-        if self._waiting:
-            log.error("%s: the last %d bytes are lost: there was no room", self._path, len(self._waiting))
-        self._file.close()
-
-
 def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_times: bool) -> list[str]:
     """The lines of one step, as the stock trainer words them (its `Step`, `Loss` and `GRPO` lines)."""
     loss = metrics.get("train/loss", math.nan)
@@ -169,33 +126,3 @@ def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_t
         f"alignment: mean={metrics.get('alignment/diff_mean', math.nan):+.4f}, "
         f"abs={metrics.get('alignment/diff_abs_mean', math.nan):.4f}",
     ]
-
-
-def _keep_through(path: Path, step: int) -> int:
-    """Cut a file of lines off before the first one of a later step, or that a crash left half-written.
-
-    Whole lines that are cut off go to a file beside it. Returns the last step that is left; 0 when there is none.
-    """
-    content = path.read_bytes()
-    end, last = 0, 0
-    for line in content.splitlines(keepends=True):
-        number = _step_of(line)
-        if number > step or not line.endswith(b"\n"):
-            break
-        end, last = end + len(line), max(last, number)
-    rest = content[end : content.rfind(b"\n") + 1]
-    if rest:
-        aside = path.with_name(f"{path.stem}-set-aside{path.suffix}")
-        log.warning("%s: what was recorded after step %d is now in %s", path, last, aside)
-        with aside.open("ab") as file:
-            file.write(rest)
-    if end < len(content):
-        os.truncate(path, end)
-    return last
-
-
-def _step_of(line: bytes) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return 0  # of no step, so of no later one
