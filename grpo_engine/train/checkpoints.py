@@ -11,13 +11,15 @@ crash, also of the machine, leaves the checkpoint before it or the new one, and 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import random
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,40 @@ def require_place(save_path: Path) -> None:
         reason = "" if error.errno == errno.ENOSPC else error.strerror or str(error)
     if reason:
         raise CheckpointError(f"{save_path}: no checkpoint can be saved there: {reason}; choose another --save-path")
+
+
+@contextmanager
+def claimed(save_path: Path) -> Iterator[None]:
+    """Within, no other trainer of this machine can save there: each would prune and tidy away what the other writes.
+
+    The kernel lets go of the claim when the process ends, however it does. The file is beside the folder, which a run
+    that starts anew moves away; where it cannot be made, nothing is claimed.
+
+    Raises:
+        CheckpointError: another trainer does; names its process.
+    """
+    lock = save_path.with_name(f".{save_path.name}.lock")
+    try:
+        file = lock.open("a+", encoding="ascii")
+    except OSError as error:
+        log.warning("%s: cannot be made (%s), so start no second trainer on %s", lock, error.strerror, save_path)
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"{save_path}: another trainer saves there (process {file.read().strip() or 'unknown'}): end it, or "
+                "choose another --save-path"
+            ) from None
+        except OSError as error:  # file systems without locks
+            log.warning("%s: cannot be locked (%s), so start no second trainer there", save_path, error.strerror)
+        with suppress(OSError):  # a full disk; the number is for the message alone
+            os.ftruncate(file.fileno(), 0)
+            os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
+        yield
 
 
 def tidy(save_path: Path) -> None:

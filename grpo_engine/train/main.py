@@ -58,7 +58,11 @@ def run(config: TrainConfig) -> int:
         show_times=config.benchmark,
         trackers=build_trackers(config, folder),
     )
-    with recorder, RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source:
+    with (
+        recorder,
+        checkpoints.claimed(save_path.absolute()),
+        RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source,
+    ):
         try:
             train(config, source, bridge, recorder, decode=decode, save_path=save_path.absolute(), stop=stop)
         except PeerUnavailable as error:  # asked to stop before the first step, while somebody was awaited

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import CheckpointError, ConfigError
-from grpo_engine.train.checkpoints import require_place, set_aside
+from grpo_engine.train.checkpoints import claimed, require_place, set_aside
 from grpo_engine.train.journal import Journal
 from grpo_engine.train.recorder import Recorder
 
@@ -115,6 +115,17 @@ def test_a_folder_that_cannot_be_moved_out_of_the_way_is_named(tmp_path: Path, m
     monkeypatch.setattr(Path, "rename", busy)
     with pytest.raises(CheckpointError, match=r"mounted: what an earlier run left there cannot be moved .*busy"):
         set_aside(tmp_path / "mounted")
+
+
+def test_a_second_trainer_on_the_same_save_path_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
+    with (
+        claimed(tmp_path / "checkpoints"),
+        pytest.raises(CheckpointError, match=rf"another trainer saves there \(process {os.getpid()}\)"),
+        claimed(tmp_path / "checkpoints"),
+    ):
+        pass
+    with claimed(tmp_path / "checkpoints"):  # the first has ended
+        pass
 
 
 def test_a_save_path_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
