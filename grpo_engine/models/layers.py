@@ -1,4 +1,4 @@
-"""Choosing transformer layers by index: to train only those, or to put adapters only on those.
+"""Choosing what learns: transformer layers by index, to train or to put adapters on, and modules for adapters.
 
 Assumes the naming that every decoder of the transformers library has: `….layers.<index>.…` (`….h.<index>.…` in GPT-2's
 line). Reading the text form (`0-3,28-31`) is in `config.py`.
@@ -7,10 +7,11 @@ line). Reading the text form (`0-3,28-31`) is in `config.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from grpo_engine.errors import ModelError
 
@@ -50,6 +51,27 @@ def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:
     return chosen
 
 
+def require_targets(model: PreTrainedModel, names: Sequence[str]) -> list[nn.Module]:
+    """A module of each of these names, if adapters can be put on all of them.
+
+    Raises:
+        ModelError: one is no linear layer of this model, or is its output layer.
+    """
+    linear = {name.rpartition(".")[2]: module for name, module in model.named_modules() if _is_linear(module)}
+    if unknown := [name for name in names if name not in linear]:
+        raise ModelError(
+            f"LoRA target modules {', '.join(unknown)} are no linear layers of this model; it has "
+            f"{', '.join(sorted(linear))}"
+        )
+    head = model.get_output_embeddings()
+    if of_head := [name for name in names if linear[name] is head]:
+        raise ModelError(
+            f"LoRA target module {of_head[0]} is the output layer, which is applied without adapters here, so that "
+            "one would learn nothing: leave it out"
+        )
+    return [linear[name] for name in names]
+
+
 def takes_any_mask(model: PreTrainedModel) -> bool:
     """Whether every layer attends as a mask of ours says: full attention by SDPA, no sliding window, no recurrence.
 
@@ -80,3 +102,8 @@ def _layers(model: nn.Module) -> Iterator[int]:
         index = layer_of(name)
         if index is not None:
             yield index
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Also quantized ones, and GPT-2's, whose weights are transposed."""
+    return "Linear" in type(module).__name__ or isinstance(module, Conv1D)

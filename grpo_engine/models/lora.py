@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LoraSettings, parse_layer_indices
-from grpo_engine.models.layers import require_layers
+from grpo_engine.models.layers import require_layers, require_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,18 +30,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     layers = None
     if settings.layer_indices is not None:
         layers = sorted(require_layers(model, parse_layer_indices(settings.layer_indices)))
-    linear = {name.rpartition(".")[2]: module for name, module in model.named_modules() if _is_linear(module)}
-    if unknown := [name for name in settings.target_modules if name not in linear]:
-        raise ModelError(
-            f"LoRA target modules {', '.join(unknown)} are no linear layers of this model; it has "
-            f"{', '.join(sorted(linear))}"
-        )
-    head = model.get_output_embeddings()
-    if of_head := [name for name in settings.target_modules if linear[name] is head]:
-        raise ModelError(
-            f"LoRA target module {of_head[0]} is the output layer, which is applied without adapters here, so that "
-            "one would learn nothing: leave it out"
-        )
+    targets = require_targets(model, settings.target_modules)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -50,14 +38,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules),
         layers_to_transform=layers,
-        fan_in_fan_out=any(isinstance(linear[name], Conv1D) for name in settings.target_modules),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets),
     )
     return get_peft_model(model, config, autocast_adapter_dtype=True)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Also quantized ones, and GPT-2's, whose weights are transposed."""
-    return "Linear" in type(module).__name__ or isinstance(module, Conv1D)
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from grpo_engine.bridges import LoraOnly, SharedVllm
@@ -23,7 +22,7 @@ from grpo_engine.bridges.saving import trainable_device
 from grpo_engine.errors import ModelError
 from grpo_engine.flags import to_flags
 from grpo_engine.models.config import parse_layer_indices
-from grpo_engine.models.layers import require_layers
+from grpo_engine.models.layers import require_layers, require_targets
 from grpo_engine.models.loading import load_config, torch_dtype
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.fitting import Advice, advice
@@ -104,7 +103,7 @@ def model_shape(pretrained: PreTrainedConfig, config: TrainConfig) -> ModelShape
         if indices is not None:
             require_layers(model, parse_layer_indices(indices))
     if isinstance(config.bridge, LoraOnly):
-        _require_modules(model, config.lora_target_modules)
+        require_targets(model, config.lora_target_modules)
     text: Any = pretrained.get_text_config()
     try:
         hidden, num_heads, num_layers = text.hidden_size, text.num_attention_heads, text.num_hidden_layers
@@ -130,14 +129,6 @@ def model_shape(pretrained: PreTrainedConfig, config: TrainConfig) -> ModelShape
         is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         bytes_each=dtype.itemsize,
     )
-
-
-def _require_modules(model: nn.Module, names: Sequence[str]) -> None:
-    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if unknown := [name for name in names if name not in present]:
-        raise ModelError(
-            f"LoRA target modules {', '.join(unknown)} are not in this model: choose others with --lora-target-modules"
-        )
 
 
 def _intermediate_size(text: Any) -> int:

@@ -140,7 +140,7 @@ def test_layers_that_the_model_lacks_are_refused() -> None:
 
 
 def test_adapter_targets_that_the_model_lacks_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"w_pack are not in this model"):
+    with pytest.raises(ModelError, match=r"w_pack are no linear layers of this model"):
         model_shape(small(), settings(**LORA, lora_target_modules=("q_proj", "w_pack")))
 
 
