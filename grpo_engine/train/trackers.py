@@ -7,7 +7,6 @@ that fails later is said once and left out, since the run folder has everything 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +18,6 @@ from grpo_engine.train.config import TrainConfig
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_RUN_ID_FILE = "wandb-run-id"
-
-SECRET_NAME = re.compile(r"(?i)(?:key|token|secret|password|passwd|credentials?)$")
 
 log = logging.getLogger(__name__)
 
@@ -168,20 +165,13 @@ class Forgiving:
 
 
 def public_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings as they may leave this machine: none named like a secret, and URLs without user and query."""
-    return _public(config.model_dump(mode="json"))
+    """The settings as they may leave this machine: URLs without user and query."""
+    settings = config.model_dump(mode="json")
+    return {name: _bare_url(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
-def _public(settings: dict[str, Any]) -> dict[str, Any]:
-    shown: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            shown[name] = _public(value)
-        elif not SECRET_NAME.search(name):
-            shown[name] = _bare_url(value) if isinstance(value, str) and "://" in value else value
-    return shown
-
-
-def _bare_url(url: str) -> str:
-    parts = urlsplit(url)
+def _bare_url(text: str) -> str:
+    if "://" not in text:
+        return text
+    parts = urlsplit(text)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
