@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
-from grpo_engine.bridges.saving import save_model, trainable_device
+from grpo_engine.bridges.saving import save_model, saying_why_unwritten, trainable_device
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
 
@@ -106,7 +106,8 @@ class LoraOnlyBridge:
         name = f"policy@{self._version:06d}"
         path = self._folder / name
         self._kept = [kept for kept in self._kept if kept != path]
-        save_adapter(self._model, path)
+        with saying_why_unwritten(path):
+            save_adapter(self._model, path)
         self._kept.append(path)
         self._client.load_adapter(path, name, self._version)
         self._instance = self._client.info().instance

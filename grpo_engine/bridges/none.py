@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
-from grpo_engine.bridges.saving import save_model, trainable_device
+from grpo_engine.bridges.saving import save_model, saying_why_unwritten, trainable_device
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
 
@@ -98,7 +98,8 @@ class CheckpointReloadBridge:
     def _hand_over(self) -> None:
         folder = self._context.folder / "handover" / f"version-{self._written:06d}"
         shutil.rmtree(folder.parent, ignore_errors=True)
-        save_model(self._model, self._context.model_name, folder)
+        with saying_why_unwritten(folder):
+            save_model(self._model, self._context.model_name, folder)
         self._client.reload(folder, self._written)
         self._served, self._instance = self._written, self._client.info().instance
         shutil.rmtree(folder)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from grpo_engine.errors import BridgeError
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -21,6 +25,24 @@ def save_model(model: PreTrainedModel | PeftModel, model_name: str, folder: Path
     else:
         model.save_pretrained(folder)
     load_tokenizer(model_name).save_pretrained(folder)
+
+
+@contextmanager
+def saying_why_unwritten(folder: Path) -> Iterator[None]:
+    """Within, a disk that refuses the weights on their way to inference is named with what to do.
+
+    Raises:
+        BridgeError: it refused.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BridgeError(
+            f"{folder}: the weights that inference is to read cannot be written there: {error}; make room, or choose "
+            "another folder (--run-folder, with lora_only --adapter-folder)"
+        ) from error
 
 
 def trainable_device(text: str) -> str:
