@@ -39,15 +39,15 @@ class ServerFacts:
     kind: ServerKind
     engine: str
     model_name: str
-    dtype: str | None
-    device: str | None
     logprobs_mode: LogprobsMode
     declares_mode: bool
     """Whether the server said so; stock servers do not, and theirs is `raw`."""
-    policy_version: int | None
+    dtype: str | None = None
+    device: str | None = None
+    policy_version: int | None = None
     """None where the server counts none."""
-    takes_adapters: bool
-    adapter: tuple[str, str] | None
+    takes_adapters: bool = False
+    adapter: tuple[str, str] | None = None
     """(name, path) of the adapter that is served."""
 
     @property
@@ -65,7 +65,7 @@ class Sample:
     logprobs: tuple[float, ...]
     """Of the tokens, as the server reported them."""
     finish_reason: str
-    policy_version: int | None
+    policy_version: int | None = None
 
 
 class CheckedServer:
@@ -192,7 +192,7 @@ class CheckedServer:
     def restore_adapter(self, adapter: tuple[str, str] | None) -> bool:
         """Serve what was served before: an adapter, or the bare model; False where the adapter's folder is gone."""
         if adapter is None:
-            self._client.ask("POST", "/lora/unload", None, _Status)
+            self._client.ask("POST", "/lora/unload", None, Message)
             return True
         name, path = adapter
         if not Path(path).is_dir():
@@ -206,8 +206,6 @@ class CheckedServer:
 
     def _stock_vllm(self) -> ServerFacts:
         models = self._client.ask("GET", "/v1/models", None, _Models)
-        if not models.data:
-            raise PeerError(f"{self.url}: serves no model: /v1/models is empty")
         version = "unknown version"
         with suppress(BridgeError, PeerError):
             version = self._client.ask("GET", "/version", None, _Version).version
@@ -216,13 +214,8 @@ class CheckedServer:
             kind=self._kind,
             engine=f"vllm {version}",
             model_name=models.data[0].root or self._model,
-            dtype=None,
-            device=None,
             logprobs_mode="raw",
             declares_mode=False,
-            policy_version=None,
-            takes_adapters=False,
-            adapter=None,
         )
 
     def _sample_from_vllm(
@@ -240,20 +233,15 @@ class CheckedServer:
             return_tokens_as_token_ids=True,
         )
         answer = self._client.ask("POST", "/v1/completions", body, _Completions)
-        samples: list[Sample] = []
-        for choice in sorted(answer.choices, key=lambda choice: choice.index):
-            if choice.logprobs is None:
-                raise PeerError(f"{self.url}: /v1/completions answered without logprobs, though they were asked for")
-            samples.append(
-                Sample(
-                    prompt=tuple(prompt),
-                    tokens=tuple(int(token.removeprefix(_TOKEN_ID)) for token in choice.logprobs.tokens),
-                    logprobs=tuple(choice.logprobs.token_logprobs),
-                    finish_reason=choice.finish_reason or "abort",
-                    policy_version=None,
-                )
+        return [
+            Sample(
+                prompt=tuple(prompt),
+                tokens=tuple(int(token.removeprefix(_TOKEN_ID)) for token in choice.logprobs.tokens),
+                logprobs=tuple(choice.logprobs.token_logprobs),
+                finish_reason=choice.finish_reason,
             )
-        return samples
+            for choice in sorted(answer.choices, key=lambda choice: choice.index)
+        ]
 
     def _tokenized(self, body: _TokenizeRequest) -> tuple[int, ...] | None:
         try:
@@ -298,10 +286,6 @@ class _ChatTokens(Message):
     prompt_token_ids: list[int]
 
 
-class _Status(Message):
-    status: str
-
-
 class _Version(Message):
     version: str
 
@@ -312,7 +296,7 @@ class _Model(Message):
 
 
 class _Models(Message):
-    data: list[_Model]
+    data: list[_Model] = Field(min_length=1)
 
 
 class _CompletionRequest(Message):
@@ -334,8 +318,8 @@ class _ChoiceLogprobs(Message):
 
 class _Choice(Message):
     index: int
-    finish_reason: str | None = None
-    logprobs: _ChoiceLogprobs | None = None
+    finish_reason: str
+    logprobs: _ChoiceLogprobs
 
 
 class _Completions(Message):
