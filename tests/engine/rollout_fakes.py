@@ -72,7 +72,7 @@ async def api_client(
 def served(app: FastAPI, port: int = 0) -> Iterator[str]:
     """Serve `app` on loopback from a thread; yields its URL."""
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none", timeout_graceful_shutdown=0)
     )
     is_up = threading.Event()
     startup = server.startup
@@ -85,11 +85,11 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:
-        assert is_up.wait(10)
+        assert is_up.wait(60)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 def served_api(database: Path = Path(":memory:"), port: int = 0, **settings: Any) -> Any:

@@ -54,6 +54,11 @@ def servers() -> Iterator[tuple[str, str, FastAPI]]:
         yield api, inference, fake
 
 
+@pytest.fixture(autouse=True)
+def _nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_engine.rollouts.evaluations.SETTLE_S", 0.05)  # there is one environment
+
+
 @contextlib.asynccontextmanager
 async def at_work(config: EnvironmentConfig) -> AsyncIterator[None]:
     """The environment, until the block is left; what ends it sooner is an error."""
@@ -84,7 +89,7 @@ async def test_held_out_items_are_answered_with_rewards_lengths_and_versions(
     servers: tuple[str, str, FastAPI],
 ) -> None:
     api, inference, fake = servers
-    async with asyncio.timeout(30), at_work(settings(api, inference)):
+    async with asyncio.timeout(120), at_work(settings(api, inference)):
         state = await asyncio.to_thread(evaluated, api)
     [named] = state.answers
     assert (named.environment, named.desired_name, named.answer.problem) == ("sort6_0", "sort6", None)
@@ -102,7 +107,7 @@ async def test_held_out_items_are_answered_with_rewards_lengths_and_versions(
 
 async def test_an_evaluation_has_precedence_over_training_groups(servers: tuple[str, str, FastAPI]) -> None:
     api, inference, fake = servers
-    async with asyncio.timeout(30), at_work(settings(api, inference, max_workers=2)):
+    async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=2)):
         await asyncio.to_thread(evaluated, api)
     sizes = [body["n"] for body in fake.state.requests]
     assert sizes[:6] == [3] * 6  # two at a time, and no group between them
@@ -121,7 +126,7 @@ async def test_no_more_prompts_are_asked_at_the_same_time_than_there_are_workers
         return await call_next(request)
 
     with served_api() as api, served(fake) as inference:
-        async with asyncio.timeout(30), at_work(settings(api, inference, max_workers=3)):
+        async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=3)):
             await asyncio.to_thread(evaluated, api)
     assert at_the_same_time == [1, 2, 3] * 2
 
@@ -130,7 +135,7 @@ async def test_the_evaluation_temperature_is_the_trainings_unless_set_and_greedy
     servers: tuple[str, str, FastAPI],
 ) -> None:
     api, inference, fake = servers
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         async with at_work(settings(api, inference, temperature=0.7)):
             await asyncio.to_thread(evaluated, api)
         assert {body["temperature"] for body in fake.state.requests} == {0.7}
@@ -154,9 +159,9 @@ async def test_an_environment_with_nothing_held_out_says_so_and_trains_all_the_s
         with RolloutSource(api) as source:
             source.register(**RUN)
             assert source.evaluation(ORDER).waiting_for == []
-            return source.next_batch(timeout_s=20) is not None
+            return source.next_batch(timeout_s=100) is not None
 
-    async with asyncio.timeout(30), at_work(config):
+    async with asyncio.timeout(120), at_work(config):
         assert await asyncio.to_thread(order_and_train)
     assert "this environment answers no evaluations: task.path:" in caplog.text
 
@@ -171,7 +176,7 @@ async def test_a_refusal_of_the_server_becomes_the_answer_and_ends_nobody(server
         return httpx_refusal() if b'"n":3' in body else await call_next(request)
 
     with served(fake) as inference:
-        async with asyncio.timeout(30), at_work(settings(api, inference)):
+        async with asyncio.timeout(120), at_work(settings(api, inference)):
             state = await asyncio.to_thread(evaluated, api)
             assert state.answers[0].answer.rewards == []
             assert "/generate was refused with 400: three are too many" in (state.answers[0].answer.problem or "")
@@ -179,7 +184,7 @@ async def test_a_refusal_of_the_server_becomes_the_answer_and_ends_nobody(server
             def train() -> bool:
                 with RolloutSource(api) as source:
                     source.register(**RUN)
-                    return source.next_batch(timeout_s=20) is not None
+                    return source.next_batch(timeout_s=100) is not None
 
             assert await asyncio.to_thread(train)
 
@@ -205,7 +210,7 @@ async def test_an_api_that_lost_its_memory_is_answered_without_asking_the_model_
                 pass
             return state
 
-    async with asyncio.timeout(30), at_work(settings(api, inference)):
+    async with asyncio.timeout(120), at_work(settings(api, inference)):
         state = await asyncio.to_thread(lose_it_and_ask_again)
     assert state.answers[0].answer.rewards == [[1.0, 0.0, 0.0]] * 6
     assert len(asked_questions(fake, 3)) == 6
@@ -218,7 +223,7 @@ async def test_an_order_that_is_withdrawn_is_left_alone_and_training_goes_on() -
     @fake.middleware("http")
     async def hold_evaluations(request: Any, call_next: Any) -> Any:
         if b'"n":3' in await request.body():
-            await asyncio.to_thread(is_let_go.wait, 20)
+            await asyncio.to_thread(is_let_go.wait, 100)
         return await call_next(request)
 
     def order_withdraw_and_train(url: str) -> bool:
@@ -227,11 +232,11 @@ async def test_an_order_that_is_withdrawn_is_left_alone_and_training_goes_on() -
             while source.evaluation(ORDER).waiting_for != ["sort6_0"]:
                 pass
             source.close_evaluation(ORDER)
-            return source.next_batch(timeout_s=20) is not None
+            return source.next_batch(timeout_s=100) is not None
 
     with served_api() as api, served(fake) as inference:
         try:
-            async with asyncio.timeout(30), at_work(settings(api, inference, max_workers=2)):
+            async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=2)):
                 assert await asyncio.to_thread(order_withdraw_and_train, api)
         finally:
             is_let_go.set()
@@ -244,13 +249,13 @@ async def test_an_environment_stays_for_the_last_evaluation_and_then_leaves(serv
         with RolloutSource(api) as source:
             source.register(**RUN)
             for _ in range(2):
-                assert source.next_batch(timeout_s=20) is not None
+                assert source.next_batch(timeout_s=100) is not None
             last = ORDER.model_copy(update={"id": "last", "step": 2})
             while not (state := source.evaluation(last, wait_s=5)).is_over:
                 pass
             return state
 
     training = asyncio.create_task(asyncio.to_thread(train))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         assert await work(settings(api, inference, total_steps=2), FakeTokenizer()) == 0
         assert len((await training).answers) == 1

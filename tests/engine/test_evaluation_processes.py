@@ -22,19 +22,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 class Run:
     """API, server, environment and trainer on `local/tiny`; whatever still runs at the end is ended."""
 
-    def __init__(self, folder: Path, *, steps: int, trainer: list[str], environment: list[str]) -> None:
+    def __init__(
+        self, folder: Path, *, steps: int, trainer: list[str], environment: list[str], task: str = "sort6"
+    ) -> None:
         resolve_model("local/tiny")  # made once, so that no two services make it
         self.folder = folder
         api, server = free_port(), free_port()
         model = ["--model-name", "local/tiny"]
         self._argv = {
-            "api": ["--port", str(api), "--database", str(folder / "rollouts.sqlite")],
+            "api": [
+                *("--port", str(api), "--database", str(folder / "rollouts.sqlite")),
+                *("--liveness-s", "10"),  # as long is a killed environment waited for
+            ],
             "server": [
                 *(*model, "--engine", "torch", "--device", "cpu", "--dtype", "float32", "--max-model-len", "64"),
                 *("--port", str(server), "--threads", "1", "--shared-weights", "--logprobs-mode", "processed"),
             ],
             "env": [
-                *(*model, "--task", "sort6", "--group-size", "8", "--max-tokens", "8", "--total-steps", str(steps)),
+                *(*model, "--task", task, "--group-size", "8", "--max-tokens", "8", "--total-steps", str(steps)),
                 *("--max-batches-offpolicy", "1", *environment),
                 *("--rollout-server-url", f"http://127.0.0.1:{api}", "--inference-url", f"http://127.0.0.1:{server}"),
             ],
@@ -121,16 +126,18 @@ def run_of(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def test_the_evaluations_of_a_policy_that_learns_rise_and_are_of_exactly_the_published_weights(
     run_of: Callable[..., Run],
 ) -> None:
-    run = run_of(steps=40, trainer=["--eval-every", "15", "--eval-prompts", "64"], environment=[])
+    run = run_of(
+        steps=30, task="copy6", trainer=["--eval-every", "10", "--eval-prompts", "64", "--lr", "1e-3"], environment=[]
+    )
     run.wait_for_the_end()  # the environment stayed for the last evaluation
     found = run.evaluations()
-    assert list(found) == [0, 15, 30, 40]
-    assert [line["step"] for line in run.lines()] == list(range(41))
+    assert list(found) == [0, 10, 20, 30]
+    assert [line["step"] for line in run.lines()] == list(range(31))
     assert {metrics["eval/other_version_fraction"] for metrics in found.values()} == {0.0}
     assert {metrics["eval/num_prompts"] for metrics in found.values()} == {64}
     for name in ("eval/avg@4", "eval/pass@1"):
-        errors = found[0][f"{name}_se"] + found[40][f"{name}_se"]
-        assert found[40][name] > found[0][name] + 2 * errors, (name, found)
+        errors = found[0][f"{name}_se"] + found[30][f"{name}_se"]
+        assert found[30][name] > found[0][name] + 2 * errors, (name, found)
 
 
 def test_an_evaluation_outlives_a_killed_api_and_a_killed_environment(run_of: Callable[..., Run]) -> None:

@@ -268,23 +268,12 @@ def in_a_fresh_interpreter(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_fresh_transformers_loads_the_model(tmp_path: Path) -> None:
-    subject = trainee()
-    saved(subject, tmp_path, 1)
-    total = in_a_fresh_interpreter(
-        "from transformers import AutoModelForCausalLM; "
-        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'step_1')!r}); "
-        "print(type(model).__name__, repr(float(sum(p.double().sum() for p in model.parameters()))))"
-    )
-    own = float(sum(p.detach().double().sum() for p in subject.model.parameters()))
-    assert total.splitlines()[-1] == f"LlamaForCausalLM {own!r}"
-
-
-@pytest.mark.slow
-def test_a_fresh_peft_loads_the_adapter(tmp_path: Path) -> None:
+def test_a_fresh_transformers_loads_the_model_and_a_fresh_peft_the_adapter(tmp_path: Path) -> None:
     from grpo_engine.bridges import BridgeModel
     from grpo_engine.bridges.lora_only import LoraOnly
 
+    whole = trainee()
+    saved(whole, tmp_path / "whole", 1)
     small_model().save_pretrained(tmp_path / "base")
     model = add_lora(small_model(), LoraSettings(rank=4, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj")))
     attached = BridgeModel(
@@ -293,18 +282,24 @@ def test_a_fresh_peft_loads_the_adapter(tmp_path: Path) -> None:
         policy_version=0,
         save=lambda folder: model.save_pretrained(folder, save_embedding_layers=False),
     )
-    subject = Trainee(attached, settings(bridge=LoraOnly()))
-    gradient_step(subject, fitting_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
-    subject.write_weights()
-    saved(subject, tmp_path / "run", 1)
-    logits = in_a_fresh_interpreter(
+    adapted = Trainee(attached, settings(bridge=LoraOnly()))
+    gradient_step(adapted, fitting_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
+    adapted.write_weights()
+    saved(adapted, tmp_path / "run", 1)
+    printed = in_a_fresh_interpreter(
         "import torch; from peft import PeftModel; from transformers import AutoModelForCausalLM; "
+        "torch.set_num_threads(1); "
+        f"whole = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'whole/step_1')!r}); "
+        "print(type(whole).__name__, repr(float(sum(p.double().sum() for p in whole.parameters())))); "
         f"base = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r}); "
         f"model = PeftModel.from_pretrained(base, {str(tmp_path / 'run/step_1')!r}).eval(); "
-        "torch.set_num_threads(1); print(repr(float(model(torch.arange(3, 9)[None]).logits.double().sum())))"
+        "print(repr(float(model(torch.arange(3, 9)[None]).logits.double().sum())))"
     )
+    [*_, total, logits] = printed.splitlines()
+    own = float(sum(p.detach().double().sum() for p in whole.model.parameters()))
+    assert total == f"LlamaForCausalLM {own!r}"
     with torch.no_grad():
         own = float(model.eval()(torch.arange(3, 9)[None]).logits.double().sum())
-    assert float(logits.splitlines()[-1]) == pytest.approx(own, abs=1e-9)
+    assert float(logits) == pytest.approx(own, abs=1e-9)
     with model.disable_adapter(), torch.no_grad():
         assert abs(float(model(torch.arange(3, 9)[None]).logits.double().sum()) - own) > 1e-4

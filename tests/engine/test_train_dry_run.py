@@ -6,18 +6,16 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from serving import python_path
 from training import attached, made_up_groups, settings, small_model
 from transformers import LlamaConfig, T5Config
 
+from grpo_engine import cli
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import make_batch
 from grpo_engine.models.config import LoraSettings
@@ -54,39 +52,36 @@ def closed_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-@pytest.mark.slow
-def test_a_dry_run_needs_a_configuration_alone(config_folder: Path, closed_port: int, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "grpo_engine", "train", "--dry-run", "--model", str(config_folder)),
-            *("--device", "cpu", "--atropos-url", f"http://127.0.0.1:{closed_port}", "--vllm-port", str(closed_port)),
-            *("--train-layer-indices", "2", "--seq-len", "128"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"^model +.*model: 3 layers, 129,728 parameters$", done.stdout, re.MULTILINE)
-    assert re.search(r"^trained +41,088 parameters: layers 2$", done.stdout, re.MULTILINE)
-    assert re.search(r"^micro-batch +2 x 127 tokens at the longest; 64 sequences a step$", done.stdout, re.MULTILINE)
-    assert re.search(r"^  master weights +0\.2 MB$", done.stdout, re.MULTILINE)
-    assert "none here to compare with" in done.stdout
+def test_a_dry_run_needs_a_configuration_alone(
+    config_folder: Path,
+    closed_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *("train", "--dry-run", "--model", str(config_folder)),
+        *("--device", "cpu", "--atropos-url", f"http://127.0.0.1:{closed_port}", "--vllm-port", str(closed_port)),
+        *("--train-layer-indices", "2", "--seq-len", "128"),
+    ]
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert re.search(r"^model +.*model: 3 layers, 129,728 parameters$", said.out, re.MULTILINE)
+    assert re.search(r"^trained +41,088 parameters: layers 2$", said.out, re.MULTILINE)
+    assert re.search(r"^micro-batch +2 x 127 tokens at the longest; 64 sequences a step$", said.out, re.MULTILINE)
+    assert re.search(r"^  master weights +0\.2 MB$", said.out, re.MULTILINE)
+    assert "none here to compare with" in said.out
     assert os.listdir(tmp_path) == ["model"]
 
 
-@pytest.mark.slow
-def test_a_dry_run_of_a_model_that_is_not_there_says_so(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_engine", "train", "--dry-run", "--model", str(tmp_path / "nowhere")],
-        env={**os.environ, "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_dry_run_of_a_model_that_is_not_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run", "--model", str(tmp_path / "nowhere")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "nowhere" in said.err
+    assert "Traceback" not in said.err
 
 
 def test_a_card_with_room_is_compared_with_the_plan(config_folder: Path) -> None:

@@ -113,14 +113,14 @@ def mean(values: list[float]) -> float:
 
 @pytest.mark.slow
 def test_sort6_is_learned(tiny_model_dir: Path) -> None:
-    rewards = rewards_over_training(tiny_model_dir, "sort6", steps=90)
+    rewards = rewards_over_training(tiny_model_dir, "sort6", steps=70, lr=4e-4)
     assert 0.58 < mean(rewards[:5]) < 0.70
     assert mean(rewards[-10:]) >= 0.80
 
 
 @pytest.mark.slow
 def test_copy6_is_learned(tiny_model_dir: Path) -> None:
-    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=70, lr=5e-4)
+    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=45, lr=1e-3)
     assert 0.30 < mean(rewards[:5]) < 0.50
     assert mean(rewards[-10:]) >= 0.80
 
@@ -128,20 +128,20 @@ def test_copy6_is_learned(tiny_model_dir: Path) -> None:
 @pytest.mark.slow
 def test_copy6_is_learned_in_bf16_without_master_weights(tiny_model_dir: Path) -> None:
     rewards = rewards_over_training(
-        tiny_model_dir, "copy6", steps=70, lr=5e-4, dtype="bfloat16", master_weights="stochastic_rounding"
+        tiny_model_dir, "copy6", steps=45, lr=1e-3, dtype="bfloat16", master_weights="stochastic_rounding"
     )
     assert mean(rewards[-10:]) >= 0.80
 
 
 @pytest.mark.slow
 def test_nothing_is_learned_from_shuffled_advantages(tiny_model_dir: Path) -> None:
-    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=70, lr=5e-4, is_shuffled=True)
-    assert max(mean(rewards[at : at + 10]) for at in range(60)) < 0.60
+    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=30, lr=5e-4, is_shuffled=True)
+    assert max(mean(rewards[at : at + 10]) for at in range(20)) < 0.50
     assert mean(rewards[-10:]) < mean(rewards[:5]) + 0.03
 
 
 @pytest.mark.slow
 def test_an_adapter_of_rank_8_learns_copy6(tiny_model_dir: Path) -> None:
     lora = LoraSettings(rank=8, alpha=16)
-    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=80, lr=3e-3, lora=lora)  # ten times a whole model's
+    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=50, lr=6e-3, lora=lora)  # six times a whole model's
     assert mean(rewards[-10:]) >= 0.80
