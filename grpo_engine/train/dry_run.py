@@ -35,6 +35,7 @@ from grpo_engine.train.memory_plan import (
     available_bytes,
     memory_plan,
 )
+from grpo_engine.train.objective import settings_without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -191,6 +192,8 @@ def _training(model: ModelShape, config: TrainConfig, plan: MemoryPlan) -> Itera
     tokens = f"{plan.rows} x {plan.row_tokens} tokens at the longest"
     yield f"micro-batch  {tokens}; {config.sequences_per_batch} sequences a step"
     yield f"settings     {' '.join(to_flags(config.model_copy(update={'dry_run': False})))}"
+    for sentence in settings_without_effect(config):
+        yield f"to know      {sentence}"
 
 
 def _what(config: TrainConfig) -> str:

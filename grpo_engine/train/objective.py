@@ -77,6 +77,7 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
     """Settings that were given and change nothing, a sentence each with what to do instead."""
     yield from _idle_bands(config)
     yield from _idle_in_optimizer(config)
+    yield from _idle_without_their_switch(config)
     for name in _given(config, "max_model_len", "vllm_gpu"):
         yield f"{name} has no effect on the trainer, which starts no vLLM: give it to the inference server"
     if config.kl_estimator != "k3" and not has_reference(config):
@@ -123,6 +124,22 @@ def _idle_in_optimizer(config: TrainConfig) -> Iterator[str]:
     if not config.gradient_checkpointing:
         for name in _given(config, "keep_attention"):
             yield f"{name} has no effect without gradient_checkpointing, which it is a part of: set that too"
+
+
+def _idle_without_their_switch(config: TrainConfig) -> Iterator[str]:
+    """Settings of something that is off."""
+    if config.bridge.mode != "lora_only":
+        for name in _given(config, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices"):
+            yield f"{name} has no effect with weight_bridge_mode {config.bridge.mode}: choose lora_only for adapters"
+    if not config.use_wandb:
+        for name in _given(config, "wandb_project", "wandb_group"):
+            yield f"{name} has no effect without use_wandb: set that too"
+    if not config.use_trackio:
+        for name in _given(config, "trackio_project"):
+            yield f"{name} has no effect without use_trackio: set that too"
+    if not config.eval_every:
+        for name in _given(config, "eval_prompts", "eval_samples", "eval_timeout_s"):
+            yield f"{name} has no effect without eval_every, the steps between two evaluations: set that too"
 
 
 def _idle_bands(config: TrainConfig) -> Iterator[str]:
