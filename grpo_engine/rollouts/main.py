@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import socket
+import sqlite3
 import sys
 import time
 from types import FrameType
 
 import uvicorn
+from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.app import make_app
@@ -34,7 +36,10 @@ def run(config: ApiConfig) -> int:
     listener = _listen(config.host, config.port)
     path = config.database or DEFAULT_DATABASE
     if str(path) != ":memory:":
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--database {path}: {error.strerror}: name another file") from None
     store = Store(path)
     if config.fresh:
         store.clear()
@@ -117,7 +122,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _say_what_is_there(store: Store, path: object) -> None:
-    stored = store.load()
+    try:
+        stored = store.load()
+    except (sqlite3.Error, ValidationError) as error:
+        fault = error.errors(include_input=False)[0] if isinstance(error, ValidationError) else None
+        why = str(error) if fault is None else ": ".join([*map(str, fault["loc"]), fault["msg"]])
+        raise ConfigError(
+            f"--database {path}: damaged: {why}: move it away, name another file, or forget what it holds by --fresh"
+        ) from error
     if stored.run is None and not stored.groups:
         return
     step = stored.run.step if stored.run else 0
