@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from grpo_engine.errors import GrpoError
+from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.flags import parse_flags
 
 USAGE_ERROR = 2
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GrpoError as error:
         who = f"grpo-engine {words[0]}: "  # which settings that are wrong say themselves, a line each
         print(who + str(error).removeprefix(who), file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ValueError) else 1
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 
