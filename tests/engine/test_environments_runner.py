@@ -45,14 +45,14 @@ def train(url: str, num_batches: int) -> list[list[ScoredGroup]]:
     """Fetch batches as the trainer does."""
     with RolloutSource(url) as source:
         source.register(**{**RUN, "num_steps": num_batches})
-        batches = [source.next_batch(timeout_s=20) for _ in range(num_batches)]
+        batches = [source.next_batch(timeout_s=100) for _ in range(num_batches)]
     return [batch for batch in batches if batch is not None]
 
 
 async def trained(config: EnvironmentConfig, num_batches: int = 3) -> list[list[ScoredGroup]]:
     """Run the environment beside a trainer until its steps are done."""
     fetching = asyncio.create_task(asyncio.to_thread(train, config.rollout_server_url, num_batches))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         assert await work(config, FakeTokenizer()) == 0
         return await fetching
 
@@ -138,12 +138,12 @@ async def test_an_api_that_lost_its_memory_gets_the_registration_again(servers: 
     def train_through_a_reset() -> int:
         with RolloutSource(api) as source:
             source.register(**RUN)
-            assert source.next_batch(timeout_s=20) is not None
+            assert source.next_batch(timeout_s=100) is not None
             httpx.get(f"{api}/reset_data", params={"force": "true"})
-            return sum(source.next_batch(timeout_s=20) is not None for _ in range(3))
+            return sum(source.next_batch(timeout_s=100) is not None for _ in range(3))
 
     fetching = asyncio.create_task(asyncio.to_thread(train_through_a_reset))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         assert await work(config, FakeTokenizer()) == 0
         assert await fetching == 3
 
@@ -158,18 +158,16 @@ async def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
             working = asyncio.create_task(work(config, FakeTokenizer()))
             await asyncio.to_thread(train, api, 1)
         with served_api(database, port=port):
-            async with asyncio.timeout(30):
-                fetched = await asyncio.to_thread(train_more, api)
-                assert await working == 0
-    assert len(fetched) == 1
+            fetched = await asyncio.to_thread(train_more, api)
+            assert await working == 0  # by itself: work that is cancelled would end with 0 too
+    assert None not in fetched
 
 
-def train_more(url: str) -> list[ScoredGroup] | None:
-    """One more batch of the same run."""
+def train_more(url: str) -> list[list[ScoredGroup] | None]:
+    """The batch that the first trainer never said it had used, and one more of the same run."""
     with RolloutSource(url) as source:
         source.register(**{**RUN, "num_steps": 10, "starting_step": 1})
-        batch = source.next_batch(timeout_s=20)
-        return batch[:1] if batch else None
+        return [source.next_batch(timeout_s=100) for _ in range(2)]
 
 
 @pytest.mark.slow
