@@ -22,6 +22,8 @@ _LEAST_MOVE = 0.1
 """Mean |Δ| in nats that the change must make; several times what bfloat16 does by itself."""
 _STRENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MAX_CANDIDATES = 6
+_ROOM = 8
+"""Tokens that are sampled after known ones."""
 
 
 def check_canary(
@@ -42,7 +44,7 @@ def check_canary(
     config = trainer.trainee.config
     fixed = _fixed(samples)
     # All of a completion but its last tokens: long enough for a prefix cache to keep, with room to go on.
-    known = (*fixed[0].prompt, *fixed[0].tokens[:-1])[: config.seq_len - 8]
+    known = (*fixed[0].prompt, *fixed[0].tokens[:-1])[: config.seq_len - _ROOM]
     canary = _find_canary(trainer, fixed, at_least=max(_LEAST_MOVE, 5 * band.normal))
     version = server.policy_version() + 1
     # First what training starts from: what is compared afterwards is this, whatever the server held before.
@@ -165,9 +167,15 @@ def _writer(trainer: TrainerSide, canary: _Canary, values: Tensor) -> Callable[[
 
 
 def _fixed(samples: Sequence[Sample]) -> list[Sample]:
-    """A few completions whose tokens stay the same throughout: the longest of different prompts."""
+    """A few completions whose tokens stay the same throughout: the longest of different prompts.
+
+    Those that ended at a length limit, perhaps the server's own, are shortened: what is asked of them needs room.
+    """
     longest: dict[tuple[int, ...], Sample] = {}
     for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
+        if sample.finish_reason == "length":
+            kept = max(len(sample.tokens) - _ROOM, 1)
+            sample = replace(sample, tokens=sample.tokens[:kept], logprobs=sample.logprobs[:kept])
         longest.setdefault(sample.prompt, sample)
     return list(longest.values())[:3]
 
@@ -179,7 +187,7 @@ def _ask_fixed(server: CheckedServer, samples: Sequence[Sample]) -> list[list[fl
 def _ask_known(server: CheckedServer, prompt: tuple[int, ...]) -> list[Sample]:
     """Go on from the same tokens, twice, so that the second time finds the first one's keys and values."""
     server.sample(prompt, n=1, max_tokens=1, temperature=1.0)
-    return server.sample(prompt, n=4, max_tokens=8, temperature=1.0)
+    return server.sample(prompt, n=4, max_tokens=_ROOM, temperature=1.0)
 
 
 @contextmanager

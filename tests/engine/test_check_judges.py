@@ -18,8 +18,10 @@ from grpo_engine.check.alignment import (
     noise_band,
 )
 from grpo_engine.check.canary import CanaryReading, judge_canary
+from grpo_engine.check.changing import _fixed
 from grpo_engine.check.distribution import judge_sampler, judge_temperature
 from grpo_engine.check.findings import Finding, Level, Line, as_table, finding_lines, summary_line
+from grpo_engine.check.sampling import Sample
 from grpo_engine.check.tokens import (
     Encoded,
     Ending,
@@ -398,3 +400,12 @@ def test_the_summary_counts_and_only_a_red_line_forbids() -> None:
         "details": (),
         "numbers": {"m": 0.5, "n": 1},
     }
+
+
+def test_tokens_that_are_asked_for_again_leave_a_server_with_a_short_limit_room_to_answer() -> None:
+    tokens, logprobs = tuple(range(20)), (-1.0,) * 20
+    cut = Sample(prompt=(1, 2), tokens=tokens, logprobs=logprobs, finish_reason="length")
+    ended = Sample(prompt=(3,), tokens=tokens[:5], logprobs=logprobs[:5], finish_reason="stop")
+    assert [sample.tokens for sample in _fixed([cut, ended])] == [tokens[:12], tokens[:5]]
+    [tiny] = _fixed([replace(cut, tokens=tokens[:3], logprobs=logprobs[:3])])
+    assert (tiny.tokens, tiny.logprobs) == (tokens[:1], (-1.0,))
