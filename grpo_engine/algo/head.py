@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_engine.compilers import has_compiler
+
 TILES = {"cpu": (2**11, 2**10), "cuda": (2**15, 2**12)}
 """The most tokens of a tile, and its words when it has so many; fewer tokens have more words. 8 MB of logits stay in
 a CPU's caches; 512 MB let a GPU read and write the gradient of `hidden` seldom enough not to notice."""
@@ -275,7 +277,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype is torch.float32 and importlib.util.find_spec("triton") is not None
+    is_for_them = device.type == "cuda" and dtype is torch.float32
+    return is_for_them and importlib.util.find_spec("triton") is not None and has_compiler()
 
 
 def _kernels() -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from grpo_engine.compilers import has_compiler
 from grpo_engine.errors import ModelError
 from grpo_engine.models.attention import keeping_attention
 
@@ -58,7 +59,15 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer by itself: norms, rotations and activations are fused; all layers share one compilation.
 
     Widths vary from batch to batch, so sizes are left open.
+
+    Raises:
+        ModelError: nothing to compile with.
     """
+    if not has_compiler():
+        raise ModelError(
+            "compile_layers: neither gcc nor clang is in PATH, nor what CC names: install one (apt install gcc), name "
+            "one in CC, or leave compile_layers out"
+        )
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 

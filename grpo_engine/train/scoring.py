@@ -6,6 +6,7 @@ positions, N trained tokens, H hidden size.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from grpo_engine.algo.logprobs import token_logprobs
+from grpo_engine.compilers import has_compiler
 from grpo_engine.data.batching import Batch
 from grpo_engine.data.packing import PackedRows, pack
 from grpo_engine.models.attention import BLOCK_SIZE, may_look, use_training_attention
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
 
 LEAST_GAIN = {"cpu": 0.1, "cuda": 0.15}
 """Share of the positions that packing must save. Below it the kernel for plain rows makes up for them: on a GPU it is
@@ -54,6 +57,9 @@ class Scorer:
         if self.shares_prompts:
             use_training_attention(self.causal_lm)
         self._device = next(model.parameters()).device
+        if self.shares_prompts and self._device.type != "cpu" and not has_compiler():
+            log.warning("prompts go through the network once a completion: install gcc or clang for once a group")
+            self.shares_prompts = False
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph.

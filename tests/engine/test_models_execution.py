@@ -84,3 +84,9 @@ def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
     model.supports_gradient_checkpointing = False
     with pytest.raises(ModelError, match="gradient_checkpointing: LlamaForCausalLM has none"):
         recompute_layers(model)
+
+
+def test_layers_are_not_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(ModelError, match=r"compile_layers: neither gcc nor clang is in PATH"):
+        trainee(settings(compile_layers=True))
