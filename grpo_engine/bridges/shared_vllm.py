@@ -90,6 +90,9 @@ class SharedVllmBridge:
         self._file, self._fence = file, fence
         version = fence.read().policy_version
         logger.info("attached to %d shared tensors of %s, version %d", len(file.tensors), self._path, version)
+        served = str(self._weights.model.dtype).removeprefix("torch.")
+        if self._context.dtype not in ("auto", served):
+            logger.warning("dtype %s has no effect: the weights are the server's, in %s", self._context.dtype, served)
         return BridgeModel(model=self._weights.model, is_shared=True, policy_version=version, save=self._save)
 
     def publish(self, version: int, write: Callable[[], None]) -> None:

@@ -244,11 +244,12 @@ def test_a_broken_adapter_leaves_the_old_one_in_place(tmp_path: Path) -> None:
         assert_agreement(server, model, 1)
 
 
-def test_bfloat16_weights_are_shared_as_they_are(tmp_path: Path) -> None:
+def test_bfloat16_weights_are_shared_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"mode": "shared_vllm"}
     with stack(tmp_path, settings, "--dtype", "bfloat16") as (server, bridge):
         model = bridge.attach().model.eval()
         assert model.dtype == torch.bfloat16
+        assert "dtype float32 has no effect: the weights are the server's, in bfloat16" in caplog.text
         bridge.publish(1, shift(model, 1))
         _, tokens, values = served_logprobs(server)
         expected = model_logprobs(model, PROMPT, tokens)
