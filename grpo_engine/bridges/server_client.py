@@ -17,6 +17,7 @@ from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import Message, first_fault
 from grpo_engine.wire.inference import BridgeInfo, LoraLoadRequest, PauseRequest, ReloadRequest, ResumeRequest
 
+_INFO = "/bridge/info"
 _RETRY_INTERVAL_S = 0.25
 _ANSWER_WITHIN_S = 600.0
 """A pause waits for the batch that runs, a reload for a checkpoint from a slow disk."""
@@ -55,7 +56,7 @@ class ServerClient:
 
     def info(self) -> BridgeInfo:
         """Where the server stands."""
-        return self.ask("GET", "/bridge/info", None, BridgeInfo)
+        return self.ask("GET", _INFO, None, BridgeInfo)
 
     def pause(self, timeout_s: float) -> PauseAnswer:
         """Stop the server between two batches, for as long as this process lives and no longer than `timeout_s`."""
@@ -119,6 +120,11 @@ class ServerClient:
 
     def _read(self, method: str, path: str, response: httpx.Response, answer: type[AnswerT]) -> AnswerT:
         where = f"{method} {self.url}{path}"
+        if response.status_code == httpx.codes.NOT_FOUND and path == _INFO:
+            raise BridgeError(
+                f"{where}: what answers there is no inference server of grpo-engine: correct --vllm-port, or start one "
+                "(grpo-engine server)"
+            )
         if response.is_client_error:
             raise BridgeError(f"{where}: refused with {response.status_code}: {_detail(response)}")
         if not response.is_success:

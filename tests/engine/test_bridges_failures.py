@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from test_bridges_contract import PROMPT, assert_agreement, make_bridge, shift
 
 from grpo_engine.bridges.bridge_files import read_bridge_file
 from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.server_client import ServerClient
 from grpo_engine.bridges.shared_tensors import map_tensors, segments_of, unlink_segments
 from grpo_engine.errors import BridgeError, PeerUnavailable
 
@@ -235,3 +238,14 @@ def test_sigterm_ends_a_busy_server_at_once(model_folder: Path, tmp_path: Path) 
         for ask in asks:
             ask.wait(60)
     assert not (tmp_path / "bridge.json").exists()
+
+
+def test_a_port_where_something_else_answers_is_named_with_its_flag() -> None:
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+    with HTTPServer(("127.0.0.1", 0), Stranger) as other:
+        Thread(target=other.handle_request, daemon=True).start()
+        with pytest.raises(BridgeError, match="no inference server of grpo-engine: correct --vllm-port"):
+            ServerClient(f"http://127.0.0.1:{other.server_port}", patience_s=5).info()
