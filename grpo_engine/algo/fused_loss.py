@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_engine.algo.head import Head, Running, Softmax, add_product, check_shapes, flat_temperature, product
+from grpo_engine.algo.head import (
+    Head,
+    Running,
+    Softmax,
+    add_product,
+    check_shapes,
+    flat_temperature,
+    logits_dtype,
+    product,
+)
 from grpo_engine.algo.loss import LossConfig, LossInputs, LossOutputs, policy_loss, token_weights
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
@@ -81,7 +90,7 @@ def fused_policy_loss(
     def of_trained(values: Tensor) -> Tensor:
         return values.detach().expand_as(mask).flatten()[trained][None]  # (1, N)
 
-    weights = of_trained(token_weights(mask, config, inputs.denominator, dtype=_dtype(hidden, weight)))
+    weights = of_trained(token_weights(mask, config, inputs.denominator, dtype=logits_dtype(hidden, weight)))
     advantages = of_trained(inputs.advantages if inputs.advantages.ndim == 2 else inputs.advantages[:, None])
     rollout = of_trained(inputs.rollout_logprobs)
     old = None if inputs.old_logprobs is None else of_trained(inputs.old_logprobs)
@@ -153,17 +162,13 @@ def token_loss(
             "hidden and weight are fp16: gradients of single words are too small for it, and the scale that "
             "token_logprobs gives them is not known here yet; use token_logprobs, or bf16"
         )
-    divisor = flat_temperature(temperature, labels, _dtype(hidden, weight))
+    divisor = flat_temperature(temperature, labels, logits_dtype(hidden, weight))
     most_elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cpu"])
     most_tokens = min(max(most_elements // len(weight), 1), chunk_size or len(labels))
     loss, logprobs, entropy = _TokenLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, labels.long(), divisor, loss_of, max(most_tokens, 1), soft_cap, torch.is_grad_enabled()
     )
     return loss, logprobs, entropy
-
-
-def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
 
 
 class _TokenLoss(torch.autograd.Function):

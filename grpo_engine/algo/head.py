@@ -26,6 +26,11 @@ NEVER = -1e4
 0 × -1e4 is 0 where 0 × -inf is NaN. A bias of -inf so takes a word out of the vocabulary."""
 
 
+def logits_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Of logits and of every sum over them: fp32, or float64 where an operand is."""
+    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+
+
 class Head:
     """The output layer, walked in tiles, its operands in the dtype in which they are multiplied."""
 
@@ -39,10 +44,9 @@ class Head:
         chunk_size: int | None,
         soft_cap: float | None,
     ) -> None:
-        common = torch.promote_types(hidden.dtype, weight.dtype)
-        self.dtype = torch.promote_types(common, torch.float32)
+        self.dtype = logits_dtype(hidden, weight)
         # A GPU multiplies halves with an fp32 result; elsewhere that takes fp32 operands.
-        self.operand = common if hidden.is_cuda else self.dtype
+        self.operand = torch.promote_types(hidden.dtype, weight.dtype) if hidden.is_cuda else self.dtype
         self.has_kernels = _has_kernels(hidden.device, self.dtype)
         self.hidden = hidden.detach().to(self.operand)
         self._weight, self._bias = weight.detach(), bias

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_engine.algo.head import Head, Running, Softmax, add_product, check_shapes, flat_temperature, product
+from grpo_engine.algo.head import (
+    Head,
+    Running,
+    Softmax,
+    add_product,
+    check_shapes,
+    flat_temperature,
+    logits_dtype,
+    product,
+)
 
 
 def token_logprobs(
@@ -51,8 +60,7 @@ def token_logprobs(
     """
     check_shapes(hidden, weight, labels, bias, chunk_size, soft_cap)
     shape = labels.shape
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    divisor = flat_temperature(temperature, labels, dtype)
+    divisor = flat_temperature(temperature, labels, logits_dtype(hidden, weight))
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1).long(), divisor, chunk_size, soft_cap
     )

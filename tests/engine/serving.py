@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,19 @@ def save_tiny_model(folder: Path, *, seed: int, dtype: torch.dtype = torch.float
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
     fast.save_pretrained(folder)
     return folder
+
+
+def end_all(processes: Collection[subprocess.Popen[bytes] | Forked]) -> None:
+    """End those that still run, politely first."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def python_path() -> str:

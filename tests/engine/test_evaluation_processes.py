@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from serving import free_port, python_path
+from serving import end_all, free_port, python_path
 
 from grpo_engine.models.loading import resolve_model
 
@@ -96,15 +95,7 @@ class Run:
         assert self.processes["env"].wait(30) == 0, self.log("env")
 
     def end(self) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(self.processes.values())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import TypeAdapter
-from serving import free_port, python_path, save_tiny_model
+from serving import end_all, free_port, python_path, save_tiny_model
 from training import weights_of
 
 from grpo_engine.environments.tasks import AnyTask, spell_out
@@ -93,15 +93,7 @@ class Services:
             time.sleep(0.05)  # the interval of a probe
 
     def end(self) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_all(self.processes.values())
 
 
 @pytest.fixture
