@@ -197,7 +197,7 @@ class Runner:
                 logprobs=0,
             )
         )
-        scores = [config.task.score(item, text) for text in answer.text]
+        scores = await config.task.rewards(item, answer.text)
         group = scored_group(prompt, answer, scores, temperature=config.temperature)
         if config.ensure_scores_are_not_same and len(set(scores)) == 1:
             self._progress.num_dropped += 1

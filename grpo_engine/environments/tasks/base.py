@@ -1,13 +1,14 @@
 """What a task is: settings, an endless and deterministic supply of items, and a reward for a completion.
 
 A task knows no model, tokenizer or server. Importing one loads no data; `check()` does, before anything waits for it.
+Scoring may take its time: it is done beside the event loop (`rewards`), never in it.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ class Item:
     answer: str
     entry: Mapping[str, Any] | None = None
     """The source's own record of it, where its scoring needs that."""
+    level: int = 0
+    """Which of its task's `levels()` it was drawn from."""
 
 
 class Task(Config):
@@ -55,6 +58,19 @@ class Task(Config):
     def score(self, item: Item, completion: str) -> float:
         """Reward of a completion's text, special tokens removed."""
         raise NotImplementedError
+
+    async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
+        """Reward of each completion of an item; the event loop goes on meanwhile."""
+        from grpo_engine.environments.tasks.threads import in_a_thread  # loads asyncio: not for those who read settings
+
+        return await in_a_thread(lambda: [self.score(item, completion) for completion in completions])
+
+    def levels(self) -> Sequence[Task]:
+        """The task in every difficulty that a curriculum climbs through, the easiest first, itself last.
+
+        Only itself where there is one difficulty.
+        """
+        return [self]
 
 
 def belongs_to(split: Split, question: str) -> bool:
