@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_engine.environments.config import EnvironmentConfig
-from grpo_engine.environments.groups import sampled_tokens
 from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.peers import InferenceServer, RolloutApi, UnknownEvaluation
-from grpo_engine.environments.prompts import Tokenizer, prompt_tokens
+from grpo_engine.environments.policy import Policy, PromptTooLong
+from grpo_engine.environments.prompts import Tokenizer
+from grpo_engine.environments.rolling_out import Rollouts, roll_out, sample_rewards
 from grpo_engine.environments.tasks.base import Item
-from grpo_engine.errors import ConfigError, DataError, GrpoError, PeerError
-from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
+from grpo_engine.environments.together import together
+from grpo_engine.errors import ConfigError, GrpoError, PeerError
 from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder
 
 log = logging.getLogger(__name__)
@@ -123,15 +123,11 @@ class Evaluator:
     async def _measured(self, order: EvaluationOrder, longest: int) -> EvaluationAnswer:
         """Everything that was ordered, or the reason why not."""
         began = time.monotonic()
-        measured: list[Measured] = []
-        problem: str | None = None
         try:
             measured = await self._all_prompts(order, longest)
-        except* GrpoError as group:
-            problem = str(group.exceptions[0])
-        if problem is not None:
-            log.warning("evaluation of step %d failed: %s", order.step, problem)
-            return EvaluationAnswer(env_id=self._env_id, problem=problem)
+        except GrpoError as error:
+            log.warning("evaluation of step %d failed: %s", order.step, error)
+            return EvaluationAnswer(env_id=self._env_id, problem=str(error))
         versions = [prompt.versions for prompt in measured if prompt.versions is not None]
         answer = EvaluationAnswer(
             env_id=self._env_id,
@@ -157,59 +153,53 @@ class Evaluator:
         if self._num_items_wanted != order.num_prompts:
             self._items = await asyncio.to_thread(held_out_items, self._config.task, order.num_prompts)
             self._num_items_wanted = order.num_prompts
-        items = self._items
-        prompts = [(item, prompt_tokens(self._config, self._tokenizer, item.question)) for item in items]
-        fitting = [(item, prompt) for item, prompt in prompts if len(prompt) < longest]
-        if not fitting:
+        self._num_unasked = len(self._items)
+        slots = asyncio.Semaphore(self._config.max_workers)
+        asked = await together(self._one_prompt(item, longest, order.num_samples, slots) for item in self._items)
+        measured = [prompt for prompt in asked if prompt is not None]
+        if not measured:
             raise ConfigError(
-                f"max_token_length: none of {len(items)} held-out prompts leaves room within {longest} tokens: "
+                f"max_token_length: none of {len(asked)} held-out prompts leaves room within {longest} tokens: "
                 "raise it, or the trainer's seq_len"
             )
-        if len(fitting) < order.num_prompts:
-            log.info("%d of %d held-out prompts: there are no more that fit", len(fitting), order.num_prompts)
-        self._num_unasked = len(fitting)
-        slots = asyncio.Semaphore(self._config.max_workers)
-        async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(self._one_prompt(item, prompt, longest - len(prompt), order.num_samples, slots))
-                for item, prompt in fitting
-            ]
-        return [task.result() for task in asked]
+        if len(measured) < order.num_prompts:
+            log.info("%d of %d held-out prompts: there are no more that fit", len(measured), order.num_prompts)
+        return measured
 
     async def _one_prompt(
-        self, item: Item, prompt: list[int], room: int, num_samples: int, slots: asyncio.Semaphore
-    ) -> Measured:
+        self, item: Item, longest: int, num_samples: int, slots: asyncio.Semaphore
+    ) -> Measured | None:
+        """What came of one item; None where it leaves no room for a completion."""
         config = self._config
         temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
-        # Greedy completions are all the same, and vLLM refuses to make several.
+        # Greedy samples are all the same, and vLLM refuses to make several.
         num_different = num_samples if temperature > 0 else 1
-        request = GenerateRequest(
-            prompt=TokenPrompt(prompt_token_ids=prompt),
-            n=num_different,
-            max_tokens=min(config.max_tokens, room),
+        policy = Policy(
+            config=config,
+            tokenizer=self._tokenizer,
+            inference=self._inference,
             temperature=temperature,
-            top_p=config.top_p,
-            stop=list(config.stop) or None,
-            logprobs=0,
+            longest=longest,
         )
         async with slots:
             self._num_unasked -= 1
             if self._num_unasked == 0:
                 self._tell()
-            answer = await self._inference.generate(request)
-        lengths = [len(sampled_tokens(answer, index)[0]) for index in range(len(answer.text))]
-        versions = answer.policy_versions
-        if versions is None and answer.policy_version is not None:
-            versions = [[answer.policy_version]] * num_different
-        rewards = [config.task.score(item, text) for text in answer.text]
-        if not all(map(math.isfinite, rewards)):
-            raise DataError(
-                f"task {config.task.label()}: rewards {rewards} of {item.question[:80]!r} are not all finite"
-            )
-        copies = num_samples // num_different
-        return Measured(
-            rewards=rewards * copies,
-            lengths=lengths * copies,
-            truncated=[reason == "length" for reason in answer.finish_reasons] * copies,
-            versions=None if versions is None else [sorted(set(row)) for row in versions] * copies,
-        )
+            try:
+                of_seats = await roll_out(policy, item, num_different)
+            except PromptTooLong:
+                return None
+        return measured_prompt(of_seats, num_samples // num_different)
+
+
+def measured_prompt(of_seats: Sequence[Rollouts], num_copies: int = 1) -> Measured:
+    """One entry a sample: of a game the mean reward of its seats, and what all of them said together."""
+    samples = list(zip(*(rollouts.conversations for rollouts in of_seats), strict=True))
+    spoken = [conversation for sample in samples for conversation in sample]
+    versions = [sorted({version for each in sample for version in each.sampled_versions}) for sample in samples]
+    return Measured(
+        rewards=sample_rewards(of_seats) * num_copies,
+        lengths=[sum(each.num_sampled for each in sample) for sample in samples] * num_copies,
+        truncated=[any(each.is_truncated for each in sample) for sample in samples] * num_copies,
+        versions=versions * num_copies if all(each.has_versions for each in spoken) else None,
+    )

@@ -22,7 +22,7 @@ class Progress:
     def __init__(self) -> None:
         self.num_groups = 0
         self.num_dropped = 0
-        """Groups whose scores were all equal, where those are not wanted."""
+        """Groups whose scores were all equal, where those are not wanted, or whose seat never had its turn."""
         self.num_too_long = 0
         """Items whose prompt left no room for a completion."""
         self._rewards: deque[float] = deque(maxlen=_NUM_GROUPS)
@@ -34,9 +34,9 @@ class Progress:
         """Count groups that were handed over."""
         self.num_groups += len(groups)
         for group in groups:
-            num_prompt = group.masks[0].count(MASKED_LABEL)
+            num_read = sum(labels.count(MASKED_LABEL) for labels in group.masks)
             self._rewards.append(sum(group.scores) / len(group.scores))
-            self._lengths.append(sum(map(len, group.tokens)) / len(group.tokens) - num_prompt)
+            self._lengths.append((sum(map(len, group.tokens)) - num_read) / len(group.tokens))
 
     def say_now_and_then(self, status: EnvironmentStatus) -> None:
         """Log a line, if there is news and the last line is some seconds old."""
@@ -52,6 +52,6 @@ class Progress:
             len(self._rewards),
             sum(self._rewards) / len(self._rewards),
             sum(self._lengths) / len(self._lengths),
-            f"; {self.num_dropped} dropped, all scores equal" if self.num_dropped else "",
+            f"; {self.num_dropped} dropped, nothing to compare" if self.num_dropped else "",
             f"; {self.num_too_long} items too long" if self.num_too_long else "",
         )

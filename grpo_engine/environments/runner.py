@@ -1,9 +1,9 @@
 """The environment's loop: keep as many groups in the making as the trainer will want, and post those that are done.
 
-One task asks the rollout API how far the trainer is and starts makers; each maker turns one item into one group; one
-task posts what is done, several groups at once when several are. All prompts for which there is room are asked at the
-same time, so that the inference server decodes them together. An evaluation comes first: no group is begun while one of
-its prompts waits to be asked.
+One task asks the rollout API how far the trainer is and starts makers; each maker turns one item into one group, or a
+game into one for each seat that the policy plays; one task posts what is done, several groups at once when several are.
+All items for which there is room are asked at the same time, so that the inference server decodes them together. An
+evaluation comes first: no item is begun while one of its prompts waits to be asked.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.evaluating import Evaluator
 from grpo_engine.environments.groups import scored_group
 from grpo_engine.environments.peers import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
+from grpo_engine.environments.policy import Policy, PromptTooLong
 from grpo_engine.environments.progress import Progress
-from grpo_engine.environments.prompts import Tokenizer, prompt_tokens, room_for_completion
+from grpo_engine.environments.prompts import Tokenizer, room_for_completion
+from grpo_engine.environments.rolling_out import Rollouts, num_groups, roll_out, with_words
 from grpo_engine.environments.tasks.base import Item
+from grpo_engine.environments.together import first_error
 from grpo_engine.errors import ConfigError, GrpoError
-from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
 
 log = logging.getLogger(__name__)
@@ -48,12 +50,15 @@ class Runner:
         self._api = api
         self._inference = inference
         self._items: Iterator[Item] = config.task.items(config.seed)
+        self._num_groups = num_groups(config.task)
+        """Groups that an item becomes."""
         self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
         self._env_id: int | None = None
         self._makers: set[asyncio.Task[None]] = set()
         self._done: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._num_unposted = 0
         """Groups in the making, or made and not yet posted."""
+        self._num_skipped_in_a_row = 0
         self._has_news = asyncio.Event()
         self._progress = Progress()
         self._evaluator = Evaluator(config, tokenizer, api, inference, tell=self._has_news.set)
@@ -78,7 +83,7 @@ class Runner:
                     maker.cancel()
                 self._evaluator.give_up()
         except* GrpoError as group:
-            raise group.exceptions[0] from None
+            raise first_error(group) from None
         finally:
             if self._env_id is not None:
                 await self._api.disconnect(self._env_id)
@@ -124,8 +129,8 @@ class Runner:
                 await self._learn_limits()
             self._follow_evaluation(status, tasks)
             for _ in range(0 if is_done else self._room(status)):
-                self._num_unposted += 1
-                maker = tasks.create_task(self._make(*self._next_prompt()))
+                self._num_unposted += self._num_groups
+                maker = tasks.create_task(self._make(next(self._items)))
                 self._makers.add(maker)
                 maker.add_done_callback(self._makers.discard)
             self._progress.say_now_and_then(status)
@@ -161,50 +166,64 @@ class Runner:
         self._evaluator.follow(status.evaluation, env_id=self._env_id, longest=longest, tasks=tasks)
 
     def _room(self, status: EnvironmentStatus) -> int:
-        """Groups to start now: up to `max_batches_offpolicy` batches ahead, counting those in the making."""
-        config = self._config
+        """Items to start now: up to `max_batches_offpolicy` batches of groups ahead, counting those in the making."""
+        config, batch_size = self._config, self._limits.batch_size
         if self._evaluator.needs_everything:
             return 0
-        wanted = config.max_batches_offpolicy * self._limits.batch_size // config.group_size
+        num_ahead = status.queue_size + self._num_unposted
+        wanted = config.max_batches_offpolicy * batch_size // config.group_size
+        num_items = (wanted - num_ahead) // self._num_groups
+        if num_items < 1 and num_ahead * config.group_size < batch_size:
+            num_items = 1  # of more groups than there is room for; without it the trainer would wait for ever
         workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
-        return max(0, min(wanted - status.queue_size - self._num_unposted, workers - len(self._makers)))
+        return max(0, min(num_items, max(1, workers // self._num_groups) - len(self._makers)))
 
-    def _next_prompt(self) -> tuple[Item, list[int], int]:
-        """The next item, its prompt, and the tokens that are left for a completion."""
-        config, longest = self._config, room_for_completion(self._config, self._limits.max_token_len)
-        for _ in range(_MAX_SKIPPED_ITEMS):
-            item = next(self._items)
-            prompt = prompt_tokens(config, self._tokenizer, item.question)
-            if len(prompt) < longest:
-                return item, prompt, longest - len(prompt)
-            self._progress.num_too_long += 1
-        raise ConfigError(
-            f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
-            f"(the last has {len(prompt)}): raise it, or the trainer's seq_len"
-        )
-
-    async def _make(self, item: Item, prompt: list[int], room: int) -> None:
-        """Turn one item into one group."""
+    async def _make(self, item: Item) -> None:
+        """Turn one item into its groups."""
         config = self._config
-        answer = await self._inference.generate(
-            GenerateRequest(
-                prompt=TokenPrompt(prompt_token_ids=prompt),
-                n=config.group_size,
-                max_tokens=min(config.max_tokens, room),
-                temperature=config.temperature,
-                top_p=config.top_p,
-                stop=list(config.stop) or None,
-                logprobs=0,
-            )
+        longest = room_for_completion(config, self._limits.max_token_len)
+        policy = Policy(
+            config=config,
+            tokenizer=self._tokenizer,
+            inference=self._inference,
+            temperature=config.temperature,
+            longest=longest,
         )
-        scores = await config.task.rewards(item, answer.text)
-        group = scored_group(prompt, answer, scores, temperature=config.temperature)
-        if config.ensure_scores_are_not_same and len(set(scores)) == 1:
-            self._progress.num_dropped += 1
-            self._num_unposted -= 1
-            self._has_news.set()
+        try:
+            of_seats = await roll_out(policy, item, config.group_size)
+        except PromptTooLong as error:
+            self._skip(error, longest)
             return
-        self._done.put_nowait(group)
+        self._num_skipped_in_a_row = 0
+        groups = [
+            scored_group(spoken.conversations, spoken.rewards, temperature=config.temperature)
+            for spoken in map(with_words, of_seats)
+            if self._is_wanted(spoken)
+        ]
+        num_dropped = self._num_groups - len(groups)
+        self._progress.num_dropped += num_dropped
+        self._num_unposted -= num_dropped
+        for group in groups:
+            self._done.put_nowait(group)
+        if num_dropped:
+            self._has_news.set()
+
+    def _is_wanted(self, spoken: Rollouts) -> bool:
+        """Whether there is something to compare."""
+        if len(spoken.conversations) < min(2, self._config.group_size):
+            return False
+        return not self._config.ensure_scores_are_not_same or len(set(spoken.rewards)) > 1
+
+    def _skip(self, error: PromptTooLong, longest: int) -> None:
+        self._num_unposted -= self._num_groups
+        self._has_news.set()
+        self._progress.num_too_long += 1
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row >= _MAX_SKIPPED_ITEMS:
+            raise ConfigError(
+                f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
+                f"(the last has {error.num_tokens}): raise it, or the trainer's seq_len"
+            )
 
     # --- posting ---------------------------------------------------------------------------------------------------
 
