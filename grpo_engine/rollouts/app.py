@@ -108,9 +108,10 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
 def _add_trainer_routes(app: FastAPI) -> None:
     @app.post("/register")
     async def register(request: Request, body: RegisterRequest) -> dict[str, Any]:
-        registered = await _exchange(request).register(body)
         # Below 2^53, so that readers with double-precision numbers keep it whole.
-        return {"uuid": random.getrandbits(52), "changes": registered.changes}
+        uuid = random.getrandbits(52)
+        registered = await _exchange(request).register(body, uuid)
+        return {"uuid": uuid, "changes": registered.changes}
 
     @app.get("/info")
     async def info(request: Request) -> dict[str, int]:
@@ -133,15 +134,19 @@ def _add_trainer_routes(app: FastAPI) -> None:
         request: Request,
         ack: str | None = None,
         wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+        policy_version: Annotated[int | None, Query(ge=0)] = None,
+        uuid: int | None = None,
     ) -> Response:
         exchange = _exchange(request)
         if exchange.ledger.run is None:
             message = "Trainer not registered: POST /register first"
             return JSONResponse({"status": "error", "message": message, "batch": []})
-        await request.body()
+        if uuid is not None and uuid != exchange.ledger.run.uuid:
+            detail = "another trainer has registered since: batches go to it alone; give each run an API of its own"
+            raise Refusal(409, detail, "superseded")
         peer = request.client.host if request.client else "unknown"
         client = f"{peer} {request.headers.get('user-agent', '')}".strip()
-        delivery = await exchange.next_batch(client=client, ack=ack, wait_s=wait_s)
+        delivery = await exchange.next_batch(client=client, ack=ack, wait_s=wait_s, policy_version=policy_version)
         if delivery is None:
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field, model_validator
 
 from grpo_engine.config import Config
-
-IN_MEMORY = Path(":memory:")
-"""The `database` that is forgotten at the end."""
-
-DEFAULT_DATABASE = Path("rollouts.sqlite")
-"""In the current folder; a supervised API gets one in its run folder."""
+from grpo_engine.flags import Flag
 
 
 class ApiConfig(Config):
@@ -23,23 +18,34 @@ class ApiConfig(Config):
     """Address to listen on; anything but loopback lets others add training data, so give a token with it."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    database: Path | None = None
-    """SQLite file that keeps queue, step and environments across restarts; unset: rollouts.sqlite in the current
-    folder; `:memory:` forgets everything at the end."""
+    store: Annotated[Path | None, Flag(("--store", "--database"))] = Field(
+        None, validation_alias=AliasChoices("store", "database")
+    )
+    """SQLite file that keeps queue, step and environments, and is gone on with when it is there; unset: a new
+    rollouts.sqlite (rollouts-2.sqlite, …) in the current folder, under the supervisor the run folder's; `:memory:`
+    forgets everything at the end."""
     fresh: bool = False
-    """Forget what the database holds from earlier."""
+    """Forget what the store holds from earlier."""
     token: str | None = None
-    """Bearer token that every request but `GET /` and `GET /info` must carry; unset: $GRPO_API_TOKEN, else none."""
+    """Bearer token that every request but `GET /` and `GET /info` must carry; unset: token_file's, $GRPO_API_TOKEN,
+    else none."""
+    token_file: Path | None = None
+    """File with that token in its first line, which keeps it out of lists of processes."""
 
     # How much is accepted
-    max_queued_sequences: int = Field(16384, ge=1)
+    max_queued_sequences: int = Field(65536, ge=1)
     """Sequences that may wait; beyond it posts are held, then refused with 503. Two batches are always let in."""
-    max_queued_bytes: int = Field(2 * 1024**3, ge=1)
-    """Bytes of JSON that may wait, with the same consequence."""
+    max_queued_bytes: int = Field(4 * 1024**3, ge=1)
+    """Bytes of JSON that may wait (on the disk), with the same consequence."""
     max_body_bytes: int = Field(256 * 1024**2, ge=1024)
     """Longest request body, before and after decompression; a longer one is refused with 413."""
     hold_s: float = Field(20.0, ge=0)
     """Seconds that a post waits for room before it is refused; stock clients try a 503 again, three times in all."""
+
+    max_staleness: int | None = Field(None, ge=0)
+    """Groups whose oldest token is older than so many policy versions are dropped instead of being handed out. Where a
+    group carries no versions, as from stock environments, the batches count that were handed out since it came. Unset:
+    what the trainer says, else no bound; of two bounds the stricter."""
 
     # Patience
     lease_s: float = Field(120.0, gt=0)
@@ -52,3 +58,9 @@ class ApiConfig(Config):
     """Least severe log line that is written."""
     access_log: bool = False
     """Write a line for every request; environments ask several times a second."""
+
+    @model_validator(mode="after")
+    def _has_one_token(self) -> ApiConfig:
+        if self.token and self.token_file:
+            raise ValueError("token and token_file are both given: leave one out")
+        return self

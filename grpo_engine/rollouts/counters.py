@@ -18,6 +18,8 @@ class Counters:
     bytes: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     """By reason."""
+    stale: int = 0
+    """Groups that were dropped because they had grown older than allowed."""
     batches: int = 0
     batches_repeated: int = 0
     held: int = 0
@@ -41,6 +43,7 @@ def as_text(counters: Counters, ledger: Ledger, *, num_held: int, now: float) ->
     add("sequences_total", "counter", "Sequences received.", _labelled("environment", counters.sequences))
     add("group_bytes_total", "counter", "Bytes of groups received.", _labelled("environment", counters.bytes))
     add("refused_total", "counter", "Requests refused.", _labelled("reason", counters.refused))
+    add("stale_groups_total", "counter", "Groups dropped for their age.", {"": counters.stale})
     add("batches_total", "counter", "Batches handed out.", {"": counters.batches})
     add("batches_repeated_total", "counter", "Batches offered again.", {"": counters.batches_repeated})
     add("held_total", "counter", "Posts that had to wait for room.", {"": counters.held})

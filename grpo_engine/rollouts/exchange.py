@@ -1,7 +1,8 @@
-"""The rollout API without HTTP: the ledger's rules, written down by one thread, with waiting where there is no room.
+"""The rollout API without HTTP: the ledger's rules, written down before anybody hears of them, with waiting for room.
 
-The event loop changes the ledger and queues the write in the same breath, and the writer works in that order, so the
-file always tells a state that the ledger was in. Answers go out after the write.
+The event loop changes the ledger and asks for the write in the same breath, and the writer works in that order, so the
+file always tells a state that the ledger was in. Answers go out after the write. Where that fails, the file is right:
+the ledger goes back to what it says, and all who waited for a write are told to come again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,6 +23,7 @@ from grpo_engine.rollouts.evaluations import fault_of
 from grpo_engine.rollouts.ledger import Handout, Ledger, Placed, Registered
 from grpo_engine.rollouts.records import EnvironmentRecord, Lease
 from grpo_engine.rollouts.store import Store, Stored
+from grpo_engine.rollouts.writer import NotWritten, Writer
 from grpo_engine.wire.rollouts import (
     EnvironmentStatus,
     EvaluationAnswer,
@@ -59,8 +59,8 @@ class Exchange:
     def __init__(self, config: ApiConfig, store: Store, stored: Stored) -> None:
         self._config = config
         self._store = store
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
-        self.ledger = Ledger(stored, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
+        self._writer = Writer(store, self._go_back)
+        self.ledger = self._ledger_of(stored)
         self.counters = Counters()
         self.latest_body = stored.latest_body
         self._posts = stored.posts
@@ -78,23 +78,30 @@ class Exchange:
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
-    async def register(self, request: RegisterRequest) -> Registered:
-        """Begin or continue a run."""
-        registered = self.ledger.register(request)
+    async def register(self, request: RegisterRequest, uuid: int) -> Registered:
+        """Begin or continue a run, under this number."""
+        registered = self.ledger.register(request, uuid)
         run = self.ledger.run
         assert run is not None
-        _event(logging.INFO, "trainer registered", changes=registered.changes, batch_size=request.batch_size)
-        self._reported_problem = None
         await self._write(lambda: self._store.save_run(run, dropped=registered.dropped))
+        _event(
+            logging.WARNING if registered.dropped else logging.INFO,
+            "trainer registered",
+            changes=registered.changes,
+            batch_size=request.batch_size,
+        )
+        self._reported_problem = None
         await self._tell()
         return registered
 
-    async def next_batch(self, *, client: str, ack: str | None, wait_s: float = 0.0) -> Delivery | None:
+    async def next_batch(
+        self, *, client: str, ack: str | None, wait_s: float = 0.0, policy_version: int | None = None
+    ) -> Delivery | None:
         """The next batch, or None when there is none within `wait_s`; a trainer must be registered."""
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             ledger, num_chances = self.ledger, self.ledger.num_chances
-            delivery = await self._hand_out(client=client, ack=ack)
+            delivery = await self._hand_out(client=client, ack=ack, policy_version=policy_version)
             if delivery is not None or wait_s <= 0:
                 return delivery
             if not await self._comes_true(partial(self._has_chance_since, ledger, num_chances), deadline):
@@ -102,9 +109,14 @@ class Exchange:
             if self._is_closing or self.ledger is not ledger:
                 return None
 
-    async def _hand_out(self, *, client: str, ack: str | None) -> Delivery | None:
-        handout = self.ledger.next_batch(client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time())
+    async def _hand_out(self, *, client: str, ack: str | None, policy_version: int | None) -> Delivery | None:
+        handout = self.ledger.next_batch(
+            client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
+        )
         bodies = await self._write_handout(handout) if handout.changed_anything else []
+        if handout.dropped:
+            self.counters.stale += len(handout.dropped)
+            _event(logging.WARNING, "stale groups dropped", groups=len(handout.dropped))
         if handout.lease is None:
             self._report_problem()
             return None
@@ -127,7 +139,7 @@ class Exchange:
         """Forget a batch that arrived, without asking for another."""
         acknowledged = self.ledger.acknowledge(lease_id)
         if acknowledged:
-            await self._write_handout(Handout(lease=None, acknowledged=acknowledged, returned=()))
+            await self._write_handout(Handout(lease=None, acknowledged=acknowledged))
 
     async def take_back(self, delivery: Delivery) -> None:
         """Offer a batch again whose client has gone."""
@@ -141,8 +153,8 @@ class Exchange:
         """Let an environment in, or None while the trainer has not asked for a batch."""
         record = self.ledger.register_environment(request, time.time())
         if record is not None:
-            _event(logging.INFO, "environment registered", environment=record.name, group_size=record.group_size)
             await self._write(lambda: self._store.save_environment(record))
+            _event(logging.INFO, "environment registered", environment=record.name, group_size=record.group_size)
         return record
 
     async def disconnect(self, env_id: int) -> EnvironmentRecord | None:
@@ -190,26 +202,21 @@ class Exchange:
         """
         if not groups:
             return []
-        if self._is_known(post):
-            return []
-        await self._wait_for_room()
-        if self._is_known(post):  # its sender gave the first up while that waited
+        if not self._is_known(post):
+            await self._wait_for_room()
+        if self._is_known(post):  # perhaps only now: its sender gave the first up while that waited
+            await self._write(lambda: None)  # what it said the first time may still be on its way to the disk
             return []
         now = time.time()
-        placed = [self.ledger.place(g.env_id, g.num_sequences, len(g.body), now) for g in groups]
+        placed = [
+            self.ledger.place(g.env_id, g.num_sequences, len(g.body), now, policy_version=g.policy_version)
+            for g in groups
+        ]
         rows = [(p.group, p.place, g.body) for p, g in zip(placed, groups, strict=True)]
-        own = {p.group.id for p in placed}
         released = [id_ for p in placed for id_ in p.released]
         if post is not None:
             self._posts[post[0]] = post[1]
-        try:
-            await self._write(lambda: self._store.add_groups(rows, released, post))
-        except sqlite3.Error as error:
-            self.ledger.forget_groups(own)
-            if post is not None:
-                del self._posts[post[0]]
-            _event(logging.ERROR, "group not stored", error=str(error))
-            raise Refusal(503, f"the group cannot be stored: {error}: is the disk full?", "store") from None
+        await self._write(lambda: self._store.add_groups(rows, released, post))
         self.latest_body = groups[-1].body
         await self._tell()
         names = self.environment_names
@@ -226,9 +233,9 @@ class Exchange:
         is_new = self.ledger.evaluation is None or self.ledger.evaluation.order.id != order.id
         record = self.ledger.order_evaluation(order, time.time())
         if is_new:
-            _event(logging.INFO, "evaluation ordered", step=order.step, policy_version=order.policy_version)
             run = self.ledger.run
             await self._write(lambda: self._store.save_evaluation(record, run=run))
+            _event(logging.INFO, "evaluation ordered", step=order.step, policy_version=order.policy_version)
             await self._tell()
         return self._known_evaluation(order.id)
 
@@ -267,10 +274,7 @@ class Exchange:
         if fault is not None:
             raise Refusal(422, f"environment {answer.env_id} ({environment.name}): {fault}", "malformed")
         answered = self.ledger.answer_evaluation(answer, time.time())
-        try:
-            await self._write(lambda: self._store.save_evaluation(answered))
-        except sqlite3.Error as error:
-            raise Refusal(503, f"the answer cannot be stored: {error}: is the disk full?", "store") from None
+        await self._write(lambda: self._store.save_evaluation(answered))
         _event(
             logging.INFO if answer.problem is None else logging.WARNING,
             "evaluation answered",
@@ -300,13 +304,11 @@ class Exchange:
 
     async def reset(self) -> None:
         """Forget everything, as at the first start."""
-        _event(logging.WARNING, "reset: everything is forgotten")
-        config = self._config
-        nothing = Stored(run=None, environments=[], leases=[], groups=[], latest_body=None)
-        self.ledger = Ledger(nothing, lease_s=config.lease_s, liveness_s=config.liveness_s, now=time.time())
+        self.ledger = self._ledger_of(Stored(run=None, environments=[], leases=[], groups=[], latest_body=None))
         self.latest_body = None
         self._posts = {}
         await self._write(self._store.clear)
+        _event(logging.WARNING, "reset: everything is forgotten")
         await self._tell()
 
     def problem(self) -> str | None:
@@ -325,8 +327,7 @@ class Exchange:
 
     async def close_store(self) -> None:
         """Finish the writes and let go of the file."""
-        await self._write(self._store.close)
-        self._writer.shutdown()
+        await self._writer.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -335,12 +336,38 @@ class Exchange:
         assert run is not None
         return await self._write(
             lambda: self._store.hand_out(
-                run, acknowledged=handout.acknowledged, returned=handout.returned, lease=handout.lease
+                run,
+                acknowledged=handout.acknowledged,
+                returned=handout.returned,
+                dropped=handout.dropped,
+                lease=handout.lease,
             )
         )
 
     async def _write(self, action: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, action)
+        try:
+            return await self._writer.write(action)
+        except NotWritten as error:
+            detail = f"it cannot be written down, and so is not taken: {error}: is the disk full? Send it again later"
+            raise Refusal(503, detail, "store") from None
+
+    def _ledger_of(self, stored: Stored) -> Ledger:
+        config = self._config
+        return Ledger(
+            stored,
+            lease_s=config.lease_s,
+            liveness_s=config.liveness_s,
+            max_staleness=config.max_staleness,
+            now=time.time(),
+        )
+
+    def _go_back(self, stored: Stored, error: Exception) -> None:
+        """Be where the file is, since what came after is not in it."""
+        _event(logging.ERROR, "not written", error=str(error), store=str(self._config.store))
+        before, self.ledger = self.ledger, self._ledger_of(stored)
+        self.ledger.last_seen |= {id_: at for id_, at in before.last_seen.items() if id_ in self.ledger.environments}
+        self.ledger.trainer_seen = before.trainer_seen
+        self.latest_body, self._posts = stored.latest_body, stored.posts
 
     async def _comes_true(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until something changed and `condition` holds; False when it did not by `deadline`."""

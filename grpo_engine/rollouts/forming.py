@@ -10,6 +10,7 @@ Example: groups of 3, 1, 2 and 2 sequences and a batch of 4 → the groups of 3 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ class QueuedGroup:
     env_id: int | None
     num_sequences: int
     num_bytes: int = 0
+    policy_version: int | None = None
+    """Oldest version of the weights that sampled any of its trained tokens; None where its sender does not say."""
+    step: int | None = None
+    """Batches that had been handed out when it came; None before any trainer registered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +95,16 @@ def why_unreachable(
     if not supplies:
         return None
     minima = least_sequences(batch_size, shares or {})
-    limit = (
-        1 << (2 * batch_size + max([g.num_sequences for g in waiting] + [s.group_size for s in suppliers]) + 1)
-    ) - 1
+    sizes = sorted({group.num_sequences for group in waiting})
+    limit = (1 << (2 * batch_size + max([*sizes, *(s.group_size for s in suppliers)]) + 1)) - 1
     sums: dict[int | None, int] = {None: 1, **dict.fromkeys(minima, 1)}
-    for group in waiting:
-        owner = group.env_id if group.env_id in minima else None
-        sums[owner] |= (sums[owner] << group.num_sequences) & limit
+    once = Counter((group.env_id if group.env_id in minima else None, group.num_sequences) for group in waiting)
+    for (owner, size), count in once.items():
+        num_added = 1
+        while count > 0 and size * num_added < limit.bit_length():  # 1, 2, 4, … and the rest make every number
+            num_added = min(num_added, count)
+            sums[owner] |= (sums[owner] << size * num_added) & limit
+            count, num_added = count - num_added, 2 * num_added
     for env_id, step in supplies:
         owner = env_id if env_id in minima else None
         while step < limit.bit_length():
@@ -110,7 +118,6 @@ def why_unreachable(
     nearest = [below] if below > 0 else []
     if above:
         nearest.append(batch_size + (above & -above).bit_length() - 1)
-    sizes = sorted({group.num_sequences for group in waiting})
     parts = [f"{s.name} sends groups of {s.group_size}" for s in suppliers]
     parts += [f"groups of {', '.join(map(str, sizes))} wait"] if sizes else []
     parts += ["shares ask for at least " + ", ".join(map(str, minima.values()))] if minima else []

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 OPEN_PATHS = frozenset({"/", "/info"})
 """Answered without a token: everybody probes them for readiness."""
 

@@ -13,7 +13,7 @@ ends with the registration of its trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_engine.rollouts.evaluations import state_of
@@ -25,6 +25,7 @@ from grpo_engine.rollouts.forming import (
     oldest_combination,
     why_unreachable,
 )
+from grpo_engine.rollouts.queue import Queue
 from grpo_engine.rollouts.records import EnvironmentRecord, EvaluationRecord, Lease, RunRecord
 from grpo_engine.rollouts.store import BUFFER, QUEUE, Stored
 from grpo_engine.wire.rollouts import (
@@ -71,23 +72,33 @@ class Handout:
 
     lease: Lease | None
     acknowledged: tuple[str, ...]
-    returned: tuple[int, ...]
+    returned: tuple[int, ...] = ()
     """Groups that went back into the queue, because their batch no longer has the right size."""
+    dropped: tuple[int, ...] = ()
+    """Groups that are older than the trainer wants them."""
     is_repeated: bool = False
     has_started_now: bool = False
 
     @property
     def changed_anything(self) -> bool:
         """Whether there is something to write down."""
-        return bool(self.lease or self.acknowledged or self.returned or self.has_started_now)
+        return bool(self.lease or self.acknowledged or self.returned or self.dropped or self.has_started_now)
 
 
 class Ledger:
     """The state of one rollout API."""
 
-    def __init__(self, stored: Stored, *, lease_s: float, liveness_s: float, now: float) -> None:
+    def __init__(
+        self, stored: Stored, *, lease_s: float, liveness_s: float, now: float, max_staleness: int | None = None
+    ) -> None:
+        """Go on from what is stored.
+
+        Args:
+            max_staleness: oldest groups that are handed out, in policy versions; a stricter trainer's word wins.
+        """
         self._lease_s = lease_s
         self._liveness_s = liveness_s
+        self._max_staleness = max_staleness
         self.run = stored.run
         self.environments = {environment.id: environment for environment in stored.environments}
         self.last_seen = dict.fromkeys(self.environments, now)
@@ -96,7 +107,7 @@ class Ledger:
         self._newcomer_at = now
         """When the latest environment registered; after a restart, now."""
         self.leases = {lease.id: lease for lease in stored.leases}
-        self.queue = {group.id: group for group, place in stored.groups if place == QUEUE}
+        self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
         self.buffers: dict[int, list[QueuedGroup]] = {}
         self._lent: dict[int, QueuedGroup] = {}
         for group, place in stored.groups:
@@ -105,25 +116,27 @@ class Ledger:
             elif place != QUEUE:
                 self._lent[group.id] = group
         self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
+        self._newest_version = max((group.policy_version or 0 for group, _ in stored.groups), default=0)
+        """Newest version of the weights that anybody spoke of."""
         self._is_formable = True
         self.num_chances = 0
         """Rises whenever a batch may have become possible."""
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
-    def register(self, request: RegisterRequest) -> Registered:
-        """Let the newest registration rule."""
+    def register(self, request: RegisterRequest, uuid: int) -> Registered:
+        """Let the newest registration rule, under its number."""
         before = self.run
         self._note_chance()
         self.evaluation = None  # whoever ordered it is no longer there to read the answers
         if before is None:
-            self.run = RunRecord(request=request, step=request.starting_step)
+            self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups wait", dropped=())
         # A trainer that was killed over its last batch comes back for it; one that ended has acknowledged it.
         owes_a_batch = request.starting_step < request.num_steps and any(x.is_explicit for x in self.leases.values())
         if before.request.checkpoint_dir == request.checkpoint_dir and (not before.is_over or owes_a_batch):
             step = request.starting_step or before.step
-            self.run = replace(before, request=request, step=step)
+            self.run = replace(before, request=request, uuid=uuid, step=step)
             self.leases = {id_: replace(lease, is_open=True) for id_, lease in self.leases.items()}
             changed = [
                 f"{name} {old} → {new}"
@@ -132,23 +145,29 @@ class Ledger:
             ]
             changes = f"continues at step {step}; {len(self.queue)} groups kept"
             return Registered(changes=f"{changes}; changed: {', '.join(changed) or 'nothing'}", dropped=())
-        dropped = (*self.queue, *self._lent, *(group.id for buffer in self.buffers.values() for group in buffer))
-        self.queue, self.leases, self._lent, self.buffers = {}, {}, {}, {}
-        self.run = RunRecord(request=request, step=request.starting_step)
+        dropped = (*self._lent, *(group.id for group in self._waiting()))
+        self.queue, self.leases, self._lent, self.buffers = Queue(), {}, {}, {}
+        self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
+        self._newest_version = 0
         reason = "the one before it is over" if before.is_over else "another checkpoint_dir"
         return Registered(changes=f"new run ({reason}); {len(dropped)} groups dropped", dropped=dropped)
 
-    def next_batch(self, *, client: str, ack: str | None, lease_id: str, now: float) -> Handout:
+    def next_batch(
+        self, *, client: str, ack: str | None, lease_id: str, now: float, policy_version: int | None = None
+    ) -> Handout:
         """Hand out the next batch, oldest first; a registration must be there.
 
         Args:
             ack: what an explicit client acknowledges ("" for nothing yet); None from a stock client, whose asking again
                 says that the last batch arrived.
             lease_id: name of the lease, should a new one be made.
+            policy_version: the version that inference serves now, where the trainer says so.
         """
         assert self.run is not None
         has_started_now = not self.run.has_started
         self.trainer_seen = now
+        if policy_version is not None:  # its word counts, also when it went back to an older checkpoint
+            self._newest_version = policy_version
         self.run = replace(self.run, has_started=True)
         acknowledged = [lease.id for lease in self.leases.values() if _is_acknowledged(lease, client, ack)]
         self._forget(acknowledged)
@@ -172,9 +191,14 @@ class Ledger:
             acknowledged.append(lease.id)
             returned += lease.group_ids
             self._put_back(lease.group_ids)
+        stale = self._drop_stale()
         new = self._new_lease(client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
         return Handout(
-            lease=new, acknowledged=tuple(acknowledged), returned=tuple(returned), has_started_now=has_started_now
+            lease=new,
+            acknowledged=tuple(acknowledged),
+            returned=tuple(returned),
+            dropped=tuple(stale),
+            has_started_now=has_started_now,
         )
 
     def acknowledge(self, lease_id: str) -> tuple[str, ...]:
@@ -231,16 +255,25 @@ class Ledger:
             if record.is_connected and now - self.last_seen[record.id] <= self._liveness_s
         ]
 
-    def place(self, env_id: int | None, num_sequences: int, num_bytes: int, now: float) -> Placed:
+    def place(
+        self, env_id: int | None, num_sequences: int, num_bytes: int, now: float, *, policy_version: int | None = None
+    ) -> Placed:
         """Put a group into the queue, or into its environment's buffer while it is smaller than the others."""
-        group = QueuedGroup(id=self._next_group, env_id=env_id, num_sequences=num_sequences, num_bytes=num_bytes)
+        group = QueuedGroup(
+            id=self._next_group,
+            env_id=env_id,
+            num_sequences=num_sequences,
+            num_bytes=num_bytes,
+            policy_version=policy_version,
+            step=self.run.step if self.run else None,
+        )
         self._next_group += 1
+        self._newest_version = max(self._newest_version, policy_version or 0)
         environment = self.environments.get(env_id) if env_id is not None else None
         if environment is not None:
             self.last_seen[environment.id] = now
         if environment is None or num_sequences >= environment.group_size:
-            self.queue[group.id] = group
-            self._note_chance()
+            self._put_in([group])
             return Placed(group=group, place=QUEUE, released=(), num_buffered=0)
         buffer = [*self.buffers.get(environment.id, []), group]
         full = oldest_combination([other.num_sequences for other in buffer], environment.group_size) or []
@@ -256,12 +289,6 @@ class Ledger:
             released=tuple(other.id for other in leaving if other is not group),
             num_buffered=sum(other.num_sequences for other in staying),
         )
-
-    def forget_groups(self, ids: Iterable[int]) -> None:
-        """Drop groups that could not be written down."""
-        gone = set(ids)
-        self.queue = {id_: group for id_, group in self.queue.items() if id_ not in gone}
-        self.buffers = {e: [g for g in buffer if g.id not in gone] for e, buffer in self.buffers.items()}
 
     def environment_status(self, env_id: int, now: float, *, is_heard: bool = True) -> EnvironmentStatus | None:
         """What an environment steers by; None when there is none of that id.
@@ -279,14 +306,12 @@ class Ledger:
         shares = _shares(live)
         batch_size = self.run.request.batch_size if self.run else 0
         least = least_sequences(batch_size, shares)
-        sequences: dict[int | None, int] = {}
-        for group in self.queue.values():
-            sequences[group.env_id] = sequences.get(group.env_id, 0) + group.num_sequences
-        largest = max((group.num_sequences for group in self.queue.values()), default=1)
-        own = sequences.pop(env_id, 0)
+        largest = self.queue.largest_group()
+        own = self.queue.sequences_by_environment[env_id]
         others = sum(
             max(0, math.ceil(count / largest) * largest - (least.get(other, 0) if other is not None else 0))
-            for other, count in sequences.items()
+            for other, count in self.queue.sequences_by_environment.items()
+            if other != env_id
         )
         claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
         total = sum(claims.values())
@@ -363,11 +388,11 @@ class Ledger:
 
     def num_waiting_sequences(self) -> int:
         """Sequences in the queue and in the buffers."""
-        return sum(group.num_sequences for group in self._waiting())
+        return self.queue.num_sequences + sum(group.num_sequences for group in self._buffered())
 
     def num_waiting_bytes(self) -> int:
         """Bytes of JSON in the queue and in the buffers."""
-        return sum(group.num_bytes for group in self._waiting())
+        return self.queue.num_bytes + sum(group.num_bytes for group in self._buffered())
 
     def is_run_active(self, now: float) -> bool:
         """Whether a trainer with steps left has asked for a batch lately."""
@@ -380,21 +405,19 @@ class Ledger:
             return None
         live = self.live_environments(now)
         suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live]
-        return why_unreachable(self.queue.values(), suppliers, self.run.request.batch_size, _shares(live))
+        return why_unreachable(self.queue, suppliers, self.run.request.batch_size, _shares(live))
 
     def _new_lease(self, *, client: str, is_explicit: bool, lease_id: str, now: float) -> Lease | None:
         assert self.run is not None
         shares = _shares(self.live_environments(now))
-        if not self.queue or not self._is_formable:
+        if self.queue.num_sequences < self.run.request.batch_size or not self._is_formable:
             return None
-        batch = form_batch(list(self.queue.values()), self.run.request.batch_size, shares)
+        batch = form_batch(list(self.queue), self.run.request.batch_size, shares)
         # A queue that gave nothing gives nothing until it changes; only a lapsing share can come with time alone.
         self._is_formable = batch is not None or bool(shares)
         if batch is None:
             return None
-        for group in batch:
-            del self.queue[group.id]
-            self._lent[group.id] = group
+        self._lent |= {group.id: group for group in self.queue.take(group.id for group in batch)}
         self.run = replace(self.run, step=self.run.step + 1)
         lease = Lease(
             id=lease_id,
@@ -406,6 +429,28 @@ class Ledger:
         )
         self.leases[lease.id] = lease
         return lease
+
+    def _drop_stale(self) -> list[int]:
+        """Take what is too old to be trained on out of the queue.
+
+        A group without versions is at least as old as the batches that were handed out since it came.
+        """
+        assert self.run is not None
+        bounds = [bound for bound in (self._max_staleness, self.run.request.max_staleness) if bound is not None]
+        if not bounds:
+            return []
+        oldest_version, oldest_step = self._newest_version - min(bounds), self.run.step - min(bounds)
+        stale = [
+            group.id
+            for group in self.queue
+            if (
+                group.step is not None and group.step < oldest_step
+                if group.policy_version is None
+                else group.policy_version < oldest_version
+            )
+        ]
+        self.queue.take(stale)
+        return stale
 
     def _note_chance(self) -> None:
         self._is_formable = True
@@ -421,12 +466,14 @@ class Ledger:
 
     def _put_in(self, groups: Iterable[QueuedGroup]) -> None:
         """Add to the queue, which stays in order of arrival."""
-        together = [*self.queue.values(), *groups]
-        self.queue = {group.id: group for group in sorted(together, key=lambda group: group.id)}
+        self.queue.add(groups)
         self._note_chance()
 
+    def _buffered(self) -> Iterator[QueuedGroup]:
+        return (group for buffer in self.buffers.values() for group in buffer)
+
     def _waiting(self) -> list[QueuedGroup]:
-        return [*self.queue.values(), *(group for buffer in self.buffers.values() for group in buffer)]
+        return [*self.queue, *self._buffered()]
 
 
 def _is_acknowledged(lease: Lease, client: str, ack: str | None) -> bool:

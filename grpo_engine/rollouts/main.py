@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -17,8 +19,9 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.app import make_app
-from grpo_engine.rollouts.config import DEFAULT_DATABASE, ApiConfig
-from grpo_engine.rollouts.store import Store
+from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.guard import LOOPBACK
+from grpo_engine.rollouts.store import IN_MEMORY, Store
 from grpo_engine.wire.rollouts import TOKEN_VARIABLE
 
 _LINGER_S = 1
@@ -32,18 +35,21 @@ def run(config: ApiConfig) -> int:
         ConfigError: the port is taken, or the database is not ours to use.
     """
     _log_events(config.log_level)
-    config = config.model_copy(update={"token": config.token or os.environ.get(TOKEN_VARIABLE)})
+    config = config.model_copy(update={"token": _token(config)})
     listener = _listen(config.host, config.port)
-    path = config.database or DEFAULT_DATABASE
-    if str(path) != ":memory:":
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--database {path}: {error.strerror}: name another file") from None
+    path = _store_path(config)
+    config = config.model_copy(update={"store": path})
     store = Store(path)
     if config.fresh:
-        store.clear()
+        store.commit([store.clear])
     _say_what_is_there(store, path)
+    if config.token is None and config.host not in LOOPBACK:
+        _say(
+            logging.WARNING,
+            "anybody who reaches this address can add training data or reset the run",
+            host=config.host,
+            instead="give --token-file, or listen on 127.0.0.1",
+        )
     # uvicorn raises the signal again once it has ended, so that its caller notices; here the end is the answer to it.
     previous = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -121,6 +127,50 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _token(config: ApiConfig) -> str | None:
+    """The token that is asked for, from wherever it is given."""
+    if config.token_file is None:
+        return config.token or os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        token = config.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--token-file {config.token_file}: cannot be read: {why}") from None
+    if not token:
+        raise ConfigError(f"--token-file {config.token_file}: its first line is empty: write the token there")
+    return token
+
+
+def _store_path(config: ApiConfig) -> Path:
+    """The file to keep everything in; a new one unless one is named."""
+    path = config.store
+    if path is None:
+        names = itertools.chain(["rollouts.sqlite"], (f"rollouts-{number}.sqlite" for number in itertools.count(2)))
+        path = next(Path(name) for name in names if _makes(Path(name)))
+        _say(logging.INFO, "new store; --store FILE goes on with an earlier one", store=str(path.resolve()))
+    elif str(path) != IN_MEMORY:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--store {path}: {error.strerror}: name another file") from None
+    return path
+
+
+def _makes(path: Path) -> bool:
+    """Make an empty file, or say that there is one; nobody else can get the same."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"{path.resolve()}: {error.strerror}: name a file with --store FILE") from None
+    return True
+
+
+def _say(level: int, event: str, **fields: object) -> None:
+    logging.getLogger("grpo_engine.rollouts").log(level, event, extra={"fields": fields})
+
+
 def _say_what_is_there(store: Store, path: object) -> None:
     try:
         stored = store.load()
@@ -128,21 +178,18 @@ def _say_what_is_there(store: Store, path: object) -> None:
         fault = error.errors(include_input=False)[0] if isinstance(error, ValidationError) else None
         why = str(error) if fault is None else ": ".join([*map(str, fault["loc"]), fault["msg"]])
         raise ConfigError(
-            f"--database {path}: damaged: {why}: move it away, name another file, or forget what it holds by --fresh"
+            f"--store {path}: damaged: {why}: move it away, name another file, or forget what it holds by --fresh"
         ) from error
     if stored.run is None and not stored.groups:
         return
     step = stored.run.step if stored.run else 0
-    logging.getLogger("grpo_engine.rollouts").info(
+    _say(
+        logging.INFO,
         "resumed; --fresh would forget it",
-        extra={
-            "fields": {
-                "database": str(path),
-                "step": step,
-                "groups": len(stored.groups),
-                "environments": len(stored.environments),
-            }
-        },
+        store=str(path),
+        step=step,
+        groups=len(stored.groups),
+        environments=len(stored.environments),
     )
 
 

@@ -15,6 +15,8 @@ class RunRecord:
     """A trainer's registration and how far it got."""
 
     request: RegisterRequest
+    uuid: int
+    """The registration's own number, by which a trainer can tell that another one took its place."""
     step: int
     """`starting_step` plus the batches that were handed out; a batch that is offered again counts once."""
     has_started: bool = False

@@ -1,16 +1,18 @@
 """What outlives the process: one SQLite file with the run, the environments, every group and who holds it.
 
-Synchronous and single-threaded by design: the exchange calls it from one writer thread, in the order in which things
-happened. Each public method is one transaction. A group is one row, its body the very bytes that are handed out.
+Synchronous and single-threaded by design: the writer calls it from one thread, in the order in which things happened,
+and `commit` makes one transaction of what several methods do. A group is one row, its body the very bytes that are
+handed out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -18,7 +20,7 @@ from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.forming import QueuedGroup
 from grpo_engine.rollouts.records import EnvironmentRecord, EvaluationRecord, Lease, RunRecord
 
-_LAYOUT = 1
+_LAYOUT = 2
 _APPLICATION = 0x6772706F  # "grpo": tells our files from other people's SQLite files
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY CHECK (id = 0), record TEXT NOT NULL);
@@ -26,10 +28,16 @@ CREATE TABLE IF NOT EXISTS evaluation (id INTEGER PRIMARY KEY CHECK (id = 0), re
 CREATE TABLE IF NOT EXISTS environments (id INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (id TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
-  id INTEGER PRIMARY KEY, env_id INTEGER, num_sequences INTEGER NOT NULL, place TEXT NOT NULL, body BLOB NOT NULL);
+  id INTEGER PRIMARY KEY, env_id INTEGER, num_sequences INTEGER NOT NULL, policy_version INTEGER, step INTEGER,
+  place TEXT NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS posts (sender TEXT PRIMARY KEY, number TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_by_place ON groups (place);
 """
+
+IN_MEMORY = ":memory:"
+"""The store that is forgotten at the end."""
+_PAGE_BYTES = 16384
+"""A group of some hundred kilobytes is a chain of pages: with SQLite's own 4096 it is four times as long."""
 
 QUEUE = "queue"
 """Place of a group that waits to be handed out."""
@@ -70,15 +78,18 @@ class Store:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.5)
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._check_owner(path)
-            # A killed process loses nothing; only a power cut may cost the last transactions, never the file.
+            self._db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+            # Every transaction is synced to the disk before anybody hears of it: a power cut loses nothing either.
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
             self._db.execute(f"PRAGMA application_id = {_APPLICATION}")
             self._db.execute(f"PRAGMA user_version = {_LAYOUT}")
-        except sqlite3.Error as error:
+            self._path = None if str(path) == IN_MEMORY else path.resolve()
+            self._inode = self._path.stat().st_ino if self._path else None
+        except (sqlite3.Error, OSError) as error:
             hint = "another rollout API uses it" if "locked" in str(error) else "move it away or name another file"
-            raise ConfigError(f"--database {path}: {error}: {hint}") from None
+            raise ConfigError(f"--store {path}: {error}: {hint}") from None
 
     def _check_owner(self, path: Path) -> None:
         owner, layout = (
@@ -87,9 +98,28 @@ class Store:
         tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if tables and (owner != _APPLICATION or layout != _LAYOUT):
             raise ConfigError(
-                f"--database {path}: not a rollout database of this version (layout {layout}, expected {_LAYOUT}): "
+                f"--store {path}: not a rollout database of this version (layout {layout}, expected {_LAYOUT}): "
                 "move it away or name another file"
             )
+
+    def commit(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Do everything in one transaction, and return what each came to; it is on the disk then.
+
+        Raises:
+            sqlite3.Error, OSError: nothing was done.
+        """
+        if self._path and (not self._path.exists() or self._path.stat().st_ino != self._inode):
+            # SQLite would go on writing to a file that has no name any more.
+            raise FileNotFoundError(f"{self._path} was removed or replaced: put it back, or restart the service")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            results = [action() for action in actions]
+            self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):  # SQLite has rolled some errors back by itself
+                self._db.execute("ROLLBACK")
+            raise
+        return results
 
     def close(self) -> None:
         """Fold the journal into the file and let go of it."""
@@ -100,7 +130,9 @@ class Store:
         run = self._db.execute("SELECT record FROM run").fetchone()
         evaluation = self._db.execute("SELECT record FROM evaluation").fetchone()
         latest = self._db.execute("SELECT body FROM groups ORDER BY id DESC LIMIT 1").fetchone()
-        rows = self._db.execute("SELECT id, env_id, num_sequences, length(body), place FROM groups ORDER BY id")
+        rows = self._db.execute(
+            "SELECT id, env_id, num_sequences, length(body), policy_version, step, place FROM groups ORDER BY id"
+        )
         return Stored(
             run=_RUN.validate_json(run[0]) if run else None,
             environments=[
@@ -111,8 +143,18 @@ class Store:
                 _LEASE.validate_json(row[0]) for row in self._db.execute("SELECT record FROM leases ORDER BY rowid")
             ],
             groups=[
-                (QueuedGroup(id=id_, env_id=env_id, num_sequences=sequences, num_bytes=size), place)
-                for id_, env_id, sequences, size, place in rows
+                (
+                    QueuedGroup(
+                        id=id_,
+                        env_id=env_id,
+                        num_sequences=sequences,
+                        num_bytes=size,
+                        policy_version=version,
+                        step=step,
+                    ),
+                    place,
+                )
+                for id_, env_id, sequences, size, version, step, place in rows
             ],
             latest_body=latest[0] if latest else None,
             posts=dict(self._db.execute("SELECT sender, number FROM posts")),
@@ -121,28 +163,25 @@ class Store:
 
     def save_run(self, run: RunRecord, *, dropped: Sequence[int] = ()) -> None:
         """Replace the run's record, and forget its evaluation and groups of the run before it."""
-        with self._transaction():
-            self._put_run(run)
-            self._db.execute("DELETE FROM evaluation")
-            if dropped:
-                self._db.executemany("DELETE FROM groups WHERE id = ?", ((id_,) for id_ in dropped))
-                self._db.execute("DELETE FROM leases WHERE id NOT IN (SELECT place FROM groups)")
+        self._put_run(run)
+        self._db.execute("DELETE FROM evaluation")
+        if dropped:
+            self._delete(dropped)
+            self._db.execute("DELETE FROM leases WHERE id NOT IN (SELECT place FROM groups)")
 
     def save_environment(self, environment: EnvironmentRecord) -> None:
         """Add or replace an environment."""
-        with self._transaction():
-            self._db.execute(
-                "INSERT OR REPLACE INTO environments VALUES (?, ?)",
-                (environment.id, _ENVIRONMENT.dump_json(environment).decode()),
-            )
+        self._db.execute(
+            "INSERT OR REPLACE INTO environments VALUES (?, ?)",
+            (environment.id, _ENVIRONMENT.dump_json(environment).decode()),
+        )
 
     def save_evaluation(self, evaluation: EvaluationRecord, *, run: RunRecord | None = None) -> None:
         """Replace the evaluation, and with it the run's record where that changed."""
-        with self._transaction():
-            record = _EVALUATION.dump_json(evaluation).decode()
-            self._db.execute("INSERT OR REPLACE INTO evaluation VALUES (0, ?)", (record,))
-            if run is not None:
-                self._put_run(run)
+        record = _EVALUATION.dump_json(evaluation).decode()
+        self._db.execute("INSERT OR REPLACE INTO evaluation VALUES (0, ?)", (record,))
+        if run is not None:
+            self._put_run(run)
 
     def add_groups(
         self,
@@ -155,54 +194,51 @@ class Store:
         Args:
             post: sender and number of the post that they came with, where it said so.
         """
-        with self._transaction():
-            self._db.executemany(
-                "INSERT INTO groups VALUES (?, ?, ?, ?, ?)",
-                ((g.id, g.env_id, g.num_sequences, place, body) for g, place, body in groups),
-            )
-            self._move(queued, QUEUE)
-            if post is not None:
-                self._db.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", post)
+        self._db.executemany(
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
+            ((g.id, g.env_id, g.num_sequences, g.policy_version, g.step, place, body) for g, place, body in groups),
+        )
+        self._move(queued, QUEUE)
+        if post is not None:
+            self._db.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", post)
 
     def hand_out(
-        self, run: RunRecord, *, acknowledged: Sequence[str], returned: Sequence[int], lease: Lease | None
+        self,
+        run: RunRecord,
+        *,
+        acknowledged: Sequence[str],
+        returned: Sequence[int],
+        dropped: Sequence[int],
+        lease: Lease | None,
     ) -> list[bytes]:
-        """Forget acknowledged batches, put `returned` groups back, lend the lease's groups, and read their bodies."""
-        with self._transaction():
-            self._put_run(run)
-            # Before the leases go: what they return must not be taken for acknowledged.
-            self._move(returned, QUEUE)
-            for id_ in acknowledged:
-                self._db.execute("DELETE FROM groups WHERE place = ?", (id_,))
-                self._db.execute("DELETE FROM leases WHERE id = ?", (id_,))
-            if lease is None:
-                return []
-            self._db.execute(
-                "INSERT OR REPLACE INTO leases VALUES (?, ?)", (lease.id, _LEASE.dump_json(lease).decode())
-            )
-            self._move(lease.group_ids, lease.id)
-            rows = self._db.execute("SELECT body FROM groups WHERE place = ? ORDER BY id", (lease.id,))
-            return [row[0] for row in rows]
+        """Forget acknowledged batches and `dropped` groups, put `returned` ones back, and lend the lease's groups.
+
+        Returns their bodies.
+        """
+        self._put_run(run)
+        # Before the leases go: what they return must not be taken for acknowledged.
+        self._move(returned, QUEUE)
+        for id_ in acknowledged:
+            self._db.execute("DELETE FROM groups WHERE place = ?", (id_,))
+            self._db.execute("DELETE FROM leases WHERE id = ?", (id_,))
+        self._delete(dropped)
+        if lease is None:
+            return []
+        self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?)", (lease.id, _LEASE.dump_json(lease).decode()))
+        self._move(lease.group_ids, lease.id)
+        rows = self._db.execute("SELECT body FROM groups WHERE place = ? ORDER BY id", (lease.id,))
+        return [row[0] for row in rows]
 
     def clear(self) -> None:
         """Forget everything."""
-        with self._transaction():
-            for table in ("run", "evaluation", "environments", "leases", "groups", "posts"):
-                self._db.execute(f"DELETE FROM {table}")
+        for table in ("run", "evaluation", "environments", "leases", "groups", "posts"):
+            self._db.execute(f"DELETE FROM {table}")
 
     def _put_run(self, run: RunRecord) -> None:
         self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (_RUN.dump_json(run).decode(),))
 
     def _move(self, ids: Sequence[int], place: str) -> None:
-        if ids:
-            self._db.executemany("UPDATE groups SET place = ? WHERE id = ?", ((place, id_) for id_ in ids))
+        self._db.executemany("UPDATE groups SET place = ? WHERE id = ?", ((place, id_) for id_ in ids))
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+    def _delete(self, ids: Sequence[int]) -> None:
+        self._db.executemany("DELETE FROM groups WHERE id = ?", ((id_,) for id_ in ids))

@@ -42,7 +42,9 @@ class RegisterRequest(Message):
     num_steps: int
     eval_every: int = Field(0, ge=0)
     """Steps between the evaluations that it will order, the last of them after its last step; 0: it orders none. Stock
-    trainers send no such key."""
+    trainers send no such key, nor the next."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Groups whose oldest token is older than so many policy versions are dropped instead of being handed out."""
 
 
 class RegisterEnvironmentRequest(Message):

@@ -17,8 +17,8 @@ class RolloutApi(Service, ApiConfig):
     """What it was sent is on disk, and everybody who talks to it waits for it, so a crash is not the end of a run."""
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Keep the database in the run folder, and be ready when `/info` answers."""
-        config = self if self.database else self.model_copy(update={"database": place.run_folder / "rollouts.sqlite"})
+        """Keep the store in the run folder, and be ready when `/info` answers."""
+        config = self if self.store else self.model_copy(update={"store": place.run_folder / "rollouts.sqlite"})
         return self._launch(
             name,
             self.kind,

@@ -58,7 +58,7 @@ async def api_client(
     database: Path = Path(":memory:"), *, headers: dict[str, str] | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an API in the same event loop, without sockets."""
-    app = make_app(ApiConfig(database=database, **settings), Store(database))
+    app = make_app(ApiConfig(store=database, **settings), Store(database))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(
@@ -94,7 +94,7 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
 
 def served_api(database: Path = Path(":memory:"), port: int = 0, **settings: Any) -> Any:
     """A real API on loopback."""
-    return served(make_app(ApiConfig(database=database, **settings), Store(database)), port)
+    return served(make_app(ApiConfig(store=database, **settings), Store(database)), port)
 
 
 class FakeTokenizer:

@@ -278,8 +278,9 @@ def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
     [
         ({**group(), "tokens": [], "masks": [], "scores": []}, "empty"),
         ({**group(), "tokens": [[], []], "masks": [[], []], "inference_logprobs": None}, "sequence 0 is empty"),
-        ({**group(), "tokens": [[1, 2, -7, 3]] * 2}, "-7"),
-        ({**group(), "tokens": [[1, 2, 10**30, 3]] * 2}, f"sequence 0 holds {10**30}, which is no token"),
+        ({**group(), "tokens": [[1, 2, -7, 3]] * 2}, "tokens.0.2: Input should be greater than or equal to 0"),
+        ({**group(), "tokens": [[1, 2, 10**30, 3]] * 2}, "tokens.0.2: Input should be less than"),
+        ({**group(), "scores": [1.0, 1e39]}, "scores.1: Input should be less than or equal to 340"),
         ({**group(), "masks": [[-100, -100, 7, 3], [-100, 7, 3]]}, "masks: sequence 1 has 3 entries for 4 tokens"),
         ({**group(), "masks": [[-100, -100, 7, 3]]}, "masks: 1 entries for 2 sequences"),
         ({**group(), "scores": [1.0]}, "scores: 1 entries for 2 sequences"),

@@ -26,7 +26,7 @@ def test_a_damaged_database_is_named_with_what_to_do(tmp_path: Path) -> None:
     database.commit()
     database.close()
     said = what_an_api_says(path)
-    assert said.startswith(f"grpo-engine api: --database {path}: damaged: ")
+    assert said.startswith(f"grpo-engine api: --store {path}: damaged: ")
     assert "--fresh" in said
 
 

@@ -1,0 +1,277 @@
+"""Our rollout API beside the stock one of Atropos 0.4.0, in the same run and under the same requests.
+
+    .venv/bin/python benchmarks/rollouts.py [--stock FOLDER/bin/run-api] [--only through|waiting|memory]
+
+through: groups of 4 × 2,048 tokens, gzipped as stock environments do, posted over eight connections while a trainer
+fetches batches of 64 sequences: groups a second from the first post to the last batch; ours with every group on disk
+(fsync) before it is acknowledged. waiting: 64 environments ask `/status-env` eight times a second while 10,000 groups
+wait, and one `/batch` is fetched, with and without guaranteed shares. memory: resident memory over 100,000 groups that
+are posted and fetched.
+
+Targets: at least three times the stock server's groups a second, `/status-env` within 10 ms in 99 of 100, memory flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HOST = "127.0.0.1"
+POSTERS = 8
+NUM_SEQUENCES, NUM_TOKENS, NUM_PROMPT = 4, 2048, 256
+NUM_GROUPS = 480
+BATCH_SIZE = 64
+WAITING = 10_000
+ENVIRONMENTS = 64
+POLL_S, POLLS = 1 / 8, 80
+MEMORY_GROUPS, MEMORY_MARKS = 100_000, 10
+TARGET_RATIO, TARGET_P99_MS = 3.0, 10.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A rollout API that runs."""
+
+    name: str
+    port: int
+    process: psutil.Process
+
+    def rss_mb(self) -> float:
+        """Resident memory of the process."""
+        return self.process.memory_info().rss / 1e6
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used."""
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+
+class Connection:
+    """One kept-alive HTTP connection; as little work of its own as possible, so that the server is what is measured."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to a ready-made request."""
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+        )
+        return int(head.split(b" ", 2)[1]), await self._reader.readexactly(length)
+
+    async def ask_json(self, method: str, path: str, body: object = None) -> Any:
+        """The answer to a request that must succeed."""
+        status, answer = await self.ask(request(method, path, b"" if body is None else json.dumps(body).encode()))
+        if status != 200:
+            raise RuntimeError(f"{method} {path}: {status} {answer[:200]!r}")
+        return json.loads(answer)
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Connection]:
+    """A connection for the time of a block."""
+    reader, writer = await asyncio.open_connection(HOST, server.port, limit=2**26)
+    try:
+        yield Connection(reader, writer)
+    finally:
+        writer.close()
+
+
+def request(method: str, path: str, body: bytes = b"", *, packed: bool = False) -> bytes:
+    """A request as stock clients make it; answers are not compressed, which loopback clients need not ask for."""
+    encoding = "Content-Encoding: gzip\r\n" if packed else ""
+    head = f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n{encoding}"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def post(num_sequences: int, num_tokens: int, num_prompt: int, seed: int, env_id: int | None) -> bytes:
+    """A whole request that posts one group."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(128_000) for _ in range(num_tokens)] for _ in range(num_sequences)]
+    num_sampled = num_tokens - num_prompt
+    group = {
+        "tokens": rows,
+        "masks": [[-100] * num_prompt + row[num_prompt:] for row in rows],
+        "scores": [rng.random() for _ in rows],
+        "inference_logprobs": [[1.0] * num_prompt + [-rng.expovariate(1) for _ in range(num_sampled)] for _ in rows],
+        "advantages": [], "ref_logprobs": [], "messages": [], "overrides": [], "images": [], "group_overrides": {},
+        "generation_params": {"temperature": 1.0}, "env_id": env_id,
+    }  # fmt: skip
+    body = json.dumps(group).encode()
+    packed = gzip.compress(body) if len(body) >= 1024 else body
+    return request("POST", "/scored_data", packed, packed=packed is not body)
+
+
+async def register(trainer: Connection, batch_size: int) -> None:
+    """Announce a run, as a trainer does, and let environments in."""
+    run = {"wandb_group": "", "wandb_project": "", "batch_size": batch_size, "max_token_len": 4096}
+    run |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6}
+    await trainer.ask_json("POST", "/register", run)
+    await trainer.ask_json("GET", "/batch")
+
+
+async def post_all(server: Server, posts: Iterator[bytes]) -> None:
+    """Post them over several connections."""
+
+    async def work() -> None:
+        async with connected(server) as connection:
+            for each in posts:
+                status, answer = await connection.ask(each)
+                if status != 200:
+                    raise RuntimeError(f"{server.name}: {status} {answer[:200]!r}")
+
+    await asyncio.gather(*(work() for _ in range(POSTERS)))
+
+
+async def fetch(trainer: Connection, num_batches: int) -> None:
+    """Fetch batches until there were so many."""
+    question = request("GET", "/batch")
+    while num_batches:
+        _, answer = await trainer.ask(question)
+        if answer.startswith(b'{"batch":null'):
+            await asyncio.sleep(0.01)
+        else:
+            num_batches -= 1
+
+
+async def through(server: Server) -> dict[str, float]:
+    """Large groups, posted and fetched at the same time."""
+    posts = [post(NUM_SEQUENCES, NUM_TOKENS, NUM_PROMPT, seed, None) for seed in range(16)]
+    async with connected(server) as trainer:
+        await register(trainer, BATCH_SIZE)
+        began, cpu = time.perf_counter(), server.cpu_s()
+        await asyncio.gather(
+            post_all(server, (posts[number % len(posts)] for number in range(NUM_GROUPS))),
+            fetch(trainer, NUM_GROUPS * NUM_SEQUENCES // BATCH_SIZE),
+        )
+        seconds = time.perf_counter() - began
+    return {"groups_per_s": NUM_GROUPS / seconds, "cpu_ms_a_group": 1e3 * (server.cpu_s() - cpu) / NUM_GROUPS}
+
+
+async def waiting(server: Server, *, with_shares: bool) -> dict[str, float]:
+    """Many environments that ask while many groups wait, and one batch."""
+    async with connected(server) as trainer:
+        await register(trainer, BATCH_SIZE)
+        for number in range(ENVIRONMENTS):
+            environment = {"max_token_length": 4096, "desired_name": f"e{number}", "weight": 1.0, "group_size": 4}
+            environment |= {"min_batch_allocation": 1 / ENVIRONMENTS} if with_shares else {}
+            await trainer.ask_json("POST", "/register-env", environment)
+        posts = [post(4, 24, 8, seed, seed) for seed in range(ENVIRONMENTS)]
+        await post_all(server, (posts[number % ENVIRONMENTS] for number in range(WAITING)))
+        took: list[float] = []
+
+        async def poll(env_id: int) -> None:
+            question = request("GET", "/status-env", json.dumps({"env_id": env_id}).encode())
+            async with connected(server) as connection:
+                await asyncio.sleep(POLL_S * env_id / ENVIRONMENTS)
+                due = time.perf_counter()
+                for _ in range(POLLS):
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    began = time.perf_counter()
+                    await connection.ask(question)
+                    took.append(1e3 * (time.perf_counter() - began))
+                    due = max(due + POLL_S, began)
+
+        await asyncio.gather(*(poll(number) for number in range(ENVIRONMENTS)))
+        began = time.perf_counter()
+        await fetch(trainer, 1)
+        batch_s = time.perf_counter() - began
+    took.sort()
+    return {
+        "status_p50_ms": statistics.median(took),
+        "status_p99_ms": took[int(0.99 * len(took))],
+        "batch_ms": 1e3 * batch_s,
+    }
+
+
+async def memory(server: Server) -> dict[str, float]:
+    """Resident memory while groups come and go."""
+    posts = [post(4, 24, 8, seed, None) for seed in range(16)]
+    marks: list[float] = []
+    async with connected(server) as trainer:
+        await register(trainer, BATCH_SIZE)
+        step = MEMORY_GROUPS // MEMORY_MARKS
+        for _ in range(MEMORY_MARKS):
+            await asyncio.gather(
+                post_all(server, (posts[number % len(posts)] for number in range(step))),
+                fetch(trainer, step * 4 // BATCH_SIZE),
+            )
+            marks.append(server.rss_mb())
+    return {"rss_first_tenth_mb": marks[0], "rss_last_mb": marks[-1], "growth_mb": marks[-1] - marks[0]}
+
+
+@contextmanager
+def running(name: str, argv: list[str], port: int, folder: Path) -> Iterator[Server]:
+    """A server for the time of a block, in a folder of its own."""
+    with open(folder / f"{name}.log", "w") as log:
+        process = subprocess.Popen(argv, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        server = Server(name, port, psutil.Process(process.pid))
+        asyncio.run(_is_up(server, process))
+        yield server
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+async def _is_up(server: Server, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        try:
+            async with connected(server) as connection:
+                await connection.ask_json("GET", "/info")
+                return
+        except OSError:
+            await asyncio.sleep(0.05)
+    raise SystemExit(f"{server.name} ended: {process.returncode}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stock", type=Path, help="run-api of an environment with atroposlib==0.4.0")
+    parser.add_argument("--only", choices=("through", "waiting", "shares", "memory"))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    cases = {
+        "through": through,
+        "waiting": lambda server: waiting(server, with_shares=False),
+        "shares": lambda server: waiting(server, with_shares=True),
+        "memory": memory,
+    }
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for case, measure in cases.items():
+        if options.only not in (None, case):
+            continue
+        for name in ("ours", "stock"):
+            port = 18110 + list(cases).index(case) * 2 + (name == "stock")
+            ours = [sys.executable, "-m", "grpo_engine", "api", "--port", str(port)]
+            stock = [str(options.stock), "--host", HOST, "--port", str(port)]
+            if name == "stock" and options.stock is None:
+                continue
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                running(name, ours if name == "ours" else stock, port, Path(folder)) as server,
+            ):
+                figures.setdefault(case, {})[name] = asyncio.run(measure(server))
+                print(case, name, figures[case][name], flush=True)
+
+
+if __name__ == "__main__":
+    main()

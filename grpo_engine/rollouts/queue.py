@@ -1,0 +1,58 @@
+"""The groups that wait for a batch, oldest first, counted as they come and go.
+
+Environments ask for the counts several times a second, while ten thousand groups may wait: nothing here is counted by
+walking over them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from grpo_engine.rollouts.forming import QueuedGroup
+
+
+class Queue:
+    """Groups in order of arrival, with totals."""
+
+    def __init__(self, groups: Iterable[QueuedGroup] = ()) -> None:
+        self._groups: dict[int, QueuedGroup] = {}
+        self.num_sequences = 0
+        self.num_bytes = 0
+        self.sequences_by_environment: Counter[int | None] = Counter()
+        self._num_groups_by_size: Counter[int] = Counter()
+        self.add(groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[QueuedGroup]:
+        return iter(self._groups.values())
+
+    def add(self, groups: Iterable[QueuedGroup]) -> None:
+        """Put groups where their arrival belongs: at the end, as a rule."""
+        newest = next(reversed(self._groups), -1)
+        is_in_order = True
+        for group in groups:
+            self._groups[group.id] = group
+            self._count(group, 1)
+            is_in_order, newest = is_in_order and group.id > newest, group.id
+        if not is_in_order:
+            self._groups = dict(sorted(self._groups.items()))
+
+    def take(self, ids: Iterable[int]) -> list[QueuedGroup]:
+        """Remove groups, and return them."""
+        taken = [self._groups.pop(id_) for id_ in ids]
+        for group in taken:
+            self._count(group, -1)
+        return taken
+
+    def largest_group(self) -> int:
+        """Sequences of the largest group; 1 when there is none, since clients divide by it."""
+        return max((size for size, count in self._num_groups_by_size.items() if count), default=1)
+
+    def _count(self, group: QueuedGroup, sign: int) -> None:
+        self.num_sequences += sign * group.num_sequences
+        self.num_bytes += sign * group.num_bytes
+        self.sequences_by_environment[group.env_id] += sign * group.num_sequences
+        self._num_groups_by_size[group.num_sequences] += sign
