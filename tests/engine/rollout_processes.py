@@ -16,7 +16,6 @@ import httpx
 import psutil
 from serving import end_all, free_port
 
-
 READY = "Uvicorn running on"
 
 
