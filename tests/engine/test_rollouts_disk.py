@@ -158,14 +158,14 @@ def test_on_a_small_disk_that_is_emptied_again_it_goes_on_without_a_restart(tmp_
     disk = tmp_path / "disk"
     disk.mkdir()
     small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    mount = f"mount -t tmpfs -o size=4m tmpfs {disk}"
+    mount = f"mount -t tmpfs -o size=16m tmpfs {disk}"
     if shutil.which("unshare") is None or subprocess.run([*small, mount], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     wrapper = [*small, f'{mount} && exec "$0" "$@"']
     with api_process(tmp_path, store=disk / "rollouts.sqlite", wrapper=wrapper) as api, api.client() as http:
         seen_from_here = Path(f"/proc/{api.process.pid}/root{disk}")
         ballast = seen_from_here / "ballast"
-        ballast.write_bytes(b"x" * 1024**2)
+        ballast.write_bytes(b"x" * 10 * 1024**2)
         http.post("/register", json=REGISTRATION)
         accepted, refusal = posts_until_refused(http, 10)
         assert_it_says_that_the_disk_is_full(refusal)
