@@ -6,11 +6,14 @@ without the `env.`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from grpo_engine.config import Config
+from grpo_engine.environments.curriculum import AnyCurriculum
+from grpo_engine.environments.curriculum import spell_out as spell_out_curriculum
 from grpo_engine.environments.tasks import AnyTask, spell_out
 from grpo_engine.flags import Flag
 
@@ -75,6 +78,19 @@ class EnvironmentConfig(Config):
     seed: int = 0
     """Decides which items come in which order."""
 
+    # Which items are asked; see the task's own settings too
+    curriculum: AnyCurriculum | None = Field(None, discriminator="name")
+    """What decides on the order and difficulty of the items: rising, or python:module:object for one of your own;
+    unset: the task as set, shuffled. Evaluations never follow it."""
+    easy_threshold: float | None = None
+    """Mean reward of its last groups from which an item teaches nothing and is seldom asked, e.g. 1; unset: none."""
+    hard_threshold: float | None = None
+    """Mean reward of its last groups up to which an item teaches nothing and is seldom asked, e.g. 0; unset: none."""
+    revisit_rate: float = Field(0.1, ge=0, le=1)
+    """Share of its turns in which such an item is asked all the same, because the policy changes."""
+    state_file: Path | None = None
+    """JSON file in which the curriculum and what is known of the items outlive a restart; unset: they begin anew."""
+
     # How it appears to the rollout API
     name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
     """Name of the environment; unset: the task's."""
@@ -93,6 +109,18 @@ class EnvironmentConfig(Config):
     @classmethod
     def _spell_out_task(cls, value: Any) -> Any:
         return spell_out(value)
+
+    @field_validator("curriculum", mode="before")
+    @classmethod
+    def _spell_out_curriculum(cls, value: Any) -> Any:
+        return spell_out_curriculum(value)
+
+    @model_validator(mode="after")
+    def _leaves_items_between_easy_and_hard(self) -> EnvironmentConfig:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            raise ValueError(f"easy_threshold {easy} must be above hard_threshold {hard}: every item would be left out")
+        return self
 
     @model_validator(mode="after")
     def _leaves_room_for_a_prompt(self) -> EnvironmentConfig:

@@ -38,14 +38,14 @@ class Progress:
             self._rewards.append(sum(group.scores) / len(group.scores))
             self._lengths.append((sum(map(len, group.tokens)) - num_read) / len(group.tokens))
 
-    def say_now_and_then(self, status: EnvironmentStatus) -> None:
-        """Log a line, if there is news and the last line is some seconds old."""
+    def say_now_and_then(self, status: EnvironmentStatus, more: str = "") -> None:
+        """Log a line, `more` at its end, if there is news and the last line is some seconds old."""
         now = time.monotonic()
         if now - self._said_at < _EVERY_S or self.num_groups == self._said:
             return
         self._said_at, self._said = now, self.num_groups
         log.info(
-            "step %d: %d groups sent, %d queued; last %d: reward %.3f, %.1f tokens%s%s",
+            "step %d: %d groups sent, %d queued; last %d: reward %.3f, %.1f tokens%s%s%s",
             status.current_step,
             self.num_groups,
             status.self_queue_size,
@@ -54,4 +54,5 @@ class Progress:
             sum(self._lengths) / len(self._lengths),
             f"; {self.num_dropped} dropped, nothing to compare" if self.num_dropped else "",
             f"; {self.num_too_long} items too long" if self.num_too_long else "",
+            f"; {more}" if more else "",
         )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.evaluating import Evaluator
 from grpo_engine.environments.groups import scored_group
+from grpo_engine.environments.item_source import ItemSource
 from grpo_engine.environments.peers import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
 from grpo_engine.environments.policy import Policy, PromptTooLong
 from grpo_engine.environments.progress import Progress
@@ -49,7 +49,7 @@ class Runner:
         self._tokenizer = tokenizer
         self._api = api
         self._inference = inference
-        self._items: Iterator[Item] = config.task.items(config.seed)
+        self._source = ItemSource(config)
         self._num_groups = num_groups(config.task)
         """Groups that an item becomes."""
         self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
@@ -130,10 +130,10 @@ class Runner:
             self._follow_evaluation(status, tasks)
             for _ in range(0 if is_done else self._room(status)):
                 self._num_unposted += self._num_groups
-                maker = tasks.create_task(self._make(next(self._items)))
+                maker = tasks.create_task(self._make(self._source.next()))
                 self._makers.add(maker)
                 maker.add_done_callback(self._makers.discard)
-            self._progress.say_now_and_then(status)
+            self._progress.say_now_and_then(status, self._source.told())
             await self._pause(asked_at, is_unchanged=before == status)
 
     async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
@@ -195,6 +195,7 @@ class Runner:
             self._skip(error, longest)
             return
         self._num_skipped_in_a_row = 0
+        self._source.result(item, [reward for spoken in of_seats for reward in spoken.rewards])
         groups = [
             scored_group(spoken.conversations, spoken.rewards, temperature=config.temperature)
             for spoken in map(with_words, of_seats)

@@ -11,20 +11,32 @@ from grpo_engine.environments.tasks.copy6 import Copy6
 from grpo_engine.environments.tasks.gsm8k import Gsm8k
 from grpo_engine.environments.tasks.guess_number import GuessNumber
 from grpo_engine.environments.tasks.jsonl import Jsonl
+from grpo_engine.environments.tasks.python import Python
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
 from grpo_engine.environments.tasks.reverse6 import Reverse6
 from grpo_engine.environments.tasks.sort6 import Sort6
 
 AnyTask = Annotated[
-    Sort6 | Copy6 | Reverse6 | Arithmetic | ReasoningGym | Gsm8k | Jsonl | GuessNumber, Field(discriminator="name")
+    Sort6 | Copy6 | Reverse6 | Arithmetic | ReasoningGym | Gsm8k | Jsonl | Python | GuessNumber,
+    Field(discriminator="name"),
 ]
 """Every task, chosen by its `name`."""
 
 
 def spell_out(value: Any) -> Any:
-    """The table behind a task's short form: `"sort6"`, `"reasoning_gym:chain_sum"`, `"jsonl:questions.jsonl"`."""
+    """The table behind a task's short form: `"sort6"`, `"reasoning_gym:chain_sum"`, `"jsonl:questions.jsonl"`,
+    `"python:my_rewards:score"`, or with several functions `"python:my_rewards:right,brief"`.
+    """
     table = {"name": value} if isinstance(value, str) else value
     if not isinstance(table, dict) or not isinstance(table.get("name"), str) or ":" not in table["name"]:
         return table
     name, _, rest = table["name"].partition(":")
-    return {**table, "name": name, "dataset" if name == "reasoning_gym" else "path": rest}
+    match name:
+        case "python":
+            module, _, functions = rest.rpartition(":")
+            own = {"module": module, "functions": functions.split(",")} if module else {"module": rest}
+            return {**table, **own, "name": name}
+        case "reasoning_gym":
+            return {**table, "name": name, "dataset": rest}
+        case _:
+            return {**table, "name": name, "path": rest}

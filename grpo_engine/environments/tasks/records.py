@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, generator, plain
@@ -17,11 +18,27 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
     Raises:
         ConfigError: the file cannot be read, is empty, or a line lacks a field; names the line.
     """
+    items: list[Item] = []
+    for number, record in read_records(path, where=where):
+        for field in (question_field, answer_field):
+            if field not in record:
+                hint = did_you_mean(field, record)
+                raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{hint}; it has {', '.join(record)}")
+        items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
+    return items
+
+
+def read_records(path: Path, *, where: str) -> list[tuple[int, dict[str, Any]]]:
+    """Every object of a JSON Lines file, with the number of its line.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no record, or a line is no JSON object; names the line.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also part at U+2028, inside a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    items: list[Item] = []
+    records: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -31,14 +48,10 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
             raise ConfigError(f"{where}: {path}:{number}: not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{where}: {path}:{number}: must be an object, not {type(record).__name__}")
-        for field in (question_field, answer_field):
-            if field not in record:
-                hint = did_you_mean(field, record)
-                raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{hint}; it has {', '.join(record)}")
-        items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
-    if not items:
+        records.append((number, record))
+    if not records:
         raise ConfigError(f"{where}: {path} holds no record")
-    return items
+    return records
 
 
 def of_split(

@@ -31,7 +31,7 @@ class Threads:
         ended: Future[T] = Future()
 
         def call() -> None:
-            if not ended.set_running_or_notify_cancel():
+            if not (begun.set_running_or_notify_cancel() and ended.set_running_or_notify_cancel()):
                 return
             begun.set_result(None)
             try:
