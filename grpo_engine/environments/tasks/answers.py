@@ -7,26 +7,25 @@ takes milliseconds. Assumes that a completion is text, not code.
 from __future__ import annotations
 
 import re
-import threading
 from decimal import Decimal, InvalidOperation
 
-from grpo_engine.errors import ConfigError
-
 _NUMBER = re.compile(r"(?<![\w.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_AFTER_HASHES = re.compile(r"####(.*)")
+_ANSWER_BEGINS = re.compile(r"[*$({\[−+-]*(?:\d|\\)")
+_NO_PART_OF_A_NUMBER = ("{,}", r"\,", r"\!", r"\$", ",", "$", "**")
+r"""As in `1{,}234`, `1\,234`, `\$5` and `**5**`; the longer ones first."""
 _MAX_EXPRESSION = 400
 """Characters of an expression that are parsed: a model's endless box must not hold up its environment."""
-_PARSE_SECONDS = 2
 
 
 def final_answer(text: str) -> str | None:
     r"""The answer that a text arrives at: the last `\boxed{…}`, what follows `####`, else its last number."""
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         return boxed
-    if "####" in text:
-        after = text.rsplit("####", 1)[1].strip()
-        if after:
-            return after.splitlines()[0].strip()
+    hashed = _after_hashes(text)
+    if hashed is not None:
+        return hashed
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
@@ -43,10 +42,15 @@ def is_same_answer(expected: str, given: str) -> bool:
     numbers = _number(left), _number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
-    return _is_same_expression(expected, given)
+    if len(expected) > _MAX_EXPRESSION or len(given) > _MAX_EXPRESSION:
+        return False
+    from grpo_engine.environments.tasks.expressions import is_same_expression  # loads what others need not
+
+    return is_same_expression(expected, given)
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{…}`; None where there is none, or it is never closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -59,8 +63,19 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
+def _after_hashes(text: str) -> str | None:
+    """The line behind the last `####` that is none of Markdown's headings (`#### Step 1`)."""
+    lines: list[str] = [line.strip() for line in _AFTER_HASHES.findall(text)]
+    answers = [line for line in lines if _ANSWER_BEGINS.match(line)]
+    if answers:
+        return answers[-1]
+    return lines[-1] if lines and lines[-1] and text.rstrip().endswith(lines[-1]) else None
+
+
 def _normal(answer: str) -> str:
-    return answer.strip().strip("$").rstrip(".").replace(",", "").replace("$", "").replace("−", "-").strip()
+    for mark in _NO_PART_OF_A_NUMBER:
+        answer = answer.replace(mark, "")
+    return answer.strip().rstrip(".").replace("−", "-").strip()
 
 
 def _number(text: str) -> Decimal | None:
@@ -69,20 +84,3 @@ def _number(text: str) -> Decimal | None:
     except InvalidOperation:
         return None
     return value if value.is_finite() else None
-
-
-def _is_same_expression(expected: str, given: str) -> bool:
-    if len(expected) > _MAX_EXPRESSION or len(given) > _MAX_EXPRESSION:
-        return False
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise ConfigError(
-            f"comparing {expected!r} with {given!r} needs math-verify: install the `data` extra, "
-            "or use task.reward = 'exact'"
-        ) from None
-    # Its time limits are alarms, which only the main thread can set.
-    limit = _PARSE_SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold = parse(f"${expected}$", parsing_timeout=limit)
-    answer = parse(f"${given}$", parsing_timeout=limit)
-    return bool(verify(gold, answer, timeout_seconds=limit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -16,7 +17,11 @@ class Arithmetic(PuzzleTaskBase):
 
     name: Annotated[Literal["arithmetic"], Flag(("--task", "--task.name"))] = "arithmetic"
     difficulty: int = Field(1, ge=1, le=MAX_ARITHMETIC_DIGITS)
-    """Digits of both numbers."""
+    """Digits of both numbers; with the curriculum rising, those that it ends with."""
+
+    def levels(self) -> Sequence[Arithmetic]:
+        """One for each number of digits."""
+        return [self.model_copy(update={"difficulty": digits}) for digits in range(1, self.difficulty + 1)]
 
     def operand_digits(self) -> int:
         """Digits of both numbers."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
-from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
+from pydantic import Field
+
+from grpo_engine.environments.tasks.answers import final_answer, is_same_answer, last_boxed
 from grpo_engine.environments.tasks.base import Item, Split, Task
 from grpo_engine.environments.tasks.records import endless, of_split, read_items
 from grpo_engine.errors import ConfigError
@@ -14,6 +17,13 @@ from grpo_engine.flags import Flag
 
 _DATASET = ("openai/gsm8k", "main")
 _HUB_SPLITS: dict[Split, str] = {"train": "train", "held_out": "test"}
+
+AnswerFormat = Literal["boxed", "hashes", "think"]
+
+_UNIT = re.compile(r"(?<=\d)\s+[A-Za-z][A-Za-z .]*$")
+"""Words behind a number, as in `72 clips`; answers of this data set are numbers."""
+_HASHED_LINE = re.compile(r"####\s*[-−]?\s?\$?\d[\d,]*(?:\.\d+)?\s*%?")
+_THOUGHT = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
 
 
 class Gsm8k(Task):
@@ -23,6 +33,11 @@ class Gsm8k(Task):
     path: Path | None = None
     """JSON Lines file with `question` and `answer` (the dataset's own format), or a folder with train.jsonl and
     test.jsonl; unset: the hub. Without test.jsonl one question in sixteen is held out."""
+    formats: tuple[AnswerFormat, ...] = ()
+    r"""What a completion should look like besides being right: boxed (`\boxed{72}`), hashes (it ends in `#### 72`) or
+    think (it begins with one `<think>…</think>`, and the answer comes after)."""
+    format_weight: float = Field(0.1, ge=0)
+    """Reward for keeping to all of the formats, a share of it for some of them; it is added to that for being right."""
 
     def check(self) -> None:
         """Find the training records."""
@@ -33,9 +48,17 @@ class Gsm8k(Task):
         return endless(self._records(split), task=self.label(), seed=seed, split=split)
 
     def score(self, item: Item, completion: str) -> float:
-        """1 for the right final number, else 0."""
-        given = final_answer(completion)
-        return float(given is not None and is_same_answer(item.answer, given))
+        """1 for the right final number, else 0, and what the formats add."""
+        if "think" in self.formats and (parted := _THOUGHT.fullmatch(completion)):
+            given = final_answer(parted["answer"])
+        else:
+            given = final_answer(completion)
+        right = float(given is not None and is_same_answer(item.answer, _UNIT.sub("", given.strip(" *."))))
+        if not self.formats:
+            return right
+        return right + self.format_weight * sum(has_format(completion, each) for each in self.formats) / len(
+            self.formats
+        )
 
     def _records(self, split: Split) -> list[Item]:
         train = self._from_hub("train") if self.path is None else self._from_file(self.path, "train")
@@ -68,3 +91,23 @@ class Gsm8k(Task):
         except Exception as error:
             raise ConfigError(f"task gsm8k: {_DATASET[0]} cannot be loaded ({error}): {instead}") from error
         return [Item(question=str(row["question"]), answer=str(row["answer"])) for row in rows]
+
+
+def has_format(completion: str, wanted: AnswerFormat) -> bool:
+    """Whether a completion looks as it should."""
+    match wanted:
+        case "boxed":
+            return bool(last_boxed(completion))
+        case "hashes":
+            lines = completion.split("\n")
+            return (
+                _HASHED_LINE.fullmatch(next((line.strip() for line in reversed(lines) if line.strip()), "")) is not None
+            )
+        case "think":
+            found = _THOUGHT.fullmatch(completion)
+            tags = ("<think>", "</think>")
+            return (
+                found is not None and bool(found["answer"].strip()) and all(completion.count(tag) == 1 for tag in tags)
+            )
+        case _:
+            assert_never(wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol
 
@@ -37,16 +37,26 @@ class ReasoningGym(Task):
     """As reasoning-gym calls it, e.g. chain_sum, gsm_symbolic, number_sorting."""
     size: int = Field(10_000, ge=16)
     """Different items before they repeat."""
+    level: int | None = Field(None, ge=0)
+    """Level of the dataset's own curriculum in reasoning-gym, 0 the easiest; with the curriculum rising, the one that
+    it ends with; unset: the dataset's defaults."""
     options: Annotated[dict[str, Any], BeforeValidator(_read_options)] = {}
-    """Settings of the dataset itself, e.g. { min_terms = 2, max_terms = 2 }."""
+    """Settings of the dataset itself, e.g. { min_terms = 2, max_terms = 2 }; they go before those of a level."""
 
     def label(self) -> str:
         """Name of the dataset."""
         return self.dataset
 
     def check(self) -> None:
-        """Make the first item."""
-        next(self.items(0))
+        """Make the first item of every level."""
+        for task in self.levels():
+            next(task.items(0))
+
+    def levels(self) -> Sequence[ReasoningGym]:
+        """Those of the dataset's curriculum up to `level`."""
+        if self.level is None:
+            return [self]
+        return [self.model_copy(update={"level": level}) for level in range(self.level + 1)]
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """The dataset's items; those of a seed repeat after `size`."""
@@ -57,7 +67,9 @@ class ReasoningGym(Task):
                 entry = dataset[index]
                 if belongs_to(split, entry["question"]):
                     found = True
-                    yield Item(question=entry["question"], answer=str(entry["answer"]), entry=entry)
+                    yield Item(
+                        question=entry["question"], answer=str(entry["answer"]), entry=entry, level=self.level or 0
+                    )
             if not found:
                 raise ConfigError(
                     f"task.dataset: {self.dataset!r} has no {split} item among {self.size}: raise task.size"
@@ -67,7 +79,8 @@ class ReasoningGym(Task):
         """The dataset's own score, of what stands between `<answer>` tags, else of the whole completion."""
         tagged = _ANSWER_TAG.findall(completion)
         answer = (tagged[-1] if tagged else completion).strip()
-        return float(_scorer(self.model_dump_json()).score_answer(answer, item.entry or {}))
+        of_level = self if self.level is None else self.model_copy(update={"level": item.level})
+        return float(_scorer(of_level.model_dump_json()).score_answer(answer, item.entry or {}))
 
     def _dataset(self, seed: int, size: int) -> _Dataset:
         try:
@@ -81,10 +94,27 @@ class ReasoningGym(Task):
             hint = did_you_mean(self.dataset, DATASETS) or f"; reasoning-gym has {len(DATASETS)}, e.g. chain_sum"
             raise ConfigError(f"task.dataset: {self.dataset!r} is not a dataset of reasoning-gym{hint}")
         try:
-            made: _Dataset = reasoning_gym.create_dataset(self.dataset, **{**self.options, "seed": seed, "size": size})
+            options = {**self._options_of_level(), **self.options, "seed": seed, "size": size}
+            made: _Dataset = reasoning_gym.create_dataset(self.dataset, **options)
         except (TypeError, AssertionError, ValueError) as error:
-            raise ConfigError(f"task.options: {self.options} do not fit {self.dataset}: {error}") from None
+            at_level = "" if self.level is None else f" at level {self.level}"
+            raise ConfigError(f"task.options: {self.options} do not fit {self.dataset}{at_level}: {error}") from None
         return made
+
+    def _options_of_level(self) -> dict[str, Any]:
+        """What the dataset's curriculum says of a level."""
+        if self.level is None:
+            return {}
+        from reasoning_gym.factory import create_curriculum, has_curriculum
+
+        if not has_curriculum(self.dataset):
+            raise ConfigError(f"task.level: {self.dataset!r} has no curriculum: leave it out, or set task.options")
+        curriculum = create_curriculum(self.dataset)
+        num_levels = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1)
+        if self.level >= num_levels:
+            raise ConfigError(f"task.level: {self.level} is beyond the last of {self.dataset!r}, {num_levels - 1}")
+        curriculum.set_global_level(self.level)
+        return dict(vars(curriculum.generate_configuration()))
 
 
 @lru_cache(maxsize=8)
