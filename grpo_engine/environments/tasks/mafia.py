@@ -1,0 +1,126 @@
+"""A small game of social deduction, several or all of whose seats the policy plays. The rules are in `mafia/`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_engine.environments.mafia.grammar import Action, parse
+from grpo_engine.environments.mafia.knowledge import knowledge, told
+from grpo_engine.environments.mafia.rules import (
+    Deal,
+    Role,
+    Rules,
+    State,
+    acting,
+    advance,
+    begin,
+    is_legal,
+    winner,
+)
+from grpo_engine.environments.mafia.scripted import scripted
+from grpo_engine.environments.tasks.base import Item, Split, belongs_to, generator
+from grpo_engine.environments.tasks.multi_turn import MultiTurnTask, Seat, ask_together
+from grpo_engine.flags import Flag
+
+NAMES = ("Ann", "Bob", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jim", "Kit", "Leo", "Meg", "Ned", "Pam", "Ray")
+"""Short ones; a game draws from them, so that two games with the same roles are still not the same."""
+
+MALFORMED, ILLEGAL, LEGAL = -1.0, 0.0, 1.0
+"""What an action counts: not in the grammar, not allowed to this player at this time, both."""
+
+
+class Mafia(MultiTurnTask):
+    """A game of Mafia: talk, vote, kill, protect, investigate.
+
+    A seat's reward is the mean of what its actions count (-1 malformed, 0 illegal, 1 legal), and `win_bonus` on top
+    when its side wins.
+    """
+
+    name: Annotated[Literal["mafia"], Flag(("--task", "--task.name"))] = "mafia"
+    num_players: int = Field(5, ge=5, le=7)
+    """Seats: the mafia, a sheriff, a doctor, and citizens."""
+    num_mafia: int = Field(1, ge=1, le=2)
+    """Seats of the mafia."""
+    policy_plays: Literal["all", "town", "mafia"] = "all"
+    """Seats of the policy, each of which makes a group of every item; scripted players have the others."""
+    max_days: int = Field(3, ge=1, le=10)
+    """Days until nobody wins any more."""
+    num_talks: int = Field(1, ge=0, le=3)
+    """Rounds of talk a day, before the vote."""
+    max_statement: int = Field(60, ge=5, le=1000)
+    """Characters of a statement at most; a longer one is illegal, and not heard."""
+    explain: bool = True
+    """Tell every seat the rules first; off: for models that have little room, or cannot read them."""
+    win_bonus: float = Field(1.0, ge=0, le=100)
+    """What a seat of the winning side gets; rewards lie between -1 and 1 + win_bonus."""
+
+    def num_seats(self) -> int:
+        """How many seats `policy_plays`."""
+        return {"all": self.num_players, "town": self.num_players - self.num_mafia, "mafia": self.num_mafia}[
+            self.policy_plays
+        ]
+
+    def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
+        """Games without end, by their own seeds; one seed in sixteen is held out."""
+        rng = generator(self.label(), seed, split)
+        while True:
+            question = f"game {rng.randrange(2**32)}"
+            if belongs_to(split, question):
+                yield Item(question=question, answer="")
+
+    def deal(self, item: Item) -> Deal:
+        """Who sits where in a game."""
+        rng = random.Random(item.question)
+        roles = [Role.MAFIA] * self.num_mafia + [Role.SHERIFF, Role.DOCTOR]
+        roles += [Role.CITIZEN] * (self.num_players - len(roles))
+        rng.shuffle(roles)
+        return Deal(names=tuple(rng.sample(NAMES, self.num_players)), roles=tuple(roles))
+
+    async def play(self, item: Item, seats: Sequence[Seat]) -> list[float]:
+        """One game: in every phase all are asked whose turn it is, and then it goes on."""
+        deal = self.deal(item)
+        of_policy = dict(zip(self._places_of_policy(deal), seats, strict=True))
+        counts: dict[int, list[float]] = {place: [] for place in of_policy}
+        num_told: dict[int, int] = {}
+        state = begin(deal, Rules(max_days=self.max_days, num_talks=self.num_talks, max_statement=self.max_statement))
+        while places := acting(state):
+            questions = {place: self._question(state, place, num_told) for place in places if place in of_policy}
+            said = await ask_together({of_policy[place]: text for place, text in questions.items()})
+            actions: dict[int, Action] = {}
+            for place in places:
+                if place not in of_policy:
+                    actions[place] = scripted(knowledge(state, place), self._randomness(item, state, place))
+                    continue
+                seat = of_policy[place]
+                if not seat.has_room:
+                    continue  # silent from now on, which counts neither way
+                action = parse(said[seat])
+                is_allowed = action is not None and is_legal(state, place, action)
+                counts[place].append(MALFORMED if action is None else LEGAL if is_allowed else ILLEGAL)
+                if action is not None and is_allowed:
+                    actions[place] = action
+            state = advance(state, actions)
+        return [self._reward(counts[place], won=winner(state) is deal.side(place)) for place in of_policy]
+
+    def _places_of_policy(self, deal: Deal) -> list[int]:
+        places = range(self.num_players)
+        return [place for place in places if self.policy_plays in ("all", deal.side(place))]
+
+    def _question(self, state: State, place: int, num_told: dict[int, int]) -> str:
+        """What a seat is told at its turn; notes that it has been."""
+        known = knowledge(state, place, since=num_told.get(place, 0))
+        text = told(known, is_first=place not in num_told, explains=self.explain)
+        num_told[place] = len(state.events)
+        return text
+
+    def _randomness(self, item: Item, state: State, place: int) -> random.Random:
+        """Of a scripted player at its turn: the same in all games of an item."""
+        return random.Random(f"{item.question}/{place}/{state.day}/{state.phase}/{state.num_talks}")
+
+    def _reward(self, counts: Sequence[float], *, won: bool) -> float:
+        return (fmean(counts) if counts else 0.0) + (self.win_bonus if won else 0.0)
