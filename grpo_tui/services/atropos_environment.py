@@ -1,0 +1,28 @@
+"""An environment of Atropos as a service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from grpo_engine.environments.atropos.config import AtroposEnvConfig
+from grpo_engine.flags import to_flags
+from grpo_tui.services.base import Launch, Place, RestartPolicy, Service
+
+
+class AtroposEnvironment(Service, AtroposEnvConfig):
+    """Runs an environment file of Atropos unchanged, with the Python that has atroposlib."""
+
+    kind: Literal["atropos_environment"]
+    restart: RestartPolicy = RestartPolicy.ON_FAILURE
+    """It dies when the rollout API is away for some seconds, and loses only what was being sampled."""
+
+    def launch(self, name: str, place: Place) -> Launch:
+        """Write its settings into the run folder; ready when it runs, since it registers only once the trainer asks."""
+        yaml_file = self.yaml_file or place.run_folder / f"{name}.yaml"
+        config = self.model_copy(update={"yaml_file": yaml_file})
+        return self._launch(
+            name,
+            self.kind,
+            place,
+            argv=(place.python, "-m", "grpo_engine", "atropos-env", *to_flags(config, AtroposEnvConfig)),
+        )
