@@ -42,18 +42,22 @@ def own_items(source: Any, read: ReadItem, *, where: str, task: str, seed: int, 
         )
         return endless(chosen, task=task, seed=seed, split=split)
     if held_out is None:
-        return _yielded(source, read, where, seed, 0, lambda item: belongs_to(split, item.question))
+        return _yielded(source, read, where, seed, split, 0, lambda item: belongs_to(split, item.question))
     if split == "held_out":
-        return _yielded(source, read, where, seed, 1, lambda item: True)
+        return _yielded(source, read, where, seed, split, 1, lambda item: True)
     kept_back = {plain(read(record, where).question) for record in held_out} if _is_list(held_out) else set()
-    return _yielded(source, read, where, seed, 0, lambda item: plain(item.question) not in kept_back)
+    return _yielded(source, read, where, seed, split, 0, lambda item: plain(item.question) not in kept_back)
 
 
 def _parts(source: Any, where: str, seed: int) -> tuple[Any, Any]:
     """What is given to train on, and what is held out; None where that is a part of the first."""
     if callable(source) and "split" in inspect.signature(source).parameters:
-        return _called(source, where, seed, "train"), _called(source, where, seed, "held_out")
+        both = _called(source, where, seed, "train"), _called(source, where, seed, "held_out")
+        for given in both:
+            _check_iterable(given, where)
+        return both
     given = _called(source, where, seed, None) if callable(source) else source
+    _check_iterable(given, where)
     if not isinstance(given, Mapping):
         return given, None
     if "train" not in given:
@@ -66,13 +70,15 @@ def _called(source: Callable[..., Any], where: str, seed: int, split: Split | No
     known = {"seed": seed, "split": split}
     arguments = {name: value for name, value in known.items() if name in inspect.signature(source).parameters}
     try:
-        given = source(**arguments)
+        return source(**arguments)
     # The user's function can fail in any way.
     except Exception as error:
         raise ConfigError(f"{where} failed: {told(error)}") from error
+
+
+def _check_iterable(given: Any, where: str) -> None:
     if not isinstance(given, Iterable):
-        raise ConfigError(f"{where} gave {given!r}: it must return items, or yield them, and not be async")
-    return given
+        raise ConfigError(f"{where} gave {given!r}: it must be items, or return or yield them, and not be async")
 
 
 def _is_list(given: Any) -> bool:
@@ -80,7 +86,7 @@ def _is_list(given: Any) -> bool:
 
 
 def _yielded(
-    source: Any, read: ReadItem, where: str, seed: int, part: int, is_wanted: Callable[[Item], bool]
+    source: Any, read: ReadItem, where: str, seed: int, split: Split, part: int, is_wanted: Callable[[Item], bool]
 ) -> Iterator[Item]:
     """What the function yields, again and again."""
     num_unwanted = 0
@@ -96,8 +102,8 @@ def _yielded(
                 yield item
         if num_found == 0 or num_unwanted > _MAX_UNWANTED:
             raise ConfigError(
-                f"{where} has nothing for {'training' if part == 0 else 'evaluations'}, or it can be gone through "
-                "only once: give a function that yields more items each time it is called"
+                f"{where} has no {split} item, or it can be gone through only once: give a function that yields more "
+                "items each time it is called"
             )
 
 

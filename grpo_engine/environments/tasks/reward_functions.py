@@ -64,18 +64,19 @@ class RewardFunction:
             ConfigError: it asks for something else, or not for the completion.
         """
         completion = "completions" if self.is_of_a_group else "completion"
-        chosen = {name: known[name] for name in (*self.required, *self.optional) if name in known}
+        named = {name: name for name in (*self.required, *self.optional) if name in known}
         unknown = [name for name in self.required if name not in known]
         for meant in (completion, "answer"):
-            if unknown and meant not in chosen and meant in known and not did_you_mean(unknown[0], known):
-                chosen[unknown.pop(0)] = known[meant]
+            if unknown and meant not in named and meant in known and not did_you_mean(unknown[0], known):
+                named[unknown.pop(0)] = meant
         if unknown:
             raise ConfigError(
                 f"task.functions: {self.name} asks for {unknown[0]!r}{did_you_mean(unknown[0], known)}, which nothing "
                 f"gives it: it may ask for {', '.join(known)}"
             )
-        if not self.takes_all and not any(value is known[completion] for value in chosen.values()):
+        if completion not in named.values() and not self.takes_all:
             raise ConfigError(f"task.functions: {self.name} has no parameter for the completion: add `{completion}`")
+        chosen = {name: known[meant] for name, meant in named.items()}
         return {**known, **chosen} if self.takes_all else chosen
 
 
@@ -193,6 +194,8 @@ class RewardFunctions:
         except TimeoutError:
             if not limit.expired():
                 raise
+            if not each.is_async:
+                self._threads.give_one_up()
             raise RewardFailed(
                 f"{each.name} has not returned within {self._timeout_s:g} s: raise task.timeout_s, or look why it hangs"
             ) from None

@@ -22,8 +22,10 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._num_given_up = 0
+        self._lock = threading.Lock()
         for _ in range(count):
-            threading.Thread(target=self._work, daemon=True).start()
+            self._start()
 
     def submit(self, function: Callable[[], T]) -> tuple[Future[None], Future[T]]:
         """Call `function` as soon as a thread is free: what is done when it begins, and when it has ended."""
@@ -45,9 +47,22 @@ class Threads:
         self._calls.put(call)
         return begun, ended
 
+    def give_one_up(self) -> None:
+        """Put another thread in the place of one whose call does not end; should it end after all, so does that one."""
+        with self._lock:
+            self._num_given_up += 1
+        self._start()
+
+    def _start(self) -> None:
+        threading.Thread(target=self._work, daemon=True).start()
+
     def _work(self) -> None:
         while True:
             self._calls.get()()
+            with self._lock:
+                if self._num_given_up:
+                    self._num_given_up -= 1
+                    return
 
 
 async def in_a_thread(function: Callable[[], T]) -> T:
