@@ -39,8 +39,9 @@ def _group(batch: Batch, result: StepResult, decode: Decode, step: int, rows: Se
 def _completion(batch: Batch, result: StepResult, decode: Decode, row: int) -> SampledCompletion:
     trained = batch.mask[row]
     tokens = batch.labels[row][trained].tolist()
+    first, last = trained.nonzero()[[0, -1], 0].tolist()
     return SampledCompletion(
-        text=decode(tokens),
+        text=decode(batch.labels[row, first : last + 1].tolist()),
         reward=float(batch.rewards[row]),
         advantage=float(result.advantages[row][trained].mean()),
         token_ids=tokens,

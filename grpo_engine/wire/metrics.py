@@ -70,6 +70,7 @@ class SampledCompletion(Message):
     """One completion of a `RolloutLine`; the lists have one entry a generated token, the end token included."""
 
     text: str
+    """From the first generated token to the last: in several turns also what was read between them."""
     reward: float
     advantage: float
     token_ids: list[int]
