@@ -36,7 +36,7 @@ class Stack:
 
     def start_api(self) -> None:
         """Our rollout API; started again it goes on with what it had."""
-        flags = ("--port", str(self.api_port), "--database", str(self.folder / "rollouts.sqlite"))
+        flags = ("--port", str(self.api_port), "--store", str(self.folder / "rollouts.sqlite"))
         self.start_ours("api", "api", *flags)
         self.wait_until(lambda: self.answers(f"{self.api_url}/info"))
 

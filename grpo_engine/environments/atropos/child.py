@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
 """That those have whom the environment started and left behind."""
@@ -54,7 +56,15 @@ def _end_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
+        while _has_living(group) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         os.killpg(group, signal.SIGKILL)
+
+
+def _has_living(group: int) -> bool:
+    """Whether a process group has a member that is no zombie: those wait for whoever inherited them."""
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
