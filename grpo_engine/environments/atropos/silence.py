@@ -67,7 +67,7 @@ def words(scene: Scene, silent_s: float) -> str:
     if scene.is_registered is False:
         return (
             f"the environment has not registered with the rollout API {scene.rollout_server_url} for {silent_s:.0f} s, "
-            f"while {wanted}: its own lines above say why ('wait for trainer to start': until the trainer has asked for "
+            f"while {wanted}: its own lines above say why ('wait for trainer to start': until the trainer asks for "
             "a batch), or it is still in its setup()"
             + (", or waits for a trainer with a W&B project (use_wandb)" if scene.uses_wandb else "")
             + f"; if it registers somewhere else, look in {scene.file} for what overwrites rollout_server_url"
