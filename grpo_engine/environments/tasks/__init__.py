@@ -10,6 +10,7 @@ from grpo_engine.environments.tasks.arithmetic import Arithmetic
 from grpo_engine.environments.tasks.copy6 import Copy6
 from grpo_engine.environments.tasks.gsm8k import Gsm8k
 from grpo_engine.environments.tasks.guess_number import GuessNumber
+from grpo_engine.environments.tasks.ifeval import IFEval
 from grpo_engine.environments.tasks.jsonl import Jsonl
 from grpo_engine.environments.tasks.mafia import Mafia
 from grpo_engine.environments.tasks.python import Python
@@ -18,7 +19,7 @@ from grpo_engine.environments.tasks.reverse6 import Reverse6
 from grpo_engine.environments.tasks.sort6 import Sort6
 
 AnyTask = Annotated[
-    Sort6 | Copy6 | Reverse6 | Arithmetic | ReasoningGym | Gsm8k | Jsonl | Python | GuessNumber | Mafia,
+    Sort6 | Copy6 | Reverse6 | Arithmetic | ReasoningGym | Gsm8k | Jsonl | Python | IFEval | GuessNumber | Mafia,
     Field(discriminator="name"),
 ]
 """Every task, chosen by its `name`."""

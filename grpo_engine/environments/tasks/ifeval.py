@@ -1,0 +1,111 @@
+"""Following instructions that a program verifies: prompts of our own, or records in the format of IFEval."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_engine.config import did_you_mean
+from grpo_engine.environments.tasks.base import Item, Split, Task, belongs_to, generator
+from grpo_engine.environments.tasks.instruction_prompts import draw_prompt
+from grpo_engine.environments.tasks.instructions import UnknownInstruction, checked_arguments, follows
+from grpo_engine.environments.tasks.records import endless, of_split, read_records
+from grpo_engine.errors import ConfigError
+from grpo_engine.flags import Flag
+
+log = logging.getLogger(__name__)
+
+
+class IFEval(Task):
+    """Texts to write under instructions (so many words, no commas, …); the reward is the share that is followed."""
+
+    name: Annotated[Literal["ifeval"], Flag(("--task", "--task.name"))] = "ifeval"
+    path: Path | None = None
+    """JSON Lines file with `prompt`, `instruction_id_list` and `kwargs`, as the benchmark publishes its records; unset:
+    prompts are drawn at random."""
+    held_out_path: Path | None = None
+    """File with the held-out records; unset: one in sixteen of the others."""
+    difficulty: int = Field(2, ge=1, le=5)
+    """Instructions of a drawn prompt at most; with the curriculum rising, those that it ends with."""
+    all_or_nothing: bool = False
+    """Reward 1 for a completion that follows every instruction and 0 for all others."""
+    skip_unknown: bool = False
+    """Leave out records with an instruction that cannot be verified here, instead of refusing the file."""
+
+    def check(self) -> None:
+        """Read the file once."""
+        next(self.items(0))
+
+    def levels(self) -> Sequence[IFEval]:
+        """One for each number of instructions, where prompts are drawn."""
+        if self.path is not None:
+            return [self]
+        return [self.model_copy(update={"difficulty": number}) for number in range(1, self.difficulty + 1)]
+
+    def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
+        """Drawn prompts without end, or the file's records, reshuffled at every pass."""
+        if self.path is None:
+            return self._drawn(seed, split)
+        held_out = None if self.held_out_path is None else self._read(self.held_out_path, "task.held_out_path")
+        records = of_split(
+            split,
+            self._read(self.path, "task.path"),
+            held_out,
+            where=f"task.path: {self.path}",
+            instead="give task.held_out_path, or more records",
+        )
+        return endless(records, task=self.label(), seed=seed, split=split)
+
+    def score(self, item: Item, completion: str) -> float:
+        """The share of the item's instructions that the completion follows."""
+        entry = item.entry or {}
+        pairs = list(zip(entry["instruction_id_list"], entry["kwargs"], strict=True))
+        followed = sum(follows(instruction, arguments, completion) for instruction, arguments in pairs)
+        return float(followed == len(pairs)) if self.all_or_nothing else followed / len(pairs)
+
+    def _drawn(self, seed: int, split: Split) -> Iterator[Item]:
+        rng = generator(self.label(), seed, split)
+        while True:
+            prompt = draw_prompt(rng, rng.randint(1, self.difficulty))
+            entry = {"instruction_id_list": prompt.instructions, "kwargs": prompt.arguments}
+            if belongs_to(split, prompt.text):
+                yield Item(question=prompt.text, answer="", entry=entry)
+
+    def _read(self, path: Path, where: str) -> list[Item]:
+        items: list[Item] = []
+        left_out: list[UnknownInstruction] = []
+        for line, record in read_records(path, where=where):
+            try:
+                items.append(_item(record, f"{where}: {path}:{line}"))
+            except UnknownInstruction as error:
+                if not self.skip_unknown:
+                    raise
+                left_out.append(error)
+        if left_out:
+            total = len(left_out) + len(items)
+            log.warning("%d of %d records left out; the first one: %s", len(left_out), total, left_out[0])
+        if not items:
+            raise ConfigError(f"{where}: {path} holds no record whose instructions can be verified here")
+        return items
+
+
+def _item(record: Mapping[str, Any], where: str) -> Item:
+    for field in ("prompt", "instruction_id_list", "kwargs"):
+        if field not in record:
+            raise ConfigError(f"{where}: no field {field!r}{did_you_mean(field, record)}; it has {', '.join(record)}")
+    instructions, arguments = record["instruction_id_list"], record["kwargs"]
+    if not isinstance(instructions, list) or not isinstance(arguments, list) or len(instructions) != len(arguments):
+        raise ConfigError(f"{where}: instruction_id_list and kwargs must be lists of the same length")
+    if not instructions:
+        raise ConfigError(f"{where}: instruction_id_list is empty: there is nothing to verify")
+    checked = [
+        checked_arguments(str(instruction), given or {}, where=where)
+        for instruction, given in zip(instructions, arguments, strict=True)
+    ]
+    return Item(
+        question=str(record["prompt"]), answer="", entry={"instruction_id_list": instructions, "kwargs": checked}
+    )
