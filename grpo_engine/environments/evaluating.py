@@ -17,7 +17,7 @@ from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.peers import InferenceServer, RolloutApi, UnknownEvaluation
 from grpo_engine.environments.policy import Policy, PromptTooLong
 from grpo_engine.environments.prompts import Tokenizer
-from grpo_engine.environments.rolling_out import Rollouts, roll_out, sample_rewards
+from grpo_engine.environments.rolling_out import Rollouts, num_groups, roll_out, sample_rewards
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.together import together
 from grpo_engine.errors import ConfigError, GrpoError, PeerError
@@ -149,12 +149,12 @@ class Evaluator:
         return answer
 
     async def _all_prompts(self, order: EvaluationOrder, longest: int) -> list[Measured]:
-        """Ask every prompt, `max_workers` at the same time."""
+        """Ask every prompt, as many at the same time as when groups are made of them."""
         if self._num_items_wanted != order.num_prompts:
             self._items = await asyncio.to_thread(held_out_items, self._config.task, order.num_prompts)
             self._num_items_wanted = order.num_prompts
         self._num_unasked = len(self._items)
-        slots = asyncio.Semaphore(self._config.max_workers)
+        slots = asyncio.Semaphore(max(1, self._config.max_workers // num_groups(self._config.task)))
         asked = await together(self._one_prompt(item, longest, order.num_samples, slots) for item in self._items)
         measured = [prompt for prompt in asked if prompt is not None]
         if not measured:

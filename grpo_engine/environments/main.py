@@ -16,6 +16,7 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.peers import InferenceServer, RolloutApi
 from grpo_engine.environments.prompts import Tokenizer, check_template
 from grpo_engine.environments.runner import Runner
+from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.wire.rollouts import TOKEN_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -42,10 +43,11 @@ def run(config: EnvironmentConfig) -> int:
 async def work(config: EnvironmentConfig, tokenizer: Tokenizer) -> int:
     """Work until the end or a signal; returns the exit code."""
     token = config.api_token or os.environ.get(TOKEN_VARIABLE)
-    # Uncompressed answers: on loopback unpacking costs more than sending. One connection a group at most, and as many
-    # for an evaluation that begins while groups are in the making.
+    # Uncompressed answers: on loopback unpacking costs more than sending. One connection a group at most, or one a
+    # sequence where seats are asked turn by turn, and as many for an evaluation that begins meanwhile.
     plain = {"Accept-Encoding": "identity"}
-    num_connections = 2 * config.max_workers + 8
+    requests_a_group = config.group_size if isinstance(config.task, MultiTurnTask) else 1
+    num_connections = 2 * config.max_workers * requests_a_group + 8
     limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
     authorization = {"Authorization": f"Bearer {token}"} if token else {}
     async with (

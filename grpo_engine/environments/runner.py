@@ -20,7 +20,7 @@ from grpo_engine.environments.peers import BatchLimits, InferenceServer, Rollout
 from grpo_engine.environments.policy import Policy, PromptTooLong
 from grpo_engine.environments.progress import Progress
 from grpo_engine.environments.prompts import Tokenizer, room_for_completion
-from grpo_engine.environments.rolling_out import Rollouts, num_groups, roll_out, with_words
+from grpo_engine.environments.rolling_out import Rollouts, num_groups, roll_out, sample_rewards, with_words
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.together import first_error
 from grpo_engine.errors import ConfigError, GrpoError
@@ -58,7 +58,6 @@ class Runner:
         self._done: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._num_unposted = 0
         """Groups in the making, or made and not yet posted."""
-        self._num_skipped_in_a_row = 0
         self._has_news = asyncio.Event()
         self._progress = Progress()
         self._evaluator = Evaluator(config, tokenizer, api, inference, tell=self._has_news.set)
@@ -117,9 +116,10 @@ class Runner:
 
     async def _keep_making(self, tasks: asyncio.TaskGroup) -> None:
         status: EnvironmentStatus | None = None
+        num_begun = 0
         while True:
             asked_at = time.monotonic()
-            before, status = status, await self._status(status)
+            before, status = status, await self._status(status, may_hold=num_begun == 0)
             total_steps = self._config.total_steps
             is_done = total_steps is not None and status.current_step >= total_steps
             if is_done and not status.is_evaluation_to_come:
@@ -128,18 +128,23 @@ class Runner:
             if before is not None and before.current_step != status.current_step:
                 await self._learn_limits()
             self._follow_evaluation(status, tasks)
-            for _ in range(0 if is_done else self._room(status)):
+            num_begun = 0 if is_done else self._room(status)
+            for _ in range(num_begun):
                 self._num_unposted += self._num_groups
-                maker = tasks.create_task(self._make(self._source.next()))
+                maker = tasks.create_task(self._make())
                 self._makers.add(maker)
                 maker.add_done_callback(self._makers.discard)
             self._progress.say_now_and_then(status, self._source.told())
             await self._pause(asked_at, is_unchanged=before == status)
 
-    async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
-        """Ask for the state of the queue; while groups are in the making, their end is news too."""
+    async def _status(self, known: EnvironmentStatus | None, *, may_hold: bool) -> EnvironmentStatus:
+        """Ask for the state of the queue; while groups are in the making, their end is news too.
+
+        Args:
+            may_hold: nothing was begun since the last answer, and so nothing of it dropped.
+        """
         assert self._env_id is not None
-        is_idle = self._num_unposted == 0 and not self._evaluator.is_at_work
+        is_idle = may_hold and self._num_unposted == 0 and not self._evaluator.is_at_work
         wait_s = _HOLD_S if known is not None and is_idle and not known.is_evaluation_to_come else 0.0
         try:
             return await self._api.status(self._env_id, known=known, wait_s=wait_s)
@@ -178,24 +183,11 @@ class Runner:
         workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
         return max(0, min(num_items, max(1, workers // self._num_groups) - len(self._makers)))
 
-    async def _make(self, item: Item) -> None:
+    async def _make(self) -> None:
         """Turn one item into its groups."""
         config = self._config
-        longest = room_for_completion(config, self._limits.max_token_len)
-        policy = Policy(
-            config=config,
-            tokenizer=self._tokenizer,
-            inference=self._inference,
-            temperature=config.temperature,
-            longest=longest,
-        )
-        try:
-            of_seats = await roll_out(policy, item, config.group_size)
-        except PromptTooLong as error:
-            self._skip(error, longest)
-            return
-        self._num_skipped_in_a_row = 0
-        self._source.result(item, [reward for spoken in of_seats for reward in spoken.rewards])
+        item, of_seats = await self._roll_out_what_fits()
+        self._source.result(item, sample_rewards(of_seats))
         groups = [
             scored_group(spoken.conversations, spoken.rewards, temperature=config.temperature)
             for spoken in map(with_words, of_seats)
@@ -215,16 +207,32 @@ class Runner:
             return False
         return not self._config.ensure_scores_are_not_same or len(set(spoken.rewards)) > 1
 
-    def _skip(self, error: PromptTooLong, longest: int) -> None:
-        self._num_unposted -= self._num_groups
-        self._has_news.set()
-        self._progress.num_too_long += 1
-        self._num_skipped_in_a_row += 1
-        if self._num_skipped_in_a_row >= _MAX_SKIPPED_ITEMS:
-            raise ConfigError(
-                f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
-                f"(the last has {error.num_tokens}): raise it, or the trainer's seq_len"
-            )
+    async def _roll_out_what_fits(self) -> tuple[Item, list[Rollouts]]:
+        """The next item that leaves room to say something, and what was said.
+
+        Raises:
+            ConfigError: so many in a row leave none that the limit must be wrong.
+        """
+        config = self._config
+        longest = room_for_completion(config, self._limits.max_token_len)
+        policy = Policy(
+            config=config,
+            tokenizer=self._tokenizer,
+            inference=self._inference,
+            temperature=config.temperature,
+            longest=longest,
+        )
+        for _ in range(_MAX_SKIPPED_ITEMS):
+            item = self._source.next()
+            try:
+                return item, await roll_out(policy, item, config.group_size)
+            except PromptTooLong as error:
+                self._progress.num_too_long += 1
+                num_tokens = error.num_tokens
+        raise ConfigError(
+            f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
+            f"(the last has {num_tokens}): raise it, or the trainer's seq_len"
+        )
 
     # --- posting ---------------------------------------------------------------------------------------------------
 

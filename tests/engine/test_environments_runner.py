@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.data.source import RolloutSource
@@ -18,6 +20,7 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.main import work
 from grpo_engine.environments.peers import RolloutApi
 from grpo_engine.errors import ConfigError, PeerError
+from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
 from grpo_engine.wire.rollouts import ScoredGroup
 
 RUN: dict[str, Any] = {
@@ -187,6 +190,22 @@ async def test_groups_of_equal_scores_are_dropped_only_where_asked(servers: tupl
 
 
 @pytest.mark.slow
+async def test_an_environment_whose_groups_are_all_dropped_goes_on_asking() -> None:
+    """At once, and not when the API has held its answer for five seconds because nothing had changed."""
+    fake = fake_inference(lambda prompt, index: "x")
+    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+        source.register(**RUN)
+        source.poll()
+        config = settings(api, inference, ensure_scores_are_not_same=True)
+        working = asyncio.create_task(work(config, FakeTokenizer()))
+        async with asyncio.timeout(30):  # 50 holds would take 250 s
+            while len(fake.state.requests) < 50 * 6:
+                await asyncio.sleep(0.01)  # the interval of a probe
+        working.cancel()
+        assert await working == 0
+
+
+@pytest.mark.slow
 async def test_a_group_larger_than_a_batch_is_refused_at_once(servers: tuple[str, str, FastAPI]) -> None:
     api, inference, _ = servers
     with RolloutSource(api) as source:
@@ -206,6 +225,128 @@ async def test_prompts_that_leave_no_room_are_refused_by_number(servers: tuple[s
             ConfigError, match=r"100 prompts in a row leave no room within 11 tokens \(the last has 12\)"
         ):
             await work(settings(api, inference), FakeTokenizer())
+
+
+# --- games of several seats ----------------------------------------------------------------------------------------
+
+GAME = {"task": {"name": "mafia", "max_days": 1, "explain": False}, "max_token_length": 512}
+NUM_SEATS = 5
+
+
+def passing(prompt: str, index: int) -> str:
+    return "<pass/>"
+
+
+async def queue_that_stays(api: str, size: int) -> None:
+    """Wait until so many groups are queued, and see that it stays at that."""
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=api) as client:
+        question = {"env_id": 0, "wait_s": 5, "current_step": 0, "queue_size": 0}
+        while question["queue_size"] < size:
+            answer = await client.request("GET", "/status-env", json=question)
+            if answer.status_code == 200:
+                question["queue_size"] = answer.json()["queue_size"]
+        question["wait_s"] = 0.5  # nothing changes from here on: the answer comes only when the time is up
+        assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == size
+
+
+@pytest.mark.slow
+async def test_a_game_becomes_a_group_for_every_seat_of_all_its_turns() -> None:
+    fake = fake_inference(passing)
+    run = {**RUN, "batch_size": 4 * NUM_SEATS, "max_token_len": 512}
+    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+        source.register(**run)
+        source.poll()
+        async with asyncio.timeout(60):
+            working = asyncio.create_task(work(settings(api, inference, **GAME), tiny_tokenizer()))
+            batch = await asyncio.to_thread(source.next_batch, 50)
+            working.cancel()
+            assert await working == 0
+    assert batch is not None
+    prompts = [bytes(group.tokens[0][: group.masks[0].index(ord("<"))]) for group in batch]
+    assert len(set(prompts)) == NUM_SEATS
+    for group, prompt in zip(batch, prompts, strict=True):
+        assert {bytes(tokens[: len(prompt)]) for tokens in group.tokens} == {prompt}
+        assert group.scores == [1.0] * 4
+        text = bytes(group.tokens[0])
+        num_turns = 2 if b"citizen" in prompt else 3  # citizens sleep at night
+        assert text.count(b"<pass/>\0") == num_turns
+        said = bytes(label for label in group.masks[0] if label != -100)
+        assert said == b"<pass/>\0" * num_turns
+    assert all(body["n"] == 1 for body in fake.state.requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ahead", "num_queued"), [(1, 5), (2, 5), (6, 10)])
+async def test_no_more_games_are_played_than_the_trainer_may_be_behind(num_ahead: int, num_queued: int) -> None:
+    """Batches are of two groups: one game is always begun, a second one when all its groups are wanted."""
+    fake = fake_inference(passing)
+    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+        source.register(**{**RUN, "max_token_len": 512})
+        source.poll()
+        config = settings(api, inference, max_batches_offpolicy=num_ahead, total_steps=None, **GAME)
+        working = asyncio.create_task(work(config, tiny_tokenizer()))
+        await queue_that_stays(api, num_queued)
+        num_requests = 4 * (NUM_SEATS + NUM_SEATS + 3)  # talk, vote, and who is awake at night
+        assert len(fake.state.requests) == num_requests * num_queued // NUM_SEATS
+        working.cancel()
+        assert await working == 0
+
+
+@pytest.mark.slow
+async def test_all_whose_turn_it_is_are_asked_together_in_all_games_and_a_stop_ends_them_at_once() -> None:
+    fake = fake_inference(passing)
+    everybody = asyncio.Event()
+    num_asked = 0
+
+    @fake.middleware("http")
+    async def hold(request: Any, call_next: Any) -> Any:
+        nonlocal num_asked
+        if request.url.path != "/generate":
+            return await call_next(request)
+        num_asked += 1
+        if num_asked == 4 * NUM_SEATS:
+            told.call_soon_threadsafe(everybody.set)
+        await asyncio.Event().wait()  # an answer never comes
+
+    told = asyncio.get_running_loop()
+    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+        source.register(**{**RUN, "max_token_len": 512})
+        source.poll()
+        working = asyncio.create_task(work(settings(api, inference, max_workers=5, **GAME), tiny_tokenizer()))
+        async with asyncio.timeout(60):
+            await everybody.wait()
+            working.cancel()
+            assert await working == 0
+
+
+@pytest.mark.slow
+async def test_a_refusal_in_the_middle_of_a_game_ends_the_environment_with_the_servers_words() -> None:
+    fake = fake_inference(passing)
+
+    @fake.middleware("http")
+    async def refuse_votes(request: Any, call_next: Any) -> Any:
+        body = await request.body()
+        is_vote = request.url.path == "/generate" and bytes(json.loads(body)["prompt"]["prompt_token_ids"]).count(
+            b"vote:"
+        )
+        return PlainTextResponse("no votes here", 400) if is_vote else await call_next(request)
+
+    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+        source.register(**{**RUN, "max_token_len": 512})
+        source.poll()
+        async with asyncio.timeout(60):
+            with pytest.raises(PeerError, match="/generate was refused with 400: no votes here"):
+                await work(settings(api, inference, **GAME), tiny_tokenizer())
+
+
+@pytest.mark.slow
+async def test_games_whose_first_prompt_leaves_no_room_are_refused_by_number() -> None:
+    with served_api() as api, served(fake_inference(passing)) as inference, RolloutSource(api) as source:
+        source.register(**RUN)  # 64 tokens
+        source.poll()
+        async with asyncio.timeout(60):
+            with pytest.raises(ConfigError, match=r"100 prompts in a row leave no room within 63 tokens"):
+                await work(settings(api, inference, **GAME), tiny_tokenizer())
 
 
 async def test_a_refusal_ends_the_environment_with_the_servers_words() -> None:
