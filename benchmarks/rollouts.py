@@ -169,7 +169,7 @@ async def through(server: Server) -> dict[str, float]:
 async def waiting(server: Server, *, with_shares: bool) -> dict[str, float]:
     """Many environments that ask while many groups wait, and one batch."""
     async with connected(server) as trainer:
-        await register(trainer, BATCH_SIZE)
+        await register(trainer, ENVIRONMENTS * 4)
         for number in range(ENVIRONMENTS):
             environment = {"max_token_length": 4096, "desired_name": f"e{number}", "weight": 1.0, "group_size": 4}
             environment |= {"min_batch_allocation": 1 / ENVIRONMENTS} if with_shares else {}
@@ -191,6 +191,7 @@ async def waiting(server: Server, *, with_shares: bool) -> dict[str, float]:
                     due = max(due + POLL_S, began)
 
         await asyncio.gather(*(poll(number) for number in range(ENVIRONMENTS)))
+    async with connected(server) as trainer:  # anew: servers hang up on who says nothing for some seconds
         began = time.perf_counter()
         await fetch(trainer, 1)
         batch_s = time.perf_counter() - began

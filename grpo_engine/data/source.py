@@ -67,6 +67,7 @@ class RolloutSource:
         )
         self._reach_timeout_s = reach_timeout_s
         self._registration: RegisterRequest | None = None
+        self._uuid: int | None = None
         self._lease = ""
         self._is_used = False
         self._said: tuple[str, float] = ("", 0.0)
@@ -123,6 +124,7 @@ class RolloutSource:
         starting_step: int,
         num_steps: int,
         eval_every: int = 0,
+        max_staleness: int | None = None,
         wandb_group: str = "",
         wandb_project: str = "",
         stop: Callable[[], bool] = lambda: False,
@@ -143,22 +145,27 @@ class RolloutSource:
             starting_step=starting_step,
             num_steps=num_steps,
             eval_every=eval_every,
+            max_staleness=max_staleness,
         )
         self.wait_until_reachable(stop=stop)
         self._send_registration(self._registration)
 
-    def poll(self, wait_s: float = 0.0) -> list[ScoredGroup] | None:
+    def poll(self, wait_s: float = 0.0, *, policy_version: int | None = None) -> list[ScoredGroup] | None:
         """Ask once for the next batch, which acknowledges the one before; None while there is none.
 
         Args:
             wait_s: how long the API may hold its answer until there is one; stock servers answer at once.
+            policy_version: the version that inference serves now; by it the API knows which groups are too old.
 
         Raises:
             PeerUnavailable: the API does not answer; asking again later is safe.
-            PeerError: it answers something else than a batch.
+            PeerError: it answers something else than a batch, or another trainer has taken our place.
         """
+        told: dict[str, str | float] = {"ack": self._lease, "wait_s": wait_s}
+        told |= {} if policy_version is None else {"policy_version": policy_version}
+        told |= {} if self._uuid is None else {"uuid": self._uuid}
         try:
-            answer = self._http.get("/batch", params={"ack": self._lease, "wait_s": wait_s})
+            answer = self._http.get("/batch", params=told)
         except httpx.TransportError as error:
             raise PeerUnavailable(f"{self.url}/batch: {str(error) or type(error).__name__}") from None
         if answer.status_code >= 500:
@@ -199,12 +206,14 @@ class RolloutSource:
         self,
         timeout_s: float,
         *,
+        policy_version: int | None = None,
         stop: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[ScoredGroup] | None:
         """Wait for the next batch; None when `stop()` became true first.
 
         Args:
+            policy_version: as for `poll`.
             meanwhile: called at the start and then about once a second.
 
         Raises:
@@ -218,7 +227,7 @@ class RolloutSource:
             meanwhile()
             now = time.monotonic()
             try:
-                batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)))
+                batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)), policy_version=policy_version)
                 if lost_at is not None:
                     log.info("%s is back after %.1f s", self.url, now - lost_at)
                     lost_at, self._said = None, ("", 0.0)
@@ -303,6 +312,7 @@ class RolloutSource:
         body = answer.json()
         if not isinstance(body, dict) or "uuid" not in body:
             raise PeerError(f"{self.url}/register: answers without a uuid: {answer.text[:200]}")
+        self._uuid = body["uuid"] if isinstance(body["uuid"], int) else None
         log.info("[Trainer] ✓ Registered with Atropos API at %s (uuid: %s)", self.url, body["uuid"])
         if body.get("changes"):
             log.info("%s: %s", self.url, body["changes"])

@@ -150,8 +150,9 @@ def _add_trainer_routes(app: FastAPI) -> None:
         if delivery is None:
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
+        exchange.sends(delivery, connection=request.scope.get("client"))
         if await request.is_disconnected():
-            await exchange.take_back(delivery)
+            exchange.connection_broke(request.scope.get("client"))
         lease = json.dumps(delivery.lease.id).encode()
         return await _json(request, b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}")
 

@@ -8,6 +8,7 @@ the ledger goes back to what it says, and all who waited for a write are told to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -65,6 +66,8 @@ class Exchange:
         self.latest_body = stored.latest_body
         self._posts = stored.posts
         """Number of the last post of each sender."""
+        self._deliveries: dict[object, Delivery] = {}
+        """The last batch that went out on each open connection."""
         self._changed = asyncio.Condition()
         self._num_held = 0
         self._is_closing = False
@@ -141,11 +144,40 @@ class Exchange:
         if acknowledged:
             await self._write_handout(Handout(lease=None, acknowledged=acknowledged))
 
-    async def take_back(self, delivery: Delivery) -> None:
-        """Offer a batch again whose client has gone."""
-        _event(logging.WARNING, "client gone before its batch was sent", client=delivery.lease.client)
-        self.ledger.take_back(delivery.lease.id)
-        await self._tell()
+    def sends(self, delivery: Delivery, connection: object) -> None:
+        """Note on which connection a batch goes out."""
+        self._deliveries[connection] = delivery
+
+    def has_sent_batch(self, connection: object) -> bool:
+        """Whether the last answer on an open connection was a batch."""
+        return connection in self._deliveries
+
+    async def batch_arrived(self, connection: object) -> None:
+        """Note that a batch is with its client's kernel: our own end would not keep the client from it any more."""
+        await self._note_arrival(self._deliveries[connection])
+
+    async def _note_arrival(self, delivery: Delivery) -> None:
+        lease = self.ledger.note_arrival(delivery.lease.id)
+        if lease is not None:
+            with contextlib.suppress(Refusal):  # then it is offered again after a restart, at worst
+                await self._write(lambda: self._store.save_lease(lease))
+
+    def connection_broke(self, connection: object) -> None:
+        """Offer the batch again that went out on a connection: it was not read to its end."""
+        lease = self._deliveries[connection].lease
+        if time.time() - lease.delivered_at <= self._config.lease_s:
+            _event(logging.WARNING, "connection broke before a batch was read", client=lease.client)
+            self.ledger.take_back(lease.id)
+
+    async def connection_ended(self, connection: object) -> None:
+        """Forget a connection on which a batch went out; one that was not taken back has arrived."""
+        delivery = self._deliveries.pop(connection, None)
+        if delivery is None:
+            return
+        if delivery.lease.id in self.ledger.leases and self.ledger.leases[delivery.lease.id].is_open:
+            await self._tell()
+        else:
+            await self._note_arrival(delivery)
 
     # --- environments ----------------------------------------------------------------------------------------------
 

@@ -106,7 +106,8 @@ class Ledger:
         self.evaluation = stored.evaluation
         self._newcomer_at = now
         """When the latest environment registered; after a restart, now."""
-        self.leases = {lease.id: lease for lease in stored.leases}
+        # One who did not see the end of its batch, because the process ended meanwhile, asks as one does who did.
+        self.leases = {x.id: replace(x, is_open=not (x.is_explicit or x.has_arrived)) for x in stored.leases}
         self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
         self.buffers: dict[int, list[QueuedGroup]] = {}
         self._lent: dict[int, QueuedGroup] = {}
@@ -210,10 +211,18 @@ class Ledger:
         return tuple(known)
 
     def take_back(self, lease_id: str) -> None:
-        """Offer a batch again whose client was gone before it could be sent."""
+        """Offer a batch again whose client was gone before it could have read it."""
         if lease_id in self.leases:
             self.leases[lease_id] = replace(self.leases[lease_id], is_open=True)
             self._note_chance()
+
+    def note_arrival(self, lease_id: str) -> Lease | None:
+        """Note that a batch is with its client; None where that is of no interest (any more)."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.is_explicit or lease.has_arrived:
+            return None
+        self.leases[lease_id] = replace(lease, has_arrived=True)
+        return self.leases[lease_id]
 
     # --- environments ----------------------------------------------------------------------------------------------
 

@@ -20,12 +20,16 @@ from pydantic import ValidationError
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.connections import WatchedProtocol
 from grpo_engine.rollouts.guard import LOOPBACK
 from grpo_engine.rollouts.store import IN_MEMORY, Store
 from grpo_engine.wire.rollouts import TOKEN_VARIABLE
 
 _LINGER_S = 1
 """Seconds that open requests have once the end was asked for; posts that wait for room are turned away before."""
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep a connection that they do not use: else one may post into a connection that is just closed,
+and stock ones then wait up to ten seconds before they try again."""
 
 
 def run(config: ApiConfig) -> int:
@@ -61,6 +65,8 @@ def run(config: ApiConfig) -> int:
                 log_level=config.log_level,
                 access_log=config.access_log,
                 timeout_graceful_shutdown=_LINGER_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                http=WatchedProtocol,
                 ws="none",
             )
         )
@@ -103,6 +109,7 @@ class _JsonLines(logging.Formatter):
 
 
 def _log_events(level: str) -> None:
+    logging.raiseExceptions = False  # a log on a full disk is no reason for a traceback a line
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logger = logging.getLogger("grpo_engine.rollouts")

@@ -62,6 +62,8 @@ class Lease:
     """Unix seconds."""
     is_open: bool = False
     """Whether it is to be offered again at once."""
+    has_arrived: bool = False
+    """Whether all of it is known to be with its client, who may only have to read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

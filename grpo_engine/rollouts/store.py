@@ -1,8 +1,8 @@
 """What outlives the process: one SQLite file with the run, the environments, every group and who holds it.
 
 Synchronous and single-threaded by design: the writer calls it from one thread, in the order in which things happened,
-and `commit` makes one transaction of what several methods do. A group is one row, its body the very bytes that are
-handed out.
+and `commit` makes one transaction of what several methods do. A group is one row, and its body another one, the very
+bytes that are handed out: SQLite writes a row anew when anything in it changes, and a group moves twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ CREATE TABLE IF NOT EXISTS evaluation (id INTEGER PRIMARY KEY CHECK (id = 0), re
 CREATE TABLE IF NOT EXISTS environments (id INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (id TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
-  id INTEGER PRIMARY KEY, env_id INTEGER, num_sequences INTEGER NOT NULL, policy_version INTEGER, step INTEGER,
-  place TEXT NOT NULL, body BLOB NOT NULL);
+  id INTEGER PRIMARY KEY, env_id INTEGER, num_sequences INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+  policy_version INTEGER, step INTEGER, place TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS bodies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS posts (sender TEXT PRIMARY KEY, number TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_by_place ON groups (place);
 """
@@ -129,9 +130,9 @@ class Store:
         """Read everything but the bodies."""
         run = self._db.execute("SELECT record FROM run").fetchone()
         evaluation = self._db.execute("SELECT record FROM evaluation").fetchone()
-        latest = self._db.execute("SELECT body FROM groups ORDER BY id DESC LIMIT 1").fetchone()
+        latest = self._db.execute("SELECT body FROM bodies ORDER BY id DESC LIMIT 1").fetchone()
         rows = self._db.execute(
-            "SELECT id, env_id, num_sequences, length(body), policy_version, step, place FROM groups ORDER BY id"
+            "SELECT id, env_id, num_sequences, num_bytes, policy_version, step, place FROM groups ORDER BY id"
         )
         return Stored(
             run=_RUN.validate_json(run[0]) if run else None,
@@ -194,10 +195,10 @@ class Store:
         Args:
             post: sender and number of the post that they came with, where it said so.
         """
-        self._db.executemany(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
-            ((g.id, g.env_id, g.num_sequences, g.policy_version, g.step, place, body) for g, place, body in groups),
-        )
+        for g, place, body in groups:
+            row = (g.id, g.env_id, g.num_sequences, g.num_bytes, g.policy_version, g.step, place)
+            self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            self._db.execute("INSERT INTO bodies VALUES (?, ?)", (g.id, body))
         self._move(queued, QUEUE)
         if post is not None:
             self._db.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", post)
@@ -219,19 +220,26 @@ class Store:
         # Before the leases go: what they return must not be taken for acknowledged.
         self._move(returned, QUEUE)
         for id_ in acknowledged:
+            self._db.execute("DELETE FROM bodies WHERE id IN (SELECT id FROM groups WHERE place = ?)", (id_,))
             self._db.execute("DELETE FROM groups WHERE place = ?", (id_,))
             self._db.execute("DELETE FROM leases WHERE id = ?", (id_,))
         self._delete(dropped)
         if lease is None:
             return []
-        self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?)", (lease.id, _LEASE.dump_json(lease).decode()))
+        self.save_lease(lease)
         self._move(lease.group_ids, lease.id)
-        rows = self._db.execute("SELECT body FROM groups WHERE place = ? ORDER BY id", (lease.id,))
+        rows = self._db.execute(
+            "SELECT body FROM groups JOIN bodies USING (id) WHERE place = ? ORDER BY groups.id", (lease.id,)
+        )
         return [row[0] for row in rows]
+
+    def save_lease(self, lease: Lease) -> None:
+        """Add or replace a lease's record."""
+        self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?)", (lease.id, _LEASE.dump_json(lease).decode()))
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in ("run", "evaluation", "environments", "leases", "groups", "posts"):
+        for table in ("run", "evaluation", "environments", "leases", "groups", "bodies", "posts"):
             self._db.execute(f"DELETE FROM {table}")
 
     def _put_run(self, run: RunRecord) -> None:
@@ -241,4 +249,5 @@ class Store:
         self._db.executemany("UPDATE groups SET place = ? WHERE id = ?", ((place, id_) for id_ in ids))
 
     def _delete(self, ids: Sequence[int]) -> None:
-        self._db.executemany("DELETE FROM groups WHERE id = ?", ((id_,) for id_ in ids))
+        for table in ("groups", "bodies"):
+            self._db.executemany(f"DELETE FROM {table} WHERE id = ?", ((id_,) for id_ in ids))

@@ -71,6 +71,7 @@ def train(
         starting_step=start.journaled_through,
         num_steps=config.training_steps,
         eval_every=config.eval_every if step < config.training_steps else 0,
+        max_staleness=config.max_staleness,
         stop=stop,
     )
     evaluator = Evaluator(config, source, stop=stop, meanwhile=bridge.keep_up)
@@ -103,7 +104,9 @@ def train(
             began = time.perf_counter()
             entry = journal.read(step + 1)  # what a trainer that was killed had made this step of
             if entry is None:
-                groups = source.next_batch(timeout_s=config.batch_timeout_s, stop=stop, meanwhile=bridge.keep_up)
+                groups = source.next_batch(
+                    timeout_s=config.batch_timeout_s, policy_version=version, stop=stop, meanwhile=bridge.keep_up
+                )
                 if groups is None:
                     break
                 groups = drop_stale(groups, version, config.max_staleness)

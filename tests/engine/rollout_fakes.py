@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 
 from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.connections import WatchedProtocol
 from grpo_engine.rollouts.store import Store
 
 REGISTRATION: dict[str, Any] = {
@@ -69,10 +70,12 @@ async def api_client(
 
 
 @contextlib.contextmanager
-def served(app: FastAPI, port: int = 0) -> Iterator[str]:
+def served(app: FastAPI, port: int = 0, **settings: Any) -> Iterator[str]:
     """Serve `app` on loopback from a thread; yields its URL."""
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none", timeout_graceful_shutdown=0)
+        uvicorn.Config(
+            app, host="127.0.0.1", port=port, log_level="error", ws="none", timeout_graceful_shutdown=0, **settings
+        )
     )
     is_up = threading.Event()
     startup = server.startup
@@ -94,7 +97,7 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
 
 def served_api(database: Path = Path(":memory:"), port: int = 0, **settings: Any) -> Any:
     """A real API on loopback."""
-    return served(make_app(ApiConfig(store=database, **settings), Store(database)), port)
+    return served(make_app(ApiConfig(store=database, **settings), Store(database)), port, http=WatchedProtocol)
 
 
 class FakeTokenizer:

@@ -102,6 +102,7 @@ class EventfulSource(ListedSource):
         self,
         timeout_s: float,
         *,
+        policy_version: int | None = None,
         stop: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[ScoredGroup] | None:

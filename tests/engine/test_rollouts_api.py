@@ -521,6 +521,31 @@ async def test_metrics_count_by_environment() -> None:
         assert "grpo_api_step 1" in lines
 
 
+async def test_groups_that_do_not_say_their_version_are_as_old_as_the_batches_since_they_came() -> None:
+    async with api_client(max_staleness=1) as api:
+        await start_run(api)
+        await api.post("/scored_data", json=group(2, tag=10))  # half a batch: it waits for another that fits
+        for tag in (11, 12):
+            await api.post("/scored_data", json=group(4, tag=tag))
+        assert [tags((await api.get("/batch")).json()["batch"]) for _ in range(2)] == [[11], [12]]
+        for tag in (13, 14):
+            await api.post("/scored_data", json=group(2, tag=tag))
+        assert tags((await api.get("/batch")).json()["batch"]) == [13, 14]
+        assert (await api.get("/status")).json()["queued_sequences"] == 0
+        assert "grpo_api_stale_groups_total 1" in (await api.get("/metrics")).text
+
+
+async def test_a_trainer_that_went_back_to_an_older_checkpoint_finds_its_groups() -> None:
+    async with api_client(max_staleness=0) as api:
+        await start_run(api)
+        versions = {"policy_versions": [[0, 0, 9, 9]] * 4}
+        await api.post("/scored_data", json={**group(4, tag=10), **versions})
+        await api.get("/batch", params={"policy_version": 9})
+        older = {"policy_versions": [[0, 0, 3, 3]] * 4}
+        await api.post("/scored_data", json={**group(4, tag=11), **older})
+        assert tags((await api.get("/batch", params={"policy_version": 3})).json()["batch"]) == [11]
+
+
 async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
     async with api_client(database) as api:

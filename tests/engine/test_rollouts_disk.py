@@ -182,14 +182,6 @@ def test_on_a_disk_where_room_was_made_it_goes_on_without_a_restart(small_disk: 
     assert tags(http.get("/batch").json()["batch"]) == accepted[:1]
 
 
-@pytest.mark.xfail(strict=True, reason="handing out writes every body twice more, and so needs room of its own")
-def test_a_disk_that_the_queue_filled_is_emptied_by_handing_it_out(small_disk: tuple[httpx.Client, Path]) -> None:
-    http, ballast = small_disk
-    accepted, _ = posts_until_refused(http, 10)
-    ballast.write_bytes(b"x" * 8 * 1024**2)
-    assert all_batches(http) == accepted
-
-
 def test_a_folder_that_is_removed_is_said_and_nothing_is_accepted_into_thin_air(tmp_path: Path) -> None:
     store = tmp_path / "folder" / "rollouts.sqlite"
     with api_process(tmp_path, store=store) as api, api.client() as http:

@@ -198,7 +198,6 @@ async def test_who_acknowledges_leases_gets_each_accepted_group_exactly_once(tmp
     assert len(load.accepted) > 20 * NUM_KILLS
 
 
-@pytest.mark.xfail(reason="asking again after a restart is taken for an acknowledgement; few kills may not hit that")
 async def test_who_only_asks_again_gets_each_accepted_group_and_twice_only_what_a_kill_left_open(
     tmp_path: Path,
 ) -> None:
@@ -215,7 +214,6 @@ async def test_who_only_asks_again_gets_each_accepted_group_and_twice_only_what_
     assert len(load.batches) - len({tuple(batch) for batch in load.batches}) <= 2 * NUM_KILLS
 
 
-@pytest.mark.xfail(strict=True, reason="asking again after a restart is taken for an acknowledgement")
 async def test_a_batch_whose_answer_was_lost_in_a_kill_is_offered_to_a_stock_trainer_again(tmp_path: Path) -> None:
     with api_process(tmp_path) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)

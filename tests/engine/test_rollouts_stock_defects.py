@@ -256,7 +256,6 @@ def test_a_batch_whose_trainer_died_while_reading_it_goes_to_the_one_that_regist
     assert server.get("/status").json()["current_step"] == 1
 
 
-@pytest.mark.xfail(strict=True, reason="asking again is taken for an acknowledgement although the connection was cut")
 def test_a_batch_is_offered_again_to_the_trainer_whose_connection_was_cut(api: Api) -> None:
     """6. … and the stock trainer, which gives a connection 10 s, just asks again."""
     server = api()

@@ -89,6 +89,27 @@ def test_a_batch_that_was_fetched_and_not_trained_on_is_left_to_the_next_one_als
         assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
 
 
+def test_a_trainer_whose_place_another_one_took_is_told_so_and_takes_none_of_its_batches() -> None:
+    with served_api() as url, RolloutSource(url) as first, RolloutSource(url) as second:
+        first.register(**RUN)
+        second.register(**{**RUN, "checkpoint_dir": "elsewhere"})
+        post(url, 10)
+        with pytest.raises(PeerError, match="another trainer has registered since"):
+            first.next_batch(timeout_s=10)
+        assert second.next_batch(timeout_s=10) is not None
+
+
+def test_groups_that_are_too_old_for_the_trainer_stay_at_the_api() -> None:
+    with served_api() as url, RolloutSource(url) as source:
+        source.register(**RUN, max_staleness=2)
+        for tag, version in ((10, 4), (11, 7), (12, 5)):
+            versions = [[0, 0, version, version + 1]] * 4
+            httpx.post(f"{url}/scored_data", json={**group(4, tag=tag), "policy_versions": versions})
+        batches = [source.next_batch(timeout_s=10, policy_version=7) for _ in range(2)]
+        assert [batch[0].tokens[0][2] for batch in batches if batch] == [11, 12]
+        assert "grpo_api_stale_groups_total 1" in httpx.get(f"{url}/metrics").text
+
+
 @pytest.mark.slow
 def test_waiting_ends_at_the_wish_to_stop() -> None:
     answers = iter([False, True])

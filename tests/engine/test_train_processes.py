@@ -125,7 +125,7 @@ def test_a_killed_api_ends_nobody_and_no_group_is_lost_or_trained_twice(services
     trained = [json.loads(line)["prompt"] for line in (services.run_folder / "rollouts.jsonl").read_text().splitlines()]
     decode = load_tokenizer(str(services.model)).decode
     with sqlite3.connect(services.database) as database:
-        waiting = [decode(json.loads(body)["tokens"][0]) for (body,) in database.execute("SELECT body FROM groups")]
+        waiting = [decode(json.loads(body)["tokens"][0]) for (body,) in database.execute("SELECT body FROM bodies")]
     numbers = [number_of["sort " + re.search(r"sort (\d{6})", text)[1]] for text in trained + waiting]
     assert len(trained) == services.steps * GROUPS_A_BATCH
     assert len(set(numbers)) == len(numbers)

@@ -99,6 +99,7 @@ class ListedSource:
         self,
         timeout_s: float,
         *,
+        policy_version: int | None = None,
         stop: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[ScoredGroup] | None:
