@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -192,15 +193,21 @@ async def test_groups_of_equal_scores_are_dropped_only_where_asked(servers: tupl
 @pytest.mark.slow
 async def test_an_environment_whose_groups_are_all_dropped_goes_on_asking() -> None:
     """At once, and not when the API has held its answer for five seconds because nothing had changed."""
-    fake = fake_inference(lambda prompt, index: "x")
-    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+    loop, is_enough = asyncio.get_running_loop(), asyncio.Event()
+    num_asked = itertools.count(1)
+
+    def equal(prompt: str, index: int) -> str:
+        if next(num_asked) == 50 * 6 * 4:  # completions of fifty rounds of six groups: as many holds would take 250 s
+            loop.call_soon_threadsafe(is_enough.set)
+        return "x"
+
+    with served_api() as api, served(fake_inference(equal)) as inference, RolloutSource(api) as source:
         source.register(**RUN)
         source.poll()
         config = settings(api, inference, ensure_scores_are_not_same=True)
         working = asyncio.create_task(work(config, FakeTokenizer()))
-        async with asyncio.timeout(30):  # 50 holds would take 250 s
-            while len(fake.state.requests) < 50 * 6:
-                await asyncio.sleep(0.01)  # the interval of a probe
+        async with asyncio.timeout(60):
+            await is_enough.wait()
         working.cancel()
         assert await working == 0
 
