@@ -14,8 +14,8 @@ from pydantic import Field
 
 from grpo_engine.config import Config
 from grpo_engine.environments.tasks.base import Item
-from grpo_engine.environments.tasks.loading import load_attribute
-from grpo_engine.errors import ConfigError
+from grpo_engine.environments.tasks.loading import load_attribute, told
+from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.flags import Flag
 
 Levels = Sequence[Iterator[Item]]
@@ -70,15 +70,43 @@ class OwnCurriculum(Config):
         Raises:
             ConfigError: it is not there, or not one.
         """
-        made = load_attribute(self.module, self.object, where="curriculum")(levels, seed)
+        where = f"curriculum: {self.module}:{self.object}"
+        maker = load_attribute(self.module, self.object, where="curriculum")
+        try:
+            made = maker(levels, seed)
+        # The user's code can fail in any way.
+        except Exception as error:
+            raise ConfigError(f"{where} failed: {told(error)}: it is called with (levels, seed)") from error
         for method in ("next", "result"):
             if not callable(getattr(made, method, None)):
                 raise ConfigError(
-                    f"curriculum.object: {self.module}:{self.object} made a {type(made).__name__} without a method "
-                    f"{method}(): it needs next() -> Item and result(item, scores)"
+                    f"{where} made a {type(made).__name__} without a method {method}(): "
+                    "it needs next() -> Item and result(item, scores)"
                 )
-        own: Curriculum = made
+        own: Curriculum = _Told(made, where)
         return own
+
+
+class _Told:
+    """A user's object, whose failures are told with their line."""
+
+    def __init__(self, made: Any, where: str) -> None:
+        self._made = made
+        self._where = where
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._made, name)
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return method(*arguments)
+            except GrpoError:
+                raise
+            # The user's code can fail in any way.
+            except Exception as error:
+                raise ConfigError(f"{self._where}: {name}() failed: {told(error)}") from error
+
+        return call
 
 
 AnyCurriculum = Rising | OwnCurriculum

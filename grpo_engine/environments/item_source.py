@@ -103,6 +103,8 @@ class ItemSource:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(json.dumps(state), encoding="utf-8")
             draft.replace(self._path)
+        except TypeError as error:
+            raise ConfigError(f"state() of the curriculum gave something that JSON cannot hold: {error}") from None
         except OSError as error:
             log.warning("state_file: %s cannot be written: %s", self._path, error.strerror)
         self._saved_at = time.monotonic()
