@@ -18,8 +18,10 @@ from grpo_engine.data.source import RolloutSource
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.main import work
+from grpo_engine.environments.prompts import Tokenizer
 from grpo_engine.environments.tasks.base import belongs_to
 from grpo_engine.environments.tasks.sort6 import Sort6
+from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
 from grpo_engine.wire.rollouts import EvaluationOrder, EvaluationState
 
 pytestmark = pytest.mark.slow
@@ -60,9 +62,9 @@ def _nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def at_work(config: EnvironmentConfig) -> AsyncIterator[None]:
+async def at_work(config: EnvironmentConfig, tokenizer: Tokenizer | None = None) -> AsyncIterator[None]:
     """The environment, until the block is left; what ends it sooner is an error."""
-    working = asyncio.create_task(work(config, FakeTokenizer()))
+    working = asyncio.create_task(work(config, tokenizer or FakeTokenizer()))
     try:
         yield
     finally:
@@ -259,3 +261,28 @@ async def test_an_environment_stays_for_the_last_evaluation_and_then_leaves(serv
     async with asyncio.timeout(120):
         assert await work(settings(api, inference, total_steps=2), FakeTokenizer()) == 0
         assert len((await training).answers) == 1
+
+
+@pytest.mark.parametrize(("temperature", "num_different"), [(None, 3), (0.0, 1)])
+async def test_games_are_evaluated_with_one_entry_each_of_all_their_seats(
+    temperature: float | None, num_different: int
+) -> None:
+    order = ORDER.model_copy(update={"num_prompts": 2})
+    task = {"name": "mafia", "max_days": 1, "explain": False, "policy_plays": "town"}
+    fake = fake_inference(lambda prompt, index: "<pass/>")
+    with served_api() as api, served(fake) as inference:
+        config = settings(
+            api, inference, task=task, group_size=8, max_token_length=512, eval_temperature=temperature, max_workers=4
+        )
+        async with asyncio.timeout(120), at_work(config, tiny_tokenizer()):
+            state = await asyncio.to_thread(evaluated, api, order, max_token_len=512)
+    [named] = state.answers
+    assert named.answer.problem is None
+    assert [len(row) for row in named.answer.rewards] == [3, 3]
+    assert all(reward in (1.0, 2.0) for row in named.answer.rewards for reward in row)
+    turns = len("<pass/>") + 1
+    assert all(length % turns == 0 and length >= 4 * 2 * turns for row in named.answer.lengths for length in row)
+    assert named.answer.policy_versions == [[[5]] * 3] * 2
+    first_round = 4 * num_different  # seats of the town in the games of the first item, all of which are asked together
+    names = {bytes(body["prompt"]["prompt_token_ids"]) for body in fake.state.requests[:first_round]}
+    assert len(names) == 4
