@@ -42,6 +42,7 @@ def loaded_after(statement: str) -> set[str]:
         "grpo_engine.server.config",
         "grpo_engine.rollouts.config",
         "grpo_engine.environments.config",
+        "grpo_engine.environments.atropos.config",
         "grpo_engine.models.config",
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import parse_flags
 from grpo_engine.rollouts.config import ApiConfig
@@ -34,7 +35,13 @@ H200_BYTES, H100_BYTES = 150_100_000_000, 84_900_000_000
 """What torch calls the memory of the cards that are sold with 141 and 80 GB."""
 HERMES_8B_PARAMETERS = 8_030_261_248
 ROOM_BYTES = 1_500_000_000
-SETTINGS = {"api": ApiConfig, "server": ServerConfig, "env": EnvironmentConfig, "train": TrainConfig}
+SETTINGS = {
+    "api": ApiConfig,
+    "server": ServerConfig,
+    "env": EnvironmentConfig,
+    "atropos-env": AtroposEnvConfig,
+    "train": TrainConfig,
+}
 
 
 def test_the_documented_profiles_are_there() -> None:

@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator
 
 from grpo_engine.models.config import check_model_name
 from grpo_tui.profile.model import Profile
+from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
+from grpo_tui.services.rollout_api import RolloutApi
 from grpo_tui.services.trainer import Trainer
 
 
 def _models_exist(profile: Profile) -> Iterator[str]:
     names = {"model.name": profile.model.name} if profile.model else {}
+    with_model = Inference | Environment | AtroposEnvironment | Trainer
     for key, service in profile.services.items():
-        if isinstance(service, Inference | Environment | Trainer) and service.model_name not in names.values():
+        if isinstance(service, with_model) and service.model_name not in names.values():
             names[f"services.{key}.model_name"] = service.model_name
     for key, name in names.items():
         problem = check_model_name(name)
@@ -26,13 +29,15 @@ def _models_exist(profile: Profile) -> Iterator[str]:
 
 
 def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
-    sizes = {s.group_size for s in profile.services.values() if isinstance(s, Environment)}
+    environments = [s for s in profile.services.values() if isinstance(s, Environment | AtroposEnvironment)]
+    sizes = {environment.group_size for environment in environments}
+    size = sizes.pop() if len(sizes) == 1 else None  # several may add up, and one of Atropos need not say its own
     for name, service in profile.services.items():
-        if isinstance(service, Trainer) and len(sizes) == 1 and service.sequences_per_batch % min(sizes):
+        if isinstance(service, Trainer) and size is not None and service.sequences_per_batch % size:
             yield (
                 f"services.{name}.batch_size: {service.batch_size} × gradient_accumulation_steps "
                 f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences a batch, which is no "
-                f"multiple of the environment's group_size {min(sizes)}: no batch would ever form"
+                f"multiple of the environment's group_size {size}: no batch would ever form"
             )
 
 
@@ -59,9 +64,28 @@ def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
         )
 
 
+def _environments_of_atropos_can_work(profile: Profile) -> Iterator[str]:
+    services = profile.services
+    of_atropos = {name: service for name, service in services.items() if isinstance(service, AtroposEnvironment)}
+    for api in services.values() if of_atropos else ():
+        if isinstance(api, RolloutApi) and (api.token or api.token_file):
+            yield (
+                f"services.{next(iter(of_atropos))}: environments of Atropos cannot send the token that the rollout "
+                f"API asks for: take token and token_file away from it"
+            )
+    most = max((service.training_steps for service in services.values() if isinstance(service, Trainer)), default=0)
+    for name, environment in of_atropos.items():
+        if environment.total_steps is not None and 0 <= environment.total_steps < most:
+            yield (
+                f"services.{name}.total_steps: {environment.total_steps}, but the trainer does {most}, and would wait "
+                f"for ever for an environment that has ended: leave it out"
+            )
+
+
 STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _models_exist,
     _batches_are_whole_groups,
     _shared_weights_have_their_bridge,
     _trainer_alone_writes_metrics,
+    _environments_of_atropos_can_work,
 )

@@ -120,6 +120,8 @@ def test_a_batch_that_groups_do_not_fill_is_named(batch_size: int, said: str) ->
 def test_what_cannot_be_started_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--file env\.py: no such file"):
         run(config())
+    with pytest.raises(ConfigError, match=r"--file \$NOWHERE/env\.py: \$NOWHERE is not set: export NOWHERE=…"):
+        run(config(file="$NOWHERE/env.py"))
     (tmp_path / "env.py").touch()
     there = {"file": str(tmp_path / "env.py")}
     with pytest.raises(ConfigError, match="--python /nowhere: cannot be run: No such file"):

@@ -6,6 +6,7 @@ What our own environments have too has the same name here; unset, the environmen
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,14 @@ def _table(value: Any) -> Any:
 
 
 Table = Annotated[dict[str, Any], BeforeValidator(_table)]
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+def _expanded(path: Path) -> Path:
+    """`~` and `$NAME` are read here, since no shell reads a profile; an unset variable stays as it is written."""
+    return Path(os.path.expandvars(path)).expanduser()
+
+
+UserPath = Annotated[Path, AfterValidator(_expanded)]
 
 
 class AtroposEnvConfig(Config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -70,6 +71,9 @@ def _serve(config: AtroposEnvConfig, yaml_file: Path, api: Api) -> int:
 
 
 def _check_files(config: AtroposEnvConfig) -> None:
+    for flag, path in {"file": config.file, "python": config.python}.items():
+        if unset := re.search(r"\$\{?(\w+)\}?", str(path)):
+            raise ConfigError(f"--{flag} {path}: ${unset[1]} is not set: export {unset[1]}=…, or write the path out")
     if not config.file.is_file():
         raise ConfigError(f"--file {config.file}: no such file: give the environment that `python FILE serve` runs")
     seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('atroposlib') is None)"
