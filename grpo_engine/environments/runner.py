@@ -84,6 +84,7 @@ class Runner:
         except* GrpoError as group:
             raise first_error(group) from None
         finally:
+            self._source.save()
             if self._env_id is not None:
                 await self._api.disconnect(self._env_id)
 

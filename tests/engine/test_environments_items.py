@@ -319,8 +319,8 @@ def test_a_state_file_that_is_none_of_ours_is_told_and_not_used(
 def test_a_curriculum_has_a_short_form_and_comes_back_from_flags() -> None:
     assert config(curriculum="rising").curriculum == Rising()
     assert config(curriculum="python:my.order:Own").curriculum == OwnCurriculum(module="my.order", object="Own")
-    for given in (config(), config(curriculum={"name": "rising", "window": 5}), config(curriculum="python:a:b")):
-        assert parse_flags(EnvironmentConfig, to_flags(given), prog="env", description="") == given
+    for each in (config(), config(curriculum={"name": "rising", "window": 5}), config(curriculum="python:a:b")):
+        assert parse_flags(EnvironmentConfig, to_flags(each), prog="env", description="") == each
     with pytest.raises(ConfigError, match=r"curriculum\.name: 'raising' is not one of .*did you mean 'rising'"):
         config(curriculum="raising")
     with pytest.raises(ConfigError, match=r"easy_threshold 0\.0 must be above hard_threshold 0\.0"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import multiprocessing
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
 from grpo_engine.environments.tasks.arithmetic import Arithmetic
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, plain
 from grpo_engine.environments.tasks.copy6 import Copy6
-from grpo_engine.environments.tasks.gsm8k import Gsm8k
+from grpo_engine.environments.tasks.gsm8k import AnswerFormat, Gsm8k, has_format
+from grpo_engine.environments.tasks.ifeval import IFEval
 from grpo_engine.environments.tasks.jsonl import Jsonl
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
 from grpo_engine.environments.tasks.reverse6 import Reverse6
@@ -31,6 +34,7 @@ needs_reasoning_gym = pytest.mark.skipif(not importlib.util.find_spec("reasoning
 needs_math_verify = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="the `data` extra")
 
 PROCEDURAL: list[AnyTask] = [Sort6(), Copy6(), Reverse6(), Arithmetic(difficulty=2)]
+SPLIT_BY_QUESTION: list[AnyTask] = [*PROCEDURAL, IFEval()]
 
 
 @pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
@@ -68,6 +72,10 @@ def test_partial_credit_is_the_share_of_right_positions() -> None:
         ("She sold 48, then 24, in all $1,072.", "$1,072"),
         ("nothing", None),
         (r"\boxed{1 and never closed", "1"),
+        ("#### Step 1: add\n48 + 24\n#### Step 2: done\nIt is 72.", "72"),
+        ("#### Step 1\n72\n#### 72 clips\n\nQuestion: what is 5?", "72 clips"),
+        ("#### Answer\n", "Answer"),
+        (r"#### \frac{1}{2}", r"\frac{1}{2}"),
     ],
 )
 def test_the_final_answer_is_boxed_or_after_the_hashes_or_the_last_number(text: str, answer: str | None) -> None:
@@ -76,7 +84,17 @@ def test_the_final_answer_is_boxed_or_after_the_hashes_or_the_last_number(text: 
 
 @pytest.mark.parametrize(
     ("left", "right", "is_same"),
-    [("72", "72.0", True), ("1072", "$1,072", True), ("72", "71", False), ("-3", "−3", True), ("5.", "5", True)],
+    [
+        ("72", "72.0", True),
+        ("1072", "$1,072", True),
+        ("72", "71", False),
+        ("-3", "−3", True),
+        ("5.", "5", True),
+        ("1234", "1{,}234", True),
+        ("1234", r"1\,234", True),
+        ("5", r"\$5", True),
+        ("72", "**72**", True),
+    ],
 )
 def test_numbers_are_compared_as_numbers(left: str, right: str, is_same: bool) -> None:
     assert is_same_answer(left, right) is is_same
@@ -87,7 +105,31 @@ def test_numbers_are_compared_as_numbers(left: str, right: str, is_same: bool) -
 def test_expressions_are_compared_by_their_value() -> None:
     assert is_same_answer(r"\frac{1}{2}", "0.5")
     assert not is_same_answer(r"\frac{1}{2}", r"\frac{1}{3}")
+    assert is_same_answer("0.5", r"\frac12")
+    assert is_same_answer("72", r"72\%")
     assert not is_same_answer("1", "x" * 1000)
+
+
+@needs_math_verify
+@pytest.mark.slow
+def test_an_expression_that_cannot_be_compared_in_time_is_a_wrong_answer_also_in_a_thread() -> None:
+    answers: list[bool] = []
+    endless = r"\sum_{n=1}^{10^9} n^{0.5}"
+    thread = threading.Thread(target=lambda: answers.append(is_same_answer("72", endless)))
+    thread.start()
+    thread.join()
+    assert answers == [False]
+    assert is_same_answer(r"\frac{1}{2}", "1/2")  # the next one is not held up
+
+
+@needs_math_verify
+@pytest.mark.slow
+def test_a_process_that_compares_is_replaced_when_it_dies() -> None:
+    assert is_same_answer("1/2", r"\frac{1}{2}")
+    [process] = multiprocessing.active_children()
+    process.kill()
+    process.join()
+    assert is_same_answer("1/2", r"\frac{1}{2}")
 
 
 def write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
@@ -111,6 +153,70 @@ def test_gsm8k_reads_the_datasets_own_files(tmp_path: Path) -> None:
     assert task.score(item, r"First 48, then \boxed{1072}.") == 1.0
     assert task.score(item, "It is 1072 of 1073") == 0.0
     assert task.score(item, "no idea") == 0.0
+
+
+@needs_math_verify
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("#### 1,234", "#### 1234", 1.0),
+        ("#### -5", "She owes 5, so -5.\n#### -5", 1.0),
+        ("#### 18", "Janet makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", 1.0),
+        ("#### 72", "In all <<48+24=72>>72 clips.\n#### 72 clips", 1.0),
+        ("#### 72", "#### $72.00", 1.0),
+        ("#### 0.5", r"\boxed{\frac12}", 1.0),
+        ("#### 72", r"\boxed{72\%}", 1.0),
+        ("#### 72", r"\boxed{72\text{ clips}}", 1.0),
+        ("#### 72", r"\boxed{\sqrt{72}}", 0.0),
+        ("#### 72", "#### 72 clips and 3 pins", 0.0),
+        ("#### 72", "#### 27", 0.0),
+        ("#### 72", "", 0.0),
+    ],
+)
+def test_gsm8k_knows_the_ways_in_which_its_answers_are_written(
+    tmp_path: Path, answer: str, completion: str, reward: float
+) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": f"Some steps.\n{answer}"}] * 2)
+    task = Gsm8k(path=path)
+    assert task.score(next(task.items(0)), completion) == reward
+
+
+@pytest.mark.parametrize(
+    ("wanted", "well_formed", "not_well_formed"),
+    [
+        ("boxed", [r"So \boxed{72}.", r"\boxed{7} or \boxed{\frac{1}{2}}"], ["72", r"\boxed{}", r"\boxed{72"]),
+        ("hashes", ["72\n#### 72", "#### $1,072.50\n", "#### -3"], ["72", "#### 72\nindeed", "#### 72 clips", "###72"]),
+        (
+            "think",
+            ["<think>so</think>72", "\n<think>\na\nb</think>\n\n72"],
+            [
+                "72",
+                "<think>72",
+                "<think>a</think>",
+                "Hm <think>a</think>72",
+                "<think>a<think>b</think>72",
+                "a</think>72",
+            ],
+        ),
+    ],
+)
+def test_the_form_of_an_answer_is_well_kept_or_not(
+    wanted: AnswerFormat, well_formed: list[str], not_well_formed: list[str]
+) -> None:
+    assert [has_format(text, wanted) for text in well_formed] == [True] * len(well_formed)
+    assert [has_format(text, wanted) for text in not_well_formed] == [False] * len(not_well_formed)
+
+
+def test_the_form_of_an_answer_adds_to_its_reward_where_that_is_set() -> None:
+    item = Item(question="", answer="72")
+    thought = r"<think>71 or 73</think>\boxed{72}"
+    plain_task = Gsm8k()
+    assert [plain_task.score(item, text) for text in (thought, "72", "71")] == [1.0, 1.0, 0.0]
+    task = Gsm8k(formats=("think", "boxed"), format_weight=0.2)
+    rewards = [task.score(item, text) for text in (thought, "72", r"\boxed{71}", "<think>72</think>So 71", "71")]
+    assert rewards == pytest.approx([1.2, 1.0, 0.1, 0.1, 0.0])
+    assert task.score(item, "<think>72</think>") == 0.0  # it never says so
 
 
 def test_gsm8k_from_one_file_holds_one_question_in_sixteen_out(tmp_path: Path) -> None:
@@ -218,6 +324,12 @@ def test_a_bad_records_file_is_named_with_its_line(tmp_path: Path, content: str,
         Jsonl(path=path).check()
 
 
+def test_a_line_ends_at_its_end_and_not_within_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "one\u2028line", "answer": "x\u0085y"}\r\n\n', encoding="utf-8")
+    assert next(Jsonl(path=path).items(0)).question == "one\u2028line"
+
+
 def test_a_missing_records_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.path: .*gone\.jsonl cannot be read: No such file"):
         Jsonl(path=tmp_path / "gone.jsonl").check()
@@ -231,6 +343,26 @@ def test_reasoning_gym_scores_with_its_own_rules() -> None:
     assert items == list(itertools.islice(task.items(1), 20))
     assert [task.score(item, f"I think <answer>{item.answer}</answer>") for item in items] == [1.0] * 20
     assert task.score(items[0], "certainly not") < 0.5
+
+
+@needs_reasoning_gym
+@pytest.mark.slow
+def test_levels_of_reasoning_gym_are_those_of_its_curricula_and_share_nothing_that_is_held_out() -> None:
+    task = ReasoningGym(dataset="chain_sum", level=2, size=64)
+    task.check()
+    levels = task.levels()
+    terms = [max(item.question.count(" ") for item in itertools.islice(each.items(0), 50)) for each in levels]
+    assert terms == sorted(set(terms))
+    held_out = {plain(item.question) for item in held_out_items(task, 64)}
+    for level in levels:
+        items = list(itertools.islice(level.items(0), 80))
+        assert not {plain(item.question) for item in items} & held_out
+        assert [task.score(item, item.answer) for item in items[:5]] == [1.0] * 5
+    assert ReasoningGym(dataset="chain_sum").levels() == [ReasoningGym(dataset="chain_sum")]
+    fixed = ReasoningGym(dataset="chain_sum", level=0, options={"min_terms": 3, "max_terms": 3})
+    assert next(fixed.items(0)).question.count(" + ") + next(fixed.items(0)).question.count(" - ") == 2
+    with pytest.raises(ConfigError, match=r"task\.level: 99 is beyond the last of 'chain_sum', 10"):
+        ReasoningGym(dataset="chain_sum", level=99).check()
 
 
 @needs_reasoning_gym
@@ -256,6 +388,8 @@ def test_options_that_a_dataset_does_not_have_are_named() -> None:
         ("reasoning_gym:chain_sum", ReasoningGym(dataset="chain_sum")),
         ("gsm8k", Gsm8k()),
         ("jsonl:facts.jsonl", Jsonl(path=Path("facts.jsonl"))),
+        ("ifeval", IFEval()),
+        ("ifeval:records.jsonl", IFEval(path=Path("records.jsonl"))),
         ({"name": "arithmetic", "difficulty": 3}, Arithmetic(difficulty=3)),
     ],
 )

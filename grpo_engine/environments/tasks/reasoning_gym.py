@@ -49,7 +49,7 @@ class ReasoningGym(Task):
 
     def check(self) -> None:
         """Make the first item of every level."""
-        for task in self.levels():
+        for task in reversed(self.levels()):
             next(task.items(0))
 
     def levels(self) -> Sequence[ReasoningGym]:
@@ -93,8 +93,8 @@ class ReasoningGym(Task):
         if self.dataset not in DATASETS:
             hint = did_you_mean(self.dataset, DATASETS) or f"; reasoning-gym has {len(DATASETS)}, e.g. chain_sum"
             raise ConfigError(f"task.dataset: {self.dataset!r} is not a dataset of reasoning-gym{hint}")
+        options = {**self._options_of_level(), **self.options, "seed": seed, "size": size}
         try:
-            options = {**self._options_of_level(), **self.options, "seed": seed, "size": size}
             made: _Dataset = reasoning_gym.create_dataset(self.dataset, **options)
         except (TypeError, AssertionError, ValueError) as error:
             at_level = "" if self.level is None else f" at level {self.level}"
