@@ -86,7 +86,7 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
         await exchange.close_store()
 
     app = FastAPI(title="Rollout API", lifespan=lifespan)
-    app.add_middleware(Guard, token=config.token)
+    app.add_middleware(Guard, token=config.token, host=config.host)
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Refusal) -> JSONResponse:

@@ -1,7 +1,8 @@
 """Who may speak to the rollout API: no web page of another origin, and with a token only those who carry it.
 
 A browser on the same machine reaches loopback ports, and a page from anywhere could post training data or reset a run;
-browsers always say where such a request comes from. Programs do not, and are let through.
+browsers always say where such a request comes from. Programs do not, and are let through. A page may also have a name
+of its own that resolves to loopback, so a service that listens there answers browsers under loopback's names alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ OPEN_PATHS = frozenset({"/", "/info"})
 class Guard:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None = None, host: str = "127.0.0.1") -> None:
+        """Guard an application.
+
+        Args:
+            token: what its callers must carry; absent: nothing.
+            host: address that it listens on.
+        """
         self._app = app
+        self._is_loopback = host in LOOPBACK
         self._authorization = f"Bearer {token}".encode() if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,9 +43,10 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
-        origin = headers.get("origin")
-        is_own = origin is None or origin.partition("://")[2] == headers.get("host")
-        if not is_own or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        origin, host, site = (headers.get(name) for name in ("origin", "host", "sec-fetch-site"))
+        is_own = origin is None or origin.partition("://")[2] == host
+        is_renamed = self._is_loopback and (origin or site) and _name(host or "") not in LOOPBACK
+        if not is_own or is_renamed or site not in (None, "none", "same-origin"):
             return JSONResponse({"detail": f"requests from web pages of {origin or 'another site'} are refused"}, 403)
         if self._authorization is None or path in OPEN_PATHS:
             return None
@@ -48,3 +57,8 @@ class Guard:
             401,
             {"WWW-Authenticate": "Bearer"},
         )
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
