@@ -88,6 +88,15 @@ class ApiProcess:
     def rss_bytes(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
+    def peak_rss_bytes(self) -> int:
+        """The most that it ever held in memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+
+    def forget_peak_rss(self) -> None:
+        """Count the most from here on."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
     def num_threads(self) -> int:
         return int(psutil.Process(self.process.pid).num_threads())
 
