@@ -37,6 +37,7 @@ bench: $(TEST)  ## the figures in the README, each beside its peer
 	$(BIN)/python benchmarks/tiny_run.py
 	$(BIN)/python benchmarks/supervisor.py
 	$(BIN)/python benchmarks/logprob_head.py
+	$(BIN)/python benchmarks/rollouts.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
