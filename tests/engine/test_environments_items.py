@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,22 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_fakes import REGISTRATION, FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.config import validated
+from grpo_engine.data.source import RolloutSource
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.curriculum import Climb, OwnCurriculum, Rising
 from grpo_engine.environments.difficulty import DifficultyFilter, SolveRates
 from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.item_source import ItemSource
+from grpo_engine.environments.main import work
 from grpo_engine.environments.tasks.arithmetic import Arithmetic
 from grpo_engine.environments.tasks.base import Item, belongs_to
+from grpo_engine.environments.tasks.reward_functions import RewardFailed
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags, to_flags
+from grpo_engine.wire.rollouts import ScoredGroup
 
 
 def config(**settings: Any) -> EnvironmentConfig:
@@ -344,3 +351,62 @@ def test_random_numbers_of_others_are_left_alone() -> None:
     source = ItemSource(config(curriculum="rising", easy_threshold=1))
     source.result(source.next(), [1.0])
     assert random.random() == expected
+
+
+# --- in an environment at work ---------------------------------------------------------------------------------------
+
+
+async def worked(tmp_path: Path, num_batches: int, **changes: Any) -> list[ScoredGroup]:
+    """The groups of an environment whose model adds without a mistake."""
+    fake = fake_inference(lambda prompt, index: str(sum(int(word) for word in re.findall(r"\d+", prompt))))
+    with served_api() as api, served(fake) as inference:
+        table = {"group_size": 2, "max_tokens": 8, "rollout_server_url": api, "inference_url": inference}
+        fetching = asyncio.create_task(asyncio.to_thread(fetched, api, num_batches))
+        async with asyncio.timeout(60):
+            assert await work(config(**table, total_steps=num_batches, **changes), FakeTokenizer()) == 0
+            return await fetching
+
+
+def fetched(url: str, num_batches: int) -> list[ScoredGroup]:
+    """The groups of some batches, as a trainer fetches them."""
+    with RolloutSource(url) as source:
+        source.register(**{**REGISTRATION, "num_steps": num_batches})
+        batches = [source.next_batch(timeout_s=50) for _ in range(num_batches)]
+    return [group for batch in batches for group in batch or ()]
+
+
+@pytest.mark.slow
+async def test_an_environment_asks_what_its_curriculum_says_and_writes_down_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rising = {"name": "rising", "threshold": 1.0, "window": 2, "review": 0}
+    groups = await worked(tmp_path, 6, curriculum=rising, state_file=str(tmp_path / "state.json"))
+    operands = ["".join(map(chr, group.tokens[0])).split()[2] for group in groups]
+    assert len(operands[0]) == 1
+    assert max(map(len, operands)) == 3
+    assert "curriculum: level 3 of 3" in caplog.text
+    assert json.loads((tmp_path / "state.json").read_text())["curriculum"]["level"] == 2
+
+
+@pytest.mark.slow
+async def test_an_environment_trains_on_what_a_function_of_ones_own_says(tmp_path: Path) -> None:
+    code = "items = ['What is 3 + 4?'] * 3\nasync def twice(completion): return 2 * int(completion)"
+    (tmp_path / "sums.py").write_text(code)
+    groups = await worked(tmp_path, 1, task=f"python:{tmp_path}/sums.py:twice")
+    assert [group.scores for group in groups] == [[14.0, 14.0]] * 2
+
+
+@pytest.mark.slow
+async def test_an_environment_ends_with_the_words_on_a_function_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("items = ['What is 3 + 4?'] * 3\ndef score(completion): return {}[completion]")
+    fake = fake_inference(lambda prompt, index: "7")
+    with served_api() as api, served(fake) as inference:
+        task = f"python:{tmp_path}/broken.py:score"
+        settings = config(task=task, rollout_server_url=api, inference_url=inference, max_tokens=8, group_size=2)
+        with RolloutSource(api) as source:
+            source.register(**REGISTRATION)
+            source.poll()
+            async with asyncio.timeout(60):
+                with pytest.raises(RewardFailed, match=r"score failed: KeyError: '7' \(.*broken\.py:2, in score\)"):
+                    await work(settings, FakeTokenizer())

@@ -45,7 +45,7 @@ def test_a_seed_decides_the_items_and_right_answers_earn_everything(task: AnyTas
     assert [task.score(item, item.answer) for item in items] == [1.0] * 50
 
 
-@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+@pytest.mark.parametrize("task", SPLIT_BY_QUESTION, ids=lambda task: task.label())
 def test_no_question_is_both_trained_on_and_held_out(task: AnyTask) -> None:
     train = {item.question for item in itertools.islice(task.items(0), 2000)}
     held_out = {item.question for item in itertools.islice(task.items(0, "held_out"), 100)}
@@ -248,7 +248,7 @@ def test_what_is_held_out_in_a_file_of_its_own_is_not_trained_on_wherever_else_i
         assert questions(task, "held_out", 30) == {"How many is 2?", "How many is 5?"}
 
 
-@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+@pytest.mark.parametrize("task", SPLIT_BY_QUESTION, ids=lambda task: task.label())
 @given(train_seed=st.integers(), held_out_seed=st.integers())
 @settings(max_examples=10, deadline=None)
 def test_whatever_the_seeds_no_question_of_an_evaluation_is_trained_on(
@@ -280,7 +280,7 @@ def test_whatever_the_records_the_splits_share_none_and_lose_none(texts: list[st
     assert train | held_out == {plain(text) for text in texts}
 
 
-@pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
+@pytest.mark.parametrize("task", SPLIT_BY_QUESTION, ids=lambda task: task.label())
 def test_an_evaluation_always_asks_the_same_and_more_prompts_only_add_to_them(task: AnyTask) -> None:
     few, many = held_out_items(task, 8), held_out_items(task, 64)
     assert many[:8] == few
