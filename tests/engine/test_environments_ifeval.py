@@ -162,7 +162,7 @@ def test_sentences_are_counted_by_their_punctuation() -> None:
 @given(st.integers(0, 10**6), st.text(max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_whatever_is_written_a_drawn_prompt_gives_a_share_of_its_instructions(seed: int, completion: str) -> None:
-    task = IFEval(difficulty=5)
+    task = IFEval(num_instructions=5)
     item = next(task.items(seed))
     count = len((item.entry or {})["instruction_id_list"])
     assert 0 <= task.score(item, completion) * count == round(task.score(item, completion) * count) <= count
@@ -186,10 +186,10 @@ def test_every_kind_of_instruction_is_drawn() -> None:
 
 
 def test_drawn_prompts_have_levels_and_nothing_held_out_is_trained_on_in_any() -> None:
-    task = IFEval(difficulty=3)
+    task = IFEval(num_instructions=3)
     held_out = {item.question for item in held_out_items(task, 64)}
     assert len(held_out) == 64
-    assert [level.difficulty for level in task.levels()] == [1, 2, 3]  # type: ignore[attr-defined]
+    assert [level.num_instructions for level in task.levels()] == [1, 2, 3]  # type: ignore[attr-defined]
     for level in task.levels():
         items = list(itertools.islice(level.items(0), 300))
         assert all(belongs_to("train", item.question) for item in items)

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import threading
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -404,6 +405,15 @@ def test_flags_make_the_same_settings_and_come_back() -> None:
     assert config.task == Arithmetic(difficulty=2)
     assert config.inference_url == "http://h:1"
     assert parse_flags(EnvironmentConfig, to_flags(config), prog="env", description="") == config
+
+
+def test_settings_of_one_name_have_one_default_so_that_a_command_line_may_leave_them_out() -> None:
+    defaults: dict[str, set[object]] = {}
+    for task in get_args(get_args(AnyTask)[0]):
+        for name, field in task.model_fields.items():
+            if name != "name" and not field.is_required():
+                defaults.setdefault(name, set()).add(str(field.get_default(call_default_factory=True)))
+    assert {name: values for name, values in defaults.items() if len(values) > 1} == {}
 
 
 @pytest.mark.parametrize(

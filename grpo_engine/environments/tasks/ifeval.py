@@ -29,7 +29,7 @@ class IFEval(Task):
     prompts are drawn at random."""
     held_out_path: Path | None = None
     """File with the held-out records; unset: one in sixteen of the others."""
-    difficulty: int = Field(2, ge=1, le=5)
+    num_instructions: int = Field(2, ge=1, le=5)
     """Instructions of a drawn prompt at most; with the curriculum rising, those that it ends with."""
     all_or_nothing: bool = False
     """Reward 1 for a completion that follows every instruction and 0 for all others."""
@@ -44,7 +44,7 @@ class IFEval(Task):
         """One for each number of instructions, where prompts are drawn."""
         if self.path is not None:
             return [self]
-        return [self.model_copy(update={"difficulty": number}) for number in range(1, self.difficulty + 1)]
+        return [self.model_copy(update={"num_instructions": number}) for number in range(1, self.num_instructions + 1)]
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """Drawn prompts without end, or the file's records, reshuffled at every pass."""
@@ -70,7 +70,7 @@ class IFEval(Task):
     def _drawn(self, seed: int, split: Split) -> Iterator[Item]:
         rng = generator(self.label(), seed, split)
         while True:
-            prompt = draw_prompt(rng, rng.randint(1, self.difficulty))
+            prompt = draw_prompt(rng, rng.randint(1, self.num_instructions))
             entry = {"instruction_id_list": prompt.instructions, "kwargs": prompt.arguments}
             if belongs_to(split, prompt.text):
                 yield Item(question=prompt.text, answer="", entry=entry)
