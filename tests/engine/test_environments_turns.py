@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,3 +382,11 @@ def test_numbers_to_guess_are_held_out_by_themselves() -> None:
     assert not train & held_out
     with pytest.raises(ConfigError, match=r"task\.highest: no held_out number from 1 to 2: raise it"):
         next(GuessNumber(highest=2).items(0, "held_out"))
+
+
+def test_the_document_shows_the_game_as_it_is() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    [shown] = re.findall(r"```python\n(async def play.*?)```", document, re.DOTALL)
+    source = textwrap.dedent(inspect.getsource(GuessNumber.play))
+    without_docstring = re.sub(r' *""".*?"""\n', "", source, flags=re.DOTALL)
+    assert shown == without_docstring
