@@ -136,7 +136,8 @@ def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
                         seen.add(inner.path)
                         if tag is not None and inner.path == (*prefix, name, tag):
                             choices = tuple(m.model_fields[inner.path[-1]].annotation for m in members)
-                            chosen = getattr(_default(field), tag, PydanticUndefined)
+                            default = _default(field)
+                            chosen = None if default is None else getattr(default, tag, PydanticUndefined)
                             of_all = FieldInfo(annotation=inner.field.annotation, default=chosen)
                             inner = replace(inner, field=of_all, annotations=choices, is_tag=True)
                         yield inner
