@@ -106,7 +106,7 @@ def test_an_unknown_setting_of_the_trainer_names_the_nearest(tmp_path: Path) -> 
 
 def test_an_unknown_kind_names_the_nearest_and_all_there_are(tmp_path: Path) -> None:
     text = fault(tmp_path, commands("a ports = [9000]"), 'services.a.kind="comand"')
-    kinds = "command, rollout_api, inference, environment, trainer"
+    kinds = "command, rollout_api, inference, environment, atropos_environment, trainer"
     assert text == f"x.toml: services.a.kind: 'comand' is not one of {kinds} (did you mean 'command'?)"
 
 
