@@ -398,6 +398,11 @@ def test_actions_count_minus_one_nothing_or_one(answer: str, reward: float) -> N
     assert game_of(Mafia(), [Saying(answer) for _ in range(5)]) == [reward] * 5
 
 
+def test_passing_can_be_made_worth_less_than_a_deed() -> None:
+    rewards = game_of(Mafia(max_days=1, pass_counts=0.25), [Saying("<pass/>") for _ in range(5)])
+    assert rewards == [0.25] * 5
+
+
 def test_the_winning_side_earns_the_bonus() -> None:
     task = Mafia(win_bonus=0.5)
     deal = task.deal(Item(question="game 0", answer=""))

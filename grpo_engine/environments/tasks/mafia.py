@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_engine.environments.mafia.grammar import Action, parse
+from grpo_engine.environments.mafia.grammar import PASS, Action, parse
 from grpo_engine.environments.mafia.knowledge import knowledge, told
 from grpo_engine.environments.mafia.rules import (
     Deal,
@@ -56,6 +56,9 @@ class Mafia(MultiTurnTask):
     """Characters of a statement at most; a longer one is illegal, and not heard."""
     explain: bool = True
     """Tell every seat the rules first; off: for models that have little room, or cannot read them."""
+    pass_counts: float = Field(1.0, ge=-1, le=1)
+    """What a `<pass/>` counts, which is always legal. At 1 a weak model learns to pass at every turn, and then nobody
+    wins; below, that a legal deed is worth more."""
     win_bonus: float = Field(1.0, ge=0, le=100)
     """What a seat of the winning side gets; rewards lie between -1 and 1 + win_bonus."""
 
@@ -101,7 +104,7 @@ class Mafia(MultiTurnTask):
                     continue  # silent from now on, which counts neither way
                 action = parse(said[seat])
                 is_allowed = action is not None and is_legal(state, place, action)
-                counts[place].append(MALFORMED if action is None else LEGAL if is_allowed else ILLEGAL)
+                counts[place].append(self._count(action, is_allowed=is_allowed))
                 if action is not None and is_allowed:
                     actions[place] = action
             state = advance(state, actions)
@@ -121,6 +124,11 @@ class Mafia(MultiTurnTask):
     def _randomness(self, item: Item, state: State, place: int) -> random.Random:
         """Of a scripted player at its turn: the same in all games of an item."""
         return random.Random(f"{item.question}/{place}/{state.day}/{state.phase}/{state.num_talks}")
+
+    def _count(self, action: Action | None, *, is_allowed: bool) -> float:
+        if action is None:
+            return MALFORMED
+        return ILLEGAL if not is_allowed else self.pass_counts if action == PASS else LEGAL
 
     def _reward(self, counts: Sequence[float], *, won: bool) -> float:
         return (fmean(counts) if counts else 0.0) + (self.win_bonus if won else 0.0)
