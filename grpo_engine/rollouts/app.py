@@ -266,6 +266,7 @@ def _add_observer_routes(app: FastAPI) -> None:
         ledger = exchange.ledger
         return {
             "current_step": ledger.run.step if ledger.run else 0,
+            "num_steps": ledger.run.request.num_steps if ledger.run else None,
             "queue_size": len(ledger.queue),
             "queued_sequences": ledger.num_waiting_sequences(),
             "environments": [record.name for record in ledger.live_environments(time.time())],

@@ -40,6 +40,10 @@ from grpo_engine.wire.rollouts import (
 MIN_ENVIRONMENT_WEIGHT = 0.01
 """Nobody's share of the generation falls below it, as in the stock API."""
 
+REPLACED_AFTER_S = 3.0
+"""Silence after which an environment gives way to a newcomer of its name: its restart. Living ones ask several times a
+second, or every five seconds while they have nothing to do; one that speaks again counts again."""
+
 BUFFER_LIMIT = 4
 """Group sizes that wait in an environment's buffer; beyond it the oldest odd groups are queued as they are."""
 
@@ -242,6 +246,9 @@ class Ledger:
             min_batch_allocation=request.min_batch_allocation,
             evaluates=request.evaluates,
         )
+        for other in self.environments.values():
+            if other.desired_name == request.desired_name and now - self.last_seen[other.id] > REPLACED_AFTER_S:
+                self.environments[other.id] = replace(other, is_connected=False)
         self.environments[id_] = record
         self.last_seen[id_] = self._newcomer_at = now
         self._note_chance()
