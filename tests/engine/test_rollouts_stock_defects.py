@@ -314,6 +314,7 @@ def test_the_queue_has_an_end_beyond_which_posts_are_asked_to_come_again_and_non
     answers = [server.post("/scored_data", json=group(4, tag=10 + tag)) for tag in range(8)]
     assert [answer.status_code for answer in answers] == [200] * 4 + [503] * 4
     assert "16 sequences wait" in answers[-1].json()["detail"]
+    assert answers[-1].headers["retry-after"] == "5"
     assert [batch_of(server) for _ in range(5)] == [[10], [11], [12], [13], None]
     post(server, group(4, tag=14))
     assert batch_of(server) == [14]
@@ -385,7 +386,8 @@ def test_odd_groups_that_never_fill_a_group_size_are_handed_out_after_all(api: A
     server = api()
     start_run(server, batch_size=6)
     env_id = join(server, group_size=4)
-    post(server, *(group(3, tag=10 + tag, env_id=env_id) for tag in range(7)))
+    answers = post(server, *(group(3, tag=10 + tag, env_id=env_id) for tag in range(7)))
+    assert [answer["buffer_size"] for answer in answers] == [3, 6, 9, 12, 15, 15, 15]
     assert batch_of(server) == [10, 11]
 
 
@@ -439,6 +441,7 @@ def test_after_a_reset_batches_are_asked_for_without_a_crash(api: Api) -> None:
     post(server, group(4))
     reset = server.get("/reset_data")
     assert (reset.status_code, reset.text) == (200, "Reset successful")
+    assert reset.headers["content-type"].startswith("text/plain")
     answer = server.get("/batch")
     assert (answer.status_code, answer.json()["batch"]) == (200, [])
     assert answer.json()["status"] == "error"
