@@ -91,4 +91,4 @@ def test_every_task_and_setting_that_is_named_is_there() -> None:
     own = {setting for task in tasks for setting in task.model_fields}
     for flag in re.findall(r"--([a-z][\w.-]*)", DOCUMENT):
         name = flag.replace("-", "_")
-        assert name in settings | {f"task.{setting}" for setting in own} | {"help"}, flag
+        assert name in settings | {f"task.{setting}" for setting in own} | {"help", "profile"}, flag
