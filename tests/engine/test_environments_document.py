@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from grpo_engine.config import validated
+from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.item_source import ItemSource
@@ -87,8 +88,10 @@ def test_every_task_and_setting_that_is_named_is_there() -> None:
     table = DOCUMENT.partition("|---|")[2].partition("\n\n")[0]
     listed = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert listed <= names
-    settings = set(EnvironmentConfig.model_fields)
+    settings = (
+        set(EnvironmentConfig.model_fields) | set(AtroposEnvConfig.model_fields) | {"set", "help", "profile", "env."}
+    )
     own = {setting for task in tasks for setting in task.model_fields}
     for flag in re.findall(r"--([a-z][\w.-]*)", DOCUMENT):
         name = flag.replace("-", "_")
-        assert name in settings | {f"task.{setting}" for setting in own} | {"help", "profile"}, flag
+        assert name in settings | {f"task.{setting}" for setting in own}, flag
