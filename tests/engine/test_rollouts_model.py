@@ -5,7 +5,7 @@ registrations, resets and kills; the real application answers, over its real sto
 groups are waiting and which are lent, and after each step:
 
 - accepted = handed over + lent + waiting + dropped by a new run or a reset, in sequences as well as in groups;
-- a batch has exactly `batch_size` sequences, of groups in the order of their arrival, none of which was handed over;
+- a batch has exactly `batch_size` sequences, of the oldest groups that make one, none of which was handed over;
 - a lease that comes again is the one it was; there is no "nothing yet" while groups that surely wait make a batch;
 - no answer is 5xx, but for 503 where the queue is full.
 
@@ -34,11 +34,13 @@ from rollout_fakes import ENVIRONMENT, REGISTRATION, group, tags
 
 from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.forming import QueuedGroup, form_batch
 from grpo_engine.rollouts.store import Store
 
 MAX_QUEUED = 120
 NUM_EXAMPLES = int(os.environ.get("ROLLOUT_EXAMPLES", "25"))
 STOCK_TRAINER = {"User-Agent": "stock trainer"}
+SHARES = st.sampled_from([None, None, 0.0, 0.25, 0.5])
 
 
 @dataclass
@@ -82,6 +84,8 @@ class AnyClients(RuleBasedStateMachine):
         self.environments: dict[int, Environment] = {}
         self.batch_size: int | None = None
         self.run = 0
+        self.step = 0
+        """Batches of this run, each once."""
         self.start(self.folder / "0.sqlite")
 
     # --- the service -----------------------------------------------------------------------------------------------
@@ -131,10 +135,18 @@ class AnyClients(RuleBasedStateMachine):
 
     # --- trainers --------------------------------------------------------------------------------------------------
 
-    @initialize(size=st.integers(1, 12), is_early=st.booleans())
-    def begin(self, size: int, is_early: bool) -> None:
-        if not is_early:
+    @initialize(
+        size=st.integers(1, 12),
+        environments=st.lists(st.tuples(st.integers(1, 5), SHARES), max_size=2),
+        is_early=st.integers(0, 4),
+    )
+    def begin(self, size: int, environments: list[tuple[int, float | None]], is_early: int) -> None:
+        """A run with its environments, or now and then nothing yet."""
+        if is_early:
             self.register(size)
+            self.fetch(is_acknowledged=False)
+            for group_size, share in environments:
+                self.join(group_size, share)
 
     @rule(size=st.integers(1, 12))
     def register(self, size: int) -> None:
@@ -144,7 +156,7 @@ class AnyClients(RuleBasedStateMachine):
         self.batch_size = size
         self.stock_lease = None
 
-    @precondition(lambda self: self.batch_size is not None)
+    @precondition(lambda self: self.batch_size is not None and self.next_tag % 7 == 0)
     @rule(size=st.integers(1, 12))
     def register_another_run(self, size: int) -> None:
         """Drops what the run before it left."""
@@ -152,6 +164,7 @@ class AnyClients(RuleBasedStateMachine):
         self.register(size)
         self.drop_all()
 
+    @precondition(lambda self: self.next_tag % 7 == 1)
     @rule()
     def reset(self) -> None:
         assert self.ask("GET", "/reset_data", params={"force": "true"}).text == "Reset successful"
@@ -160,6 +173,7 @@ class AnyClients(RuleBasedStateMachine):
         self.batch_size = None
 
     def drop_all(self) -> None:
+        self.step = 0
         self.dropped |= self.waiting | {tag for batch in self.lent.values() for tag in batch}
         self.waiting, self.lent, self.stock_lease = set(), {}, None
         self.perhaps_dissolved, self.perhaps_had = set(), set()
@@ -229,14 +243,26 @@ class AnyClients(RuleBasedStateMachine):
                 self.perhaps_dissolved.discard(other)
             assert set(batch) <= self.waiting
             self.assert_shares_are_kept(batch)
+            assert self.oldest_batch() in (None, batch)
             self.waiting -= set(batch)
             self.lent[lease] = batch
+            self.step += 1
         self.perhaps_dissolved.discard(lease)
         self.last_lease = lease
         return batch
 
     def size(self, several: Iterable[int]) -> int:
         return sum(self.sent[tag].size for tag in several)
+
+    def oldest_batch(self) -> list[int] | None:
+        """What must come next, as `test_rollouts_forming.py` knows it; None where that is not sure."""
+        if self.perhaps_dissolved or any(environment.share for environment in self.environments.values()):
+            return None
+        if not all(self.sent[tag].is_surely_queued for tag in self.waiting):
+            return None
+        queue = [QueuedGroup(id=tag, env_id=None, num_sequences=self.sent[tag].size) for tag in sorted(self.waiting)]
+        batch = form_batch(queue, self.batch_size or 0)
+        return [each.id for each in batch] if batch else []
 
     def surely_makes_a_batch(self) -> bool:
         """Whether groups that are in no buffer add up, by trying all sums; with shares only their keepers know."""
@@ -258,7 +284,7 @@ class AnyClients(RuleBasedStateMachine):
     # --- environments ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.batch_size is not None and len(self.environments) < 3)
-    @rule(group_size=st.integers(1, 5), share=st.sampled_from([None, None, 0.0, 0.25, 0.5]))
+    @rule(group_size=st.integers(1, 5), share=SHARES)
     def join(self, group_size: int, share: float | None) -> None:
         body = {**ENVIRONMENT, "group_size": group_size, "min_batch_allocation": share}
         answer = self.ask("POST", "/register-env", json=body).json()
@@ -289,18 +315,17 @@ class AnyClients(RuleBasedStateMachine):
         assert answer.json()["groups_processed"] == len(sizes)
         self.accept(sizes, env_id, num_held=answer.json().get("last_buffer_size"))
 
-    @rule(size=st.integers(1, 9))
-    def post_twice_under_one_name(self, size: int) -> None:
+    @rule(size=st.integers(1, 9), is_killed_between=st.booleans())
+    def post_twice_under_one_name(self, size: int, is_killed_between: bool) -> None:
         """As our environments do where an answer was lost."""
         (made,) = self.made([size], None)
-        answers = [
-            self.ask("POST", "/scored_data", json=made, headers={"Idempotency-Key": f"machine:{self.next_tag}"})
-            for _ in range(2)
-        ]
-        if self.is_refused_as_full(answers[0]):
+        named = {"Idempotency-Key": f"machine:{self.next_tag}"}
+        if self.is_refused_as_full(self.ask("POST", "/scored_data", json=made, headers=named)):
             return
-        assert [answer.status_code for answer in answers] == [200, 200]
         self.accept([size], None, num_held=None)
+        if is_killed_between:
+            self.kill()
+        assert self.ask("POST", "/scored_data", json=made, headers=named).status_code == 200
 
     def made(self, sizes: list[int], env_id: int | None) -> list[dict[str, Any]]:
         return [group(size, tag=self.next_tag + index, env_id=env_id) for index, size in enumerate(sizes)]
@@ -353,6 +378,7 @@ class AnyClients(RuleBasedStateMachine):
         lent = {tag for batch in self.lent.values() for tag in batch}
         assert self.waiting | self.handed_over | self.dropped | lent == self.sent.keys()
         figures = dict(line.rsplit(" ", 1) for line in self.ask("GET", "/metrics").text.splitlines() if line[0] != "#")
+        assert int(figures["grpo_api_step"]) == self.step
         beyond = int(figures["grpo_api_queued_sequences"]) - self.size(self.waiting)
         assert 0 <= beyond <= self.size_perhaps_waiting()
 
