@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from grpo_engine.environments.config import EnvironmentConfig
@@ -172,7 +173,10 @@ class Runner:
         self._evaluator.follow(status.evaluation, env_id=self._env_id, longest=longest, tasks=tasks)
 
     def _room(self, status: EnvironmentStatus) -> int:
-        """Items to start now: up to `max_batches_offpolicy` batches of groups ahead, counting those in the making."""
+        """Items to start now: up to `max_batches_offpolicy` batches of groups ahead, counting those in the making.
+
+        Others' groups count too, except against the guaranteed share: no batch forms without that.
+        """
         config, batch_size = self._config, self._limits.batch_size
         if self._evaluator.needs_everything:
             return 0
@@ -181,6 +185,8 @@ class Runner:
         num_items = (wanted - num_ahead) // self._num_groups
         if num_items < 1 and num_ahead * config.group_size < batch_size:
             num_items = 1  # of more groups than there is room for; without it the trainer would wait for ever
+        share = math.ceil(wanted * (config.min_batch_allocation or 0))
+        num_items = max(num_items, math.ceil((share - status.self_queue_size - self._num_unposted) / self._num_groups))
         workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
         return max(0, min(num_items, max(1, workers // self._num_groups) - len(self._makers)))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import rollout_fakes
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
@@ -126,6 +127,28 @@ async def test_no_more_is_made_than_the_trainer_may_be_behind(servers: tuple[str
         assert await working == 0
         async with httpx.AsyncClient(base_url=api) as client:
             assert (await client.get("/status")).json()["environments"] == []
+
+
+@pytest.mark.slow
+async def test_a_guaranteed_share_is_made_although_the_groups_of_others_fill_the_queue(
+    servers: tuple[str, str, FastAPI],
+) -> None:
+    api, inference, _ = servers
+    with RolloutSource(api) as source:
+        source.register(**RUN)
+        source.poll()
+        config = settings(api, inference, min_batch_allocation=0.5, max_batches_offpolicy=1, total_steps=None)
+        async with httpx.AsyncClient(base_url=api) as client:
+            for tag in range(9):  # without an id: four batches and a half
+                await client.post("/scored_data", json=rollout_fakes.group(4, tag=tag))
+            working = asyncio.create_task(work(config, FakeTokenizer()))
+            while True:
+                if (await client.request("GET", "/status-env", json={"env_id": 0})).status_code == 200:
+                    break
+        batches = [await asyncio.to_thread(source.next_batch, timeout_s=20) for _ in range(2)]
+        assert [{each.env_id for each in batch} for batch in batches if batch] == [{None, 0}] * 2
+        working.cancel()
+        assert await working == 0
 
 
 @pytest.mark.slow
