@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect
 
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.counters import as_text
@@ -69,7 +70,7 @@ class StatusQuestion(EnvironmentId):
     """Body of `/status-env`; stock environments send the id alone and are answered at once."""
 
     wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
-    """Hold the answer for so long while nothing differs from what is said below."""
+    """Hold the answer for so long while step and evaluation are as said below, and the queue has not become shorter."""
     current_step: int | None = None
     queue_size: int | None = None
     evaluation: str | None = None
@@ -93,6 +94,11 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
         _exchange(request).counters.refused[refusal.reason] += 1
         headers = {"Retry-After": "5"} if refusal.status == 503 else None
         return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def nobody_is_there(request: Request, hung_up: ClientDisconnect) -> Response:
+        _exchange(request).counters.refused["hung_up"] += 1
+        return Response(status_code=400)
 
     @app.get("/")
     async def root() -> dict[str, str]:
@@ -141,20 +147,21 @@ def _add_trainer_routes(app: FastAPI) -> None:
         if exchange.ledger.run is None:
             message = "Trainer not registered: POST /register first"
             return JSONResponse({"status": "error", "message": message, "batch": []})
-        if uuid is not None and uuid != exchange.ledger.run.uuid:
-            detail = "another trainer has registered since: batches go to it alone; give each run an API of its own"
-            raise Refusal(409, detail, "superseded")
+        _refuse_unless_ruling(exchange, uuid)
         peer = request.client.host if request.client else "unknown"
         client = f"{peer} {request.headers.get('user-agent', '')}".strip()
         delivery = await exchange.next_batch(client=client, ack=ack, wait_s=wait_s, policy_version=policy_version)
         if delivery is None:
+            _refuse_unless_ruling(exchange, uuid)
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
-        exchange.sends(delivery, connection=request.scope.get("client"))
-        if await request.is_disconnected():
-            exchange.connection_broke(request.scope.get("client"))
         lease = json.dumps(delivery.lease.id).encode()
-        return await _json(request, b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}")
+        answer = await _json(request, b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}")
+        if await request.is_disconnected():
+            await exchange.take_back(delivery.lease)
+        else:
+            exchange.sends(delivery.lease, connection=request.scope.get("client"))
+        return answer
 
     @app.post("/acknowledge")
     async def acknowledge(request: Request, lease: Annotated[str, Query()]) -> dict[str, str]:
@@ -207,7 +214,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             group = read_group(body, names)
         else:
             group = await asyncio.to_thread(read_group, body, names)
-        placed = await exchange.add([group], _post(request))
+        placed = await exchange.add([group], _post(request), request.is_disconnected)
         if placed and _is_odd(exchange, group):
             return {"status": "buffered", "buffer_size": placed[0].num_buffered}
         return {"status": "received"}
@@ -221,7 +228,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             groups = read_groups(body, names)
         else:
             groups = await asyncio.to_thread(read_groups, body, names)
-        placed = await exchange.add(groups, _post(request))
+        placed = await exchange.add(groups, _post(request), request.is_disconnected)
         odd = [p.num_buffered for p, group in zip(placed, groups, strict=bool(placed)) if _is_odd(exchange, group)]
         buffered = {"buffered": len(odd), "last_buffer_size": odd[-1]} if odd else {}
         return {"status": "received", "groups_processed": len(groups), **buffered}
@@ -302,6 +309,13 @@ def _add_observer_routes(app: FastAPI) -> None:
 def _exchange(request: Request) -> Exchange:
     exchange: Exchange = request.app.state.exchange
     return exchange
+
+
+def _refuse_unless_ruling(exchange: Exchange, uuid: int | None) -> None:
+    run = exchange.ledger.run
+    if uuid is not None and run is not None and uuid != run.uuid:
+        detail = "another trainer has registered since: batches go to it alone; give each run an API of its own"
+        raise Refusal(409, detail, "superseded")
 
 
 def _is_odd(exchange: Exchange, group: CheckedGroup) -> bool:

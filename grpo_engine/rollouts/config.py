@@ -53,6 +53,8 @@ class ApiConfig(Config):
     offered to another one."""
     liveness_s: float = Field(30.0, gt=0)
     """Seconds without a word after which an environment counts as gone, and its share of each batch lapses."""
+    share_wait_s: float = Field(60.0, ge=0)
+    """Seconds that a batch waits for the guaranteed share of an environment that is there but sends too little."""
 
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     """Least severe log line that is written."""

@@ -24,20 +24,33 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """uvicorn's protocol, except that the exchange learns how it went with batches."""
 
+    _has_peer_closed = False
+
     def on_response_complete(self) -> None:
         """Watch the bytes of a batch on their way."""
         super().on_response_complete()
         if self._exchange.has_sent_batch(self.client):
             self.loop.create_task(self._watch())
 
+    def eof_received(self) -> None:
+        """Note who ends the connection."""
+        self._has_peer_closed = True
+        super().eof_received()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whether it was broken off."""
+        """Tell whether what went out on it was read."""
+        if self._exchange.has_sent_batch(self.client):
+            # Told at once: its client's next request may be the next thing that happens.
+            self.loop.create_task(self._exchange.connection_ended(self.client, was_read=self._was_read(exc)))
         super().connection_lost(exc)
-        if not self._exchange.has_sent_batch(self.client):
-            return
-        if exc is not None:  # at once: its client's next request may be the next thing that happens
-            self._exchange.connection_broke(self.client)
-        self.loop.create_task(self._exchange.connection_ended(self.client))
+
+    def _was_read(self, exc: Exception | None) -> bool | None:
+        if exc is not None:
+            return False
+        if _num_unacknowledged(self.transport) == 0:
+            return True
+        # One that hung up before the answer came has closed in peace as well, but nobody acknowledges its bytes.
+        return False if self._has_peer_closed else None
 
     async def _watch(self) -> None:
         pause_s = _FIRST_LOOK_S

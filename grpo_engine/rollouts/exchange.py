@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,6 +24,7 @@ from grpo_engine.rollouts.evaluations import fault_of
 from grpo_engine.rollouts.ledger import Handout, Ledger, Placed, Registered
 from grpo_engine.rollouts.records import EnvironmentRecord, Lease
 from grpo_engine.rollouts.store import Store, Stored
+from grpo_engine.rollouts.waiting import Waiting
 from grpo_engine.rollouts.writer import NotWritten, Writer
 from grpo_engine.wire.rollouts import (
     EnvironmentStatus,
@@ -39,7 +40,8 @@ log = logging.getLogger("grpo_engine.rollouts")
 ResultT = TypeVar("ResultT")
 
 MAX_HELD_POSTS = 256
-"""Posts that may wait for room at the same time: each holds its body in memory."""
+MAX_HELD_BYTES = 1024**3
+"""Posts that may wait for room at the same time, and what they hold in memory together."""
 
 _LOOK_EVERY_S = 0.25
 """Between two looks at what time alone may have changed, while somebody waits for it."""
@@ -66,10 +68,13 @@ class Exchange:
         self.latest_body = stored.latest_body
         self._posts = stored.posts
         """Number of the last post of each sender."""
-        self._deliveries: dict[object, Delivery] = {}
+        self._sent: dict[object, Lease] = {}
         """The last batch that went out on each open connection."""
-        self._changed = asyncio.Condition()
+        self._for_groups = Waiting()
+        self._for_changes = Waiting()
+        """Who has nothing to expect from more groups."""
         self._num_held = 0
+        self._held_bytes = 0
         self._is_closing = False
         self._reported_problem: str | None = None
         self._warned: set[tuple[str, str]] = set()
@@ -86,7 +91,9 @@ class Exchange:
         registered = self.ledger.register(request, uuid)
         run = self.ledger.run
         assert run is not None
-        await self._write(lambda: self._store.save_run(run, dropped=registered.dropped))
+        await self._write(
+            lambda: self._store.save_run(run, dropped=registered.dropped, offered_again=registered.opened)
+        )
         _event(
             logging.WARNING if registered.dropped else logging.INFO,
             "trainer registered",
@@ -94,36 +101,42 @@ class Exchange:
             batch_size=request.batch_size,
         )
         self._reported_problem = None
-        await self._tell()
+        self._tell()
         return registered
 
     async def next_batch(
         self, *, client: str, ack: str | None, wait_s: float = 0.0, policy_version: int | None = None
     ) -> Delivery | None:
         """The next batch, or None when there is none within `wait_s`; a trainer must be registered."""
-        deadline = asyncio.get_running_loop().time() + wait_s
+        assert self.ledger.run is not None
+        uuid, loop = self.ledger.run.uuid, asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
         while True:
             ledger, num_chances = self.ledger, self.ledger.num_chances
             delivery = await self._hand_out(client=client, ack=ack, policy_version=policy_version)
-            if delivery is not None or wait_s <= 0:
+            if delivery is not None or loop.time() >= deadline:
                 return delivery
-            if not await self._comes_true(partial(self._has_chance_since, ledger, num_chances), deadline):
-                return None
-            if self._is_closing or self.ledger is not ledger:
+            await self._comes_true(partial(self._has_chance_since, ledger, num_chances), deadline, self._for_groups)
+            # At the deadline it looks once more: a share may have lapsed, which is no event.
+            if self._is_closing or self.ledger is not ledger or ledger.run is None or ledger.run.uuid != uuid:
                 return None
 
     async def _hand_out(self, *, client: str, ack: str | None, policy_version: int | None) -> Delivery | None:
+        was_stuck = self.ledger.is_stuck
         handout = self.ledger.next_batch(
             client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
         )
         bodies = await self._write_handout(handout) if handout.changed_anything else []
+        if handout.unmet:
+            _event(logging.WARNING, "batch formed without a guaranteed share", environments=", ".join(handout.unmet))
         if handout.dropped:
             self.counters.stale += len(handout.dropped)
             _event(logging.WARNING, "stale groups dropped", groups=len(handout.dropped))
+        if handout.lease or handout.dropped or self.ledger.is_stuck != was_stuck:
+            self._tell()
         if handout.lease is None:
             self._report_problem()
             return None
-        await self._tell()
         run = self.ledger.run
         self.counters.batches_repeated += handout.is_repeated
         self.counters.batches += not handout.is_repeated
@@ -144,40 +157,44 @@ class Exchange:
         if acknowledged:
             await self._write_handout(Handout(lease=None, acknowledged=acknowledged))
 
-    def sends(self, delivery: Delivery, connection: object) -> None:
-        """Note on which connection a batch goes out."""
-        self._deliveries[connection] = delivery
+    def sends(self, lease: Lease, connection: object) -> None:
+        """Note on which connection a batch goes out, in the same breath as it does."""
+        self._sent[connection] = lease
+        self.ledger.note_sent(lease)
 
     def has_sent_batch(self, connection: object) -> bool:
-        """Whether the last answer on an open connection was a batch."""
-        return connection in self._deliveries
+        """Whether a batch went out on an open connection."""
+        return connection in self._sent
 
     async def batch_arrived(self, connection: object) -> None:
         """Note that a batch is with its client's kernel: our own end would not keep the client from it any more."""
-        await self._note_arrival(self._deliveries[connection])
+        await self._save(self.ledger.note_arrival(self._sent[connection]))
 
-    async def _note_arrival(self, delivery: Delivery) -> None:
-        lease = self.ledger.note_arrival(delivery.lease.id)
+    def connection_ended(self, connection: object, *, was_read: bool | None) -> Coroutine[None, None, None]:
+        """Forget a connection on which a batch went out. What follows is true at once, and written down when awaited.
+
+        Args:
+            was_read: whether the batch was read to its end, and so need not be offered again; None: nobody knows.
+        """
+        lease = self._sent.pop(connection)
+        if was_read:
+            return self._save(self.ledger.note_arrival(lease))
+        if was_read is None or time.time() - lease.delivered_at > self._config.lease_s:
+            return self._save(None)
+        return self.take_back(lease)
+
+    def take_back(self, lease: Lease) -> Coroutine[None, None, None]:
+        """Offer a batch again that its client cannot have read. True at once, and written down when awaited."""
+        taken_back = self.ledger.take_back(lease)
+        if taken_back is not None:
+            _event(logging.WARNING, "connection broke before a batch was read", client=lease.client)
+            self._tell()
+        return self._save(taken_back)
+
+    async def _save(self, lease: Lease | None) -> None:
         if lease is not None:
             with contextlib.suppress(Refusal):  # then it is offered again after a restart, at worst
                 await self._write(lambda: self._store.save_lease(lease))
-
-    def connection_broke(self, connection: object) -> None:
-        """Offer the batch again that went out on a connection: it was not read to its end."""
-        lease = self._deliveries[connection].lease
-        if time.time() - lease.delivered_at <= self._config.lease_s:
-            _event(logging.WARNING, "connection broke before a batch was read", client=lease.client)
-            self.ledger.take_back(lease.id)
-
-    async def connection_ended(self, connection: object) -> None:
-        """Forget a connection on which a batch went out; one that was not taken back has arrived."""
-        delivery = self._deliveries.pop(connection, None)
-        if delivery is None:
-            return
-        if delivery.lease.id in self.ledger.leases and self.ledger.leases[delivery.lease.id].is_open:
-            await self._tell()
-        else:
-            await self._note_arrival(delivery)
 
     # --- environments ----------------------------------------------------------------------------------------------
 
@@ -187,6 +204,7 @@ class Exchange:
         if record is not None:
             await self._write(lambda: self._store.save_environment(record))
             _event(logging.INFO, "environment registered", environment=record.name, group_size=record.group_size)
+            self._tell()
         return record
 
     async def disconnect(self, env_id: int) -> EnvironmentRecord | None:
@@ -195,6 +213,7 @@ class Exchange:
         if record is not None:
             _event(logging.INFO, "environment left", environment=record.name)
             await self._write(lambda: self._store.save_environment(record))
+            self._tell()
         return record
 
     async def environment_status(
@@ -203,8 +222,8 @@ class Exchange:
         """What an environment steers by; None when there is none of that id.
 
         Args:
-            wait_s: hold the answer for so long while things are as `known`: current_step, queue_size, and the id of the
-                evaluation that it has yet to answer.
+            wait_s: hold the answer for so long while there is no more to do than at what is `known`: current_step,
+                queue_size (more groups are no news), and the id of the evaluation that it has yet to answer.
         """
         deadline = asyncio.get_running_loop().time() + wait_s
 
@@ -213,29 +232,37 @@ class Exchange:
             if status is None:
                 return True
             evaluation = status.evaluation.id if status.evaluation else None
-            return (status.current_step, status.queue_size, evaluation) != known
+            if known is None or (status.current_step, evaluation) != (known[0], known[2]):
+                return True
+            return status.queue_size < known[1]
 
         status = self.ledger.environment_status(env_id, time.time())
         if wait_s <= 0 or is_news():
             return status
-        await self._comes_true(is_news, deadline)
+        await self._comes_true(is_news, deadline, self._for_changes)
         # Its environment may have left meanwhile, and must not come back to life by a question from before that.
         asker = self.ledger.environments.get(env_id)
         return self.ledger.environment_status(env_id, time.time(), is_heard=asker is not None and asker.is_connected)
 
-    async def add(self, groups: Sequence[CheckedGroup], post: tuple[str, str] | None = None) -> list[Placed]:
+    async def add(
+        self,
+        groups: Sequence[CheckedGroup],
+        post: tuple[str, str] | None = None,
+        is_sender_gone: Callable[[], Awaitable[bool]] | None = None,
+    ) -> list[Placed]:
         """Queue or buffer groups, as soon as there is room; nothing where this very post was taken in before.
 
         Args:
             post: sender and number, where the post says so.
+            is_sender_gone: whether nobody would hear any more that they were taken.
 
         Raises:
-            Refusal: 503 when there was none for `hold_s`, or the disk refuses.
+            Refusal: 503 when there was none for `hold_s`, or the disk refuses; 400 when the sender did not wait for it.
         """
         if not groups:
             return []
         if not self._is_known(post):
-            await self._wait_for_room()
+            await self._wait_for_room(groups, is_sender_gone)
         if self._is_known(post):  # perhaps only now: its sender gave the first up while that waited
             await self._write(lambda: None)  # what it said the first time may still be on its way to the disk
             return []
@@ -250,7 +277,7 @@ class Exchange:
             self._posts[post[0]] = post[1]
         await self._write(lambda: self._store.add_groups(rows, released, post))
         self.latest_body = groups[-1].body
-        await self._tell()
+        self._for_groups.tell()
         names = self.environment_names
         for group in groups:
             name = names.get(group.env_id, "unknown") if group.env_id is not None else "none"
@@ -268,7 +295,7 @@ class Exchange:
             run = self.ledger.run
             await self._write(lambda: self._store.save_evaluation(record, run=run))
             _event(logging.INFO, "evaluation ordered", step=order.step, policy_version=order.policy_version)
-            await self._tell()
+            self._tell()
         return self._known_evaluation(order.id)
 
     async def evaluation_state(self, id_: str, *, wait_s: float = 0.0) -> EvaluationState:
@@ -287,7 +314,7 @@ class Exchange:
         loop = asyncio.get_running_loop()
         while not is_over() and not self._is_closing and loop.time() < deadline:
             # It can be over because time went by: a dead environment is waited for no more, no newcomer came.
-            await self._comes_true(is_over, min(deadline, loop.time() + _LOOK_EVERY_S))
+            await self._comes_true(is_over, min(deadline, loop.time() + _LOOK_EVERY_S), self._for_changes)
         return self._known_evaluation(id_)
 
     async def answer_evaluation(self, id_: str, answer: EvaluationAnswer) -> None:
@@ -315,7 +342,7 @@ class Exchange:
             prompts=len(answer.rewards),
             problem=answer.problem,
         )
-        await self._tell()
+        self._tell()
 
     async def close_evaluation(self, id_: str) -> None:
         """Let environments stop what they do for it; one that is not known is over anyway."""
@@ -324,7 +351,7 @@ class Exchange:
             return
         closed = self.ledger.close_evaluation()
         await self._write(lambda: self._store.save_evaluation(closed))
-        await self._tell()
+        self._tell()
 
     def _known_evaluation(self, id_: str) -> EvaluationState:
         state = self.ledger.evaluation_state(id_, time.time())
@@ -341,7 +368,7 @@ class Exchange:
         self._posts = {}
         await self._write(self._store.clear)
         _event(logging.WARNING, "reset: everything is forgotten")
-        await self._tell()
+        self._tell()
 
     def problem(self) -> str | None:
         """Why no batch can ever form as things are."""
@@ -352,10 +379,10 @@ class Exchange:
         """Posts that wait for room."""
         return self._num_held
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Turn away whoever waits, so that the server can end at once."""
         self._is_closing = True
-        await self._tell()
+        self._tell()
 
     async def close_store(self) -> None:
         """Finish the writes and let go of the file."""
@@ -389,6 +416,7 @@ class Exchange:
             stored,
             lease_s=config.lease_s,
             liveness_s=config.liveness_s,
+            share_wait_s=config.share_wait_s,
             max_staleness=config.max_staleness,
             now=time.time(),
         )
@@ -400,41 +428,52 @@ class Exchange:
         self.ledger.last_seen |= {id_: at for id_, at in before.last_seen.items() if id_ in self.ledger.environments}
         self.ledger.trainer_seen = before.trainer_seen
         self.latest_body, self._posts = stored.latest_body, stored.posts
+        self._tell()
 
-    async def _comes_true(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until something changed and `condition` holds; False when it did not by `deadline`."""
-        try:
-            async with asyncio.timeout_at(deadline), self._changed:
-                await self._changed.wait_for(lambda: self._is_closing or condition())
-        except TimeoutError:
-            return False
-        return True
+    async def _comes_true(self, condition: Callable[[], bool], deadline: float, waiting: Waiting) -> bool:
+        """Wait until `condition` holds or this service ends; False when neither was so by `deadline`."""
+        return await waiting.until(lambda: self._is_closing or condition(), deadline)
 
     def _has_chance_since(self, ledger: Ledger, num_chances: int) -> bool:
         return self.ledger is not ledger or self.ledger.num_chances != num_chances
 
-    def _has_room(self) -> bool:
-        config, run = self._config, self.ledger.run
-        # However low the limit: less than two batches would let none ever form beside another's leftovers.
-        limit = max(config.max_queued_sequences, 2 * run.request.batch_size if run else 0)
-        sequences = self.ledger.num_waiting_sequences()
-        return sequences < limit and (sequences == 0 or self.ledger.num_waiting_bytes() < config.max_queued_bytes)
+    def _has_room(self, senders: set[int | None]) -> bool:
+        config, ledger = self._config, self.ledger
+        batch_size = ledger.run.request.batch_size if ledger.run else 0
+        sequences = ledger.num_waiting_sequences()
+        # However low the limits: less than two batches would let none ever form beside another's leftovers.
+        if sequences < max(1, 2 * batch_size):
+            return True
+        if sequences < config.max_queued_sequences and ledger.num_waiting_bytes() < config.max_queued_bytes:
+            return True
+        # Nor would one form if those who could complete it were kept out by all the others.
+        own = ledger.queue.sequences_by_environment
+        are_known = senders <= {None, *ledger.environments}
+        return ledger.is_stuck and are_known and all(own[id_] < batch_size for id_ in senders)
 
-    async def _wait_for_room(self) -> None:
-        if self._has_room():
+    async def _wait_for_room(
+        self, groups: Sequence[CheckedGroup], is_sender_gone: Callable[[], Awaitable[bool]] | None
+    ) -> None:
+        has_room = partial(self._has_room, {group.env_id for group in groups})
+        if has_room():
             return
-        if self._num_held >= MAX_HELD_POSTS or self._is_closing:
+        num_bytes = sum(len(group.body) for group in groups)
+        is_too_much = self._num_held >= MAX_HELD_POSTS or self._held_bytes + num_bytes > MAX_HELD_BYTES
+        if self._is_closing or (self._num_held and is_too_much):
             raise self._full()
         self._num_held += 1
+        self._held_bytes += num_bytes
         self.counters.held += 1
+        deadline = asyncio.get_running_loop().time() + self._config.hold_s
         try:
-            deadline = asyncio.get_running_loop().time() + self._config.hold_s
-            if not await self._comes_true(self._has_room, deadline):
-                raise self._full()
+            while not has_room() or self._is_closing:
+                if not await self._comes_true(has_room, deadline, self._for_changes) or self._is_closing:
+                    raise self._full()
+                if is_sender_gone is not None and await is_sender_gone():
+                    raise Refusal(400, "the connection ended while this waited for room: send it again", "hung_up")
         finally:
             self._num_held -= 1
-        if self._is_closing:
-            raise self._full()
+            self._held_bytes -= num_bytes
 
     def _is_known(self, post: tuple[str, str] | None) -> bool:
         return post is not None and self._posts.get(post[0]) == post[1]
@@ -443,9 +482,9 @@ class Exchange:
         waiting = self.ledger.num_waiting_sequences()
         return Refusal(503, f"{waiting} sequences wait for the trainer, and more have no room: send it later", "full")
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _tell(self) -> None:
+        self._for_groups.tell()
+        self._for_changes.tell()
 
     def _report_problem(self) -> None:
         """Say once, and again when it changes, that no batch can ever form."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -79,7 +79,7 @@ def least_sequences(batch_size: int, shares: Mapping[int, float]) -> dict[int, i
 
 
 def why_unreachable(
-    queue: Iterable[QueuedGroup],
+    waiting: Mapping[tuple[int | None, int], int],
     suppliers: Sequence[Supplier],
     batch_size: int,
     shares: Mapping[int, float] | None = None,
@@ -88,25 +88,29 @@ def why_unreachable(
 
     Every supplier may send any number of groups of its size, and so may whoever sends groups without an id; other
     groups that wait count once.
+
+    Args:
+        waiting: number of groups, by environment and size.
     """
-    waiting = list(queue)
     supplies: list[tuple[int | None, int]] = [(supplier.env_id, supplier.group_size) for supplier in suppliers]
-    supplies += [(None, size) for size in {group.num_sequences for group in waiting if group.env_id is None}]
+    supplies += [(None, size) for env_id, size in waiting if env_id is None]
     if not supplies:
         return None
     minima = least_sequences(batch_size, shares or {})
-    sizes = sorted({group.num_sequences for group in waiting})
+    sizes = sorted({size for _, size in waiting})
     limit = (1 << (2 * batch_size + max([*sizes, *(s.group_size for s in suppliers)]) + 1)) - 1
     sums: dict[int | None, int] = {None: 1, **dict.fromkeys(minima, 1)}
-    once = Counter((group.env_id if group.env_id in minima else None, group.num_sequences) for group in waiting)
+    once: Counter[tuple[int | None, int]] = Counter()
+    for (env_id, size), count in waiting.items():
+        once[env_id if env_id in minima else None, size] += count
     for (owner, size), count in once.items():
         num_added = 1
         while count > 0 and size * num_added < limit.bit_length():  # 1, 2, 4, … and the rest make every number
             num_added = min(num_added, count)
             sums[owner] |= (sums[owner] << size * num_added) & limit
             count, num_added = count - num_added, 2 * num_added
-    for env_id, step in supplies:
-        owner = env_id if env_id in minima else None
+    for supplier_id, step in supplies:
+        owner = supplier_id if supplier_id in minima else None
         while step < limit.bit_length():
             sums[owner] |= (sums[owner] << step) & limit
             step *= 2
@@ -172,13 +176,18 @@ def _oldest_choice(
         after[index] = sums[owner]
         sums[owner] |= (sums[owner] << sizes[index]) & limit
     missing, chosen = dict(needed), []
+    left_out: set[tuple[int | None, int]] = set()
     for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
-        if size <= target:
+        # Where one was left out, so is every later one of its kind: they could have changed places.
+        if (owner, size) not in left_out:
             rest = {**sums, owner: after[index]}
             lacking = {**missing, owner: max(0, missing[owner] - size)} if owner in missing else missing
-            if _combined(rest, lacking, limit) >> (target - size) & 1:
+            is_room = size + sum(lacking.values()) <= target
+            if is_room and _combined(rest, lacking, limit) >> (target - size) & 1:
                 chosen.append(index)
                 target, missing = target - size, lacking
+            else:
+                left_out.add((owner, size))
         sums[owner] = after[index]
     return chosen
 
@@ -193,10 +202,27 @@ def _combined(sums: Mapping[int | None, int], minima: Mapping[int, int], limit: 
 
 
 def _pairwise_sums(left: int, right: int) -> int:
-    few, many = (left, right) if left.bit_count() < right.bit_count() else (right, left)
+    """Sums of a bit of each; run by run of adjacent bits, since sets of many bits have few gaps."""
+    few, many = (left, right) if _num_runs(left) < _num_runs(right) else (right, left)
     total = 0
     while few:
         lowest = few & -few
-        total |= many << (lowest.bit_length() - 1)
-        few ^= lowest
+        beyond = few + lowest  # the carry goes through the lowest run
+        run = few & ~beyond
+        total |= _spread(many, run.bit_length() - lowest.bit_length() + 1) << (lowest.bit_length() - 1)
+        few ^= run
     return total
+
+
+def _num_runs(bits: int) -> int:
+    return (bits & ~(bits << 1)).bit_count()
+
+
+def _spread(bits: int, length: int) -> int:
+    """Every bit, and the `length - 1` above it."""
+    covered = 1
+    while covered < length:
+        more = min(covered, length - covered)
+        bits |= bits << more
+        covered += more
+    return bits

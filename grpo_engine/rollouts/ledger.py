@@ -13,7 +13,7 @@ ends with the registration of its trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_engine.rollouts.evaluations import state_of
@@ -54,8 +54,10 @@ class Registered:
 
     changes: str
     """In words, for the answer and the log."""
-    dropped: tuple[int, ...]
+    dropped: tuple[int, ...] = ()
     """Groups of the run before it."""
+    opened: tuple[Lease, ...] = ()
+    """Batches that are offered again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,11 @@ class Handout:
     lease: Lease | None
     acknowledged: tuple[str, ...]
     returned: tuple[int, ...] = ()
-    """Groups that went back into the queue, because their batch no longer has the right size."""
+    """Groups that went into the queue: their batch no longer has the right size, or their environment is gone."""
     dropped: tuple[int, ...] = ()
     """Groups that are older than the trainer wants them."""
+    unmet: tuple[str, ...] = ()
+    """Environments whose guaranteed share is not in it, because they sent too little for too long."""
     is_repeated: bool = False
     has_started_now: bool = False
 
@@ -93,7 +97,14 @@ class Ledger:
     """The state of one rollout API."""
 
     def __init__(
-        self, stored: Stored, *, lease_s: float, liveness_s: float, now: float, max_staleness: int | None = None
+        self,
+        stored: Stored,
+        *,
+        lease_s: float,
+        liveness_s: float,
+        share_wait_s: float,
+        now: float,
+        max_staleness: int | None = None,
     ) -> None:
         """Go on from what is stored.
 
@@ -102,6 +113,9 @@ class Ledger:
         """
         self._lease_s = lease_s
         self._liveness_s = liveness_s
+        self._share_wait_s = share_wait_s
+        self._short_since: float | None = None
+        """Since when only a guaranteed share has kept a batch from forming."""
         self._max_staleness = max_staleness
         self.run = stored.run
         self.environments = {environment.id: environment for environment in stored.environments}
@@ -111,7 +125,10 @@ class Ledger:
         self._newcomer_at = now
         """When the latest environment registered; after a restart, now."""
         # One who did not see the end of its batch, because the process ended meanwhile, asks as one does who did.
-        self.leases = {x.id: replace(x, is_open=not (x.is_explicit or x.has_arrived)) for x in stored.leases}
+        self.leases = {
+            x.id: replace(x, is_sent=x.has_arrived, is_open=x.is_open or not (x.is_explicit or x.has_arrived))
+            for x in stored.leases
+        }
         self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
         self.buffers: dict[int, list[QueuedGroup]] = {}
         self._lent: dict[int, QueuedGroup] = {}
@@ -124,6 +141,8 @@ class Ledger:
         self._newest_version = max((group.policy_version or 0 for group, _ in stored.groups), default=0)
         """Newest version of the weights that anybody spoke of."""
         self._is_formable = True
+        self.is_stuck = False
+        """Whether a trainer asked, and what waits is enough for a batch but makes none."""
         self.num_chances = 0
         """Rises whenever a batch may have become possible."""
 
@@ -134,26 +153,27 @@ class Ledger:
         before = self.run
         self._note_chance()
         self.evaluation = None  # whoever ordered it is no longer there to read the answers
+        self._newest_version = 0  # it may have gone back to an older checkpoint
         if before is None:
             self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
-            return Registered(changes=f"first registration; {len(self.queue)} groups wait", dropped=())
+            return Registered(changes=f"first registration; {len(self.queue)} groups wait")
         # A trainer that was killed over its last batch comes back for it; one that ended has acknowledged it.
         owes_a_batch = request.starting_step < request.num_steps and any(x.is_explicit for x in self.leases.values())
         if before.request.checkpoint_dir == request.checkpoint_dir and (not before.is_over or owes_a_batch):
             step = request.starting_step or before.step
             self.run = replace(before, request=request, uuid=uuid, step=step)
-            self.leases = {id_: replace(lease, is_open=True) for id_, lease in self.leases.items()}
+            self.leases = {id_: _opened(lease) for id_, lease in self.leases.items()}
             changed = [
                 f"{name} {old} → {new}"
                 for name, old in before.request.model_dump().items()
                 if (new := getattr(request, name)) != old
             ]
             changes = f"continues at step {step}; {len(self.queue)} groups kept"
-            return Registered(changes=f"{changes}; changed: {', '.join(changed) or 'nothing'}", dropped=())
+            changes = f"{changes}; changed: {', '.join(changed) or 'nothing'}"
+            return Registered(changes=changes, opened=tuple(self.leases.values()))
         dropped = (*self._lent, *(group.id for group in self._waiting()))
         self.queue, self.leases, self._lent, self.buffers = Queue(), {}, {}, {}
         self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
-        self._newest_version = 0
         reason = "the one before it is over" if before.is_over else "another checkpoint_dir"
         return Registered(changes=f"new run ({reason}); {len(dropped)} groups dropped", dropped=dropped)
 
@@ -176,14 +196,22 @@ class Ledger:
         self.run = replace(self.run, has_started=True)
         acknowledged = [lease.id for lease in self.leases.values() if _is_acknowledged(lease, client, ack)]
         self._forget(acknowledged)
-        returned: list[int] = []
+        returned = self._released(now)
         for lease in list(self.leases.values()):
             is_lost = lease.is_explicit and ack is not None
-            has_expired = lease.client != client and now - lease.delivered_at > self._lease_s
+            is_anothers = lease.client != client or not lease.is_sent
+            has_expired = is_anothers and now - lease.delivered_at > self._lease_s
             if not (lease.is_open or is_lost or has_expired):
                 continue
             if lease.num_sequences == self.run.request.batch_size:
-                again = replace(lease, client=client, is_explicit=ack is not None, delivered_at=now, is_open=False)
+                again = Lease(
+                    id=lease.id,
+                    group_ids=lease.group_ids,
+                    num_sequences=lease.num_sequences,
+                    client=client,
+                    is_explicit=ack is not None,
+                    delivered_at=now,
+                )
                 self.leases[lease.id] = again
                 return Handout(
                     lease=again,
@@ -197,12 +225,14 @@ class Ledger:
             returned += lease.group_ids
             self._put_back(lease.group_ids)
         stale = self._drop_stale()
-        new = self._new_lease(client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
+        batch, unmet = self._next_groups(now)
+        new = self._lend(batch, client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
         return Handout(
             lease=new,
             acknowledged=tuple(acknowledged),
             returned=tuple(returned),
             dropped=tuple(stale),
+            unmet=unmet,
             has_started_now=has_started_now,
         )
 
@@ -214,19 +244,32 @@ class Ledger:
         self._forget(known)
         return tuple(known)
 
-    def take_back(self, lease_id: str) -> None:
-        """Offer a batch again whose client was gone before it could have read it."""
-        if lease_id in self.leases:
-            self.leases[lease_id] = replace(self.leases[lease_id], is_open=True)
-            self._note_chance()
+    def note_sent(self, delivered: Lease) -> None:
+        """Note that a batch goes out."""
+        if (lease := self._still(delivered)) is not None:
+            self.leases[lease.id] = replace(lease, is_sent=True)
 
-    def note_arrival(self, lease_id: str) -> Lease | None:
-        """Note that a batch is with its client; None where that is of no interest (any more)."""
-        lease = self.leases.get(lease_id)
-        if lease is None or lease.is_explicit or lease.has_arrived:
+    def take_back(self, delivered: Lease) -> Lease | None:
+        """Offer a batch again whose client was gone before it could have read it; None where that has been done."""
+        lease = self._still(delivered)
+        if lease is None or lease.is_open:
             return None
-        self.leases[lease_id] = replace(lease, has_arrived=True)
-        return self.leases[lease_id]
+        self.leases[lease.id] = _opened(lease)
+        self._note_chance()
+        return self.leases[lease.id]
+
+    def note_arrival(self, delivered: Lease) -> Lease | None:
+        """Note that a batch is with its client; None where that is of no interest (any more)."""
+        lease = self._still(delivered)
+        if lease is None or lease.is_explicit or lease.is_open or lease.has_arrived:
+            return None
+        self.leases[lease.id] = replace(lease, has_arrived=True)
+        return self.leases[lease.id]
+
+    def _still(self, delivered: Lease) -> Lease | None:
+        """The lease as it is now; None where it was acknowledged, or offered to somebody else, since this delivery."""
+        lease = self.leases.get(delivered.id)
+        return lease if lease is not None and lease.delivered_at == delivered.delivered_at else None
 
     # --- environments ----------------------------------------------------------------------------------------------
 
@@ -298,7 +341,8 @@ class Ledger:
         while sum(other.num_sequences for other in staying) > BUFFER_LIMIT * environment.group_size:
             leaving.append(staying.pop(0))
         self.buffers[environment.id] = staying
-        self._put_in(leaving)
+        if leaving:
+            self._put_in(leaving)
         return Placed(
             group=group,
             place=QUEUE if group in leaving else BUFFER,
@@ -416,22 +460,50 @@ class Ledger:
         return is_fed and self.trainer_seen is not None and now - self.trainer_seen <= self._liveness_s
 
     def why_no_batch(self, now: float) -> str | None:
-        """Why no batch can ever form as things are; None while one can."""
+        """Why no batch can ever form as things are, or a share has kept one from forming for long."""
         if self.run is None:
             return None
         live = self.live_environments(now)
+        short = self._short_of(_shares(live))
+        if short and self._short_since is not None and now - self._short_since > self._share_wait_s / 2:
+            return (
+                f"enough groups wait, but too few of {', '.join(short.values())}, who has a guaranteed share: look at "
+                f"its log, or lower its min_batch_allocation; after {self._share_wait_s:g} s batches form without"
+            )
         suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live]
-        return why_unreachable(self.queue, suppliers, self.run.request.batch_size, _shares(live))
+        return why_unreachable(self.queue.num_groups, suppliers, self.run.request.batch_size, _shares(live))
 
-    def _new_lease(self, *, client: str, is_explicit: bool, lease_id: str, now: float) -> Lease | None:
+    def _next_groups(self, now: float) -> tuple[list[QueuedGroup], tuple[str, ...]]:
+        """The next batch, if there is one, and whose guaranteed share is not in it for having been waited for."""
         assert self.run is not None
-        shares = _shares(self.live_environments(now))
-        if self.queue.num_sequences < self.run.request.batch_size or not self._is_formable:
-            return None
-        batch = form_batch(list(self.queue), self.run.request.batch_size, shares)
+        batch_size, shares = self.run.request.batch_size, _shares(self.live_environments(now))
+        if self.queue.num_sequences < batch_size or not self._is_formable:
+            return [], ()
+        short = self._short_of(shares)
+        self._short_since = (self._short_since or now) if short else None
+        batch: list[QueuedGroup] | None = None
+        unmet: tuple[str, ...] = ()
+        if not short:
+            batch = form_batch(list(self.queue), batch_size, shares)
+        elif self._short_since is not None and now - self._short_since >= self._share_wait_s:
+            met = {id_: share for id_, share in shares.items() if id_ not in short}
+            batch, unmet = form_batch(list(self.queue), batch_size, met), tuple(short.values())
         # A queue that gave nothing gives nothing until it changes; only a lapsing share can come with time alone.
         self._is_formable = batch is not None or bool(shares)
-        if batch is None:
+        self.is_stuck = batch is None
+        return (batch, unmet) if batch else ([], ())
+
+    def _short_of(self, shares: Mapping[int, float]) -> dict[int, str]:
+        """Environments, by id, that have not sent what their share asks for; with their names."""
+        least = least_sequences(self.run.request.batch_size if self.run else 0, shares)
+        sent = self.queue.sequences_by_environment
+        return {id_: self.environments[id_].name for id_, count in least.items() if sent[id_] < count}
+
+    def _lend(
+        self, batch: Sequence[QueuedGroup], *, client: str, is_explicit: bool, lease_id: str, now: float
+    ) -> Lease | None:
+        assert self.run is not None
+        if not batch:
             return None
         self._lent |= {group.id: group for group in self.queue.take(group.id for group in batch)}
         self.run = replace(self.run, step=self.run.step + 1)
@@ -468,6 +540,14 @@ class Ledger:
         self.queue.take(stale)
         return stale
 
+    def _released(self, now: float) -> list[int]:
+        """Queue the odd groups of environments that are gone: nothing will come to fill them up."""
+        alive = {environment.id for environment in self.live_environments(now)} if self.buffers else set()
+        alone = [group for env_id in self.buffers.keys() - alive for group in self.buffers.pop(env_id)]
+        if alone:
+            self._put_in(alone)
+        return [group.id for group in alone]
+
     def _note_chance(self) -> None:
         self._is_formable = True
         self.num_chances += 1
@@ -495,7 +575,12 @@ class Ledger:
 def _is_acknowledged(lease: Lease, client: str, ack: str | None) -> bool:
     if ack is not None:
         return lease.id == ack
-    return not lease.is_explicit and not lease.is_open and lease.client == client
+    return lease.is_sent and not lease.is_explicit and not lease.is_open and lease.client == client
+
+
+def _opened(lease: Lease) -> Lease:
+    """To be offered again, and so not with anybody yet."""
+    return replace(lease, is_open=True, is_sent=False, has_arrived=False)
 
 
 def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:

@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End: first those who wait, then the rest."""
-        await self.config.app.state.exchange.close()  # type: ignore[union-attr]
+        self.config.app.state.exchange.close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 

@@ -7,9 +7,12 @@ walking over them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TypeVar
 
 from grpo_engine.rollouts.forming import QueuedGroup
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Queue:
@@ -20,7 +23,8 @@ class Queue:
         self.num_sequences = 0
         self.num_bytes = 0
         self.sequences_by_environment: Counter[int | None] = Counter()
-        self._num_groups_by_size: Counter[int] = Counter()
+        self.num_groups: Counter[tuple[int | None, int]] = Counter()
+        """By environment and number of sequences."""
         self.add(groups)
 
     def __len__(self) -> int:
@@ -49,10 +53,17 @@ class Queue:
 
     def largest_group(self) -> int:
         """Sequences of the largest group; 1 when there is none, since clients divide by it."""
-        return max((size for size, count in self._num_groups_by_size.items() if count), default=1)
+        return max((size for _, size in self.num_groups), default=1)
 
     def _count(self, group: QueuedGroup, sign: int) -> None:
         self.num_sequences += sign * group.num_sequences
         self.num_bytes += sign * group.num_bytes
-        self.sequences_by_environment[group.env_id] += sign * group.num_sequences
-        self._num_groups_by_size[group.num_sequences] += sign
+        _add(self.sequences_by_environment, group.env_id, sign * group.num_sequences)
+        _add(self.num_groups, (group.env_id, group.num_sequences), sign)
+
+
+def _add(counter: Counter[KeyT], key: KeyT, number: int) -> None:
+    """Without a trace of what has gone, for ids are whatever senders say."""
+    counter[key] += number
+    if not counter[key]:
+        del counter[key]

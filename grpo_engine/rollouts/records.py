@@ -59,7 +59,9 @@ class Lease:
     is_explicit: bool
     """Whether that client acknowledges in words; stock ones do it by asking for the next batch."""
     delivered_at: float
-    """Unix seconds."""
+    """Unix seconds; of the last time, where it was offered again."""
+    is_sent: bool = False
+    """Whether it has gone out: only then can asking for the next mean that it arrived."""
     is_open: bool = False
     """Whether it is to be offered again at once."""
     has_arrived: bool = False

@@ -162,10 +162,12 @@ class Store:
             evaluation=_EVALUATION.validate_json(evaluation[0]) if evaluation else None,
         )
 
-    def save_run(self, run: RunRecord, *, dropped: Sequence[int] = ()) -> None:
-        """Replace the run's record, and forget its evaluation and groups of the run before it."""
+    def save_run(self, run: RunRecord, *, dropped: Sequence[int] = (), offered_again: Sequence[Lease] = ()) -> None:
+        """Replace the run's record and those of its leases, and forget its evaluation and groups of the run before."""
         self._put_run(run)
         self._db.execute("DELETE FROM evaluation")
+        for lease in offered_again:
+            self.save_lease(lease)
         if dropped:
             self._delete(dropped)
             self._db.execute("DELETE FROM leases WHERE id NOT IN (SELECT place FROM groups)")

@@ -35,6 +35,8 @@ class Writer:
         self._on_failure = on_failure
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
         self._asked: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._fault: Exception | None = None
+        """Why nobody knows what the file holds since a transaction failed; nothing is written until it was read."""
         self._working: asyncio.Task[None] | None = None
 
     def write(self, action: Callable[[], ResultT]) -> Awaitable[ResultT]:
@@ -60,6 +62,8 @@ class Writer:
         while self._asked:
             together, self._asked = self._asked, []
             try:
+                if self._fault is not None:
+                    raise self._fault
                 results = await self._in_thread(partial(self._store.commit, [action for action, _ in together]))
             except Exception as error:  # whatever it is, nobody may be left waiting
                 await self._give_up([result for _, result in together], error)
@@ -69,15 +73,15 @@ class Writer:
                         asked.set_result(result)
 
     async def _give_up(self, unwritten: list[asyncio.Future[Any]], error: Exception) -> None:
-        stored: Stored | None = None
+        self._fault = error
         try:
             stored = await self._in_thread(self._store.load)
-        except Exception as unreadable:
-            error = unreadable
-        unwritten += [result for _, result in self._asked]
-        self._asked = []
-        if stored is not None:
+            unwritten += [result for _, result in self._asked]
+            self._asked = []
             self._on_failure(stored, error)
+            self._fault = None
+        except Exception as unreadable:
+            self._fault = error = unreadable
         for result in unwritten:
             if not result.done():
                 result.set_exception(NotWritten(str(error) or type(error).__name__))

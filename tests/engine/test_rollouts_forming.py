@@ -100,7 +100,7 @@ def test_a_share_takes_newer_groups_of_its_environment() -> None:
 
 
 def test_an_unreachable_batch_size_is_told_with_its_nearest_sums() -> None:
-    reason = why_unreachable([], [Supplier(env_id=0, name="sums_0", group_size=4)], 10)
+    reason = why_unreachable({}, [Supplier(env_id=0, name="sums_0", group_size=4)], 10)
     assert reason == (
         "batch_size 10 can never be made of whole groups (sums_0 sends groups of 4): reachable are 8 and 12"
     )
@@ -108,26 +108,26 @@ def test_an_unreachable_batch_size_is_told_with_its_nearest_sums() -> None:
 
 def test_a_group_that_waits_can_make_a_batch_size_reachable_once() -> None:
     supplier = Supplier(env_id=0, name="sums_0", group_size=4)
-    assert why_unreachable(queue_of((9, 2)), [supplier], 10) is None
-    assert why_unreachable(queue_of((9, 3)), [supplier], 10) is not None
+    assert why_unreachable({(9, 2): 1}, [supplier], 10) is None
+    assert why_unreachable({(9, 3): 1}, [supplier], 10) is not None
 
 
 def test_senders_without_an_id_may_send_more_of_what_they_sent() -> None:
-    assert why_unreachable(queue_of((None, 2)), [], 4) is None
-    assert why_unreachable(queue_of((None, 2)), [], 5) == (
+    assert why_unreachable({(None, 2): 1}, [], 4) is None
+    assert why_unreachable({(None, 2): 1}, [], 5) == (
         "batch_size 5 can never be made of whole groups (groups of 2 wait): reachable are 4 and 6"
     )
-    assert why_unreachable(queue_of((9, 3)), [], 4) is None
+    assert why_unreachable({(9, 3): 1}, [], 4) is None
 
 
 @pytest.mark.parametrize("shares", [{}, {0: 0.5}])
 def test_nothing_is_unreachable_before_anybody_sends(shares: dict[int, float]) -> None:
-    assert why_unreachable([], [], 10, shares) is None
+    assert why_unreachable({}, [], 10, shares) is None
 
 
 def test_shares_that_cannot_be_met_together_are_told() -> None:
     suppliers = [Supplier(env_id=0, name="a_0", group_size=4), Supplier(env_id=1, name="b_0", group_size=6)]
-    reason = why_unreachable([], suppliers, 8, {0: 0.5, 1: 0.5})
+    reason = why_unreachable({}, suppliers, 8, {0: 0.5, 1: 0.5})
     assert reason is not None
     assert "shares ask for at least 4, 4" in reason
     assert "reachable are 10" in reason

@@ -121,6 +121,8 @@ class AnyClients(RuleBasedStateMachine):
         for env_id in self.environments:
             self.ask("POST", "/disconnect-env", json={"env_id": env_id})
             self.environments[env_id].share = None
+        for tag in self.waiting:
+            self.sent[tag].is_surely_queued = True  # a buffer is emptied once its environment is gone
         self.register(self.batch_size or 4)
         self.fetch_all()
         queued = {tag for tag in self.waiting if self.sent[tag].is_surely_queued}
