@@ -36,6 +36,7 @@ class ItemSource:
             ConfigError: a curriculum of one's own is not there.
         """
         self._path = config.state_file
+        self._label = config.task.label()
         self._owner = f"{config.task.model_dump_json()} {config.curriculum!r}"
         saved = self._saved()
         self._num_starts = int(saved.get("num_starts", 0))
@@ -53,9 +54,25 @@ class ItemSource:
         self._restore(saved)
         self._saved_at = time.monotonic()
         self._said = self._words()
+        self._failure: ConfigError | None = None
 
     def next(self) -> Item:
-        """The next item to ask."""
+        """The next item to ask.
+
+        Raises:
+            ConfigError: the items fail, or end; from then on every time, since a generator that failed only ends.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._draw()
+        except ConfigError as error:
+            self._failure = error
+            raise
+        except StopIteration:
+            raise ConfigError(f"task {self._label}: its items have come to an end: they must go on for ever") from None
+
+    def _draw(self) -> Item:
         for _ in range(_MAX_DRAWS):
             item = self._curriculum.next()
             if not isinstance(item, Item):

@@ -134,6 +134,15 @@ def test_what_cannot_be_started_is_refused_with_what_to_do(tmp_path: Path, monke
         run(config(**there, python=sys.executable, model_name="local/tiny"))
 
 
+def test_a_file_that_never_calls_cli_is_told_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "atroposlib.py").touch()
+    (tmp_path / "env.py").touch()
+    with served_api() as api:
+        assert run(config(file=tmp_path / "env.py", python=sys.executable, rollout_server_url=api)) == 0
+    assert "env.py has ended by itself" in caplog.text
+    assert "YourEnv.cli()" in caplog.text
+
+
 # --- silence -------------------------------------------------------------------------------------------------------
 
 

@@ -353,6 +353,15 @@ def test_random_numbers_of_others_are_left_alone() -> None:
     assert random.random() == expected
 
 
+def test_what_items_failed_of_is_told_to_everyone_who_asks_for_more(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def items():\n  yield 'a', 'b'\n  1 / 0\ndef score(completion): return 1")
+    source = ItemSource(config(task=f"python:{tmp_path}/mine.py:score"))
+    source.next()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"items failed: ZeroDivisionError.*mine\.py:3"):
+            source.next()
+
+
 # --- in an environment at work ---------------------------------------------------------------------------------------
 
 

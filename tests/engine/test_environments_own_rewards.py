@@ -95,6 +95,7 @@ def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkey
     [
         ("def scores(completion): return 1", r"has no 'score' \(did you mean 'scores'\?\)"),
         ("import nothing_like_it", r"cannot be imported: ModuleNotFoundError: .* \(.*mine\.py:2, in <module>\)"),
+        ("import sys\nsys.exit(3)", r"cannot be imported: SystemExit: 3 \(.*mine\.py:3, in <module>\)"),
         ("1 / 0", r"cannot be imported: ZeroDivisionError: division by zero \(.*mine\.py:2, in <module>\)"),
         ("def score(:", r"cannot be imported: SyntaxError: .* \(.*mine\.py:2\)"),
         ("score = 5", "mine.py:score is a int, not a function with named parameters"),
@@ -410,5 +411,5 @@ def test_the_short_form_names_module_and_functions() -> None:
     assert parse_flags(EnvironmentConfig, to_flags(config), prog="env", description="") == config
     of_file = validated(EnvironmentConfig, {"task": "python:./r.py:a", "model_name": "m"}, where="profile")
     assert of_file.task == own("./r.py", "a")
-    with pytest.raises(ConfigError, match=r"task\.functions: required, but missing"):
+    with pytest.raises(ConfigError, match=r"functions: none of my_rewards is named: write python:my_rewards:"):
         validated(EnvironmentConfig, {"task": "python:my_rewards", "model_name": "m"}, where="profile")

@@ -315,6 +315,7 @@ def test_a_records_file_is_split_shuffled_and_repeated(tmp_path: Path) -> None:
         ("", "holds no record"),
         ("[1]\n", r"data\.jsonl:1: must be an object, not list"),
         ('{"question": "x"\n', r"data\.jsonl:1: not JSON"),
+        ('{"question": "x", "answer": null}\n', r"data\.jsonl:1: field 'answer' is null: fill it in"),
         ('{"question": "x", "anwser": "y"}\n', r"no field 'answer' \(did you mean 'anwser'\?\)"),
     ],
 )
@@ -329,6 +330,12 @@ def test_a_line_ends_at_its_end_and_not_within_a_text(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "one\u2028line", "answer": "x\u0085y"}\r\n\n', encoding="utf-8")
     assert next(Jsonl(path=path).items(0)).question == "one\u2028line"
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "x", "answer": "y"}\n', encoding="utf-8-sig")
+    assert next(Jsonl(path=path).items(0)).question == "x"
 
 
 def test_a_missing_records_file_is_named(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def run(config: AtroposEnvConfig) -> int:
         with _written(config, tokenizer) as yaml_file:
             code = _serve(config, yaml_file, api)
         if code == 0:
-            _say_if_too_early(api)
+            _say_if_too_early(config, api)
         return code
 
 
@@ -188,9 +188,15 @@ def _scene(
     )
 
 
-def _say_if_too_early(api: Api) -> None:
+def _say_if_too_early(config: AtroposEnvConfig, api: Api) -> None:
     want = api.want(_STOCK_GROUP_SIZE)
-    if want is not None and want.num_steps is not None and want.step < want.num_steps and want.is_starving:
+    if config.total_steps is None:  # endless: it did not end because its steps were done
+        log.warning(
+            "%s has ended by itself, with exit code 0, and nothing makes groups any more: where it never began, look "
+            "whether it ends with `if __name__ == '__main__': YourEnv.cli()`",
+            config.file,
+        )
+    elif want is not None and want.num_steps is not None and want.step < want.num_steps and want.is_starving:
         log.warning(
             "the environment has ended at its total_steps, with the trainer at step %d of %d, which will wait for "
             "groups: raise total_steps, or leave it out",

@@ -58,8 +58,8 @@ def load_module(module: str, *, where: str) -> ModuleType:
         if is_file and not Path(module).exists():
             raise ConfigError(f"{where}: there is no file {module} in {Path.cwd()}") from None
         raise ConfigError(f"{where}: {module} cannot be imported: {told(error)}") from error
-    # A module of the user's own can fail in any way.
-    except Exception as error:
+    # A module of the user's own can fail in any way; one that exits would end this process without a word.
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {module} cannot be imported: {told(error)}") from error
 
 

@@ -55,6 +55,16 @@ class Python(Task):
     error_reward: float | None = None
     """Reward of a completion for which a function fails, after a warning; unset: the environment ends and says why."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_a_function(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("module") and not given.get("functions"):
+            raise ValueError(
+                f"functions: none of {given['module']} is named: write python:{given['module']}:FUNCTION, or set "
+                "task.functions"
+            )
+        return given
+
     @model_validator(mode="after")
     def _has_a_weight_for_each_function(self) -> Python:
         if self.weights and len(self.weights) != len(self.functions):

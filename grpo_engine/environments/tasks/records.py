@@ -16,7 +16,7 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
     """Every record of a JSON Lines file; other fields are left out.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or a line lacks a field; names the line.
+        ConfigError: the file cannot be read, is empty, or a line lacks a field or has null there; names the line.
     """
     items: list[Item] = []
     for number, record in read_records(path, where=where):
@@ -24,6 +24,10 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
             if field not in record:
                 hint = did_you_mean(field, record)
                 raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{hint}; it has {', '.join(record)}")
+            if record[field] is None:
+                raise ConfigError(
+                    f"{where}: {path}:{number}: field {field!r} is null: fill it in, or leave the record out"
+                )
         items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
     return items
 
@@ -35,7 +39,8 @@ def read_records(path: Path, *, where: str) -> list[tuple[int, dict[str, Any]]]:
         ConfigError: the file cannot be read, holds no record, or a line is no JSON object; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also part at U+2028, inside a text
+        # Editors on Windows begin a file with a byte order mark. splitlines() would also part at U+2028, inside a text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     records: list[tuple[int, dict[str, Any]]] = []
