@@ -98,7 +98,8 @@ def why_unreachable(
         return None
     minima = least_sequences(batch_size, shares or {})
     sizes = sorted({size for _, size in waiting})
-    limit = (1 << (2 * batch_size + max([*sizes, *(s.group_size for s in suppliers)]) + 1)) - 1
+    farthest = 2 * batch_size + max([*sizes, *(s.group_size for s in suppliers)])
+    limit = (1 << (farthest + 1)) - 1
     sums: dict[int | None, int] = {None: 1, **dict.fromkeys(minima, 1)}
     once: Counter[tuple[int | None, int]] = Counter()
     for (env_id, size), count in waiting.items():
@@ -114,7 +115,7 @@ def why_unreachable(
         while step < limit.bit_length():
             sums[owner] |= (sums[owner] << step) & limit
             step *= 2
-    reachable = _combined(sums, minima, limit)
+    reachable = _combined(sums, minima, farthest)
     if reachable >> batch_size & 1:
         return None
     below = (reachable & ((1 << batch_size) - 1)).bit_length() - 1
@@ -138,7 +139,7 @@ def _shortest_prefix(
         sums: dict[int | None, int] = {None: 1, **dict.fromkeys(needed, 1)}
         for size, owner in zip(sizes[:length], owners[:length], strict=True):
             sums[owner] |= (sums[owner] << size) & limit
-        return bool(_combined(sums, needed, limit) >> target & 1)
+        return bool(_combined(sums, needed, target) >> target & 1)
 
     limit = (1 << (target + 1)) - 1
     total, impossible = 0, 0
@@ -182,8 +183,7 @@ def _oldest_choice(
         if (owner, size) not in left_out:
             rest = {**sums, owner: after[index]}
             lacking = {**missing, owner: max(0, missing[owner] - size)} if owner in missing else missing
-            is_room = size + sum(lacking.values()) <= target
-            if is_room and _combined(rest, lacking, limit) >> (target - size) & 1:
+            if size <= target and _combined(rest, lacking, target - size) >> (target - size) & 1:
                 chosen.append(index)
                 target, missing = target - size, lacking
             else:
@@ -192,13 +192,23 @@ def _oldest_choice(
     return chosen
 
 
-def _combined(sums: Mapping[int | None, int], minima: Mapping[int, int], limit: int) -> int:
-    """Sums that can be made of one sum an owner, each at least its minimum."""
-    total = 1
+def _combined(sums: Mapping[int | None, int], minima: Mapping[int, int], target: int) -> int:
+    """Sums up to `target` that can be made of one sum an owner, each at least its minimum."""
+    enough = []
     for owner, reachable in sums.items():
         least = minima.get(owner, 0) if owner is not None else 0
-        total = _pairwise_sums(total, reachable >> least << least) & limit
-    return total
+        enough.append(reachable >> least << least)
+    floors = [(bits & -bits).bit_length() - 1 for bits in enough]
+    free = target - sum(floors)
+    if free < 0 or not all(enough):
+        return 0
+    # Only what goes beyond the least of everybody is left to combine, and that is little where shares are large.
+    total, all_sums = 1, (1 << (free + 1)) - 1
+    for bits, floor in zip(enough, floors, strict=True):
+        if total == all_sums:
+            break
+        total = _pairwise_sums(total, bits >> floor & all_sums) & all_sums
+    return total << sum(floors)
 
 
 def _pairwise_sums(left: int, right: int) -> int:
