@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, served, tags
-from rollout_processes import api_process
+from rollout_processes import api_process, read_answer
 
 from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
@@ -126,6 +126,28 @@ def test_a_batch_that_lay_unread_when_its_client_reset_is_not_lost_when_the_api_
         http.post("/scored_data", json=group(1, tag=31))
         api.restart()
         assert get_batch(http) == [10]
+
+
+@pytest.mark.slow
+def test_clients_that_hang_up_at_any_moment_lose_nothing_and_those_that_read_to_the_end_get_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    with api_process(tmp_path) as api, api.client() as http:
+        http.post("/register", json=REGISTRATION)
+        for tag in range(10, 110):
+            http.post("/scored_data", json=group(4, tag=tag, generation_params={"text": "x" * (5_000 * (tag % 7))}))
+            with api.connection() as impatient:
+                ask_for_a_batch(impatient, http)
+                if tag % 3:  # else it hangs up before there can be an answer
+                    impatient.recv(tag % 3)
+            while (batch := get_batch(http)) is None:
+                pass
+            assert batch == [tag]
+            http.post("/scored_data", json=group(4, tag=7, generation_params={"text": "x" * 300_000}))
+            with api.connection() as patient:
+                ask_for_a_batch(patient, http, *["Connection: close"][: tag % 2])
+                assert read_answer(patient)[0] == 200
+            assert get_batch(http) is None
 
 
 def test_a_trainer_that_hung_and_then_died_does_not_take_its_batch_from_its_successor() -> None:
