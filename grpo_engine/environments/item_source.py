@@ -162,8 +162,8 @@ def _curriculum(config: EnvironmentConfig, seed: int) -> Curriculum:
     streams = [_of_level(task, number, seed) for number, task in enumerate(levels)]
     if config.curriculum.name == "rising" and len(levels) == 1:
         log.warning(
-            "curriculum: no effect: task %s has one level; arithmetic has them by its difficulty, reasoning_gym by its "
-            "level, which say where the curriculum ends",
+            "curriculum: no effect: task %s has one level; arithmetic has them by its difficulty, ifeval by its "
+            "num_instructions, reasoning_gym by its level, which say where the curriculum ends",
             config.task.label(),
         )
     return config.curriculum.make(streams, seed)

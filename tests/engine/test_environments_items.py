@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from grpo_engine.environments.difficulty import DifficultyFilter, SolveRates
 from grpo_engine.environments.held_out import held_out_items
 from grpo_engine.environments.item_source import ItemSource
 from grpo_engine.environments.main import work
+from grpo_engine.environments.tasks import AnyTask
 from grpo_engine.environments.tasks.arithmetic import Arithmetic
-from grpo_engine.environments.tasks.base import Item, belongs_to
+from grpo_engine.environments.tasks.base import Item, Task, belongs_to
 from grpo_engine.environments.tasks.reward_functions import RewardFailed
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags, to_flags
@@ -351,6 +353,13 @@ def test_random_numbers_of_others_are_left_alone() -> None:
     source = ItemSource(config(curriculum="rising", easy_threshold=1))
     source.result(source.next(), [1.0])
     assert random.random() == expected
+
+
+def test_every_task_that_has_levels_is_named_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    ItemSource(config(task="sort6", curriculum="rising"))
+    for kind in typing.get_args(typing.get_args(AnyTask)[0]):
+        if kind.levels is not Task.levels:
+            assert kind.model_fields["name"].default in caplog.text
 
 
 def test_what_items_failed_of_is_told_to_everyone_who_asks_for_more(tmp_path: Path) -> None:
