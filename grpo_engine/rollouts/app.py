@@ -8,7 +8,6 @@ as bytes: read once at entry, joined at exit.
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import random
 import time
@@ -17,30 +16,29 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 
+from grpo_engine.rollouts import bodies
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.counters import as_text
-from grpo_engine.rollouts.entry import CheckedGroup, Refusal, decompressed, read_answer, read_group, read_groups
+from grpo_engine.rollouts.entry import CheckedGroup, Refusal, read_group, read_groups
 from grpo_engine.rollouts.exchange import Exchange
 from grpo_engine.rollouts.guard import Guard
 from grpo_engine.rollouts.store import Store
 from grpo_engine.wire.rollouts import (
     POST_HEADER,
+    EnvironmentStatus,
+    EvaluationAnswer,
     EvaluationOrder,
     EvaluationState,
     RegisterEnvironmentRequest,
     RegisterRequest,
+    ScoredGroup,
+    Whole,
 )
-
-_COMPRESS_FROM_BYTES = 1000
-"""Answers from here on are compressed for clients that ask, as the stock API does."""
-_THREAD_FROM_BYTES = 256 * 1024
-"""Bodies from here on are read and compressed in a thread: below, the hop costs more than the work."""
-_COMPRESS_LEVEL = 1
-"""Level 9 takes ten times as long for a tenth fewer bytes; loopback needs neither."""
 
 EMPTY_EXAMPLE: dict[str, list[object]] = {
     "tokens": [],
@@ -63,7 +61,7 @@ MAX_WAIT_S = 20.0
 class EnvironmentId(BaseModel):
     """Body of the routes that are about one environment."""
 
-    env_id: int
+    env_id: Whole
 
 
 class StatusQuestion(EnvironmentId):
@@ -71,8 +69,8 @@ class StatusQuestion(EnvironmentId):
 
     wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
     """Hold the answer for so long while step and evaluation are as said below, and the queue has not become shorter."""
-    current_step: int | None = None
-    queue_size: int | None = None
+    current_step: Whole | None = None
+    queue_size: Whole | None = None
     evaluation: str | None = None
     """Id of the evaluation that the asker knows it has yet to answer."""
 
@@ -86,8 +84,14 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
         yield
         await exchange.close_store()
 
-    app = FastAPI(title="Rollout API", lifespan=lifespan)
+    app = FastAPI(title="Rollout API", lifespan=lifespan, responses=bodies.REFUSALS)
     app.add_middleware(Guard, token=config.token, host=config.host)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_question(request: Request, error: RequestValidationError) -> JSONResponse:
+        """As FastAPI, without the input: that may hold what JSON or UTF-8 cannot say."""
+        faults = [{"type": fault["type"], "loc": fault["loc"], "msg": fault["msg"]} for fault in error.errors()]
+        return JSONResponse({"detail": faults}, 422)
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
@@ -104,16 +108,17 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
     async def root() -> dict[str, str]:
         return {"message": "GRPO rollout API"}
 
-    _add_trainer_routes(app)
+    _add_trainer_routes(app, config)
     _add_environment_routes(app, config)
     _add_evaluation_routes(app, config)
     _add_observer_routes(app)
     return app
 
 
-def _add_trainer_routes(app: FastAPI) -> None:
-    @app.post("/register")
-    async def register(request: Request, body: RegisterRequest) -> dict[str, Any]:
+def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
+    @app.post("/register", openapi_extra=bodies.takes(RegisterRequest.model_json_schema()))
+    async def register(request: Request) -> dict[str, Any]:
+        body = await bodies.message(request, RegisterRequest, max_bytes=config.max_body_bytes)
         # Below 2^53, so that readers with double-precision numbers keep it whole.
         uuid = random.getrandbits(52)
         registered = await _exchange(request).register(body, uuid)
@@ -156,7 +161,8 @@ def _add_trainer_routes(app: FastAPI) -> None:
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
         lease = json.dumps(delivery.lease.id).encode()
-        answer = await _json(request, b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}")
+        content = b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}"
+        answer = await bodies.json_answer(request, content)
         if await request.is_disconnected():
             await exchange.take_back(delivery.lease)
         else:
@@ -170,8 +176,9 @@ def _add_trainer_routes(app: FastAPI) -> None:
 
 
 def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
-    @app.post("/register-env")
-    async def register_env(request: Request, body: RegisterEnvironmentRequest) -> dict[str, Any]:
+    @app.post("/register-env", openapi_extra=bodies.takes(RegisterEnvironmentRequest.model_json_schema()))
+    async def register_env(request: Request) -> dict[str, Any]:
+        body = await bodies.message(request, RegisterEnvironmentRequest, max_bytes=config.max_body_bytes)
         exchange = _exchange(request)
         record = await exchange.register_environment(body)
         run = exchange.ledger.run
@@ -187,9 +194,14 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             "num_steps": run.request.num_steps,
         }
 
-    @app.get("/status-env")
+    @app.get(
+        "/status-env",
+        response_model=EnvironmentStatus,
+        openapi_extra=bodies.takes(StatusQuestion.model_json_schema()),
+    )
     async def status_env(request: Request) -> Response:
-        body = await request.body() or json.dumps({"env_id": request.query_params.get("env_id")}).encode()
+        body = await bodies.body(request, max_bytes=config.max_body_bytes)
+        body = body or json.dumps({"env_id": request.query_params.get("env_id")}).encode()
         try:
             question = StatusQuestion.model_validate_json(body)
         except ValueError:
@@ -205,12 +217,14 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
         # Only an environment that evaluates ever sees more than the six stock keys.
         return Response(status.model_dump_json(exclude_none=True), media_type="application/json")
 
-    @app.post("/scored_data")
+    group_schema = ScoredGroup.model_json_schema()
+
+    @app.post("/scored_data", openapi_extra=bodies.takes(group_schema))
     async def scored_data(request: Request) -> dict[str, Any]:
         exchange = _exchange(request)
-        body = await _body(request, config.max_body_bytes)
+        body = await bodies.body(request, max_bytes=config.max_body_bytes)
         names = exchange.environment_names
-        if len(body) < _THREAD_FROM_BYTES:
+        if len(body) < bodies.THREAD_FROM_BYTES:
             group = read_group(body, names)
         else:
             group = await asyncio.to_thread(read_group, body, names)
@@ -219,12 +233,12 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             return {"status": "buffered", "buffer_size": placed[0].num_buffered}
         return {"status": "received"}
 
-    @app.post("/scored_data_list")
+    @app.post("/scored_data_list", openapi_extra=bodies.takes({"type": "array", "items": group_schema}))
     async def scored_data_list(request: Request) -> dict[str, Any]:
         exchange = _exchange(request)
-        body = await _body(request, config.max_body_bytes)
+        body = await bodies.body(request, max_bytes=config.max_body_bytes)
         names = exchange.environment_names
-        if len(body) < _THREAD_FROM_BYTES:
+        if len(body) < bodies.THREAD_FROM_BYTES:
             groups = read_groups(body, names)
         else:
             groups = await asyncio.to_thread(read_groups, body, names)
@@ -233,16 +247,18 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
         buffered = {"buffered": len(odd), "last_buffer_size": odd[-1]} if odd else {}
         return {"status": "received", "groups_processed": len(groups), **buffered}
 
-    @app.post("/disconnect-env")
-    async def disconnect_env(request: Request, body: EnvironmentId) -> dict[str, str]:
+    @app.post("/disconnect-env", openapi_extra=bodies.takes(EnvironmentId.model_json_schema()))
+    async def disconnect_env(request: Request) -> dict[str, str]:
+        body = await bodies.message(request, EnvironmentId, max_bytes=config.max_body_bytes)
         if await _exchange(request).disconnect(body.env_id) is None:
             return {"status": "failure", "error": f"environment {body.env_id} is not registered here"}
         return {"status": "success"}
 
 
 def _add_evaluation_routes(app: FastAPI, config: ApiConfig) -> None:
-    @app.post("/evaluations")
-    async def order(request: Request, body: EvaluationOrder) -> EvaluationState:
+    @app.post("/evaluations", openapi_extra=bodies.takes(EvaluationOrder.model_json_schema()))
+    async def order(request: Request) -> EvaluationState:
+        body = await bodies.message(request, EvaluationOrder, max_bytes=config.max_body_bytes)
         exchange = _exchange(request)
         if exchange.ledger.run is None:
             raise Refusal(409, "no trainer is registered here: POST /register first", "unregistered")
@@ -254,10 +270,10 @@ def _add_evaluation_routes(app: FastAPI, config: ApiConfig) -> None:
     ) -> EvaluationState:
         return await _exchange(request).evaluation_state(evaluation_id, wait_s=wait_s)
 
-    @app.post("/evaluations/{evaluation_id}/answers")
+    @app.post("/evaluations/{evaluation_id}/answers", openapi_extra=bodies.takes(EvaluationAnswer.model_json_schema()))
     async def answer(request: Request, evaluation_id: str) -> dict[str, str]:
-        body = await _body(request, config.max_body_bytes)
-        await _exchange(request).answer_evaluation(evaluation_id, read_answer(body))
+        body = await bodies.message(request, EvaluationAnswer, max_bytes=config.max_body_bytes)
+        await _exchange(request).answer_evaluation(evaluation_id, body)
         return {"status": "received"}
 
     @app.delete("/evaluations/{evaluation_id}")
@@ -283,16 +299,16 @@ def _add_observer_routes(app: FastAPI) -> None:
     @app.get("/latest_example")
     async def latest_example(request: Request) -> Response:
         latest = _exchange(request).latest_body
-        return await _json(request, latest) if latest is not None else JSONResponse(EMPTY_EXAMPLE)
+        return await bodies.json_answer(request, latest) if latest is not None else JSONResponse(EMPTY_EXAMPLE)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> PlainTextResponse:
         exchange = _exchange(request)
         return PlainTextResponse(
             as_text(exchange.counters, exchange.ledger, num_held=exchange.num_held, now=time.time())
         )
 
-    @app.get("/reset_data")
+    @app.get("/reset_data", response_class=PlainTextResponse, responses={409: {"content": {"text/plain": {}}}})
     async def reset_data(request: Request, force: bool = False) -> PlainTextResponse:
         exchange = _exchange(request)
         run = exchange.ledger.run
@@ -328,30 +344,3 @@ def _post(request: Request) -> tuple[str, str] | None:
     """Sender and number of a post, where it says so."""
     sender, colon, number = request.headers.get(POST_HEADER, "").partition(":")
     return (sender, number) if colon else None
-
-
-async def _body(request: Request, max_bytes: int) -> bytes:
-    """The request's body, decompressed, and never more of it than allowed."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise Refusal(413, f"the body is longer than {max_bytes} bytes: send fewer groups at once", "too_large")
-        parts.append(part)
-    encoding, body = request.headers.get("content-encoding"), b"".join(parts)
-    if len(body) < _THREAD_FROM_BYTES:
-        return decompressed(body, encoding, max_bytes=max_bytes)
-    return await asyncio.to_thread(decompressed, body, encoding, max_bytes=max_bytes)
-
-
-async def _json(request: Request, body: bytes) -> Response:
-    """An answer of ready JSON, compressed for those who ask."""
-    if len(body) < _COMPRESS_FROM_BYTES or "gzip" not in request.headers.get("accept-encoding", ""):
-        return Response(body, media_type="application/json")
-    if len(body) < _THREAD_FROM_BYTES:
-        packed = gzip.compress(body, _COMPRESS_LEVEL)
-    else:
-        packed = await asyncio.to_thread(gzip.compress, body, _COMPRESS_LEVEL)
-    headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-    return Response(packed, media_type="application/json", headers=headers)

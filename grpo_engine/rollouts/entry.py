@@ -20,8 +20,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
 
-from grpo_engine.wire.codec import first_fault
-from grpo_engine.wire.rollouts import MASKED_LABEL, EvaluationAnswer, ScoredGroup
+from grpo_engine.wire.rollouts import LARGEST_WHOLE, MASKED_LABEL, ScoredGroup
 
 TOKEN_BOUND = 2**31
 """No vocabulary is that large, and a tensor of token ids holds no number beyond."""
@@ -58,6 +57,9 @@ class CheckedGroup:
 
 # Bounds stand twice, once for each reader; each leaves the other's alone.
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_BOUND), Field(ge=0, lt=TOKEN_BOUND)]
+_Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_WHOLE), Field(ge=0, le=LARGEST_WHOLE)]
+_Label = Annotated[int, msgspec.Meta(ge=-TOKEN_BOUND, lt=TOKEN_BOUND), Field(ge=-TOKEN_BOUND, lt=TOKEN_BOUND)]
+_Id = Annotated[int, msgspec.Meta(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE), Field(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE)]
 _Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST), Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 
 
@@ -65,6 +67,10 @@ class _PostedGroup(ScoredGroup):
     """A group of tokens and finite numbers: NaN is no JSON, and nobody downstream could read the batch."""
 
     tokens: list[list[_Token]]
+    masks: list[list[_Label]]
+    env_id: _Id | None = None
+    policy_versions: list[list[_Version]] | None = None
+    distill_token_ids: list[list[list[_Token]]] | None = None
     scores: list[_Number]
     advantages: list[list[_Number]] | None = None
     ref_logprobs: list[list[_Number]] | None = None
@@ -146,16 +152,13 @@ def read_groups(body: bytes, names: Mapping[int, str]) -> list[CheckedGroup]:
     return [_checked(group, number, names, _ONE.dump_json) for number, group in enumerate(groups)]
 
 
-def read_answer(body: bytes) -> EvaluationAnswer:
-    """Read the body of `POST /evaluations/{id}/answers`.
-
-    Raises:
-        Refusal: 422, naming the first fault.
-    """
-    try:
-        return EvaluationAnswer.model_validate_json(body)
-    except ValidationError as error:
-        raise Refusal(422, f"not an answer to an evaluation: {first_fault(error)}", "malformed") from None
+def faults_of(error: ValidationError) -> list[dict[str, Any]]:
+    """The first faults of a body, in FastAPI's shape and without the input: that may be megabytes, or no text."""
+    faults = error.errors(include_input=False, include_url=False, include_context=False)[:10]
+    return [
+        {"type": f["type"], "loc": ["body", *f["loc"]], "msg": f"{'.'.join(map(str, f['loc']))}: {f['msg']}"}
+        for f in faults
+    ]
 
 
 def _checked(
@@ -248,13 +251,11 @@ def _fault_of_messages(messages: Sequence[Any] | None) -> tuple[str, str] | None
 
 def _unreadable(error: ValidationError, body: bytes, names: Mapping[int, str]) -> Refusal:
     """A 422 in FastAPI's shape, without the input, which may be megabytes."""
-    detail: list[dict[str, Any]] = []
-    for fault in error.errors(include_input=False, include_url=False, include_context=False)[:10]:
-        location = fault["loc"]
+    detail = faults_of(error)
+    for fault in detail:
+        location = fault["loc"][1:]
         number = location[0] if location and isinstance(location[0], int) else 0
-        where = ".".join(str(part) for part in location)
-        message = f"{_sender(_env_id(body, number), names)}, group {number}: {where}: {fault['msg']}"
-        detail.append({"type": fault["type"], "loc": ["body", *location], "msg": message})
+        fault["msg"] = f"{_sender(_env_id(body, number), names)}, group {number}: {fault['msg']}"
     return Refusal(422, detail, "malformed")
 
 
@@ -262,7 +263,7 @@ def _env_id(body: bytes, number: int) -> int | None:
     """Who sent a group that could not be read, where that can still be made out."""
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     group = value[number] if isinstance(value, list) and number < len(value) else value
     env_id = group.get("env_id") if isinstance(group, dict) else None

@@ -200,9 +200,12 @@ class Exchange:
 
     async def register_environment(self, request: RegisterEnvironmentRequest) -> EnvironmentRecord | None:
         """Let an environment in, or None while the trainer has not asked for a batch."""
+        before = dict(self.ledger.environments)
         record = self.ledger.register_environment(request, time.time())
         if record is not None:
-            await self._write(lambda: self._store.save_environment(record))
+            # With those whose place it takes: else they would be back, with their shares, after a restart.
+            changed = [each for each in self.ledger.environments.values() if before.get(each.id) != each]
+            await self._write(lambda: self._store.save_environments(*changed))
             _event(logging.INFO, "environment registered", environment=record.name, group_size=record.group_size)
             self._tell()
         return record
@@ -212,7 +215,7 @@ class Exchange:
         record = self.ledger.disconnect(env_id)
         if record is not None:
             _event(logging.INFO, "environment left", environment=record.name)
-            await self._write(lambda: self._store.save_environment(record))
+            await self._write(lambda: self._store.save_environments(record))
             self._tell()
         return record
 

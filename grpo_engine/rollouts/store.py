@@ -172,11 +172,11 @@ class Store:
             self._delete(dropped)
             self._db.execute("DELETE FROM leases WHERE id NOT IN (SELECT place FROM groups)")
 
-    def save_environment(self, environment: EnvironmentRecord) -> None:
-        """Add or replace an environment."""
-        self._db.execute(
+    def save_environments(self, *environments: EnvironmentRecord) -> None:
+        """Add or replace environments."""
+        self._db.executemany(
             "INSERT OR REPLACE INTO environments VALUES (?, ?)",
-            (environment.id, _ENVIRONMENT.dump_json(environment).decode()),
+            [(each.id, _ENVIRONMENT.dump_json(each).decode()) for each in environments],
         )
 
     def save_evaluation(self, evaluation: EvaluationRecord, *, run: RunRecord | None = None) -> None:

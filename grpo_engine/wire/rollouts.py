@@ -8,7 +8,7 @@ answer it, and the trainer reads the answers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
@@ -18,6 +18,9 @@ MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
 MASKED_LOGPROB = 1.0
 """Log-probability of such a position: no real one is positive."""
+LARGEST_WHOLE = 2**53
+Whole = Annotated[int, Field(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE)]
+"""An integer that every reader of JSON keeps, also those with double-precision numbers."""
 MAX_SEQUENCES = 2**20
 """Of a batch or group, and more than anybody trains on: finding groups for a batch takes memory that grows with it."""
 TOKEN_VARIABLE = "GRPO_API_TOKEN"
@@ -35,22 +38,22 @@ class RegisterRequest(Message):
     wandb_project: str
     batch_size: int = Field(gt=0, le=MAX_SEQUENCES)
     """Sequences a batch."""
-    max_token_len: int
+    max_token_len: Whole
     checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int = Field(ge=0)
-    num_steps: int
-    eval_every: int = Field(0, ge=0)
+    save_checkpoint_interval: Whole
+    starting_step: Whole = Field(ge=0)
+    num_steps: Whole
+    eval_every: Whole = Field(0, ge=0)
     """Steps between the evaluations that it will order, the last of them after its last step; 0: it orders none. Stock
     trainers send no such key, nor the next."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: Whole | None = Field(None, ge=0)
     """Groups whose oldest token is older than so many policy versions are dropped instead of being handed out."""
 
 
 class RegisterEnvironmentRequest(Message):
     """Body of `POST /register-env`."""
 
-    max_token_length: int
+    max_token_length: Whole
     desired_name: str
     weight: float = Field(ge=-1e6, le=1e6)
     """Stock environments send -1 where it is not to count."""
@@ -78,27 +81,27 @@ class EvaluationOrder(Message):
 
     id: str = Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")
     """Chosen by the trainer."""
-    step: int = Field(ge=0)
+    step: Whole = Field(ge=0)
     """Optimizer steps done."""
-    policy_version: int = Field(ge=0)
+    policy_version: Whole = Field(ge=0)
     """Version of the weights that inference serves meanwhile."""
-    num_prompts: int = Field(ge=1)
+    num_prompts: Whole = Field(ge=1)
     """Held-out prompts of each environment; one that has fewer answers what it has."""
-    num_samples: int = Field(ge=1)
+    num_samples: Whole = Field(ge=1)
     """Completions of each prompt."""
 
 
 class EvaluationAnswer(Message):
     """Body of `POST /evaluations/{id}/answers`: what one environment measured. P prompts, G completions of each."""
 
-    env_id: int
+    env_id: Whole
     rewards: list[list[FiniteFloat]] = []
     """(P, G)."""
-    lengths: list[list[int]] = []
+    lengths: list[list[Whole]] = []
     """(P, G) tokens of each completion."""
     truncated: list[list[bool]] = []
     """(P, G) whether it ended at its length limit."""
-    policy_versions: list[list[list[int]]] | None = None
+    policy_versions: list[list[list[Whole]]] | None = None
     """(P, G, …) the versions that sampled the tokens of each completion, each once; absent: the server does not say."""
     solved_from: float = 1.0
     """Least reward of a completion that counts as solved, for pass@k."""

@@ -112,15 +112,10 @@ async def test_no_more_is_made_than_the_trainer_may_be_behind(servers: tuple[str
         source.poll()
         working = asyncio.create_task(work(config, FakeTokenizer()))
         async with asyncio.timeout(20), httpx.AsyncClient(base_url=api) as client:
-            question = {"env_id": 0, "wait_s": 5, "current_step": 0, "queue_size": 0}
-            while True:
-                answer = await client.request("GET", "/status-env", json=question)
-                if answer.status_code == 200:
-                    question["queue_size"] = answer.json()["queue_size"]
-                    if question["queue_size"] >= 4:
-                        break
+            while (await client.get("/status")).json()["queue_size"] < 4:
+                pass
             # Nothing changes from here on: the next answer comes only when the time is up.
-            question["wait_s"] = 0.5
+            question = {"env_id": 0, "wait_s": 0.5, "current_step": 0, "queue_size": 4}
             assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == 4
         assert len(fake.state.requests) == 4
         working.cancel()

@@ -333,6 +333,23 @@ async def test_a_share_holds_batches_back_while_its_environment_lives_and_lapses
         assert len((await api.get("/batch")).json()["batch"]) == 2
 
 
+async def test_a_share_of_an_environment_that_only_asks_and_sends_nothing_is_waited_for_and_then_given_up() -> None:
+    async with api_client(share_wait_s=0.2) as api:
+        await start_run(api)
+        silent, busy = await join(api, min_batch_allocation=0.5), await join(api)
+        for tag in (10, 11):
+            await api.post("/scored_data", json=group(4, tag=tag, env_id=busy))
+        answers = [(await api.get("/batch")).json()]
+        while answers[-1]["batch"] is None:
+            await asyncio.sleep(0.02)  # the interval at which a trainer asks
+            await ask_status(api, silent)
+            answers.append((await api.get("/batch")).json())
+        assert tags(answers[-1]["batch"]) == [10]
+        assert any("too few of sums_0, who has a guaranteed share" in answer.get("message", "") for answer in answers)
+        await api.post("/scored_data", json=group(4, tag=12, env_id=silent))
+        assert tags((await api.get("/batch")).json()["batch"]) == [12], "its share counts again"
+
+
 async def test_an_environment_that_says_nothing_counts_neither_in_weights_nor_in_shares() -> None:
     async with api_client(liveness_s=1e-9) as api:
         await start_run(api)
