@@ -9,6 +9,7 @@ import contextlib
 import json
 import socket
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, served, tags
 from rollout_processes import api_process, read_answer
 
+from grpo_engine.rollouts import ledger
 from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.connections import WatchedProtocol
@@ -291,3 +293,16 @@ async def test_what_is_refused_as_a_whole_while_the_file_cannot_be_read_either_l
         delivery = await exchange.next_batch(client="stock", ack=None)
         assert delivery is not None
         assert tags([json.loads(body) for body in delivery.bodies]) == [10, 12]
+
+
+async def test_an_environment_that_was_replaced_does_not_come_back_with_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "REPLACED_AFTER_S", -1.0)  # the first one has been silent for long enough
+    sums = RegisterEnvironmentRequest.model_validate(ENVIRONMENT)
+    for num_more, expected in ((2, ["sums_1"]), (0, ["sums_1"])):
+        async with an_exchange(Store(tmp_path / "rollouts.sqlite")) as exchange:
+            await exchange.next_batch(client="trainer", ack=None)
+            for _ in range(num_more):
+                await exchange.register_environment(sums)
+            assert [each.name for each in exchange.ledger.live_environments(time.time())] == expected
