@@ -81,9 +81,11 @@ class Scorer:
             temperature=temperatures.to(self._device, non_blocking=True),
             soft_cap=self._logits_form.soft_cap,
         )
-        mask = batch.mask.to(self._device, non_blocking=True)
-        empty = chosen.new_zeros(mask.shape)
-        return empty.masked_scatter(mask, chosen), empty.masked_scatter(mask, entropy)
+        # By number, not by mask: the gradient of a masked scatter counts the mask, and waits for the GPU.
+        places = batch.mask.flatten().nonzero().squeeze(1).to(self._device, non_blocking=True)
+        empty = chosen.new_zeros(batch.mask.numel())
+        shape = batch.mask.shape
+        return empty.index_copy(0, places, chosen).view(shape), empty.index_copy(0, places, entropy).view(shape)
 
     def _hidden_states(self, batch: Batch) -> Tensor:
         """(N, H) states that predict the trained labels, in the order of `batch.mask`."""
