@@ -460,10 +460,18 @@ class Ledger:
         return is_fed and self.trainer_seen is not None and now - self.trainer_seen <= self._liveness_s
 
     def why_no_batch(self, now: float) -> str | None:
-        """Why no batch can ever form as things are, or a share has kept one from forming for long."""
+        """Why no batch can ever form as things are, a share has kept one from forming for long, or nobody is there."""
         if self.run is None:
             return None
         live = self.live_environments(now)
+        is_short = self.is_stuck or self.queue.num_sequences < self.run.request.batch_size
+        if not live and self.environments and is_short and not self.run.is_over:
+            last = max(self.environments.values(), key=lambda each: self.last_seen[each.id])
+            told = "was heard of last" if last.is_connected else "left"
+            return (
+                f"no environment is there that could send groups: {last.name} {told} "
+                f"{now - self.last_seen[last.id]:.0f} s ago: look at its log, or start one"
+            )
         short = self._short_of(_shares(live))
         if short and self._short_since is not None and now - self._short_since > self._share_wait_s / 2:
             return (

@@ -350,6 +350,20 @@ async def test_a_share_of_an_environment_that_only_asks_and_sends_nothing_is_wai
         assert tags((await api.get("/batch")).json()["batch"]) == [12], "its share counts again"
 
 
+async def test_a_queue_that_nobody_fills_any_more_is_said() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        assert (await api.get("/status")).json()["problem"] is None, "nobody has come yet"
+        env_id = await join(api)
+        await api.post("/scored_data", json=group(2, env_id=env_id))
+        assert (await api.get("/status")).json()["problem"] is None
+        await api.post("/disconnect-env", json={"env_id": env_id})
+        said = "no environment is there that could send groups: sums_0 left 0 s ago"
+        assert said in (await api.get("/batch")).json()["message"]
+        await join(api)
+        assert (await api.get("/status")).json()["problem"] is None
+
+
 async def test_an_environment_that_says_nothing_counts_neither_in_weights_nor_in_shares() -> None:
     async with api_client(liveness_s=1e-9) as api:
         await start_run(api)
