@@ -13,7 +13,7 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, Task, belongs_to, generator
 from grpo_engine.environments.tasks.instruction_prompts import draw_prompt
 from grpo_engine.environments.tasks.instructions import UnknownInstruction, checked_arguments, follows
-from grpo_engine.environments.tasks.records import endless, of_split, read_records
+from grpo_engine.environments.tasks.records import endless, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
@@ -50,14 +50,7 @@ class IFEval(Task):
         """Drawn prompts without end, or the file's records, reshuffled at every pass."""
         if self.path is None:
             return self._drawn(seed, split)
-        held_out = None if self.held_out_path is None else self._read(self.held_out_path, "task.held_out_path")
-        records = of_split(
-            split,
-            self._read(self.path, "task.path"),
-            held_out,
-            where=f"task.path: {self.path}",
-            instead="give task.held_out_path, or more records",
-        )
+        records = of_files(split, self.path, self.held_out_path, self._read)
         return endless(records, task=self.label(), seed=seed, split=split)
 
     def score(self, item: Item, completion: str) -> float:

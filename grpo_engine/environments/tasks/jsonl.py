@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
 from grpo_engine.environments.tasks.base import Item, Split, Task
-from grpo_engine.environments.tasks.records import endless, of_split, read_items
+from grpo_engine.environments.tasks.records import endless, of_files, read_items
 from grpo_engine.flags import Flag
 
 
@@ -45,13 +45,7 @@ class Jsonl(Task):
         return float(given is not None and is_same_answer(expected, given))
 
     def _records(self, split: Split) -> list[Item]:
-        return of_split(
-            split,
-            self._read(self.path, "task.path"),
-            None if self.held_out_path is None else self._read(self.held_out_path, "task.held_out_path"),
-            where=f"task.path: {self.path}",
-            instead="give task.held_out_path, or more records",
-        )
+        return of_files(split, self.path, self.held_out_path, self._read)
 
     def _read(self, path: Path, where: str) -> list[Item]:
         return read_items(path, question_field=self.question_field, answer_field=self.answer_field, where=where)

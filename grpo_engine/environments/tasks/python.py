@@ -13,7 +13,7 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, Task
 from grpo_engine.environments.tasks.loading import load_attribute
 from grpo_engine.environments.tasks.own_items import own_items
-from grpo_engine.environments.tasks.records import endless, of_split, read_records
+from grpo_engine.environments.tasks.records import endless, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
@@ -87,14 +87,7 @@ class Python(Task):
             source = load_attribute(self.module, self.items_from, where="task.items_from")
             where = f"{self.module}:{self.items_from}"
             return own_items(source, self._item, where=where, task=self.label(), seed=seed, split=split)
-        held_out = None if self.held_out_path is None else self._read(self.held_out_path, "task.held_out_path")
-        records = of_split(
-            split,
-            self._read(self.path, "task.path"),
-            held_out,
-            where=f"task.path: {self.path}",
-            instead="give task.held_out_path, or more records",
-        )
+        records = of_files(split, self.path, self.held_out_path, self._read)
         return endless(records, task=self.label(), seed=seed, split=split)
 
     def score(self, item: Item, completion: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,23 @@ def of_split(
     if not chosen:
         raise ConfigError(f"{where} has no {split} record: {instead}")
     return chosen
+
+
+def of_files(
+    split: Split, path: Path, held_out_path: Path | None, read: Callable[[Path, str], list[Item]]
+) -> list[Item]:
+    """The records of a split, from a task's `path` and `held_out_path`; `read` gets a file and its setting.
+
+    Raises:
+        ConfigError: a file cannot be read, or the split holds nothing.
+    """
+    return of_split(
+        split,
+        read(path, "task.path"),
+        None if held_out_path is None else read(held_out_path, "task.held_out_path"),
+        where=f"task.path: {path}",
+        instead="give task.held_out_path, or more records",
+    )
 
 
 def endless(items: Sequence[Item], *, task: str, seed: int, split: Split) -> Iterator[Item]:
