@@ -11,6 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as StarletteMessage
 
@@ -54,9 +55,15 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 async def read_body(request: Request, model: type[ModelT]) -> ModelT:
-    """The body as `model`; 422 naming each key that is unknown or wrong."""
+    """The body as `model`; 422 naming each key that is unknown or wrong.
+
+    Raises:
+        ClientLeft: the client closed the connection before it had sent all of it.
+    """
     try:
         return model.model_validate_json(await request.body())
+    except ClientDisconnect:
+        raise ClientLeft from None
     except ValidationError as error:
         raise HTTPException(422, "; ".join(dict.fromkeys(_fault_lines(error, model)))) from None
 

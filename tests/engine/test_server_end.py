@@ -1,13 +1,21 @@
-"""What a client is told whose request a shutdown cuts off."""
+"""Requests that a shutdown cuts off, and clients that leave before they have asked."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_engine.server.requests import RefuseAtTheEnd
+from grpo_engine.server.requests import RefuseAtTheEnd, add_error_answers, read_body
+
+
+class Prompt(BaseModel):
+    """What is asked for in a test."""
+
+    prompt: str
 
 
 async def cut_off(*, after_the_head: bool) -> list[Message]:
@@ -44,3 +52,28 @@ async def test_a_request_that_a_shutdown_cuts_off_is_told_to_ask_again() -> None
 async def test_an_answer_that_has_begun_is_broken_off_and_not_answered_twice() -> None:
     with pytest.raises(asyncio.CancelledError):
         await cut_off(after_the_head=True)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_error_of_the_server() -> None:
+    app = FastAPI()
+    add_error_answers(app)
+
+    @app.post("/generate")
+    async def generate(request: Request) -> None:
+        await read_body(request, Prompt)
+
+    parts: list[Message] = [
+        {"type": "http.request", "body": b'{"prompt": ', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": []}
+    await app(scope, receive, send)  # what uvicorn would log with a traceback is raised here
+    assert sent[0]["status"] == 499
