@@ -34,10 +34,13 @@ def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
     size = sizes.pop() if len(sizes) == 1 else None  # several may add up, and one of Atropos need not say its own
     for name, service in profile.services.items():
         if isinstance(service, Trainer) and size is not None and service.sequences_per_batch % size:
+            fewer = service.sequences_per_batch // size * size
+            nearest = " or ".join(str(each) for each in (fewer, fewer + size) if each)
             yield (
                 f"services.{name}.batch_size: {service.batch_size} × gradient_accumulation_steps "
                 f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences a batch, which is no "
-                f"multiple of the environment's group_size {size}: no batch would ever form"
+                f"multiple of the environment's group_size {size}: no batch would ever form; choose the two so that "
+                f"they make {nearest}, or another group_size"
             )
 
 

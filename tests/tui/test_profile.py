@@ -195,7 +195,16 @@ def test_a_port_used_twice_names_both_services(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_no_groups_can_fill_is_refused(tmp_path: Path) -> None:
-    assert "no multiple of the environment's group_size 8" in fault(tmp_path, STACK, "services.trainer.batch_size=12")
+    text = fault(tmp_path, STACK, "services.trainer.batch_size=12")
+    assert "no multiple of the environment's group_size 8" in text
+
+
+def test_a_batch_that_no_groups_can_fill_is_refused_with_the_nearest_that_they_can(tmp_path: Path) -> None:
+    hundred = ("services.trainer.batch_size=4", "services.trainer.gradient_accumulation_steps=25")
+    assert "100 sequences a batch" in fault(tmp_path, STACK, *hundred)
+    assert "choose the two so that they make 96 or 104" in fault(tmp_path, STACK, *hundred)
+    four = ("services.trainer.batch_size=2", "services.trainer.gradient_accumulation_steps=2")
+    assert "so that they make 8, or" in fault(tmp_path, STACK, *four)
 
 
 def test_a_need_to_finish_on_what_never_finishes_is_refused(tmp_path: Path) -> None:
