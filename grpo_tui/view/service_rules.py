@@ -19,6 +19,9 @@ from grpo_tui.view.refusals import obstacles
 MANY_RESTARTS = 2
 """From here on it is a crash loop; one restart may have been a person's."""
 INFERENCE_KIND = "inference"
+ENVIRONMENT_KINDS = frozenset({"environment", "atropos_environment"})
+TRAINER_KIND = "trainer"
+OUT_OF_WORK = frozenset({ServiceState.FINISHED, ServiceState.STOPPED, ServiceState.FAILED})
 OTHERS_BYTES = 1 << 30
 """Less of a GPU in strangers' hands is a display or a monitor, not a neighbour."""
 NEARLY_FULL = 0.97
@@ -100,6 +103,28 @@ def crash_loops(status: RunStatus) -> Iterator[Warning]:
         )
 
 
+def no_environment(status: RunStatus) -> Iterator[Warning]:
+    """A trainer that goes on, and nobody left who would make a batch for it."""
+    environments = [service for service in status.services if service.kind in ENVIRONMENT_KINDS]
+    is_training = any(
+        service.kind == TRAINER_KIND and service.state is ServiceState.READY for service in status.services
+    )
+    is_over = status.is_ending or status.state in ENDED_RUN_STATES
+    if is_over or not is_training or not environments:
+        return
+    if any(service.state not in OUT_OF_WORK for service in environments):
+        return
+    ends = [f"{service.name} {service.state} ({reason(service) or 'no reason known'})" for service in environments]
+    yield Warning(
+        id="no-environment",
+        severity="warning",
+        text=f"no environment makes groups: {', '.join(ends)}, and the trainer waits for a batch once it has used "
+        "those that are made",
+        hint=" or ".join(f"`grpo-tui start {service.name}`" for service in environments) + " starts it again; "
+        f"its log ({environments[0].log}) says why it ended",
+    )
+
+
 def gpu_memory_of_others(status: RunStatus) -> Iterator[Warning]:
     """Memory that no service of this run holds, and a GPU that is about to be full."""
     for gpu in status.gpus:
@@ -126,6 +151,7 @@ SERVICE_RULES: tuple[Callable[[RunStatus], Iterator[Warning]], ...] = (
     failed_services,
     unhealthy_services,
     crash_loops,
+    no_environment,
     gpu_memory_of_others,
 )
 

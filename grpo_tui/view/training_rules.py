@@ -169,11 +169,14 @@ def equal_rewards(measured: Measurements) -> Iterator[Warning]:
     if reward is not None and reward >= 0.9:
         cause, hint = (
             "the task has become too easy",
-            "raise the task's difficulty (--task.difficulty), or end the run: it is solved",
+            "make the task harder (--task.difficulty, where it has one), or end the run: it is solved",
         )
     elif reward is not None and reward <= max(0.05, least) and most <= 0.1:
         cause = "no answer is ever rewarded: the task is too hard, or the reward does not find the answer"
-        hint = "lower --task.difficulty, raise --max-tokens, and read a few completions in rollouts.jsonl"
+        hint = (
+            "make the task easier (--task.difficulty, where it has one), leave more room (--max-tokens, "
+            "--max-token-length), and read a few completions in rollouts.jsonl"
+        )
     else:
         cause = "every answer to a prompt is alike"
         hint = "raise --temperature of the environment (1.0), raise --group-size, or set --entropy-coef 0.001"
@@ -243,7 +246,8 @@ def truncated(measured: Measurements) -> Iterator[Warning]:
             id="truncated",
             severity="warning",
             text=f"{100 * share:.0f}% of the completions are cut off before their end, and are rewarded as they stand",
-            hint="raise --max-tokens of the environment, and --seq-len and --max-model-len with it",
+            hint="raise --max-tokens of the environment, or --max-token-length where conversations run out of room, and "
+            "--seq-len and --max-model-len with it",
         )
 
 

@@ -12,7 +12,7 @@ from grpo_engine.flags import add_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.metrics import MetricsLine
-from grpo_engine.wire.supervisor import ProbeOutcome, Warning
+from grpo_engine.wire.supervisor import ProbeOutcome, ServiceState, Warning
 from grpo_tui.view import service_rules, training_rules
 from grpo_tui.view.diagnosis import diagnose
 
@@ -142,6 +142,23 @@ def test_truncated_completions_name_the_token_limit() -> None:
     assert "--max-tokens" in hint
 
 
+def test_hints_name_a_difficulty_only_for_tasks_that_have_one() -> None:
+    for changes in ({"reward__mean": 1.0}, {"reward__mean": 0.0}):
+        hint = only(diagnose(steps(reward__frac_zero_std=1.0, **changes), None)).hint
+        assert hint is not None
+        assert "--task.difficulty, where it has one" in hint
+
+
+def test_conversations_that_run_out_of_room_are_pointed_at_the_room() -> None:
+    cut_off = only(diagnose(steps(rollout__truncated_fraction=0.4), None)).hint
+    unrewarded = only(diagnose(steps(reward__frac_zero_std=1.0, reward__mean=0.0), None)).hint
+    assert cut_off is not None
+    assert unrewarded is not None
+    assert "--max-token-length" in cut_off
+    assert "--seq-len" in cut_off
+    assert "--max-token-length" in unrewarded
+
+
 def test_old_rollouts_are_told() -> None:
     warning = only(diagnose(steps(rollout__staleness_mean=6.0, rollout__staleness_max=11.0), None))
     assert warning.id == "staleness"
@@ -218,6 +235,31 @@ def test_last_lines_of_a_log_are_left_to_the_crash_report() -> None:
     assert warning.text == "env failed: exit code 3"
     assert warning.hint is not None
     assert "c opens its crash report" in warning.hint
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_a_trainer_without_any_environment_left_is_told_with_how_they_ended(state: str) -> None:
+    gone = service("env", state=state, why="exit code 0", pid=None)
+    warning = only(diagnose([], run_status(services=[gone, service("trainer")])))
+    assert warning.text.startswith(f"no environment makes groups: env {state} (exit code 0), and the trainer waits")
+    assert warning.hint is not None
+    assert warning.hint.startswith("`grpo-tui start env`")
+
+
+def test_one_environment_that_goes_on_is_enough() -> None:
+    gone, other = service("env", state="finished", pid=None), service("other", kind="environment")
+    for state in ("ready", "starting", "backoff", "waiting"):
+        going_on = other.model_copy(update={"state": ServiceState(state)})
+        found = diagnose([], run_status(services=[gone, going_on, service("trainer")]))
+        assert "no-environment" not in {warning.id for warning in found}
+
+
+def test_environments_may_end_before_or_after_the_training() -> None:
+    gone = service("env", state="finished", pid=None)
+    for trainer in ("waiting", "finished", "stopping"):
+        assert diagnose([], run_status(services=[gone, service("trainer", state=trainer)])) == []
+    assert diagnose([], run_status(is_ending=True, services=[gone, service("trainer")])) == []
+    assert diagnose([], run_status(state="stopped", services=[gone, service("trainer")])) == []
 
 
 def test_memory_of_strangers_is_told_by_user() -> None:
