@@ -2,8 +2,8 @@
 
 They ask for the next batch on a new connection, also when a time-out of theirs cut the last answer off. Two things
 tell the cases apart. A socket that is closed with unread data in it, be it by a time-out or by the end of its process,
-resets its connection; one that has read everything closes it in peace. And once the peer's kernel has acknowledged
-every byte, the peer will read them though we should end meanwhile.
+resets its connection; one that has read everything closes it in peace, and so does one that hung up before anything
+came. And once the peer's kernel has acknowledged every byte, the peer will read them though we should end meanwhile.
 """
 
 from __future__ import annotations

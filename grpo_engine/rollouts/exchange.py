@@ -12,7 +12,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -53,6 +54,8 @@ class Delivery:
 
     lease: Lease
     bodies: list[bytes]
+    environments: dict[int, str]
+    """Names that stay the same after a restart, by the ids that its groups have."""
     is_repeated: bool
 
 
@@ -71,8 +74,9 @@ class Exchange:
         self._sent: dict[object, Lease] = {}
         """The last batch that went out on each open connection."""
         self._for_groups = Waiting()
+        """Trainers that wait for a batch."""
         self._for_changes = Waiting()
-        """Who has nothing to expect from more groups."""
+        """All others: more groups are nothing to them, and need not wake them hundreds of times a second."""
         self._num_held = 0
         self._held_bytes = 0
         self._is_closing = False
@@ -126,6 +130,8 @@ class Exchange:
         handout = self.ledger.next_batch(
             client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
         )
+        senders = self.ledger.senders(handout.lease) if handout.lease else []
+        records = {id_: self.ledger.environments[id_] for id_ in senders if id_ in self.ledger.environments}
         bodies = await self._write_handout(handout) if handout.changed_anything else []
         if handout.unmet:
             _event(logging.WARNING, "batch formed without a guaranteed share", environments=", ".join(handout.unmet))
@@ -146,10 +152,16 @@ class Exchange:
             step=run.step if run else None,
             groups=len(bodies),
             sequences=handout.lease.num_sequences,
+            environments=Counter(_sender_name(id_, self.environment_names) for id_ in senders),
             groups_waiting=len(self.ledger.queue),
             client=client,
         )
-        return Delivery(lease=handout.lease, bodies=bodies, is_repeated=handout.is_repeated)
+        return Delivery(
+            lease=handout.lease,
+            bodies=bodies,
+            environments={id_: record.desired_name for id_, record in records.items()},
+            is_repeated=handout.is_repeated,
+        )
 
     async def acknowledge(self, lease_id: str) -> None:
         """Forget a batch that arrived, without asking for another."""
@@ -283,7 +295,7 @@ class Exchange:
         self._for_groups.tell()
         names = self.environment_names
         for group in groups:
-            name = names.get(group.env_id, "unknown") if group.env_id is not None else "none"
+            name = _sender_name(group.env_id, names)
             self.counters.took_in(name, group.num_sequences, len(group.body))
             self._warn_about(group, name)
         return placed
@@ -509,6 +521,10 @@ class Exchange:
             if is_there and (name, fault) not in self._warned:
                 self._warned.add((name, fault))
                 _event(logging.WARNING, "questionable group", environment=name, why=fault)
+
+
+def _sender_name(env_id: int | None, names: Mapping[int, str]) -> str:
+    return names.get(env_id, "unknown") if env_id is not None else "none"
 
 
 def _event(level: int, event: str, **fields: object) -> None:
