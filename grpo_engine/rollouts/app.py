@@ -160,8 +160,8 @@ def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
             _refuse_unless_ruling(exchange, uuid)
             problem = exchange.problem()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
-        lease = json.dumps(delivery.lease.id).encode()
-        content = b'{"batch":[' + b",".join(delivery.bodies) + b'],"lease":' + lease + b"}"
+        beside = json.dumps({"lease": delivery.lease.id, "environments": delivery.environments}).encode()
+        content = b'{"batch":[' + b",".join(delivery.bodies) + b"]," + beside[1:]
         answer = await bodies.json_answer(request, content)
         if await request.is_disconnected():
             await exchange.take_back(delivery.lease)

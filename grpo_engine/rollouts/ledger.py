@@ -249,6 +249,10 @@ class Ledger:
         if (lease := self._still(delivered)) is not None:
             self.leases[lease.id] = replace(lease, is_sent=True)
 
+    def senders(self, lease: Lease) -> list[int | None]:
+        """Ids of the environments of a batch that is lent, one for each of its groups; None where a group has none."""
+        return [self._lent[id_].env_id for id_ in lease.group_ids]
+
     def take_back(self, delivered: Lease) -> Lease | None:
         """Offer a batch again whose client was gone before it could have read it; None where that has been done."""
         lease = self._still(delivered)

@@ -193,3 +193,5 @@ class BatchResponse(Message):
     message: str | None = None
     lease: str | None = None
     """Hand it back as `?ack=` of the next `GET /batch`; a batch that is never acknowledged is offered again."""
+    environments: dict[int, str] = Field(default_factory=dict)
+    """Who the ids of its groups are, by the names that stay the same after a restart (`sort6`, not `sort6_0`)."""
