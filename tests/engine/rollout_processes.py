@@ -14,34 +14,47 @@ from pathlib import Path
 
 import httpx
 import psutil
+from forked import Forked
 from serving import end_all, free_port
 
 
 class ApiProcess:
     """`grpo-engine api` on a port and a store that stay the same over its restarts."""
 
-    def __init__(self, folder: Path, *flags: str, store: Path | None = None, wrapper: Sequence[str] = ()) -> None:
+    process: subprocess.Popen[bytes] | Forked
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        store: Path | None = None,
+        wrapper: Sequence[str] = (),
+        is_forked: bool = True,
+    ) -> None:
         """Start it.
 
         Args:
-            wrapper: a command that runs the one behind it, as `unshare` does.
+            wrapper: a command that runs the one behind it, as `unshare` does; that one is never forked.
+            is_forked: spare it the second of its imports. What memory it takes is then no longer its own alone.
         """
         self.store = store or folder / "rollouts.sqlite"
         self.log = folder / "api.log"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            *wrapper,
-            *(sys.executable, "-m", "grpo_engine", "api", "--port", str(self.port)),
-            *("--store", str(self.store), *flags),
-        ]
+        self._is_forked = is_forked and not wrapper
+        self._wrapper = wrapper
+        self._words = ("api", "--port", str(self.port), "--store", str(self.store), *flags)
         self.start()
 
     def start(self) -> None:
         """Start it, again perhaps, without waiting for it."""
         self._read_from = self.log.stat().st_size if self.log.exists() else 0
+        if self._is_forked:
+            self.process = Forked(*self._words, log=self.log, folder=Path.cwd(), environment=os.environ)
+            return
+        command = [*self._wrapper, sys.executable, "-m", "grpo_engine", *self._words]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stderr=log, stdout=log)
+            self.process = subprocess.Popen(command, stderr=log, stdout=log)
 
     def wait_until_ready(self) -> None:
         """Wait until it answers; the test's own limit ends this."""
@@ -107,10 +120,10 @@ class ApiProcess:
 
 @contextlib.contextmanager
 def api_process(
-    folder: Path, *flags: str, store: Path | None = None, wrapper: Sequence[str] = ()
+    folder: Path, *flags: str, store: Path | None = None, wrapper: Sequence[str] = (), is_forked: bool = True
 ) -> Iterator[ApiProcess]:
     """A running API, ended at the end, that never wrote of an exception nobody expected."""
-    api = ApiProcess(folder, *flags, store=store, wrapper=wrapper)
+    api = ApiProcess(folder, *flags, store=store, wrapper=wrapper, is_forked=is_forked)
     try:
         api.wait_until_ready()
         yield api

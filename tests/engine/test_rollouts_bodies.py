@@ -315,7 +315,7 @@ def gigabyte_of(character: bytes) -> bytes:
 @pytest.mark.slow
 def test_bombs_are_refused_in_bounded_memory(tmp_path: Path) -> None:
     zeros, brackets = gigabyte_of(b"\0"), gigabyte_of(b"[")
-    with api_process(tmp_path, "--max-body-bytes", str(32 * 2**20)) as api, api.client() as http:
+    with api_process(tmp_path, "--max-body-bytes", str(32 * 2**20), is_forked=False) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
         before = api.peak_rss_bytes()
         for path in ("/scored_data", "/scored_data_list", "/evaluations/a/answers"):
@@ -335,7 +335,7 @@ def test_no_route_reads_a_body_beyond_the_limit(tmp_path: Path) -> None:
     posts = ["/register", "/register-env", "/disconnect-env", "/evaluations", "/acknowledge?lease=a"]
     routes = [("POST", path) for path in posts] + [("GET", path) for path in ("/status-env", "/batch", "/info")]
     greedy = []
-    with api_process(tmp_path, "--max-body-bytes", str(2**20)) as api:
+    with api_process(tmp_path, "--max-body-bytes", str(2**20), is_forked=False) as api:
         for method, path in routes:
             api.forget_peak_rss()
             before = api.peak_rss_bytes()

@@ -15,7 +15,7 @@ GROUPS_A_POST = 100
 
 @pytest.mark.slow
 def test_twenty_thousand_groups_leave_nothing_behind(tmp_path: Path) -> None:
-    with api_process(tmp_path, "--log-level", "warning") as api, api.client() as http:
+    with api_process(tmp_path, "--log-level", "warning", is_forked=False) as api, api.client() as http:
         http.post("/register", json={**REGISTRATION, "batch_size": 4 * GROUPS_A_POST, "num_steps": 0})
         lease = through(http, 4_000)
         rss, files, threads, disk = api.rss_bytes(), api.num_files(), api.num_threads(), disk_bytes(tmp_path)
@@ -50,7 +50,7 @@ def through(http: httpx.Client, num_groups: int, lease: str = "") -> str:
 
 @pytest.mark.slow
 def test_what_waits_is_on_the_disk_and_not_in_memory(tmp_path: Path) -> None:
-    with api_process(tmp_path, "--log-level", "warning") as api, api.client() as http:
+    with api_process(tmp_path, "--log-level", "warning", is_forked=False) as api, api.client() as http:
         http.post("/register", json={**REGISTRATION, "batch_size": 4})
         heavy = group(4, generation_params={"text": "x" * 1_000_000})
         for _ in range(5):

@@ -79,7 +79,7 @@ async def test_a_group_of_newer_weights_than_a_new_trainer_serves_makes_no_other
 
 @pytest.mark.slow
 def test_a_batch_that_went_out_is_not_kept_in_memory_while_its_trainer_stays_connected(tmp_path: Path) -> None:
-    with api_process(tmp_path) as api, api.client(headers={"Accept-Encoding": "identity"}) as http:
+    with api_process(tmp_path, is_forked=False) as api, api.client(headers={"Accept-Encoding": "identity"}) as http:
         http.post("/register", json=REGISTRATION)
         for _ in range(4):
             http.post("/scored_data", json=group(1, generation_params={"text": "x" * 25_000_000}))
