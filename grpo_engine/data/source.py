@@ -69,6 +69,7 @@ class RolloutSource:
         self._registration: RegisterRequest | None = None
         self._uuid: int | None = None
         self._lease = ""
+        self._environments: dict[int, str] = {}
         self._is_used = False
         self._said: tuple[str, float] = ("", 0.0)
 
@@ -184,12 +185,18 @@ class RolloutSource:
         if not response.batch:
             return None
         self._lease, self._is_used = response.lease or "", False
+        self._environments = response.environments
         return response.batch
 
     @property
     def lease(self) -> str:
         """The API's name for the last batch; empty where there is none."""
         return self._lease
+
+    @property
+    def environments(self) -> dict[int, str]:
+        """Names of the last batch's environments, by the ids in its groups; a stock API tells none."""
+        return self._environments
 
     def go_on_after(self, lease: str) -> None:
         """Take the place of a trainer that was killed and has left this batch behind: the API need not offer it again.

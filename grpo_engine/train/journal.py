@@ -17,7 +17,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from grpo_engine.errors import CheckpointError
@@ -42,6 +42,8 @@ class JournalHead(Message):
     """Of the weights before it."""
     lease: str
     """The rollout API's name for the batch; empty where it gives none."""
+    environments: dict[int, str] = Field(default_factory=dict)
+    """Names of the environments in it, by id."""
     settings: dict[str, Any]
     """Those that decide what the step does."""
 

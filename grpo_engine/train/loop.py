@@ -19,6 +19,7 @@ from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import CheckpointError, DataError, GrpoError, PeerUnavailable
 from grpo_engine.train import checkpoints
+from grpo_engine.train.by_environment import metrics_by_environment
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.train.journal import Journal, JournalEntry, JournalHead
@@ -112,7 +113,13 @@ def train(
                 groups = drop_stale(groups, version, config.max_staleness)
                 if not groups:
                     continue
-                head = JournalHead(step=step + 1, policy_version=version, lease=source.lease, settings=settings)
+                head = JournalHead(
+                    step=step + 1,
+                    policy_version=version,
+                    lease=source.lease,
+                    environments=source.environments,
+                    settings=settings,
+                )
                 entry = JournalEntry(head=head, groups=groups)
             try:
                 batch = fitting_batch(entry.groups, config.seq_len, vocab_size=trainee.vocab_size)
@@ -142,10 +149,15 @@ def train(
                 "train/tokens_per_second": batch.num_inputs / (published - began),
             }
             if not recorder.has(step):
+                names = entry.head.environments
                 if config.rollouts_every and step % config.rollouts_every == 0:
-                    recorder.rollouts(sampled_rollouts(batch, result, decode, step=step, count=config.rollouts_groups))
+                    count = config.rollouts_groups
+                    recorder.rollouts(
+                        sampled_rollouts(batch, result, decode, environments=names, step=step, count=count)
+                    )
                 evaluated = evaluator.measure_if_due(step, version)
-                recorder.step(step, version, {**result.metrics, **times, **trainee.memory_metrics(), **evaluated})
+                measured = {**result.metrics, **metrics_by_environment(batch, names), **times}
+                recorder.step(step, version, {**measured, **trainee.memory_metrics(), **evaluated})
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
                 save(or_go_on=True)
     except GrpoError as error:  # a peer that stays away, a group that cannot be trained on: what was done is kept

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from grpo_engine.data.batching import Batch
+from grpo_engine.train.by_environment import row_names, spread_groups
 from grpo_engine.train.step import StepResult
 from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
 
@@ -15,22 +16,31 @@ Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included: an end token that is missing must be seen."""
 
 
-def sampled_rollouts(batch: Batch, result: StepResult, decode: Decode, *, step: int, count: int) -> list[RolloutLine]:
-    """The first `count` groups of a batch, as lines of `rollouts.jsonl`."""
-    groups = torch.unique(batch.group_ids).tolist()[:count]
-    return [
-        _group(batch, result, decode, step, (batch.group_ids == group).nonzero()[:, 0].tolist()) for group in groups
-    ]
+def sampled_rollouts(
+    batch: Batch, result: StepResult, decode: Decode, *, environments: Mapping[int, str], step: int, count: int
+) -> list[RolloutLine]:
+    """Up to `count` groups of a batch, from its environments in turn, as lines of `rollouts.jsonl`.
+
+    Args:
+        environments: names by id.
+    """
+    names = row_names(batch, environments)
+    lines = []
+    for group in spread_groups(batch, names, count):
+        rows = (batch.group_ids == group).nonzero()[:, 0].tolist()
+        lines.append(_group(batch, result, decode, step, rows, environment=names[rows[0]]))
+    return lines
 
 
-def _group(batch: Batch, result: StepResult, decode: Decode, step: int, rows: Sequence[int]) -> RolloutLine:
+def _group(
+    batch: Batch, result: StepResult, decode: Decode, step: int, rows: Sequence[int], *, environment: str | None
+) -> RolloutLine:
     first = rows[0]
     prompt_length = int(batch.mask[first].nonzero()[0]) + 1  # the label at t is the token after input t
-    environment = batch.env_ids[first]
     return RolloutLine(
         time=time.time(),
         step=step,
-        environment=None if environment is None else str(environment),
+        environment=environment,
         prompt=decode(batch.inputs[first, :prompt_length].tolist()),
         completions=[_completion(batch, result, decode, row) for row in rows],
     )

@@ -29,6 +29,14 @@ each with its standard error over prompts (`…_se`), `eval/num_prompts`, `eval/
 several environments answer, `eval/<environment>/…` as well."""
 
 
+def environment_metric(room: str, environment: str, name: str) -> str:
+    """What is measured of one environment, in steps whose batch has several: `reward/sort6/mean`.
+
+    There are `reward/<environment>/mean` and `rollout/<environment>/num_groups`.
+    """
+    return f"{room}/{environment}/{name}"
+
+
 def is_evaluated_score(name: str) -> bool:
     """Whether a metric is an avg@k or pass@k of all environments together: what a person looks at first."""
     return name.startswith(EVALUATION_PREFIX) and "@" in name and name.count("/") == 1 and not name.endswith("_se")
@@ -86,5 +94,6 @@ class RolloutLine(Message):
     time: float
     step: int
     environment: str | None
+    """The name that its evaluations have too; its id at the rollout API where that tells no names."""
     prompt: str
     completions: list[SampledCompletion]

@@ -80,7 +80,9 @@ def test_a_sequence_that_is_cut_keeps_the_turns_before() -> None:
 def test_a_sampled_conversation_is_shown_with_what_was_read_between_its_turns() -> None:
     batch = make_batch([two_turns()], seq_len=16)
     result = gradient_step(trainee(), batch, step=0, policy_version=4)
-    [line] = sampled_rollouts(batch, result, lambda tokens: " ".join(map(str, tokens)), step=1, count=1)
+    [line] = sampled_rollouts(
+        batch, result, lambda tokens: " ".join(map(str, tokens)), environments={}, step=1, count=1
+    )
     assert line.prompt == "5 9 6"
     assert [completion.text for completion in line.completions] == ["7 2 11 12 8 4 2", "8 2 13 7 2"]
     assert [completion.token_ids for completion in line.completions] == [[7, 2, 8, 4, 2], [8, 2, 7, 2]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,8 +83,9 @@ def made_up_groups(seed: int, *, groups: int = 2, size: int = 4, version: int = 
 class ListedSource:
     """Hands out the batches that it is given, one after the other, as `RolloutSource` does."""
 
-    def __init__(self, batches: Sequence[list[ScoredGroup]]) -> None:
+    def __init__(self, batches: Sequence[list[ScoredGroup]], environments: Mapping[int, str] | None = None) -> None:
         self._batches = list(batches)
+        self.environments = dict(environments or {})
         self.registered: dict[str, object] = {}
         self.lease = ""
         self.num_used = 0
