@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, Response
 from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.connections import WatchedProtocol
+from grpo_engine.rollouts.exchange import Exchange
 from grpo_engine.rollouts.store import Store
 
 REGISTRATION: dict[str, Any] = {
@@ -54,19 +55,46 @@ def tags(batch: list[dict[str, Any]]) -> list[int]:
     return [item["tokens"][0][2] for item in batch]
 
 
+_idle_apps: dict[str, list[FastAPI]] = {}
+"""Applications that nobody uses now, by their settings."""
+
+
+@contextlib.contextmanager
+def rollout_app(config: ApiConfig) -> Iterator[FastAPI]:
+    """The application as `make_app` makes it, with the store that `config` names.
+
+    All its state is in the store and in the exchange, which are new. Its routes are those of an earlier one with the
+    same settings where there was one: they take longer to make than most tests to run.
+    """
+    assert config.store is not None
+    store = Store(config.store)
+    idle = _idle_apps.setdefault(repr(config.model_copy(update={"store": None})), [])
+    app = idle.pop() if idle else make_app(config, store)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        exchange = app.state.exchange = Exchange(config, store, store.load())
+        yield
+        await exchange.close_store()
+
+    app.router.lifespan_context = lifespan
+    yield app
+    idle.append(app)
+
+
 @contextlib.asynccontextmanager
 async def api_client(
     database: Path = Path(":memory:"), *, headers: dict[str, str] | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an API in the same event loop, without sockets."""
-    app = make_app(ApiConfig(store=database, **settings), Store(database))
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=app), base_url="http://api.test", headers=headers
-        ) as client,
-    ):
-        yield client
+    with rollout_app(ApiConfig(store=database, **settings)) as app:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app=app), base_url="http://api.test", headers=headers
+            ) as client,
+        ):
+            yield client
 
 
 @contextlib.contextmanager
@@ -95,9 +123,14 @@ def served(app: FastAPI, port: int = 0, **settings: Any) -> Iterator[str]:
         thread.join(60)
 
 
-def served_api(database: Path = Path(":memory:"), port: int = 0, **settings: Any) -> Any:
+@contextlib.contextmanager
+def served_api(database: Path = Path(":memory:"), port: int = 0, **settings: Any) -> Iterator[str]:
     """A real API on loopback."""
-    return served(make_app(ApiConfig(store=database, **settings), Store(database)), port, http=WatchedProtocol)
+    with (
+        rollout_app(ApiConfig(store=database, **settings)) as app,
+        served(app, port, http=WatchedProtocol) as url,
+    ):
+        yield url
 
 
 class FakeTokenizer:

@@ -17,6 +17,7 @@ A kill is a copy of the files as they are: what a process that ends at that mome
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import tempfile
@@ -30,12 +31,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rollout_fakes import ENVIRONMENT, REGISTRATION, group, tags
+from rollout_fakes import ENVIRONMENT, REGISTRATION, group, rollout_app, tags
 
-from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.forming import QueuedGroup, form_batch
-from grpo_engine.rollouts.store import Store
 
 MAX_QUEUED = 120
 NUM_EXAMPLES = int(os.environ.get("ROLLOUT_EXAMPLES", "25"))
@@ -94,7 +93,8 @@ class AnyClients(RuleBasedStateMachine):
     def start(self, store: Path) -> None:
         self.store = store
         config = ApiConfig(store=store, max_queued_sequences=MAX_QUEUED, hold_s=0, liveness_s=3600, lease_s=3600)
-        app = make_app(config, Store(store))
+        self.application = contextlib.ExitStack()
+        app = self.application.enter_context(rollout_app(config))
         self.life = app.router.lifespan_context(app)
         self.loop.run_until_complete(self.life.__aenter__())
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://api.test")
@@ -102,6 +102,7 @@ class AnyClients(RuleBasedStateMachine):
     def stop(self) -> None:
         self.loop.run_until_complete(self.http.aclose())
         self.loop.run_until_complete(self.life.__aexit__(None, None, None))
+        self.application.close()
 
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
         answer = self.loop.run_until_complete(self.http.request(method, path, **more))
