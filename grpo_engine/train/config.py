@@ -184,7 +184,7 @@ class TrainConfig(Config):
     rollouts_every: int = Field(1, ge=0)
     """Write sampled groups to rollouts.jsonl every so many steps; 0: never."""
     rollouts_groups: int = Field(2, ge=1)
-    """Groups that are written each time."""
+    """Groups that are written each time, from the batch's environments in turn."""
     use_wandb: bool = False
     """Also log to Weights & Biases (needs the `trackers` extra). `WANDB_MODE=offline` keeps it on this machine."""
     wandb_project: str | None = None

@@ -83,6 +83,18 @@ def test_a_file_called_like_a_module_of_python_takes_nobodys_place(write: Write)
     assert json.loads("[1]") == [1]
 
 
+def test_a_file_called_like_a_module_of_python_has_to_be_named_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("def score(completion): return 1\n")
+    with pytest.raises(
+        ConfigError, match=r"'json' Python finds its own module, not .*/json\.py: write json\.py for it"
+    ):
+        own("json").check()
+    assert scored(own("json.py"), "x") == [1.0]
+
+
 def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").touch()

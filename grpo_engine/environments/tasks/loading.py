@@ -39,9 +39,12 @@ def load_module(module: str, *, where: str) -> ModuleType:
     """Import a module, or run a file as one; the second time it is the same one.
 
     Raises:
-        ConfigError: there is none, or it fails while it is imported; names the file and line.
+        ConfigError: there is none, it fails while it is imported (names the file and line), or Python has one of that
+            name too.
     """
     is_file = module.endswith(".py")
+    if not is_file:
+        _refuse_hidden(module, where)
     _put_first(Path(module).resolve().parent if is_file else Path.cwd())
     importlib.invalidate_caches()
     try:
@@ -78,6 +81,16 @@ def told(error: BaseException) -> str:
 def _is_foreign(filename: str) -> bool:
     ours = str(Path(__file__).parents[2])
     return filename.startswith(("<frozen", ours, sysconfig.get_path("stdlib"))) or "site-packages" in filename
+
+
+def _refuse_hidden(module: str, where: str) -> None:
+    """Refuse a name by which Python finds a module of its own where a file in the current folder is meant."""
+    file = Path(f"{module}.py")
+    if module in sys.stdlib_module_names and file.exists():
+        raise ConfigError(
+            f"{where}: by the name {module!r} Python finds its own module, not {file.resolve()}: "
+            f"write {file} for it, or rename the file"
+        )
 
 
 def _put_first(folder: Path) -> None:
