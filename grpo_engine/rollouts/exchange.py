@@ -141,7 +141,6 @@ class Exchange:
         if handout.lease or handout.dropped or self.ledger.is_stuck != was_stuck:
             self._tell()
         if handout.lease is None:
-            self._report_problem()
             return None
         run = self.ledger.run
         self.counters.batches_repeated += handout.is_repeated
@@ -386,8 +385,12 @@ class Exchange:
         self._tell()
 
     def problem(self) -> str | None:
-        """Why no batch can ever form as things are."""
-        return self.ledger.why_no_batch(time.time())
+        """Why no batch can ever form as things are; said in the log when it changes."""
+        problem = self.ledger.why_no_batch(time.time())
+        if problem != self._reported_problem and problem is not None:
+            _event(logging.WARNING, "no batch can form", why=problem)
+        self._reported_problem = problem
+        return problem
 
     @property
     def num_held(self) -> int:
@@ -500,13 +503,6 @@ class Exchange:
     def _tell(self) -> None:
         self._for_groups.tell()
         self._for_changes.tell()
-
-    def _report_problem(self) -> None:
-        """Say once, and again when it changes, that no batch can ever form."""
-        problem = self.problem()
-        if problem != self._reported_problem and problem is not None:
-            _event(logging.WARNING, "no batch can form", why=problem)
-        self._reported_problem = problem
 
     def _warn_about(self, group: CheckedGroup, name: str) -> None:
         faults = {
