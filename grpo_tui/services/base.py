@@ -19,6 +19,8 @@ from grpo_engine.config import Config
 from grpo_tui.services.env_file import read_env_file
 
 PORT = Annotated[int, Field(ge=1, le=65535)]
+USAGE_ERROR = 2
+"""What `grpo-engine` exits with when a setting is wrong."""
 VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
@@ -196,6 +198,11 @@ class Service(Config):
         return self
 
     @property
+    def final_exit_codes(self) -> tuple[int, ...]:
+        """Exit codes after which a restart would end the same way; our own services tell of a wrong setting so."""
+        return (USAGE_ERROR,)
+
+    @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
         """Lines of the log by which its start-up is told, as `Launch.phases`."""
         return ()
@@ -221,6 +228,7 @@ class Service(Config):
             "cwd": (place.profile_folder / self.cwd).resolve(),
             "needs": self.needs,
             "phases": self.start_phases,
+            "final_exit_codes": self.final_exit_codes,
             "gpu_memory_share": self.gpu_memory_share,
             "cpus": self.cpus,
             "nice": self.nice,
@@ -284,6 +292,8 @@ class Launch:
     """What happens to the others when this one was restarted, in words, where nobody has to be restarted for it."""
     phases: tuple[tuple[str, str], ...] = ()
     """Of its start-up: (regular expression for a line of the log, what the service does from there on, in words)."""
+    final_exit_codes: tuple[int, ...] = ()
+    """Exit codes after which it has failed whatever `restart` says: it would end the same way again."""
     gpu_memory_share: float | None = None
     """Share of the memory of each of its GPUs that must be free before it is started."""
     cpus: tuple[int, ...] | None = None

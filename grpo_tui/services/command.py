@@ -14,6 +14,11 @@ class Command(Service):
     argv: ARGV
     """Program and arguments."""
 
+    @property
+    def final_exit_codes(self) -> tuple[int, ...]:
+        """None: what an exit code means is for each program to say."""
+        return ()
+
     def launch(self, name: str, place: Place) -> Launch:
         """Start `argv` as it stands."""
         return self._launch(name, self.kind, place, argv=self.argv)

@@ -17,7 +17,7 @@ class Environment(Service, EnvironmentConfig):
     """An environment keeps nothing that a restart could lose, so a crash is not the end of a run."""
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Be ready when the task is loaded and both servers were seen; what it learns of items is kept over restarts."""
+        """Be ready when the task is loaded and both servers were seen; keep what it learns of items over restarts."""
         learns = self.curriculum is not None or self.easy_threshold is not None or self.hard_threshold is not None
         file = self.state_file or (place.run_folder / f"{name}.items.json" if learns else None)
         config = self.model_copy(update={"state_file": file})

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_BACKOFF_S = 60.0
 KILL_MARGIN_S = 2.0
 """The keeper itself kills after the grace; so much later it is told to, in case it is the keeper that hangs."""
+MAX_SAID_CHARS = 200
+"""Of the last line of a log, where a reason repeats it."""
 UNKILLABLE_AFTER_S = 15.0
 """A process that outlives SIGKILL for so long is stuck in the kernel, usually in a driver: it is named, not awaited."""
 
@@ -380,6 +382,9 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
         words = f"{words} before it was ready ({service.answer or 'its probe never answered'})"
     if exit_.code == 0 and launch.restart is not RestartPolicy.ALWAYS:
         return _settle(gone, S.FINISHED, now_s, words)
+    if exit_.code in launch.final_exit_codes:
+        said = f": {exit_.last_lines[-1][:MAX_SAID_CHARS]}" if exit_.last_lines else ""
+        return _settle(gone, S.FAILED, now_s, f"{words}{said}")
     return _failed(gone, words, exit_, now_s, launch)
 
 

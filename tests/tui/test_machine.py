@@ -151,6 +151,36 @@ def test_it_fails_once_its_restarts_are_used_up_and_says_so() -> None:
     assert words == "exit code 3; given up after 2 restarts; last lines:\n  boom"
 
 
+@pytest.mark.parametrize("policy", list(RestartPolicy))
+def test_an_exit_that_says_a_setting_is_wrong_is_final_and_its_reason_is_the_last_line(policy: RestartPolicy) -> None:
+    how = launch(restart=policy, final_exit_codes=(2,))
+    said = "grpo-engine env: task: my_onw cannot be imported"
+    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (1.0, Exited(code=2, last_lines=(said,))))
+    assert (service.state, service.reason) == (S.FAILED, f"exit code 2: {said}")
+    assert why("vllm", {"vllm": service}, launches(how), 1.0) == f"exit code 2: {said}"
+    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (1.0, Exited(code=2, last_lines=("first", "x" * 300))))
+    assert service.reason == f"exit code 2: {'x' * 200}"
+    words = why("vllm", {"vllm": service}, launches(how), 1.0)
+    assert words == f"{service.reason}; last lines:\n  first\n  {'x' * 300}"
+
+
+def test_a_command_that_exits_with_code_2_is_restarted_as_its_policy_says() -> None:
+    service, _ = play(launch(), *UP, (9.0, Exited(code=2)))
+    assert service.state is S.BACKOFF
+
+
+def test_a_stop_that_ends_in_a_final_exit_code_is_a_stop() -> None:
+    service, _ = play(launch(final_exit_codes=(2,)), *UP, (6.0, StopAsked()), (7.0, Exited(code=2)))
+    assert service.state is S.STOPPED
+
+
+def test_a_service_in_backoff_tells_its_last_words() -> None:
+    how = launch()
+    service, _ = play(how, *UP, (9.0, Exited(code=1, last_lines=("Traceback", "ValueError: no data"))))
+    words = why("vllm", {"vllm": service}, launches(how), 9.0)
+    assert words == "exit code 1; restart 1 of 2 after 1.0 s; last line: ValueError: no data"
+
+
 def test_restarts_before_the_window_no_longer_count() -> None:
     how = launch(max_restarts=1, restart_window_s=100.0)
     service, _ = play(how, (0.0, Admitted()), (0.0, Exited(code=1)), (1.0, Tick()), (1.0, Admitted()))

@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from grpo_engine import cli as engine_cli
 from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import find, load
 from grpo_tui.profile.plan import describe, make_plan
@@ -303,3 +304,10 @@ def test_gpus_become_cuda_visible_devices(tmp_path: Path) -> None:
     assert launches["a"].env["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert launches["b"].env["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in launches["c"].env
+
+
+def test_a_wrong_setting_is_final_for_every_kind_of_ours_and_for_no_command(tmp_path: Path) -> None:
+    assert engine_cli.main(["no-such-command"]) == 2
+    stack = load(write(tmp_path, STACK + commands("t")))
+    for launch in make_plan(stack, run_folder=tmp_path, python=sys.executable).launches:
+        assert launch.final_exit_codes == (() if launch.kind == "command" else (engine_cli.USAGE_ERROR,))
