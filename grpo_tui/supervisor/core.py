@@ -358,6 +358,10 @@ class Supervisor:
         while not holds(self):
             await self._changed.wait()
 
+    async def until_taken(self) -> None:
+        """Return once what was posted so far is applied, with what follows from it at once."""
+        await self.wait_until(lambda s: s._events.empty())
+
     def keepers(self) -> list[Keeper]:
         """The keepers of all running services."""
         return [hands.keeper for hands in self._hands.values() if hands.keeper is not None]

@@ -106,6 +106,7 @@ async def _answer(supervisor: Supervisor, client: Client, command: Command) -> N
 
 
 async def _carry_out(supervisor: Supervisor, command: Command) -> None:
+    """Have a command done, or, without `wait`, only taken: the status of the reply is the one after it."""
     match command.do:
         case "status":
             return
@@ -113,10 +114,13 @@ async def _carry_out(supervisor: Supervisor, command: Command) -> None:
             await _down(supervisor, command)
         case "start":
             await _start(supervisor, _name(supervisor, command), command)
+            await supervisor.until_taken()
         case "restart":
             await _restart(supervisor, _name(supervisor, command), command)
+            await supervisor.until_taken()
         case "stop" | "kill":
             await _stop(supervisor, _name(supervisor, command), command)
+            await supervisor.until_taken()
 
 
 async def _down(supervisor: Supervisor, command: Command) -> None:

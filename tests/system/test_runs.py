@@ -117,6 +117,29 @@ def test_restart_stop_and_start_do_what_they_say(place: Workplace) -> None:
     assert place.grpo("down").returncode == 0
 
 
+def test_what_was_asked_is_told_with_the_state_that_followed_from_it(place: Workplace) -> None:
+    place.profile(service("a", POLITE), service("deaf", DEAF, ready="{ log = '^deaf$' }", stop_grace_s=5))
+    place.up()
+    assert place.grpo("restart", "deaf").stderr == "deaf: restart asked; it is stopping\n"
+    assert place.grpo("stop", "deaf").stderr == "deaf: stop asked; it is stopping\n"
+    assert place.grpo("stop", "a", "--wait").returncode == 0
+    asked = place.grpo("start", "a").stderr
+    assert asked in {"a: start asked; it is starting\n", "a: start asked; it is ready\n"}
+    assert place.grpo("down", "--timeout", "0").returncode == 0
+
+
+def test_a_typo_in_a_task_fails_the_run_at_once_and_is_told(place: Workplace) -> None:
+    place.profile('[services.env]\nkind = "environment"\nmodel_name = "local/tiny"\ntask = "python:my_onw:score"\n')
+    done = place.grpo("up", "--profile", "p", "--wait", "finished")
+    assert done.returncode == 1
+    (status,) = place.status().services
+    assert (status.state, status.attempt, status.exit_code) == (ServiceState.FAILED, 1, 2)
+    assert status.why is not None
+    assert status.why.startswith("exit code 2: grpo-engine env: task")
+    assert "my_onw" in status.why
+    assert f"env failed: {status.why}" in done.stderr
+
+
 def test_nothing_is_started_over_a_service_that_has_failed_and_the_run_goes_on(place: Workplace) -> None:
     place.profile(service("a", POLITE), service("b", POLITE, needs="{ a = 'ready' }"))
     place.up()
