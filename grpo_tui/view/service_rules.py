@@ -118,8 +118,8 @@ def no_environment(status: RunStatus) -> Iterator[Warning]:
     yield Warning(
         id="no-environment",
         severity="warning",
-        text=f"no environment makes groups: {', '.join(ends)}, and the trainer waits for a batch once it has used "
-        "those that are made",
+        text=f"no environment makes groups: {', '.join(ends)}, and the trainer gets no batch beyond those that "
+        "are made",
         hint=" or ".join(f"`grpo-tui start {service.name}`" for service in environments) + " starts it again; "
         f"its log ({environments[0].log}) says why it ended",
     )

@@ -246,8 +246,8 @@ def truncated(measured: Measurements) -> Iterator[Warning]:
             id="truncated",
             severity="warning",
             text=f"{100 * share:.0f}% of the completions are cut off before their end, and are rewarded as they stand",
-            hint="raise --max-tokens of the environment, or --max-token-length where conversations run out of room, and "
-            "--seq-len and --max-model-len with it",
+            hint="raise --max-tokens of the environment, or --max-token-length where conversations run out of room, "
+            "and --seq-len and --max-model-len with it",
         )
 
 

@@ -241,7 +241,9 @@ def test_last_lines_of_a_log_are_left_to_the_crash_report() -> None:
 def test_a_trainer_without_any_environment_left_is_told_with_how_they_ended(state: str) -> None:
     gone = service("env", state=state, why="exit code 0", pid=None)
     warning = only(diagnose([], run_status(services=[gone, service("trainer")])))
-    assert warning.text.startswith(f"no environment makes groups: env {state} (exit code 0), and the trainer waits")
+    assert warning.text.startswith(
+        f"no environment makes groups: env {state} (exit code 0), and the trainer gets no batch"
+    )
     assert warning.hint is not None
     assert warning.hint.startswith("`grpo-tui start env`")
 
