@@ -36,6 +36,8 @@ _HOLD_S = 5.0
 _ASK_EVERY_S = 0.1
 """Between two questions to an API that answers at once, as stock ones do."""
 _MAX_GROUPS_A_POST = 64
+_MAX_TOKENS_A_POST = 1_000_000
+"""Some 35 MB: what gathers while the API is away must not exceed what it takes at once."""
 _MAX_SKIPPED_ITEMS = 100
 """Items in a row that are too long; more of them means that the limit, not the item, is wrong."""
 
@@ -246,9 +248,15 @@ class Runner:
     async def _post_what_is_done(self) -> None:
         while True:
             groups = [await self._done.get()]
-            while len(groups) < _MAX_GROUPS_A_POST and not self._done.empty():
+            num_tokens = _num_tokens(groups[0])
+            while len(groups) < _MAX_GROUPS_A_POST and num_tokens < _MAX_TOKENS_A_POST and not self._done.empty():
                 groups.append(self._done.get_nowait())
+                num_tokens += _num_tokens(groups[-1])
             await self._api.post([group.model_copy(update={"env_id": self._env_id}) for group in groups])
             self._num_unposted -= len(groups)
             self._has_news.set()
             self._progress.posted(groups)
+
+
+def _num_tokens(group: ScoredGroup) -> int:
+    return sum(map(len, group.tokens))
