@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, assert_never
 
+import httpx
 from pydantic import Field
 
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer, last_boxed
@@ -14,6 +18,8 @@ from grpo_engine.environments.tasks.base import Item, Split, Task
 from grpo_engine.environments.tasks.records import endless, of_split, read_items
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
+
+log = logging.getLogger(__name__)
 
 _DATASET = ("openai/gsm8k", "main")
 _HUB_SPLITS: dict[Split, str] = {"train": "train", "held_out": "test"}
@@ -81,6 +87,7 @@ class Gsm8k(Task):
 
     def _from_hub(self, split: Split) -> list[Item]:
         instead = "give task.path = a folder with train.jsonl, or use the task reasoning_gym:gsm_symbolic"
+        _stay_offline_without_network()
         try:
             import datasets
         except ImportError:
@@ -91,6 +98,23 @@ class Gsm8k(Task):
         except Exception as error:
             raise ConfigError(f"task gsm8k: {_DATASET[0]} cannot be loaded ({error}): {instead}") from error
         return [Item(question=str(row["question"]), answer=str(row["answer"])) for row in rows]
+
+
+def _stay_offline_without_network() -> None:
+    """Spare people the half minute for which the hub's client repeats itself; what it has kept it still finds.
+
+    It reads its environment once, when it is imported.
+    """
+    if "huggingface_hub" in sys.modules or os.environ.get("HF_HUB_OFFLINE"):
+        return
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        httpx.head(hub, timeout=5.0)
+    except httpx.ConnectError as error:
+        log.warning("%s cannot be reached (%s): only what was loaded from it before is there", hub, error)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return  # it is there, if slow or odd: that is for its client to say
 
 
 def has_format(completion: str, wanted: AnswerFormat) -> bool:
