@@ -46,10 +46,15 @@ print(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, stock: Path, tiny_model_dir: Path) -> Iterator[Stack]:
+    """With a run whose trainer waits, and an environment that is lost: it takes long to start, beside the tests."""
     stack = Stack(tmp_path_factory.mktemp("runner"), stock)
+    run = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": 0}
     try:
         stack.start_api()
         stack.start_server(tiny_model_dir)
+        stack.ask("POST", "/register", **run, batch_size=16, max_token_len=64, starting_step=0, num_steps=5)
+        stack.ask("GET", "/batch")
+        stack.start_env("local/tiny", "--silent-after-s", "3", file=ENVIRONMENT.with_name("lost_env.py"))
         yield stack
     finally:
         stack.end_all()
@@ -149,14 +154,7 @@ def test_an_api_that_asks_for_a_token_is_refused_with_the_reason(stack: Stack, t
 
 def test_an_environment_that_asks_another_server_is_named_with_where_it_was_looked_for(stack: Stack) -> None:
     """It registers, waits for groups of its own, and says nothing at all: ports 9004 to 9007 do not answer."""
-    run = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": 0}
-    stack.ask("POST", "/register", **run, batch_size=16, max_token_len=64, starting_step=0, num_steps=5)
-    stack.ask("GET", "/batch")
-    stack.start_env("local/tiny", "--silent-after-s", "3", file=ENVIRONMENT.with_name("lost_env.py"))
-    try:
-        stack.wait_until(lambda: "no request has reached" in stack.log("env"))
-    finally:
-        stack.end("env")
+    stack.wait_until(lambda: "no request has reached" in stack.log("env"))
     (said,) = [line for line in stack.log("env").splitlines() if "no request has reached" in line]
     assert re.search(rf"the inference server {stack.server_url} for [3-9] s, while the trainer waits for groups", said)
     assert "(0 of 16 sequences are there)" in said

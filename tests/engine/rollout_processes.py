@@ -74,7 +74,8 @@ class ApiProcess:
 
     def kill(self) -> None:
         """`kill -9`, and wait until nothing is left."""
-        self.process.send_signal(signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def restart(self) -> None:

@@ -13,32 +13,26 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forked import Forked
 from rollout_fakes import ENVIRONMENT, REGISTRATION, group, tags
+from rollout_processes import ApiProcess
 from serving import python_path
 
 pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager
-def api_process(database: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def api_process(
+    database: Path, *flags: str, is_forked: bool = True
+) -> Iterator[tuple[subprocess.Popen[bytes] | Forked, httpx.Client]]:
     """An API on a free port; killed at the end if it still runs."""
-    command = [sys.executable, "-m", "grpo_engine", "api", "--port", "0", "--database", str(database), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    api = ApiProcess(database.parent, *flags, store=database, is_forked=is_forked)
     try:
-        url = ""
-        for line in process.stderr:
-            if "Uvicorn running on" in line:
-                url = line.split("running on ")[1].split()[0]
-                break
-        assert url, "no ready line"
-        with httpx.Client(base_url=url, timeout=10) as client:
-            yield process, client
+        api.wait_until_ready()
+        with api.client(timeout=10) as client:
+            yield api.process, client
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stderr.close()
+        api.kill()
 
 
 def test_a_killed_api_comes_back_with_queue_step_and_environment_ids(tmp_path: Path) -> None:
@@ -87,7 +81,10 @@ def test_fresh_forgets_what_the_database_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_exit_code_0_although_a_post_waits(tmp_path: Path, number: signal.Signals) -> None:
-    with api_process(tmp_path / "db.sqlite", "--max-queued-sequences", "1", "--hold-s", "60") as (process, api):
+    with api_process(tmp_path / "db.sqlite", "--max-queued-sequences", "1", "--hold-s", "60", is_forked=False) as (
+        process,
+        api,
+    ):
         api.post("/scored_data", json=group(4))
         held = socket.create_connection((api.base_url.host, api.base_url.port))
         body = httpx.Request("POST", "http://api/scored_data", json=group(4)).content

@@ -38,17 +38,15 @@ def document() -> Iterator[Any]:
         assert http.get("/status").status_code == 200
 
 
-def test_no_request_that_the_document_lets_one_think_of_is_a_crash(document: Any) -> None:
+def test_no_request_against_the_document_is_a_crash(document: Any) -> None:
     for operation in document.get_all_operations():
-        for mode in GenerationMode:
-            ask_in_many_ways(operation.ok(), mode, [not_a_server_error])
+        ask_in_many_ways(operation.ok(), GenerationMode.NEGATIVE, [not_a_server_error])
 
 
-def test_every_answer_is_what_the_document_says(document: Any) -> None:
+def test_no_request_by_the_document_is_a_crash_and_every_answer_is_what_it_says(document: Any) -> None:
+    checks = [not_a_server_error, content_type_conformance, response_schema_conformance]
     for operation in document.get_all_operations():
-        ask_in_many_ways(
-            operation.ok(), GenerationMode.POSITIVE, [content_type_conformance, response_schema_conformance]
-        )
+        ask_in_many_ways(operation.ok(), GenerationMode.POSITIVE, checks)
 
 
 def ask_in_many_ways(operation: Any, mode: GenerationMode, checks: list[Any]) -> None:
