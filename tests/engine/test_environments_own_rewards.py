@@ -34,6 +34,12 @@ ITEM = Item(question="What is 2 + 2?", answer="4", entry=SUM)
 Write = Callable[..., str]
 
 
+@pytest.fixture(autouse=True)
+def _path_of_modules_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of tests, one of which has a `json.py`, are not for the processes of later tests."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Writes a module with some items and more; returns the path of its file."""
@@ -70,7 +76,6 @@ def test_a_module_in_the_current_folder_is_found_by_the_command_itself(tmp_path:
 
 def test_a_package_of_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "rewards.py").write_text("def score(completion): return len(completion)\n")
     assert scored(own("own_package.rewards"), "abc") == [3.0]
