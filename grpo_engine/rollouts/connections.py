@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import socket
 import struct
 import termios
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+_TCP_CLOSE = 7
+"""Linux's name for the state of a connection that was reset; one that the peer closed in peace is in another."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 """Between two looks at what the peer's kernel has yet to acknowledge."""
 
@@ -30,6 +33,7 @@ class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """Watch the bytes of a batch on their way."""
         super().on_response_complete()
         if self._exchange.has_sent_batch(self.client):
+            self._exchange.can_look_at(self.client, is_reset=lambda: _is_reset(self.transport))
             self.loop.create_task(self._watch())
 
     def eof_received(self) -> None:
@@ -45,7 +49,8 @@ class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         super().connection_lost(exc)
 
     def _was_read(self, exc: Exception | None) -> bool | None:
-        if exc is not None:
+        # A write that met the reset may have swallowed the error: then the connection seems to end in peace.
+        if exc is not None or _is_reset(self.transport):
             return False
         if _num_unacknowledged(self.transport) == 0:
             return True
@@ -64,6 +69,16 @@ class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     @property
     def _exchange(self) -> Any:
         return self.config.app.state.exchange
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the peer has broken the connection off, also where nobody has noticed yet; False where nobody can say."""
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    with contextlib.suppress(OSError):
+        state: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        return state[0] == _TCP_CLOSE
+    return False
 
 
 def _num_unacknowledged(transport: asyncio.Transport) -> int | None:

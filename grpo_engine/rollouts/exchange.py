@@ -73,6 +73,8 @@ class Exchange:
         """Number of the last post of each sender."""
         self._sent: dict[object, Lease] = {}
         """The last batch that went out on each open connection."""
+        self._is_reset: dict[object, Callable[[], bool]] = {}
+        """Whether such a connection has been broken off, which may not have been told yet."""
         self._for_groups = Waiting()
         """Trainers that wait for a batch."""
         self._for_changes = Waiting()
@@ -127,6 +129,8 @@ class Exchange:
 
     async def _hand_out(self, *, client: str, ack: str | None, policy_version: int | None) -> Delivery | None:
         was_stuck = self.ledger.is_stuck
+        if ack is None:
+            self._look_for_broken(client)
         handout = self.ledger.next_batch(
             client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
         )
@@ -177,6 +181,18 @@ class Exchange:
         """Whether a batch went out on an open connection."""
         return connection in self._sent
 
+    def can_look_at(self, connection: object, *, is_reset: Callable[[], bool]) -> None:
+        """Be able to ask whether a connection on which a batch went out is broken before its end is told."""
+        self._is_reset[connection] = is_reset
+
+    def _look_for_broken(self, client: str) -> None:
+        """Offer again what a client has not read, before its question is taken for a word that it has."""
+        for connection, lease in list(self._sent.items()):
+            if lease.client == client and connection in self._is_reset and self._is_reset[connection]():
+                taken_back = self.ledger.take_back(lease)
+                if taken_back is not None:
+                    _event(logging.WARNING, "connection broke before a batch was read", client=client)
+
     async def batch_arrived(self, connection: object) -> None:
         """Note that a batch is with its client's kernel: our own end would not keep the client from it any more."""
         await self._save(self.ledger.note_arrival(self._sent[connection]))
@@ -188,6 +204,7 @@ class Exchange:
             was_read: whether the batch was read to its end, and so need not be offered again; None: nobody knows.
         """
         lease = self._sent.pop(connection)
+        self._is_reset.pop(connection, None)
         if was_read:
             return self._save(self.ledger.note_arrival(lease))
         if was_read is None or time.time() - lease.delivered_at > self._config.lease_s:
