@@ -19,7 +19,7 @@ smollm: $(SMOLLM)  ## the same on a real 135M model
 	$(BIN)/grpo-tui --profile smollm-cpu
 
 test: check  ## everything: format, lint, types, import contracts, tests
-	$(BIN)/python -m pytest
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # hundreds of processes start: let them find compiled modules
 
 check: $(TEST)
 	$(BIN)/ruff format --check .
