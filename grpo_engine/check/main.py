@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -77,13 +77,11 @@ _SEED = 20177
 
 def run(config: CheckConfig) -> int:
     """Check, and say what was found; returns the exit code: 0, or 1 where there is a red line."""
-    if not config.debug_loading:
-        _be_quiet()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     report = Report(config)
-    with _ended_politely():
+    with nullcontext() if config.debug_loading else _quiet(), _ended_politely():
         check(config, report)
     report.end()
     return 0 if is_all_right(report.findings) else 1
@@ -296,12 +294,19 @@ def _folder(config: CheckConfig) -> Path:
     return next((folder for folder in (config.run_folder, config.log_dir) if folder and folder.is_dir()), Path("."))
 
 
-def _be_quiet() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Findings are the talk here; what loading has to say comes with --debug-loading."""
     from transformers.utils import logging as transformers_logging
 
-    logging.getLogger("grpo_engine").setLevel(logging.WARNING)
+    logger = logging.getLogger("grpo_engine")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

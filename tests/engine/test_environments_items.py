@@ -401,7 +401,7 @@ async def test_an_environment_asks_what_its_curriculum_says_and_writes_down_how_
     rising = {"name": "rising", "threshold": 1.0, "window": 2, "review": 0}
     # One batch of two groups ahead: more of them, begun together, might all be of a level that they leave behind.
     ahead = {"max_batches_offpolicy": 1, "state_file": str(tmp_path / "state.json")}
-    groups = await worked(tmp_path, 6, curriculum=rising, **ahead)
+    groups = await worked(tmp_path, 12, curriculum=rising, **ahead)
     operands = ["".join(map(chr, group.tokens[0])).split()[2] for group in groups]
     assert len(operands[0]) == 1
     assert max(map(len, operands)) == 3
