@@ -7,7 +7,6 @@ as bytes: read once at entry, joined at exit.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import time
@@ -224,10 +223,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
         exchange = _exchange(request)
         body = await bodies.body(request, max_bytes=config.max_body_bytes)
         names = exchange.environment_names
-        if len(body) < bodies.THREAD_FROM_BYTES:
-            group = read_group(body, names)
-        else:
-            group = await asyncio.to_thread(read_group, body, names)
+        group = await bodies.worked(len(body), lambda: read_group(body, names))
         placed = await exchange.add([group], _post(request), request.is_disconnected)
         if placed and _is_odd(exchange, group):
             return {"status": "buffered", "buffer_size": placed[0].num_buffered}
@@ -238,10 +234,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
         exchange = _exchange(request)
         body = await bodies.body(request, max_bytes=config.max_body_bytes)
         names = exchange.environment_names
-        if len(body) < bodies.THREAD_FROM_BYTES:
-            groups = read_groups(body, names)
-        else:
-            groups = await asyncio.to_thread(read_groups, body, names)
+        groups = await bodies.worked(len(body), lambda: read_groups(body, names))
         placed = await exchange.add(groups, _post(request), request.is_disconnected)
         odd = [p.num_buffered for p, group in zip(placed, groups, strict=bool(placed)) if _is_odd(exchange, group)]
         buffered = {"buffered": len(odd), "last_buffer_size": odd[-1]} if odd else {}

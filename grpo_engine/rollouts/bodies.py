@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -15,8 +16,9 @@ from pydantic import BaseModel, ValidationError
 from grpo_engine.rollouts.entry import Refusal, decompressed, faults_of
 
 MessageT = TypeVar("MessageT", bound=BaseModel)
+ResultT = TypeVar("ResultT")
 
-THREAD_FROM_BYTES = 256 * 1024
+_THREAD_FROM_BYTES = 256 * 1024
 """Bodies from here on are read and compressed in a thread: below, the hop costs more than the work."""
 _COMPRESS_FROM_BYTES = 1000
 """Answers from here on are compressed for clients that ask, as the stock API does."""
@@ -69,18 +71,18 @@ async def body(request: Request, *, max_bytes: int) -> bytes:
             raise Refusal(413, f"the body is longer than {max_bytes} bytes: send fewer groups at once", "too_large")
         parts.append(part)
     encoding, packed = request.headers.get("content-encoding"), b"".join(parts)
-    if len(packed) < THREAD_FROM_BYTES:
-        return decompressed(packed, encoding, max_bytes=max_bytes)
-    return await asyncio.to_thread(decompressed, packed, encoding, max_bytes=max_bytes)
+    return await worked(len(packed), lambda: decompressed(packed, encoding, max_bytes=max_bytes))
+
+
+async def worked(num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
+    """What `work` on so many bytes comes to; on many, it is done beside the event loop."""
+    return work() if num_bytes < _THREAD_FROM_BYTES else await asyncio.to_thread(work)
 
 
 async def json_answer(request: Request, content: bytes) -> Response:
     """An answer of ready JSON, compressed for those who ask."""
     if len(content) < _COMPRESS_FROM_BYTES or "gzip" not in request.headers.get("accept-encoding", ""):
         return Response(content, media_type="application/json")
-    if len(content) < THREAD_FROM_BYTES:
-        packed = gzip.compress(content, _COMPRESS_LEVEL)
-    else:
-        packed = await asyncio.to_thread(gzip.compress, content, _COMPRESS_LEVEL)
+    packed = await worked(len(content), lambda: gzip.compress(content, _COMPRESS_LEVEL))
     headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
     return Response(packed, media_type="application/json", headers=headers)

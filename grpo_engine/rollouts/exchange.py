@@ -189,9 +189,7 @@ class Exchange:
         """Offer again what a client has not read, before its question is taken for a word that it has."""
         for connection, lease in list(self._sent.items()):
             if lease.client == client and connection in self._is_reset and self._is_reset[connection]():
-                taken_back = self.ledger.take_back(lease)
-                if taken_back is not None:
-                    _event(logging.WARNING, "connection broke before a batch was read", client=client)
+                self._offer_again(lease)
 
     async def batch_arrived(self, connection: object) -> None:
         """Note that a batch is with its client's kernel: our own end would not keep the client from it any more."""
@@ -213,11 +211,14 @@ class Exchange:
 
     def take_back(self, lease: Lease) -> Coroutine[None, None, None]:
         """Offer a batch again that its client cannot have read. True at once, and written down when awaited."""
+        return self._save(self._offer_again(lease))
+
+    def _offer_again(self, lease: Lease) -> Lease | None:
         taken_back = self.ledger.take_back(lease)
         if taken_back is not None:
             _event(logging.WARNING, "connection broke before a batch was read", client=lease.client)
             self._tell()
-        return self._save(taken_back)
+        return taken_back
 
     async def _save(self, lease: Lease | None) -> None:
         if lease is not None:
