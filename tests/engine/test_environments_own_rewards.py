@@ -184,14 +184,17 @@ def module_of(file: str) -> Any:
     return next(module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file)
 
 
+BLOCKING = """
+    import threading
+    may_go_on, has_begun = threading.Event(), threading.Event()
+    def score(completion):
+        has_begun.set()
+        return may_go_on.wait(20)
+"""
+
+
 async def test_a_function_that_blocks_holds_up_nothing_but_itself(write: Write) -> None:
-    file = write("""
-        import threading
-        may_go_on, has_begun = threading.Event(), threading.Event()
-        def score(completion):
-            has_begun.set()
-            return may_go_on.wait(20)
-    """)
+    file = write(BLOCKING)
     task = own(file)
     await scored_once_let_go(task, module_of_loaded(task, file))
 
@@ -241,13 +244,7 @@ def test_plain_functions_are_called_one_at_a_time_unless_threads_are_given(write
 
 
 async def test_a_scoring_that_is_given_up_leaves_the_next_one_alone(write: Write) -> None:
-    file = write("""
-        import threading
-        may_go_on, has_begun = threading.Event(), threading.Event()
-        def score(completion):
-            has_begun.set()
-            return may_go_on.wait(20)
-    """)
+    file = write(BLOCKING)
     task = own(file)
     module = module_of_loaded(task, file)
     given_up = [asyncio.create_task(task.rewards(ITEM, ["x"])) for _ in range(3)]  # one at work, two that wait
