@@ -33,6 +33,10 @@ class LoraOnly(Config):
         "the trainer loads its latest adapter into the new server before its next step"
     )
     """What the trainer does then, for the people who restart one."""
+    trains_adapter: ClassVar[bool] = True
+    """Whether an adapter on a frozen model learns, and not the model."""
+    shares_memory: ClassVar[bool] = False
+    """Whether trainer and server map the same weights."""
     mode: Annotated[Literal["lora_only"], Flag(("--weight-bridge-mode",))] = "lora_only"
     """How new weights reach inference."""
     adapter_folder: Annotated[Path | None, Flag(("--adapter-folder",))] = None

@@ -29,6 +29,10 @@ class CheckpointReload(Config):
 
     after_server_restart: ClassVar[str] = "the trainer has the new server read its current weights before its next step"
     """What the trainer does then, for the people who restart one."""
+    trains_adapter: ClassVar[bool] = False
+    """Whether an adapter on a frozen model learns, and not the model."""
+    shares_memory: ClassVar[bool] = False
+    """Whether trainer and server map the same weights."""
     mode: Annotated[Literal["none"], Flag(("--weight-bridge-mode",))] = "none"
     """How new weights reach inference."""
     every_steps: Annotated[int, Flag(("--vllm-restart-interval",))] = Field(3, ge=1)

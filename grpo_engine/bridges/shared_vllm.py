@@ -43,6 +43,10 @@ class SharedVllm(Config):
 
     after_server_restart: ClassVar[str] = "the trainer attaches to the new server and writes its weights into it"
     """What the trainer does then, for the people who restart one."""
+    trains_adapter: ClassVar[bool] = False
+    """Whether an adapter on a frozen model learns, and not the model."""
+    shares_memory: ClassVar[bool] = True
+    """Whether trainer and server map the same weights."""
     mode: Annotated[Literal["shared_vllm"], Flag(("--weight-bridge-mode",))] = "shared_vllm"
     """How new weights reach inference."""
     config_path: Annotated[Path | None, Flag(("--vllm-config-path",))] = None

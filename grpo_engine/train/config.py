@@ -120,7 +120,7 @@ class TrainConfig(Config):
     train_layer_indices: str | None = None
     """Train only these layers, as in `20-31` or `0-3,28-31`."""
     lora_r: int = Field(16, ge=1)
-    """Rank of the adapters that lora_only trains."""
+    """Rank of the adapters that the lora_… bridges train."""
     lora_alpha: int = Field(32, ge=1)
     """Adapters are scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
@@ -276,10 +276,10 @@ class TrainConfig(Config):
                 f"micro_batch_tokens {self.micro_batch_tokens} is less than seq_len {self.seq_len}: a sequence of that "
                 "length would fit in no micro-batch; raise the one or lower the other"
             )
-        if self.train_layer_indices is not None and self.bridge.mode == "lora_only":
+        if self.train_layer_indices is not None and self.bridge.trains_adapter:
             raise ValueError(
-                "train_layer_indices chooses among the model's own layers, and lora_only trains adapters alone: "
-                "choose theirs by lora_layer_indices"
+                f"train_layer_indices chooses among the model's own layers, and {self.bridge.mode} trains adapters "
+                "alone: choose theirs by lora_layer_indices"
             )
         for problem in contradictions(self):
             raise ValueError(problem)

@@ -17,7 +17,6 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from grpo_engine.bridges import LoraOnly, SharedVllm
 from grpo_engine.bridges.saving import trainable_device
 from grpo_engine.errors import ModelError
 from grpo_engine.flags import to_flags
@@ -103,7 +102,7 @@ def model_shape(pretrained: PreTrainedConfig, config: TrainConfig) -> ModelShape
     for indices in (config.train_layer_indices, config.lora_layer_indices):
         if indices is not None:
             require_layers(model, parse_layer_indices(indices))
-    if isinstance(config.bridge, LoraOnly):
+    if config.bridge.trains_adapter:
         require_targets(model, config.lora_target_modules)
     text: Any = pretrained.get_text_config()
     try:
@@ -163,7 +162,7 @@ def card_before_inference(config: TrainConfig) -> Card | None:
 
 def _shares_card(config: TrainConfig) -> bool:
     """Whether inference is known to be on the trainer's card: it must be to share weights, or its share was given."""
-    return isinstance(config.bridge, SharedVllm) or "gpu_memory_utilization" in config.model_fields_set
+    return config.bridge.shares_memory or "gpu_memory_utilization" in config.model_fields_set
 
 
 def one_line(plan: MemoryPlan) -> str:
@@ -197,7 +196,7 @@ def _training(model: ModelShape, config: TrainConfig, plan: MemoryPlan) -> Itera
 
 
 def _what(config: TrainConfig) -> str:
-    if isinstance(config.bridge, LoraOnly):
+    if config.bridge.trains_adapter:
         layers = f" of layers {config.lora_layer_indices}" if config.lora_layer_indices else ""
         return f"adapters of rank {config.lora_r} on {', '.join(config.lora_target_modules)}{layers}"
     return f"layers {config.train_layer_indices}" if config.train_layer_indices else "all"

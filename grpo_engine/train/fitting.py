@@ -82,7 +82,7 @@ def _knobs(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[list[
             yield [{"optimizer": "adafactor"}]
     if card.inference_share is not None:
         yield list(_smaller_shares(model, config, card))
-    if not isinstance(config.bridge, LoraOnly) and config.train_layer_indices is None:
+    if not config.bridge.trains_adapter and config.train_layer_indices is None:
         yield [{"bridge": LoraOnly()}]
     yield [{"seq_len": config.seq_len // part} for part in (2, 4) if config.seq_len // part >= 2]
 

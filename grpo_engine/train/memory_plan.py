@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from grpo_engine.algo.head import TILES
-from grpo_engine.bridges import LoraOnly, SharedVllm
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.layers import layer_of
 from grpo_engine.train.config import TrainConfig
@@ -163,7 +162,7 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
     activations, layer = _activations(model, config, trained, rows * row_tokens)
     weights = sum(parameter.num_bytes for parameter in model.parameters)
     learning = sum(parameter.num_bytes for parameter in trained)
-    has_adapters, is_shared = isinstance(config.bridge, LoraOnly), isinstance(config.bridge, SharedVllm)
+    has_adapters, is_shared = config.bridge.trains_adapter, config.bridge.shares_memory
     if is_shared:
         own = Part("weights", 0, note="the inference server's")
     elif has_adapters:
@@ -206,7 +205,7 @@ def longest_micro_batch(config: TrainConfig) -> tuple[int, int]:
 
 def trained_parameters(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]:
     """What learns: all parameters, those of some layers, or the two factors of every adapter (fp32)."""
-    if not isinstance(config.bridge, LoraOnly):
+    if not config.bridge.trains_adapter:
         layers = _layers(config.train_layer_indices)
         yield from (p for p in model.parameters if layers is None or layer_of(p.name) in layers)
         return
@@ -262,7 +261,7 @@ def _activations(
 ) -> tuple[int, int]:
     """What is kept until the backward pass, and what one layer takes during it."""
     h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
-    has_adapters = isinstance(config.bridge, LoraOnly)
+    has_adapters = config.bridge.trains_adapter
     trained_layers = {layer_of(parameter.name) for parameter in trained}
     first = 0 if None in trained_layers else min((n for n in trained_layers if n is not None), default=0)
     of_layers = [
@@ -330,7 +329,7 @@ def _update(trained: Sequence[ParameterShape], config: TrainConfig) -> int:
 def _has_reference_copy(config: TrainConfig) -> bool:
     """With adapters the reference is the model under them, unless it is another model."""
     is_another = config.reference_model not in (None, config.model_name)
-    return has_reference(config) and (is_another or not isinstance(config.bridge, LoraOnly))
+    return has_reference(config) and (is_another or not config.bridge.trains_adapter)
 
 
 def _layers(indices: str | None) -> frozenset[int | None] | None:

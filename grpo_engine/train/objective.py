@@ -128,7 +128,7 @@ def _idle_in_optimizer(config: TrainConfig) -> Iterator[str]:
 
 def _idle_without_their_switch(config: TrainConfig) -> Iterator[str]:
     """Settings of something that is off."""
-    if config.bridge.mode != "lora_only":
+    if not config.bridge.trains_adapter:
         for name in _given(config, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices"):
             yield f"{name} has no effect with weight_bridge_mode {config.bridge.mode}: choose lora_only for adapters"
     if not config.use_wandb:

@@ -124,7 +124,7 @@ def find_start(
 def decisive_settings(config: TrainConfig) -> dict[str, Any]:
     """The settings that decide what a step does to the weights, given its groups; plain values, as JSON has them."""
     settings = config.model_dump(mode="json", exclude=set(FREE_SETTINGS))
-    trains_adapter = config.bridge.mode.startswith("lora")
+    trains_adapter = config.bridge.trains_adapter
     if not trains_adapter:
         settings = {name: value for name, value in settings.items() if name not in _OF_ADAPTERS}
     if config.lr_schedule != "constant":  # else it does not matter how far the run goes
