@@ -54,6 +54,9 @@ class ServerConfig(Config):
     """Tokens, prompt and completion, that the cache of one batch holds at most (torch); one sequence always fits."""
     max_waiting: int = Field(4096, ge=1)
     """Requests that may wait; more are refused with 503."""
+    finish_before_update: bool = False
+    """Let completions end before weights change, so that each is of one version, instead of freezing them and going on
+    with the new weights (vLLM); a hand-over then waits for the longest."""
     stalled_after_s: float = Field(120.0, gt=0)
     """Seconds that the engine may have work and give no sign of life before `/health` answers 503."""
     threads: int | None = Field(None, ge=1)

@@ -37,6 +37,11 @@ class Gate:
             if not self._num_inside:
                 await asyncio.shield(self._notify())
 
+    async def shut(self) -> None:
+        """Let nothing in any more; what is inside stays."""
+        async with self._changed:
+            self._is_open = False
+
     async def close(self) -> None:
         """Let nothing in any more, and return once nothing is inside, or the gate was opened again."""
         async with self._changed:

@@ -17,6 +17,8 @@ class Pulse:
         self._limit_s = limit_s
         self._silent_since: float | None = None
         """Since when it has had work and given nothing."""
+        self._num_resting = 0
+        """Pieces of work that the engine was told to leave for a while."""
         self.num_inside = 0
         """Pieces of work in the engine."""
 
@@ -28,13 +30,23 @@ class Pulse:
 
     def beat(self, now: float) -> None:
         """The engine has given something."""
-        self._silent_since = now if self.num_inside else None
+        self._silent_since = now if self.num_inside > self._num_resting else None
 
     def leave(self, now: float) -> None:
         """Work is out, done or given up. A stall outlasts those who gave up over it: only a beat ends it."""
         self.num_inside -= 1
-        if not self.num_inside and not self.is_stalled(now):
+        self._num_resting = min(self._num_resting, self.num_inside)
+        if self.num_inside == self._num_resting and not self.is_stalled(now):
             self._silent_since = None
+
+    def rest(self) -> None:
+        """What is in the engine is to wait there; only what comes in after it counts."""
+        self._num_resting, self._silent_since = self.num_inside, None
+
+    def go_on(self, now: float) -> None:
+        """What rests may go on."""
+        self._num_resting = 0
+        self.beat(now)
 
     def is_stalled(self, now: float) -> bool:
         """Whether the engine has had work and given nothing for too long."""

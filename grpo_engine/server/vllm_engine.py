@@ -1,9 +1,10 @@
 """The engine on vLLM: its `AsyncLLM` in this process, its engine core and workers beside it.
 
-Every change of weights happens behind a gate that first lets what runs come to its end, and with vLLM's scheduler
-paused and its caches cleared; so each completion has one version, and no cached prefix outlives its weights. A pause
-therefore lasts as long as the longest completion that runs. Requests are salted with the version as well, for writers
-that do not ask for a pause: what they overlapped is generated again.
+Weights change with vLLM's scheduler paused between two steps and its caches cleared: what runs is frozen, and goes on
+under the new weights with its keys and values computed anew, so that each token comes from one version, which is told,
+and no cached prefix outlives its weights. Where whole completions of one version are wanted (`finish_before_update`), a
+gate first lets what runs come to its end. Requests are salted with the version as well, for writers that do not ask for
+a pause: what they overlapped is generated again.
 
 Adapters need no pause: a new one gets a new name, new requests take it, and running ones end on the old.
 """
@@ -23,9 +24,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.fence import Fence, FenceState
 from grpo_engine.bridges.process_identity import ProcessIdentity
-from grpo_engine.errors import DataError, GrpoError, ModelError
+from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
@@ -37,6 +38,7 @@ from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adap
 from grpo_engine.server.vllm_processes import end_engine_processes
 from grpo_engine.server.vllm_requests import checked_length, generation, refusals, sampling_params
 from grpo_engine.server.vllm_sharing import Sharing, share
+from grpo_engine.server.vllm_versions import RunningVersions, lengths_so_far
 from grpo_engine.wire.inference import GenerateRequest
 
 if TYPE_CHECKING:
@@ -77,8 +79,11 @@ class VllmEngine:
         self._adapter: Adapter | None = None
         self._lora: LoRARequest | None = None
         self._num_adapters = 0
-        self._num_adapter_moves = 0
-        """Changes of the fence that were adapters and left the weights alone."""
+        self._num_known_moves = 0
+        """Changes of the fence that no running request needs to mind: adapters, and writes while all were frozen."""
+        self._frozen_at: FenceState | None = None
+        """What the fence said when the scheduler was paused; None while it is not."""
+        self._versions = RunningVersions()
         self._users: Counter[int] = Counter()
         """Requests that run on each adapter."""
         self._llm: AsyncLLM | None = None
@@ -169,10 +174,11 @@ class VllmEngine:
                 llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
             )
             self._fence = self._sharing.fence
-        _hear_outputs(llm, lambda: self._pulse.beat(time.monotonic()))
+        self._outputs = _Outputs(llm, lambda: self._pulse.beat(time.monotonic()))
         # The first request of all compiles what is left to compile; seconds later than the start it would time out.
         first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
-        await self._one(llm, [0, 0], sampling_params(first, 1), self._weights_epoch())
+        async for _ in self._generated(llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"):
+            pass
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))
 
@@ -247,20 +253,32 @@ class VllmEngine:
         if self._num_requests >= self._config.max_waiting:
             raise EngineUnavailable(f"{self._num_requests} requests wait already: send fewer at once, or later")
         sampling = sampling_params(params, max_tokens)
-        self._num_requests += 1
-        try:
-            while True:
-                async with self._gate.passing():
-                    before = self._fence.check()
-                    if not before.is_writing:
-                        epoch = self._weights_epoch()
-                        output = await self._one(llm, prompt_token_ids, sampling, epoch)
-                        if self._weights_epoch() == epoch:
-                            return generation(output, prompt_token_ids, params, before.policy_version)
-                        logger.warning("The weights changed under a running request; it is generated again")
-                await asyncio.sleep(_FENCE_POLL_S)  # a writer that did not pause us
-        finally:
-            self._num_requests -= 1
+        prompt = {"prompt_token_ids": prompt_token_ids}
+        while True:
+            request_id = f"{self._instance}-{next(self._request_numbers)}"
+            async with self._admitted() as before:
+                with self._versions.request(request_id, before.policy_version) as versions:
+                    num_moves = self._num_unknown_moves()
+                    async for last in self._generated(llm, prompt, sampling, request_id):
+                        output = last
+                self._fence.check()  # a writer that died, and took what was frozen along
+                is_of_two_prompts = versions.changes and params.prompt_logprobs is not None
+                if self._num_unknown_moves() == num_moves and not is_of_two_prompts:
+                    return generation(output, prompt_token_ids, params, versions)
+            logger.warning("The weights changed under a running request; it is generated again")
+
+    async def guarded(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **others: Any
+    ) -> AsyncIterator[Any]:
+        """What `AsyncLLM.generate` gives, for vLLM's own routes: whoever asks, weights change between its steps only.
+
+        Raises:
+            EngineUnavailable, HalfWritten: not now.
+        """
+        llm = self._running()
+        async with self._admitted():
+            async for output in self._generated(llm, prompt, sampling_params, request_id, lora_request, **others):
+                yield output
 
     async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
         llm = self._running()
@@ -273,7 +291,7 @@ class VllmEngine:
             self._check_free(pause)
             self._pause, self._is_pausing = pause, True
             try:
-                await self._gate.close()
+                await self._close_gate()
             finally:
                 self._is_pausing = False
             if self._pause is pause:
@@ -301,8 +319,6 @@ class VllmEngine:
             try:
                 with self._fence.writing(policy_version), self._awaiting_core():
                     await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-                with self._awaiting_core():
-                    await llm.reset_prefix_cache()
             finally:
                 if self._pause is None:
                     await self._go_on(llm)
@@ -354,28 +370,43 @@ class VllmEngine:
             raise EngineUnavailable(_DEAD)
         return self._llm
 
-    async def _one(self, llm: AsyncLLM, prompt: list[int], sampling: Any, epoch: int) -> Any:
-        from vllm.inputs import tokens_input
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[FenceState]:
+        """Wait until requests may run and no writer is at work; gives what the fence says then."""
+        if self._num_requests >= self._config.max_waiting:
+            raise EngineUnavailable(f"{self._num_requests} requests wait already: send fewer at once, or later")
+        self._num_requests += 1
+        try:
+            while True:
+                async with self._gate.passing():
+                    state = self._fence.check()
+                    if not state.is_writing:
+                        yield state
+                        return
+                await asyncio.sleep(_FENCE_POLL_S)  # a writer that did not pause us
+        finally:
+            self._num_requests -= 1
+
+    async def _generated(
+        self, llm: AsyncLLM, prompt: Any, sampling: Any, request_id: str, lora: LoRARequest | None = None, **others: Any
+    ) -> AsyncIterator[Any]:
+        """What vLLM gives for one request, by the adapter that is served where none is named."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        lora = self._lora
-        # vLLM keys cached prefixes by the salt, so one that was computed with other weights is never found.
-        salted = tokens_input(prompt, cache_salt=f"{self._instance}-{epoch}")
-        request_id = f"{self._instance}-{next(self._request_numbers)}"
-        output = None
+        lora = lora or self._lora
+        if isinstance(prompt, dict):
+            prompt = _salted(prompt, f"{self._instance}-{self._fence.read().sequence}")
         async with self._using(llm, lora):
             self._pulse.enter(time.monotonic())
             try:
-                async for last in llm.generate(salted, sampling, request_id, lora_request=lora):
-                    output = last
+                async for output in llm.generate(prompt, sampling, request_id, lora_request=lora, **others):
+                    yield output
             except EngineDeadError as error:
                 raise EngineUnavailable(_DEAD) from error
             except refusals() as error:
                 raise DataError(f"vLLM refuses the request: {error}") from None
             finally:
                 self._pulse.leave(time.monotonic())
-        assert output is not None
-        return output
 
     @asynccontextmanager
     async def _using(self, llm: AsyncLLM, lora: LoRARequest | None) -> AsyncIterator[None]:
@@ -401,25 +432,49 @@ class VllmEngine:
         before = self._fence.read().sequence
         with self._fence.writing(version):
             self._lora, self._adapter = lora, adapter
-        self._num_adapter_moves += self._fence.read().sequence - before
+        self._num_known_moves += self._fence.read().sequence - before
 
-    def _weights_epoch(self) -> int:
-        """Moves with every change of the weights, whoever makes it, and not with adapters."""
-        return self._fence.read().sequence - self._num_adapter_moves
+    def _num_unknown_moves(self) -> int:
+        """Grows when somebody writes weights without having paused the engine."""
+        now = self._frozen_at or self._fence.read()
+        return now.sequence - self._num_known_moves
 
     def _check_free(self, pause: Pause) -> None:
         current = self._pause
         if current is not None and current.is_over(time.monotonic()) is None and current.owner != pause.owner:
             raise WeightsBusy(f"paused already by {current.owner_text}; wait until it resumes")
 
+    async def _close_gate(self) -> None:
+        """Let nobody in; where completions are to end first, wait for them."""
+        if self._config.finish_before_update:
+            await self._gate.close()
+        else:
+            await self._gate.shut()
+
     async def _halt(self, llm: AsyncLLM) -> None:
-        """Return with nothing running and nothing cached."""
-        await self._gate.close()
+        """Return with vLLM between two steps, nothing cached, and all that it has made so far taken in."""
+        await self._close_gate()
         with self._awaiting_core():
-            await llm.pause_generation(mode="wait", clear_cache=True)
+            # Not `llm.pause_generation`, which sleeps for 20 ms where `drained` knows.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self._outputs.drained()
+        self._pulse.rest()
+        if self._frozen_at is None:
+            self._frozen_at = self._fence.read()
 
     async def _go_on(self, llm: AsyncLLM) -> None:
+        if self._frozen_at is not None:
+            now = self._fence.read()
+            if now.policy_version != self._frozen_at.policy_version:
+                self._versions.change(now.policy_version, lengths_so_far(llm.output_processor))
+            self._num_known_moves += now.sequence - self._frozen_at.sequence
+            self._frozen_at = None
+        self._pulse.go_on(time.monotonic())
         with self._awaiting_core():
+            try:
+                self._fence.check()
+            except HalfWritten:  # nothing may be sampled from such weights: what is frozen ends here
+                await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
             await llm.resume_generation()
         await self._gate.open()
 
@@ -444,20 +499,43 @@ class VllmEngine:
                 await self._go_on(self._running())
 
 
-def _hear_outputs(llm: AsyncLLM, on_output: Callable[[], None]) -> None:
-    """Have `on_output` called whenever the engine core sends tokens; requests themselves learn of their end alone.
+class _Outputs:
+    """What the engine core sends, on its way to the requests, which themselves learn of their end alone.
 
-    vLLM 0.20 to 0.33 await `engine_core.get_output_async()` for each of these messages.
+    vLLM 0.20 to 0.33 await `engine_core.get_output_async()` for each message, and take one in before the next.
     """
-    core = llm.engine_core
-    get_output = core.get_output_async
 
-    async def heard() -> Any:
-        output = await get_output()
-        on_output()
-        return output
+    def __init__(self, llm: AsyncLLM, on_output: Callable[[], None]) -> None:
+        """Have `on_output` called for each message."""
+        self._llm, self._core = llm, llm.engine_core
+        self._is_awaited = False
+        core = self._core
+        get_output = core.get_output_async
 
-    core.get_output_async = heard
+        async def heard() -> Any:
+            self._is_awaited = True
+            output = await get_output()
+            self._is_awaited = False
+            on_output()
+            return output
+
+        core.get_output_async = heard
+
+    async def drained(self) -> None:
+        """Return once every message that has come is taken in."""
+        # A few turns of the loop; nobody tells of the last message.
+        while not (self._is_awaited and self._core.outputs_queue.empty()) and not self._llm.errored:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:
+    """vLLM keys cached prefixes by the salt, so one that was computed with other weights is never found."""
+    from vllm.inputs import tokens_input
+
+    if "type" not in prompt:  # ours; those of vLLM's own routes have been rendered
+        return dict(tokens_input(prompt["prompt_token_ids"], cache_salt=salt))
+    own = prompt.get("cache_salt")
+    return {**prompt, "cache_salt": salt if own is None else f"{salt}-{own}"}
 
 
 def _check_rank(path: Path, max_rank: int) -> None:

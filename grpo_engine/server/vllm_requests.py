@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_engine.errors import DataError
 from grpo_engine.server.engine import LOWEST_LOGPROB, Completion, EngineUnavailable, FinishReason, Generation
+from grpo_engine.server.vllm_versions import TokenVersions
 from grpo_engine.wire.inference import GenerateRequest
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -79,18 +80,18 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError,) if own is None else (ValueError, own)
 
 
-def generation(output: Any, prompt: list[int], params: GenerateRequest, policy_version: int) -> Generation:
-    """vLLM's final `RequestOutput`, whose tokens all come from one version of the weights."""
+def generation(output: Any, prompt: list[int], params: GenerateRequest, versions: TokenVersions) -> Generation:
+    """vLLM's final `RequestOutput`."""
     num_top = params.logprobs or 0
     completions = sorted(output.outputs, key=lambda completion: completion.index)
     return Generation(
         prompt_token_ids=prompt,
         prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(output, prompt, params),
-        completions=[_completion(each, num_top, policy_version) for each in completions],
+        completions=[_completion(each, num_top, versions) for each in completions],
     )
 
 
-def _completion(output: Any, num_top: int, policy_version: int) -> Completion:
+def _completion(output: Any, num_top: int, versions: TokenVersions) -> Completion:
     if output.finish_reason not in _FINISH_REASONS:
         raise EngineUnavailable(f"vLLM ended a completion with {output.finish_reason!r}: its log says why")
     token_ids = list(output.token_ids)
@@ -100,7 +101,7 @@ def _completion(output: Any, num_top: int, policy_version: int) -> Completion:
         logprobs=[_finite(entry[token].logprob) for token, entry in zip(token_ids, positions, strict=True)],
         top_logprobs=[_most_probable(entry, num_top) for entry in positions] if num_top else None,
         finish_reason=_FINISH_REASONS[output.finish_reason],
-        policy_versions=[policy_version] * len(token_ids),
+        policy_versions=versions.of(output.index, len(token_ids)),
         text=output.text,
     )
 

@@ -62,6 +62,22 @@ def test_a_stall_outlasts_those_who_give_up_over_it() -> None:
     pulse.check(1e6)
 
 
+def test_what_rests_in_a_paused_engine_is_no_stall_but_a_question_to_it_is() -> None:
+    pulse = Pulse(10)
+    pulse.enter(0)
+    pulse.enter(0)
+    pulse.rest()
+    pulse.check(1e6)
+    pulse.leave(1e6)  # one that gave up
+    pulse.enter(1e6)  # a checkpoint is to be read
+    assert pulse.is_stalled(1e6 + 10)
+    pulse.beat(1e6 + 11)
+    pulse.leave(1e6 + 11)
+    pulse.check(2e6)
+    pulse.go_on(2e6)
+    assert pulse.is_stalled(2e6 + 10)
+
+
 @asynccontextmanager
 async def served(folder: Path, *, stalled_after_s: float = 120) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncClient]]:
     """A loaded engine on torch behind our routes, without a process around it."""

@@ -354,7 +354,7 @@ def test_published_weights_are_served_at_once_and_no_cached_prefix_outlives_them
     bridge.close()
 
 
-def test_no_answer_mixes_two_versions(shared: Stack) -> None:
+def test_every_token_comes_from_the_version_it_is_told_to_come_from(shared: Stack) -> None:
     bridge = shared.bridge({"mode": "shared_vllm"})
     model = bridge.attach().model.eval()
     writers = [shift(model, 20), shift(model, 21)]
@@ -365,7 +365,9 @@ def test_no_answer_mixes_two_versions(shared: Stack) -> None:
     def hammer() -> None:
         while not is_over.is_set():
             answers.append(
-                shared.server.generate(prompt={"prompt_token_ids": LONG_PROMPT}, n=2, max_tokens=24, logprobs=0)
+                shared.server.generate(
+                    prompt={"prompt_token_ids": LONG_PROMPT}, n=2, max_tokens=100, ignore_eos=True, logprobs=0
+                )
             )
 
     hammers = [threading.Thread(target=hammer) for _ in range(3)]
@@ -379,23 +381,20 @@ def test_no_answer_mixes_two_versions(shared: Stack) -> None:
         is_over.set()
         for thread in hammers:
             thread.join()
-    assert len({answer["policy_version"] for answer in answers}) > 2
+    completions = [
+        completion
+        for answer in answers
+        for completion in zip(answer["token_ids"], answer["logprobs"], answer["policy_versions"], strict=True)
+    ]
+    assert any(len(set(versions)) > 1 for _, _, versions in completions)  # frozen in the middle, and gone on
     for which in (0, 1):
         bridge.publish(16 + which, writers[which])
-        expected[which] = {
-            tuple(tokens): logprobs_of(model, LONG_PROMPT, tokens, 1.0)
-            for answer in answers
-            if answer["policy_version"] % 2 == which
-            for tokens in answer["token_ids"]
-        }
-    for answer in answers:
-        version = answer["policy_version"]
-        for tokens, entries, versions in zip(
-            answer["token_ids"], answer["logprobs"], answer["policy_versions"], strict=True
-        ):
-            values = torch.tensor([next(iter(position[0].values())) for position in entries])
-            assert_close(values, expected[version % 2][tuple(tokens)])
-            assert versions == [version] * len(tokens)
+        expected[which] = {tuple(tokens): logprobs_of(model, LONG_PROMPT, tokens, 1.0) for tokens, _, _ in completions}
+    for tokens, entries, versions in completions:
+        values = torch.tensor([next(iter(position[0].values())) for position in entries])
+        by_version = torch.stack([expected[which][tuple(tokens)] for which in (0, 1)])
+        assert_close(values, by_version[torch.tensor(versions) % 2, torch.arange(len(tokens))])
+        assert versions == sorted(versions)
     bridge.close()
 
 

@@ -21,6 +21,7 @@ from grpo_engine.server.vllm_arguments import prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, check_fits, parameters_of
 from grpo_engine.server.vllm_layout import compare_with_checkpoint, views_under_hf_names
 from grpo_engine.server.vllm_requests import checked_length, generation
+from grpo_engine.server.vllm_versions import RunningVersions, TokenVersions, lengths_so_far
 from grpo_engine.wire.inference import GenerateRequest
 
 EXPECTED = {
@@ -179,17 +180,38 @@ def test_answers_have_finite_values_of_every_token_and_the_most_probable_first()
         prompt_logprobs=[None, entry(t4=-2.0, t6=-0.25)],
     )
     params = GenerateRequest(prompt="x", n=2, logprobs=2, prompt_logprobs=1)
-    answer = generation(output, [3, 4], params, 12)
+    answer = generation(output, [3, 4], params, TokenVersions(11, [(12, {0: 1})]))
     first, second = answer.completions
     assert (first.text, second.text) == ("a", "b")
     assert first.logprobs == [-3.0, -9999.0]
     assert first.top_logprobs == [[(8, -0.5), (9, -1.5)], [(8, -0.1), (9, -2.0)]]
-    assert first.policy_versions == [12, 12]
+    assert (first.policy_versions, second.policy_versions) == ([11, 12], [11])
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert answer.prompt_logprobs == [None, [(4, -2.0), (6, -0.25)]]
     output.outputs[0].finish_reason = "error"
     with pytest.raises(EngineUnavailable, match="'error'"):
-        generation(output, [3, 4], params, 12)
+        generation(output, [3, 4], params, TokenVersions(12))
+
+
+def test_tokens_that_follow_a_change_of_weights_are_of_the_new_version() -> None:
+    running = RunningVersions()
+    with running.request("r", 3) as versions, running.request("other", 3) as other:
+        running.change(4, {("r", 0): 2, ("r", 1): 0, ("unknown", 0): 7})
+        running.change(5, {("r", 0): 2, ("other", 0): 1})
+    running.change(6, {("r", 0): 3})  # it has ended
+    assert versions.of(0, 4) == [3, 3, 5, 5]
+    assert versions.of(1, 2) == [4, 4]  # at its end when version 5 came
+    assert versions.of(2, 2) == [3, 3]  # at its end before version 4
+    assert other.of(0, 3) == [3, 5, 5]
+
+
+def test_unfinished_completions_are_found_under_the_id_of_their_request() -> None:
+    def state(request: str, index: int, length: int | None) -> SimpleNamespace:
+        detokenizer = None if length is None else SimpleNamespace(num_output_tokens=lambda: length)
+        return SimpleNamespace(external_req_id=request, request_index=index, detokenizer=detokenizer)
+
+    states = {"0_a": state("a", 0, 5), "1_a": state("a", 1, 0), "pooling": state("p", 0, None)}
+    assert lengths_so_far(SimpleNamespace(request_states=states)) == {("a", 0): 5, ("a", 1): 0}
 
 
 def test_a_request_is_held_to_the_models_length_and_vocabulary() -> None:
