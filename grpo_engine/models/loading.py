@@ -31,7 +31,7 @@ LoadedT = TypeVar("LoadedT")
 def resolve_model(name: str) -> str:
     """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
 
-    A `local/…` model is made here on first use, which takes up to a minute; 8 billion parameters without a GPU, some.
+    A `local/…` model is made here on first use, which takes up to a minute.
 
     Raises:
         ModelError: no such folder or local model, or what it is made from is not installed.
