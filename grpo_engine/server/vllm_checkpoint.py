@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError
-from grpo_engine.models.loading import load_config, resolve_model
+from grpo_engine.models.loading import load_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +76,6 @@ def check_fits(folder: Path, served: Parameters) -> None:
     for name in found.keys() - served.shapes.keys() - served.aliases.keys():
         if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
             raise ModelError(f"{folder}: does not fit the served model: {name} is only in the checkpoint")
-
-
-def checkpoint_folder(model_name: str) -> Path | None:
-    """Where the checkpoint of a model lies on this machine; None when it is nowhere."""
-    source = resolve_model(model_name)
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
-    except LocalEntryNotFoundError:
-        return None
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ import torch
 
 from grpo_engine.bridges.shared_tensors import export_tensors
 from grpo_engine.errors import BridgeError
+from grpo_engine.models.stored_weights import compare_with_stored
 from grpo_engine.wire.bridge_file import PosixHandle
 
 if TYPE_CHECKING:
@@ -81,22 +82,13 @@ def compare_with_checkpoint(views: Mapping[str, Tensor], folder: Path) -> int:
     Raises:
         BridgeError: one differs.
     """
-    from safetensors import safe_open
-
-    num_compared = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in set(file.keys()) & views.keys():
-                stored, view = file.get_slice(name), views[name]
-                for row in {0, view.shape[0] // 2, view.shape[0] - 1}:
-                    wanted = stored[row : row + 1].to(view.dtype)
-                    if wanted.shape != view[row : row + 1].shape or not torch.equal(view[row : row + 1].cpu(), wanted):
-                        raise BridgeError(
-                            f"{name}: row {row} is not that of {path}: this vLLM changes the weights of this "
-                            "architecture when it loads them, so they cannot be shared"
-                        )
-                num_compared += 1
-    return num_compared
+    comparison = compare_with_stored(views, folder)
+    if comparison.first_difference is not None:
+        raise BridgeError(
+            f"{comparison.first_difference}: this vLLM changes the weights of this architecture when it loads them, so "
+            "they cannot be shared"
+        )
+    return comparison.num_compared
 
 
 def move_into_segment(model: nn.Module, segment: str) -> int:

@@ -14,9 +14,10 @@ from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.shared_tensors import map_tensors, segments_of, unlink_segments
 from grpo_engine.errors import BridgeError
 from grpo_engine.models.loading import load_config
+from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.exports import Adopted, Owner, adopt, withdraw, write_bridge_file
-from grpo_engine.server.vllm_checkpoint import Parameters, checkpoint_folder
+from grpo_engine.server.vllm_checkpoint import Parameters
 from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
 
 if TYPE_CHECKING:
