@@ -1,0 +1,134 @@
+"""The trainer's side for `gpu.py`: a real bridge without a training loop.
+
+    python benchmarks/_gpu_trainer.py --mode shared_vllm --server URL --model PATH --folder FOLDER …
+
+Reads one JSON object a line on stdin and answers each with one on stdout: {"do": "masters"} makes fp32 masters as the
+trainer has them (and moves adapters off zero), {"do": "publish", "times": 20, "write": "masters" | "nothing"}
+hands over so often and gives the milliseconds of each: until the bridge let it write (the pause), of writing, and after
+it (resume, or saving and swapping); {"do": "save", "folder": …} writes what is trained. It closes when stdin does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext, BridgeModel
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.optimizers import MasterWeights
+
+
+class Worker:
+    """One bridge, and what was attached by it."""
+
+    def __init__(self, bridge: Bridge, attached: BridgeModel) -> None:
+        self._bridge = bridge
+        self._attached = attached
+        self._version = attached.policy_version
+        self._masters: MasterWeights | None = None
+
+    def masters(self) -> dict[str, Any]:
+        """Make what an optimizer would step."""
+        self._masters = MasterWeights(
+            self._attached.model.named_parameters(), are_shared=self._attached.is_shared, kind="float32"
+        )
+        with torch.no_grad():
+            for master in self._masters.parameters:
+                if not master.any():  # the second factor of a fresh adapter
+                    master.normal_(std=1e-3)
+        return {"parameters": sum(master.numel() for master in self._masters.parameters), **memory()}
+
+    def publish(self, times: int, write: str) -> dict[str, Any]:
+        """Hand over `times` times."""
+        if write == "masters" and self._masters is None:
+            self.masters()
+        return {"publishes": [self._publish_once(write) for _ in range(times)], "version": self._version}
+
+    def save(self, folder: str) -> dict[str, Any]:
+        """Write what is trained, as vLLM loads it."""
+        self._attached.save(Path(folder))
+        return {"folder": folder}
+
+    def _publish_once(self, write: str) -> dict[str, float]:
+        marks: list[float] = []
+
+        def write_weights() -> None:
+            marks.append(time.perf_counter())
+            if write == "masters" and self._masters is not None:
+                self._masters.publish()
+                synchronize()
+            marks.append(time.perf_counter())
+
+        synchronize()
+        self._version += 1
+        began = time.perf_counter()
+        self._bridge.publish(self._version, write_weights)
+        ended = time.perf_counter()
+        first, last = (marks[0], marks[-1]) if marks else (ended, ended)
+        spans = {"total_ms": ended - began, "before_ms": first - began, "write_ms": last - first}
+        return {name: 1e3 * span for name, span in (spans | {"after_ms": ended - last}).items()}
+
+
+def synchronize() -> None:
+    """Wait for what was given to the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def memory() -> dict[str, float]:
+    """What this process has of its own from torch's allocator."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "allocated_mb": torch.cuda.memory_allocated() / 1e6,
+        "reserved_mb": torch.cuda.memory_reserved() / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--server", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--bridge-file", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # whatever a library prints, answers stay lines of their own
+    settings: dict[str, Any] = {"mode": options.mode}
+    if options.bridge_file is not None:
+        settings["config_path"] = options.bridge_file
+    context = BridgeContext(
+        model_name=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        server_url=options.server,
+        folder=options.folder,
+        lora=LoraSettings(rank=16, target_modules=("q_proj", "v_proj")),
+        patience_s=60,
+    )
+    began = time.perf_counter()
+    bridge: Bridge = TypeAdapter(AnyBridge).validate_python(settings).build(context)
+    try:
+        worker = Worker(bridge, bridge.attach())
+        synchronize()
+        print(json.dumps({"attach_s": time.perf_counter() - began, **memory()}), file=answers, flush=True)
+        for line in sys.stdin:
+            question = json.loads(line)
+            ask = {"masters": worker.masters, "publish": worker.publish, "save": worker.save}[question.pop("do")]
+            print(json.dumps(ask(**question)), file=answers, flush=True)
+    finally:
+        bridge.close()
+
+
+if __name__ == "__main__":
+    main()
