@@ -44,6 +44,11 @@ class Flag:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OtherFlags:
+    """Annotation of a table that takes the flags which are no settings here, for somebody else to read."""
+
+
 def add_flags(parser: argparse.ArgumentParser, model: type[Config], *, with_help: bool = True) -> None:
     """Add a flag for every setting of `model`: `--batch-size`, its aliases, and `--table.key` for nested tables.
 
@@ -75,7 +80,10 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     parser.add_argument("--config", type=Path, help="TOML or JSON file with the same settings")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="dotted override, repeatable")
     add_flags(parser, model, with_help=not {"-h", "--help"}.isdisjoint(argv))
-    namespace = parser.parse_args(argv)
+    others = _table_for_others(model)
+    namespace, rest = parser.parse_known_args(argv)
+    if rest and (others is None or not rest[0].startswith("--")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     table = read_table(namespace.config) if namespace.config else {}
     given = {dest: value for dest, value in vars(namespace).items() if dest not in {"config", "set"}}
     for dest, value in given.items():
@@ -84,6 +92,8 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = value
+    if others is not None and rest:
+        table[others] = {**table.get(others, {}), **_table_of(rest, prefix=f"{others}.")}
     table = apply_overrides(table, namespace.set)
     return validated(model, _without_foreignkeys_of(model, table), where=prog)
 
@@ -122,6 +132,26 @@ class _Setting:
     annotations: tuple[Any, ...]
     is_tag: bool = False
     """Whether it chooses the member of a union, and so is always said."""
+
+
+def _table_for_others(model: type[BaseModel]) -> str | None:
+    """The setting that takes the flags which are none here."""
+    fields = model.model_fields.items()
+    return next((name for name, field in fields if any(isinstance(m, OtherFlags) for m in field.metadata)), None)
+
+
+def _table_of(words: Sequence[str], *, prefix: str) -> RawTable:
+    """`--block-size 32 --eager --sizes 1 2` → `{"block_size": "32", "eager": True, "sizes": ["1", "2"]}`."""
+    table: RawTable = {}
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, text = word[2:].partition("=")
+            key = flag.removeprefix(prefix).replace("-", "_")
+            table[key] = text if equals else True
+        else:
+            before = table[key]
+            table[key] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
+    return table
 
 
 def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[_Setting]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config
-from grpo_engine.flags import Flag
+from grpo_engine.config import Config, did_you_mean, setting_names
+from grpo_engine.flags import Flag, OtherFlags
 from grpo_engine.models.config import DtypeName
 from grpo_engine.wire.inference import LogprobsMode
+
+
+def _table(value: Any) -> Any:
+    """A table as a command line holds it."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 class ServerConfig(Config):
@@ -48,7 +54,7 @@ class ServerConfig(Config):
     """vLLM without CUDA graphs: starts sooner, generates slower."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that one model is spread over (vLLM)."""
-    max_batch_size: int = Field(256, ge=1)
+    max_batch_size: Annotated[int, Flag(("--max-batch-size", "--max-num-seqs"))] = Field(256, ge=1)
     """Sequences that are decoded together."""
     max_batch_tokens: int = Field(131072, ge=1)
     """Tokens, prompt and completion, that the cache of one batch holds at most (torch); one sequence always fits."""
@@ -65,3 +71,26 @@ class ServerConfig(Config):
     """Seed of requests that bring none; default: different at every start."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     """Least severe log line that is written."""
+    root_path: str | None = None
+    """Path below which a proxy shows this server."""
+    ssl_keyfile: Path | None = None
+    """Key of the certificate, to serve HTTPS."""
+    ssl_certfile: Path | None = None
+    """Certificate, to serve HTTPS."""
+    ssl_ca_certs: Path | None = None
+    """Certificates that clients may show."""
+    ssl_cert_reqs: int = Field(0, ge=0, le=2)
+    """Whether clients must show a certificate: 0 no, 1 if they have one, 2 yes."""
+    vllm: Annotated[dict[str, Any], BeforeValidator(_table), OtherFlags()] = Field(default_factory=dict)
+    """Arguments of vLLM's own, as `vllm serve` takes them: a table with underscores (`{ block_size = 32 }`); on the
+    command line every flag that is not here is one of them (`--block-size 32`)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.vllm and self.engine != "vllm":
+            name = next(iter(self.vllm))
+            near = did_you_mean(name, setting_names(ServerConfig))
+            raise ValueError(f"{name}: not a setting here{near}, and --engine {self.engine} takes none of vLLM's")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile: one without the other; give both to serve HTTPS")
+        return self

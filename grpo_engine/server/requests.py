@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ _STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
     (DataError, 400),
     (ModelError, 400),
 )
+_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
 class ClientLeft(Exception):
@@ -41,8 +43,7 @@ def add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(GrpoError)
     async def _on_error(_request: Request, error: GrpoError) -> JSONResponse:
-        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
-        return JSONResponse({"detail": str(error)}, status)
+        return JSONResponse({"detail": str(error)}, status_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def _on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -52,6 +53,11 @@ def add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(ClientLeft)
     async def _on_left(_request: Request, _error: ClientLeft) -> JSONResponse:
         return JSONResponse({"detail": "the client left"}, 499)
+
+
+def status_of(error: GrpoError) -> int:
+    """The HTTP status that says what an error says."""
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
 
 
 async def read_body(request: Request, model: type[ModelT]) -> ModelT:
@@ -69,14 +75,44 @@ async def read_body(request: Request, model: type[ModelT]) -> ModelT:
 
 
 def only_this_machine(request: Request) -> None:
-    """Refuse a peer that is not on this machine: these routes read paths and change weights."""
-    host = request.client.host if request.client else ""
+    """Refuse whoever is no program on this machine: these routes read paths and change weights.
+
+    A proxy speaks for somebody elsewhere, and so does a web page in a browser here, even one under a name of its own
+    that resolves to loopback.
+    """
+    peer = request.client.host if request.client else "an unknown peer"
+    headers = request.headers
+    if not _is_loopback(peer):
+        why = f"not {peer}"
+    elif (header := next((name for name in _OF_PROXIES if name in headers), None)) is not None:
+        why = f"not what a proxy passes on (it sent {header})"
+    elif "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+        why = f"and no web page ({headers.get('origin', 'of another site')})"
+    elif not _is_name_of_this_machine(_without_port(headers.get("host", ""))):
+        why = f"by its own name, not as {headers['host']}"
+    else:
+        return
+    raise HTTPException(403, f"{request.url.path} answers this machine alone, {why}")
+
+
+def _is_loopback(host: str) -> bool:
     try:
-        is_near = ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        is_near = False
-    if not is_near:
-        raise HTTPException(403, f"{request.url.path} answers this machine alone, not {host or 'an unknown peer'}")
+        return False
+
+
+def _is_name_of_this_machine(host: str) -> bool:
+    """A web page has a name that somebody gave it; an address it cannot have."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() in ("", "localhost", socket.gethostname().lower())
+    return True
+
+
+def _without_port(host: str) -> str:
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 class RefuseAtTheEnd:

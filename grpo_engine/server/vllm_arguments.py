@@ -16,6 +16,7 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.vllm_flags import vllm_arguments
 from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE
 
 if TYPE_CHECKING:
@@ -78,7 +79,10 @@ def engine_arguments(config: ServerConfig) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    values = _values(config, is_cpu=bool(current_platform.is_cpu()))
+    values, given = _values(config, is_cpu=bool(current_platform.is_cpu())), vllm_arguments(config.vllm).engine
+    if "hf_overrides" in values and "hf_overrides" in given:
+        given["hf_overrides"] = values["hf_overrides"] | given["hf_overrides"]
+    values |= given
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if missing := sorted(values.keys() - known):
         raise ConfigError(f"vLLM {vllm.__version__} has no engine argument {', '.join(missing)}; install 0.26 to 0.33")
@@ -100,7 +104,8 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         "max_logprobs": -1,
         # The checkpoint's own defaults would change top_p or penalties behind the trainer's back.
         "generation_config": "vllm",
-        "disable_log_stats": True,
+        "served_model_name": [config.served_model_name or config.model_name],
+        "disable_log_stats": False,  # /metrics counts by them
         "worker_extension_cls": WORKER_CLASS,
     }
     if config.enable_lora:

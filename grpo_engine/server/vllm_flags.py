@@ -1,0 +1,159 @@
+"""Arguments of vLLM's own that a profile's `vllm` table or the command line gives, checked against the installed one.
+
+vLLM's parser reads them, so that they mean what they mean to `vllm serve`. What one of our settings says is refused
+here, and so is what would break the engine below our routes. Imports vLLM only inside functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from grpo_engine.config import did_you_mean, setting_names
+from grpo_engine.errors import ConfigError
+from grpo_engine.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+_NAMED_OTHERWISE = {
+    "max_num_seqs": "max_batch_size",
+    "cudagraph_capture_sizes": "cuda_graph_sizes",
+    "model": "model_name",
+    "tokenizer": "model_name",
+    "model_tag": "model_name",
+}
+"""vLLM's name → ours."""
+_REFUSED = {
+    "worker_extension_cls": "ours shares the weights, and ends with the server",
+    "generation_config": "a checkpoint's own defaults would change the sampling behind the trainer's back",
+    "lora_modules": "adapters are served by /lora/load",
+    "default_mm_loras": "adapters are served by /lora/load",
+    "enable_sleep_mode": "the weights of this server stay in memory",
+    "weight_transfer_config": "weights come by /bridge/*",
+    "api_key": "/generate asks for none: put a proxy that asks in front of the server",
+    "data_parallel_size": "this server drives one engine: start a server for each",
+    "api_server_count": "this server is one process: start another",
+    "headless": "this server answers HTTP",
+    "config": "name the file with our --config, or put its keys into the vllm table",
+    "uds": "this server listens on a port",
+    "grpc": "this server answers HTTP",
+    "grpc_port": "this server answers HTTP",
+}
+"""Arguments of vLLM that this server cannot take → why."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("enable_ssl_refresh", "ssl_ciphers", "uvicorn_log_level", "disable_uvicorn_access_log"),
+        *("disable_access_log_for_endpoints", "h11_max_incomplete_event_size", "h11_max_header_count"),
+    }
+)
+"""Of vLLM's own HTTP server, in whose place ours stands."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VllmArguments:
+    """What a `vllm` table says, with vLLM's types."""
+
+    engine: dict[str, Any]
+    """Of `AsyncEngineArgs`."""
+    frontend: dict[str, Any]
+    """Of `FrontendArgs`: what vLLM's routes do."""
+
+
+def vllm_arguments(table: Mapping[str, Any]) -> VllmArguments:
+    """Read a `vllm` table.
+
+    Raises:
+        ConfigError: a name that vLLM does not know or that we do not let through, or a value that it refuses.
+    """
+    if not table:
+        return VllmArguments(engine={}, frontend={})
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.exceptions import VLLMValidationError
+
+    cli_args = _cli_args()
+    parser = _parser(cli_args)
+    actions = {action.dest: action for action in parser._actions}
+    names = {key: _checked_name(key, actions) for key in table}
+    argv = [word for key, value in table.items() for word in _words(key, value, actions[names[key]])]
+    namespace = parser.parse_args(argv)
+    try:
+        cli_args.validate_parsed_serve_args(namespace)
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise ConfigError(f"vllm: {str(error).removeprefix('Error: ')}") from None
+
+    def given_to(kind: type) -> dict[str, Any]:
+        fields = {field.name for field in dataclasses.fields(kind)}
+        return {name: getattr(namespace, name) for name in names.values() if name in fields}
+
+    return VllmArguments(engine=given_to(AsyncEngineArgs), frontend=given_to(cli_args.FrontendArgs))
+
+
+def frontend_of(config: ServerConfig) -> Any:
+    """vLLM's `FrontendArgs`, complete."""
+    # vLLM answered every web page once; now whoever wants that says so.
+    values = {"allowed_origins": [], "root_path": config.root_path, **vllm_arguments(config.vllm).frontend}
+    return _cli_args().FrontendArgs(**values)
+
+
+def _cli_args() -> Any:
+    try:
+        from vllm.entrypoints.launchers import cli_args
+    except ImportError:  # vLLM 0.26
+        from vllm.entrypoints.openai import cli_args
+    return cli_args
+
+
+def _parser(cli_args: Any) -> FlexibleArgumentParser:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        """Says what is wrong instead of ending the process."""
+
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"vllm: {message}")
+
+    return cli_args.make_arg_parser(Parser(add_help=False))  # type: ignore[no-any-return]
+
+
+def _checked_name(key: str, known: Iterable[str]) -> str:
+    """The argument of vLLM that a key means: `max_logprobs`, `no_enable_prefix_caching`, `compilation_config.mode`."""
+    import vllm
+
+    name = key.partition(".")[0]
+    if name not in known:
+        name = name.removeprefix("no_")
+    if (ours := _NAMED_OTHERWISE.get(name, name)) in ServerConfig.model_fields:
+        raise ConfigError(f"vllm.{name}: this server's own setting {ours} says that; set it there")
+    if name in _REFUSED:
+        raise ConfigError(f"vllm.{name}: not here: {_REFUSED[name]}")
+    if name not in known:
+        hint = did_you_mean(name, [*known, *setting_names(ServerConfig)])
+        raise ConfigError(f"vllm.{name}: vLLM {vllm.__version__} has no such argument, nor this server{hint}")
+    if name in _WITHOUT_EFFECT:
+        logger.warning("vllm.%s has no effect: it is about vLLM's own HTTP server, in whose place ours stands", name)
+    return name
+
+
+def _words(key: str, value: Any, action: argparse.Action) -> Iterator[str]:
+    """A key of the table as vLLM's command line has it."""
+    name, dot, inner = key.partition(".")
+    flag = f"--{name.replace('_', '-')}{dot}{inner}"
+    if isinstance(value, bool):
+        yield flag if value else flag.replace("--", "--no-", 1)
+    elif isinstance(value, list) and action.nargs in ("+", "*"):
+        yield from (flag, *map(_text, value))
+    elif isinstance(value, list) and isinstance(action, argparse._AppendAction):
+        yield from (f"{flag}={_text(item)}" for item in value)
+    else:
+        yield f"{flag}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
