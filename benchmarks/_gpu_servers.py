@@ -30,7 +30,7 @@ HAS_ITS_MEMORY = r"KV cache size|Available KV cache memory"
 """A line of vLLM after which its memory hardly moves: another one may measure what is free."""
 POLL_S = 0.02
 SETTLED_S, SETTLED_MB = 1.0, 64.0
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S, GONE_WITHIN_S_OF_KILL = 10.0, 4.0
 ANSWERS_WITHIN_S = 120.0
 _MARKS = iter(range(10**6))
 
@@ -189,6 +189,7 @@ class Server:
         before_mb = gpu.used_mb()
         self.process.send_signal(number)
         began = settled = time.monotonic()
+        within_s = GONE_WITHIN_S_OF_KILL if number is signal.SIGKILL else GONE_WITHIN_S
         gone_s: float | None = None
         used_mb = before_mb
         while True:
@@ -199,7 +200,7 @@ class Server:
             if now_mb is not None and used_mb is not None and abs(now_mb - used_mb) > SETTLED_MB:
                 used_mb, settled = now_mb, now
             is_over = gone_s is not None and now - settled > SETTLED_S
-            if is_over or now - began > GONE_WITHIN_S:
+            if is_over or now - began > within_s:
                 break
             time.sleep(POLL_S)
         left = self.processes()

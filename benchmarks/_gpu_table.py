@@ -40,7 +40,7 @@ AT_MOST = {
     ("reload_s", "ours"): 5.0,
     ("end", "ours, SIGTERM"): 1.0,
 }
-SHOWN_ELSEWHERE = {"tokens_per_s", "failed", "took", "run"}
+SHOWN_ELSEWHERE = {"tokens_per_s", "failed", "took", "run", "began"}
 
 
 def print_table(lines: Iterable[str]) -> None:
@@ -49,18 +49,24 @@ def print_table(lines: Iterable[str]) -> None:
     _print_speeds({(r["who"], r["requests"]): r["value"] for r in records if r["figure"] == "tokens_per_s"})
     figures = {(r["figure"], r["who"]): r for r in records if r["figure"] not in SHOWN_ELSEWHERE}
     if figures:
-        print(f"\n{'figure':<20}{'of':<46}{'value':>12}   target")
+        print(f"\n{'figure':<26}{'of':<46}{'value':>12}   target")
     for (figure, who), record in figures.items():
         value, limit = record.get("value"), AT_MOST.get((figure, who))
-        print(f"{figure:<20}{who:<46}{_text(value):>12}   {_verdict(value, limit)}{_more(record)}")
+        print(f"{figure:<26}{who:<46}{_text(value):>12}   {_verdict(value, limit)}{_more(record)}")
     for run in (r for r in records if r["figure"] == "run"):
         print("\n" + _run_line(run))
-    failures = [r for r in records if r["figure"] == "failed"]
+    failures = _latest_failures(records)
     if failures:
         print(f"\n{len(failures)} failed:")
     for failure in failures:
         reason = failure["reason"].strip().splitlines()
         print(f"  {failure['stage']}, {failure['who']}: {reason[0]}{' … ' + reason[-1] if len(reason) > 1 else ''}")
+
+
+def _latest_failures(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What failed when each stage was run last."""
+    began = {record["stage"]: place for place, record in enumerate(records) if record["figure"] == "began"}
+    return [r for at, r in enumerate(records) if r["figure"] == "failed" and at > began.get(r["stage"], -1)]
 
 
 def _print_speeds(speeds: dict[tuple[str, int], float]) -> None:

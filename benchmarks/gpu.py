@@ -372,9 +372,9 @@ def stack(bench: Bench) -> None:
     """Whole runs."""
     from _gpu_stack import run_stack
 
-    for spec in bench.options.run:
+    for number, spec in enumerate(bench.options.run):
         with bench.part(spec):
-            run_stack(spec, bench)
+            run_stack(spec, number, bench)
 
 
 # --- the outer process --------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def inner(stage: str, options: argparse.Namespace) -> None:
 def keep_logs(folder: Path, out: Path, stage: str) -> None:
     """The ends of all logs in one file: few files come back from a lent machine."""
     with open(out / f"{stage}.log", "a") as file:
-        for log in sorted(folder.glob("*.log")):
+        for log in sorted(folder.glob("**/*.log")):
             file.write(f"\n===== {log.name}\n{log.read_text(errors='replace')[-40_000:]}")
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -428,6 +428,7 @@ def run_stage(stage: str, limit_s: float, out: Path) -> None:
             file.write(line + "\n")
             file.flush()
 
+        tell(json.dumps({"stage": stage, "figure": "began", "who": stage, "limit_s": round(limit_s)}))
         process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--inner", stage, "--out", str(out)],
             env={**os.environ, "GRPO_BENCH_STAGE": mark, "PYTHONUNBUFFERED": "1"},
@@ -482,10 +483,11 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--run", action="append", default=[], help="PROFILE[:MODE]:STEPS, for the stage stack; repeat")
+    parser.add_argument("--run", action="append", default=[], help="PROFILE[:MODE]:STEPS[:finished] for stack; repeat")
     parser.add_argument("--run-limit", type=float, default=240.0, help="seconds for one of them")
     parser.add_argument("--run-set", action="append", default=[], help="KEY=VALUE, for all of them")
-    parser.add_argument("--record", help="the run of this number (0 is the first) is recorded")
+    parser.add_argument("--down-limit", type=float, help="seconds that services get to end; default: their own")
+    parser.add_argument("--record", type=int, help="the run of this number (0 is the first) is recorded")
     return parser
 
 

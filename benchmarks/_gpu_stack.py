@@ -1,0 +1,204 @@
+"""Whole training runs for `gpu.py`: brought up by `grpo-tui`, followed, taken down, and looked for afterwards.
+
+A run is said as PROFILE[:MODE]:STEPS[:finished]. It is taken down after so many optimizer steps; with `finished` it is
+given so many and awaited instead. What it did comes from its folder alone, so that nothing slows it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import record_run
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunChanged, RunState, Snapshot, UsageSampled
+from grpo_tui.client.api import look_at, stored_status
+from grpo_tui.paths import METRICS_FILE
+from grpo_tui.supervisor import proc
+
+if TYPE_CHECKING:
+    from gpu import Bench
+
+BEYOND = 10
+"""A run that is to be taken down has so many times the steps, so that it does not end by itself."""
+LOOK_EVERY_S = 0.2
+ENDS = 3
+"""Steps at both ends whose mean reward is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is to run."""
+
+    profile: str
+    mode: str | None
+    steps: int
+    finishes: bool
+
+    @staticmethod
+    def read(text: str) -> Spec:
+        """`smollm-gpu:lora_only:60`, `smollm-gpu:120:finished`."""
+        words = text.split(":")
+        finishes = words[-1] == "finished"
+        profile, *mode, steps = words[: -1 if finishes else None]
+        return Spec(profile=profile, mode=mode[0] if mode else None, steps=int(steps), finishes=finishes)
+
+
+def run_stack(text: str, number: int, bench: Bench) -> None:
+    """One run, and a line about it."""
+    spec, used_before_mb, began = Spec.read(text), bench.gpu.used_mb(), time.monotonic()
+    folder = _bring_up(spec, bench)
+    threading.Thread(target=record_run.listen_until_over, args=[folder], daemon=True).start()
+    try:
+        _follow(folder, spec, began + bench.options.run_limit)
+        status = _grpo(bench, "status", folder.name, "--json")
+    finally:
+        down_began = time.monotonic()
+        limit = ["--timeout", str(bench.options.down_limit)] if bench.options.down_limit is not None else []
+        said = _grpo(bench, "down", folder.name, *limit, may_fail=True)
+        down_s = time.monotonic() - down_began
+        left = proc.processes_of_run(folder.name)
+        for process in left:
+            proc.send_signal(process, signal.SIGKILL)
+    free_s, left_mb = _when_free(bench, used_before_mb)
+    lines = read_metrics(folder)
+    figures = {
+        "ready_s": _ready_s(folder),
+        **what_it_did(lines),
+        **_memory(folder),
+        "down_s": round(down_s, 2),
+        "gpu_free_after_down_s": free_s,
+        "gpu_mb_left": left_mb,
+        "processes_left": [process.comm for process in left],
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+    bench.tell("run", text, figures)
+    services = {each["name"]: each["state"] for each in json.loads(status)["services"]}
+    bench.tell("run_details", text, services, down=said.splitlines()[-4:])
+    if bench.options.record == number:
+        record_run.pack(folder, bench.options.out / f"{spec.profile}-{spec.mode or 'own'}.tar.gz")
+
+
+def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
+    """Speed, alignment and reward of a run's optimizer steps."""
+    trained = [line for line in lines if "train/loss" in line.metrics]
+    if not trained:
+        return {"steps": 0}
+    alignment = [line.metrics["alignment/diff_abs_mean"] for line in trained]
+    rewards = [line.metrics["reward/mean"] for line in trained if "reward/mean" in line.metrics]
+    spans = [later.time - sooner.time for sooner, later in itertools.pairwise(trained)]
+    sync = [line.metrics["train/sync_time"] for line in trained if "train/sync_time" in line.metrics]
+    return {
+        "steps": len(trained),
+        "s_a_step": round(statistics.median(spans), 3) if spans else None,
+        "steps_per_s": round(1 / statistics.mean(spans), 3) if spans else None,
+        "sync_ms": round(1e3 * statistics.median(sync), 1) if sync else None,
+        "alignment_mean": round(statistics.mean(alignment), 5),
+        "alignment_max": round(max(alignment), 5),
+        "reward_first": round(statistics.mean(rewards[:ENDS]), 3) if rewards else None,
+        "reward_last": round(statistics.mean(rewards[-ENDS:]), 3) if rewards else None,
+        "evaluated": {
+            name: round(value, 3)
+            for line in lines
+            for name, value in line.metrics.items()
+            if name.startswith("eval/avg@") and not name.endswith("_se")
+        },
+    }
+
+
+def read_metrics(folder: Path) -> list[MetricsLine]:
+    """The whole lines of a run's metrics."""
+    path = folder / METRICS_FILE
+    text = path.read_text() if path.exists() else ""
+    return [MetricsLine.model_validate_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _bring_up(spec: Spec, bench: Bench) -> Path:
+    """Start the run; its folder. It may not be ready yet, and is ended where that fails."""
+    settings = [f"services.trainer.training_steps={spec.steps if spec.finishes else spec.steps * BEYOND}"]
+    settings += [f"bridge.mode={spec.mode}"] if spec.mode else []
+    settings += bench.options.run_set
+    words = ["up", "--profile", spec.profile, "--detach", "--json"]
+    said = _grpo(bench, *words, *(word for each in settings for word in ("--set", each)))
+    return bench.fleet.folder / json.loads(said.splitlines()[0])["folder"]
+
+
+def _follow(folder: Path, spec: Spec, until: float) -> None:
+    """Return when the run has so many steps, or is over where it is to finish.
+
+    Raises:
+        RuntimeError: it ended otherwise, or time did.
+    """
+    while True:
+        state = stored_status(look_at(folder)).state if (folder / "state.json").exists() else None
+        num_steps = sum("train/loss" in line.metrics for line in read_metrics(folder))
+        if state in ENDED_RUN_STATES if spec.finishes else num_steps >= spec.steps:
+            return
+        if state in ENDED_RUN_STATES or time.monotonic() > until:
+            raise RuntimeError(f"{folder.name} is {state} after {num_steps} of {spec.steps} steps\n{_why(folder)}")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _why(folder: Path) -> str:
+    """What those say that are not as they should be, and the ends of their logs."""
+    services = stored_status(look_at(folder)).services
+    return "\n".join(
+        f"{service.name} {service.state} {service.why or ''}\n{Path(service.log).read_text(errors='replace')[-600:]}"
+        for service in services
+        if Path(service.log).exists()
+    )
+
+
+def _ready_s(folder: Path) -> float | None:
+    """Seconds from the start of the daemon until every service was ready."""
+    events = record_run.read_events(folder)
+    at = next((each.time for each in events if isinstance(each, RunChanged) and each.state is RunState.RUNNING), None)
+    began = next((each.status.started_at for each in events if isinstance(each, Snapshot)), None)
+    return round(at - began, 1) if at is not None and began is not None else None
+
+
+def _memory(folder: Path) -> dict[str, Any]:
+    """The most that each service had on GPUs, as its daemon saw it."""
+    most: dict[str, int] = {}
+    for event in record_run.read_events(folder):
+        if isinstance(event, UsageSampled):
+            for service, held in event.gpu_memory_bytes.items():
+                most[service] = max(most.get(service, 0), held)
+    return {"gpu_gb_at_most": {service: round(held / 1e9, 1) for service, held in most.items()}}
+
+
+def _when_free(bench: Bench, before_mb: float | None) -> tuple[float | None, float | None]:
+    """Seconds until the GPU has no more in use than before the run, and what is left then (or after some seconds)."""
+    began = time.monotonic()
+    while (used_mb := bench.gpu.used_mb()) is not None and before_mb is not None:
+        free_s = time.monotonic() - began
+        if used_mb <= before_mb + 1 or free_s > 5:
+            return round(free_s, 2), round(used_mb - before_mb, 1)
+        time.sleep(0.02)
+    return None, None
+
+
+def _grpo(bench: Bench, *words: str, may_fail: bool = False) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "grpo_tui", *words],
+        cwd=bench.fleet.folder,
+        env={**bench.fleet.environment, "GRPO_BENCH_STAGE": os.environ.get("GRPO_BENCH_STAGE", "")},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode and not may_fail:
+        raise RuntimeError(f"grpo-tui {' '.join(words)}: {done.returncode}\n{done.stdout[-800:]}{done.stderr[-1500:]}")
+    return done.stdout + (done.stderr if may_fail else "")
