@@ -169,8 +169,10 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
         own = Part("weights", weights + learning, note="with adapters")
     else:
         own = Part("weights", weights)
+    kept = sum(parameter.num_bytes for parameter in _adapted(model, config)) if has_adapters and is_shared else 0
     parts = [
         own,
+        Part("weights under adapters", kept, note="to fold the adapter into" if kept else ""),
         Part("master weights", _masters(trained, config, is_shared)),
         Part("gradients", sum(_gradient(parameter, config) for parameter in trained)),
         Part("optimizer state", sum(state_bytes(parameter.shape, config) for parameter in trained)),
@@ -182,7 +184,7 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
         Part("optimizer update", _update(trained, config), {Moment.UPDATE}),
     ]
     if is_shared and config.num_iterations > 1:
-        parts.insert(5, Part("weights unseen", learning, note="between two hand-overs"))
+        parts.insert(6, Part("weights unseen", learning, note="between two hand-overs"))
     return MemoryPlan(
         parts=tuple(part for part in parts if part.num_bytes or part.note),
         num_trained=sum(parameter.numel for parameter in trained),
@@ -209,15 +211,10 @@ def trained_parameters(model: ModelShape, config: TrainConfig) -> Iterator[Param
         layers = _layers(config.train_layer_indices)
         yield from (p for p in model.parameters if layers is None or layer_of(p.name) in layers)
         return
-    layers = _layers(config.lora_layer_indices)
-    for parameter in model.parameters:
-        module = parameter.name.removesuffix(".weight").rpartition(".")[2]
-        if module not in config.lora_target_modules or len(parameter.shape) != 2:
-            continue
-        if layers is None or layer_of(parameter.name) in layers:
-            num_out, num_in = parameter.shape
-            yield ParameterShape(name=f"{parameter.name}.A", shape=(config.lora_r, num_in), bytes_each=FP32)
-            yield ParameterShape(name=f"{parameter.name}.B", shape=(num_out, config.lora_r), bytes_each=FP32)
+    for parameter in _adapted(model, config):
+        num_out, num_in = parameter.shape
+        yield ParameterShape(name=f"{parameter.name}.A", shape=(config.lora_r, num_in), bytes_each=FP32)
+        yield ParameterShape(name=f"{parameter.name}.B", shape=(num_out, config.lora_r), bytes_each=FP32)
 
 
 def available_bytes(card: Card, config: TrainConfig) -> int:
@@ -254,6 +251,17 @@ def state_bytes(shape: tuple[int, ...], config: TrainConfig) -> int:
             return 2 * (numel + FP32 * math.ceil(numel / BLOCK_8BIT))
         case _:
             return 2 * FP32 * numel
+
+
+def _adapted(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]:
+    """The matrices that get an adapter."""
+    layers = _layers(config.lora_layer_indices)
+    for parameter in model.parameters:
+        module = parameter.name.removesuffix(".weight").rpartition(".")[2]
+        if module not in config.lora_target_modules or len(parameter.shape) != 2:
+            continue
+        if layers is None or layer_of(parameter.name) in layers:
+            yield parameter
 
 
 def _activations(
