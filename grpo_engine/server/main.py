@@ -87,6 +87,10 @@ class _Server(uvicorn.Server):
                 access_log=config.log_level == "debug",
                 lifespan="off",
                 timeout_graceful_shutdown=1,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                ssl_ca_certs=None if config.ssl_ca_certs is None else str(config.ssl_ca_certs),
+                ssl_cert_reqs=config.ssl_cert_reqs,
             )
         )
         self._engine = engine
@@ -99,10 +103,6 @@ class _Server(uvicorn.Server):
         self.run()
         # Nothing is left to clean up, and looking through all of torch and transformers for it takes a second.
         gc.freeze()
-                ssl_keyfile=config.ssl_keyfile,
-                ssl_certfile=config.ssl_certfile,
-                ssl_ca_certs=None if config.ssl_ca_certs is None else str(config.ssl_ca_certs),
-                ssl_cert_reqs=config.ssl_cert_reqs,
         return self._exit_code or (0 if self.started else 1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
