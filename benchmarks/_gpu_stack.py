@@ -104,6 +104,7 @@ def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
         "s_a_step": round(statistics.median(spans), 3) if spans else None,
         "steps_per_s": round(1 / statistics.mean(spans), 3) if spans else None,
         "sync_ms": round(1e3 * statistics.median(sync), 1) if sync else None,
+        "sync_ms_at_most": round(1e3 * max(sync), 1) if sync else None,
         "alignment_mean": round(statistics.mean(alignment), 5),
         "alignment_max": round(max(alignment), 5),
         "reward_first": round(statistics.mean(rewards[:ENDS]), 3) if rewards else None,

@@ -1,0 +1,97 @@
+"""Runs that were really made (tests/recorded), played to the screen's state and shown from their folders."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.wire.supervisor import Bye, Event, ServiceChanged, ServiceState, Snapshot, read_from_daemon
+from grpo_tui.client.local import find_run, latest_metrics, stored_status
+from grpo_tui.ui.app import GrpoScreen
+from grpo_tui.ui.connection import LocalRun
+from grpo_tui.ui.widgets.log_panel import LogLines
+from grpo_tui.ui.widgets.services_table import ServicesTable
+from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.view.state import Connection, ViewState, reduce
+
+RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.tar.gz"))
+EVERY_RECORDING = pytest.mark.parametrize("archive", RECORDED, ids=lambda path: path.name.partition(".")[0])
+NAMES = re.compile(r"(?<![\w./…])/(?:work|root|home|tmp|opt|mnt)/|\b(?:10|172|192\.168)\.\d+\.\d+\.\d+\b")
+
+
+def unpacked(archive: Path, logs: Path) -> Path:
+    """The folder of the run, below `logs`."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(logs, filter="data")
+    (folder,) = logs.iterdir()
+    return folder
+
+
+def told(folder: Path) -> list[Snapshot | Event | Bye]:
+    """All that the daemon said."""
+    messages = map(read_from_daemon, (folder / "events.jsonl").read_bytes().splitlines())
+    return [message for message in messages if isinstance(message, Snapshot | Event | Bye)]
+
+
+def test_there_is_a_recorded_run() -> None:
+    assert RECORDED
+
+
+@EVERY_RECORDING
+def test_a_recorded_run_is_found_and_read_as_one_that_is_over(archive: Path, tmp_path: Path) -> None:
+    folder = unpacked(archive, tmp_path / "logs")
+    run = find_run(folder.name[:-2], folder.parent, also_ended=True)
+    assert not run.is_live
+    status = stored_status(run)
+    assert {service.state for service in status.services} <= {ServiceState.STOPPED, ServiceState.FINISHED}
+    assert all((folder / service.log).stat().st_size for service in status.services)
+    assert "alignment/diff_abs_mean" in latest_metrics(folder)
+
+
+@EVERY_RECORDING
+def test_a_recorded_run_played_event_by_event_comes_up_trains_and_ends(archive: Path, tmp_path: Path) -> None:
+    folder = unpacked(archive, tmp_path / "logs")
+    state = ViewState(run_folder=folder, now=0.0)
+    were_ready, num_warned = set(), 0
+    for message in told(folder):
+        state = reduce(state, message)
+        were_ready |= {service.name for service in state.services if service.state is ServiceState.READY}
+        num_warned += any(warning.severity == "error" for warning in state.warnings)
+    assert were_ready == {service.name for service in state.services}
+    assert state.has_ended
+    assert state.connection is Connection.ENDED
+    assert num_warned == 0
+
+
+@EVERY_RECORDING
+@pytest.mark.slow
+async def test_the_screen_shows_a_recorded_run_from_its_folder(archive: Path, tmp_path: Path) -> None:
+    folder = unpacked(archive, tmp_path / "logs")
+    last_step = MetricsTail(folder / "metrics.jsonl").read().lines[-1].step
+    names = {message.service.name for message in told(folder) if isinstance(message, ServiceChanged)}
+    app = GrpoScreen(folder, LocalRun(folder))
+    async with app.run_test(size=(140, 45)) as pilot:
+        async with asyncio.timeout(20):
+            while not app.state.has_ended or not app.state.log.lines or app.state.history.last is None:
+                await pilot.pause(0.01)
+            while not all(name in shown(app, ServicesTable) for name in names) or not shown(app, LogLines):
+                await pilot.pause(0.01)
+        assert app.state.history.last.step == last_step
+        assert {service.name for service in app.state.services} == names
+
+
+def shown(app: GrpoScreen, part: type[ServicesTable] | type[LogLines]) -> str:
+    """What stands in a part of the screen."""
+    return "".join(app.main.query_one(part).plain_lines).strip()
+
+
+@EVERY_RECORDING
+def test_a_recording_tells_no_path_and_no_address_of_the_machine_it_was_made_on(archive: Path, tmp_path: Path) -> None:
+    assert archive.stat().st_size <= 300_000
+    folder = unpacked(archive, tmp_path / "logs")
+    found = {path.name: NAMES.findall(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
+    assert not any(found.values()), found
