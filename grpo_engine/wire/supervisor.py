@@ -14,6 +14,8 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message
 
 PROTOCOL_VERSION = 1
+ADDRESS_FILE = "daemon.json"
+"""In the run folder: an `Address`."""
 
 
 class ServiceState(StrEnum):
@@ -149,6 +151,13 @@ class RunStatus(Message):
     warnings: list[Warning] = []
     started_at: float | None = None
     ended_at: float | None = None
+
+
+class Address(Message):
+    """Where a daemon listens; in a file, since `$XDG_RUNTIME_DIR` may be another one when somebody comes back."""
+
+    pid: int
+    socket: str
 
 
 # --- daemon → client -----------------------------------------------------------------------------------------------

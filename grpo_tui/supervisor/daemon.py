@@ -20,12 +20,12 @@ from pathlib import Path
 
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import MAX_LINE_BYTES
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
+from grpo_engine.wire.supervisor import ADDRESS_FILE, ENDED_RUN_STATES, Bye
 from grpo_tui.paths import PLAN_FILE, SUPERVISOR_LOG, socket_path
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
-from grpo_tui.supervisor.lock import ADDRESS_FILE, LOADED, read_address, take_lock, write_address
+from grpo_tui.supervisor.lock import LOADED, read_address, take_lock, write_address
 from grpo_tui.supervisor.orphans import become_reaper
 from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
 from grpo_tui.supervisor.state_file import StateDocument, read_state

@@ -8,20 +8,13 @@ import time
 from pathlib import Path
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import Message, from_line, write_json_atomically
+from grpo_engine.wire.codec import from_line, write_json_atomically
+from grpo_engine.wire.supervisor import ADDRESS_FILE, Address
 from grpo_tui.supervisor.proc import identify
 
 LOCK_FILE = "daemon.lock"
-ADDRESS_FILE = "daemon.json"
 LOADED = "loaded\n"
 """What a daemon says on stdout once it only waits to be told its run."""
-
-
-class Address(Message):
-    """Where a daemon listens; in a file, since `$XDG_RUNTIME_DIR` may be another one when somebody comes back."""
-
-    pid: int
-    socket: str
 
 
 TAKE_LIMIT_S = 0.5

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from workplace import POLITE, PYTHON, Workplace, open_workplace, service, until
 
+from grpo_engine.wire.supervisor import ADDRESS_FILE
 from grpo_tui.paths import STATE_FILE, SUPERVISOR_LOG
-from grpo_tui.supervisor.lock import ADDRESS_FILE, has_daemon, read_address
+from grpo_tui.supervisor.lock import has_daemon, read_address
 
 
 @pytest.fixture

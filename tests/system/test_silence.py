@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from workplace import POLITE, PYTHON, Workplace, open_workplace, service, until
 
+from grpo_engine.wire.supervisor import ADDRESS_FILE
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.paths import SUPERVISOR_LOG
-from grpo_tui.supervisor.lock import ADDRESS_FILE, has_daemon, read_address, take_lock
+from grpo_tui.supervisor.lock import has_daemon, read_address, take_lock
 from grpo_tui.supervisor.processes import living_keepers
 
 

@@ -14,9 +14,8 @@ import pytest
 from stage import FAMILY, HOLDER, free_ports, is_open
 from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, until
 
-from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, ServiceStatus
+from grpo_engine.wire.supervisor import ADDRESS_FILE, ProbeOutcome, RunState, ServiceState, ServiceStatus
 from grpo_tui.supervisor.keeper import all_processes, below
-from grpo_tui.supervisor.lock import ADDRESS_FILE
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import living_keepers
 from grpo_tui.supervisor.state_file import read_state
