@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
+from grpo_engine.bridges.lora_merged import LoraMerged
 from grpo_engine.bridges.lora_only import LoraOnly
 from grpo_engine.bridges.none import CheckpointReload
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
 from grpo_engine.bridges.shared_vllm import SharedVllm
 
-AnyBridge = Annotated[SharedVllm | LoraOnly | CheckpointReload, Field(discriminator="mode")]
+AnyBridge = Annotated[SharedVllm | LoraMerged | LoraOnly | CheckpointReload, Field(discriminator="mode")]
 """Every bridge, chosen by `mode`."""
 
-__all__ = ["AnyBridge", "Bridge", "BridgeContext", "BridgeModel", "CheckpointReload", "LoraOnly", "SharedVllm"]
+ON_SHARED_MEMORY = frozenset(
+    str(kind.model_fields["mode"].default) for kind in get_args(get_args(AnyBridge)[0]) if kind.shares_memory
+)
+"""Modes in which the trainer maps the weights that the server has."""
+
+__all__ = [
+    "AnyBridge",
+    "Bridge",
+    "BridgeContext",
+    "BridgeModel",
+    "CheckpointReload",
+    "LoraMerged",
+    "LoraOnly",
+    "SharedVllm",
+]

@@ -35,7 +35,10 @@ class MappedModel:
         """
         self.model: PreTrainedModel = load_model_on_shared(load_config(model_name), _map(file), file.aliases)
         self.is_mapped = True
-        self._names = list(file.tensors)
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own |= dict(self.model.named_buffers(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = {name: own[name] for name in file.tensors}
+        """Those that are, or were, in a server's memory, by the names of the file, whatever wraps the model later."""
         self._kept: dict[str, Tensor] = {}
         """Values in host memory that the mapped memory does not have yet."""
 
@@ -45,12 +48,12 @@ class MappedModel:
         Raises:
             BridgeError: the memory cannot be mapped, or is of another model.
         """
-        fresh, tensors = _map(file), self._tensors()
-        if fresh.keys() != tensors.keys() or any(fresh[name].shape != t.shape for name, t in tensors.items()):
+        fresh, own = _map(file), self.tensors
+        if fresh.keys() != own.keys() or any(fresh[name].shape != tensor.shape for name, tensor in own.items()):
             raise BridgeError(
                 f"the restarted inference server serves another model ({file.model}); restart the trainer too"
             )
-        for name, tensor in tensors.items():
+        for name, tensor in own.items():
             tensor.data = fresh[name]
         self.is_mapped = True
 
@@ -63,42 +66,34 @@ class MappedModel:
         if not self.is_mapped:
             write()
             return
-        if self._kept:
-            tensors = self._tensors()
-            for name, values in self._kept.items():
-                tensors[name].data.copy_(values)
+        for name, values in self._kept.items():
+            self.tensors[name].data.copy_(values)
         write()
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self._kept.clear()
 
-    def let_go(self, *, can_be_written: bool) -> None:
-        """Unmap; the model is in host memory then, and whole after the next `write`.
+    def let_go(self, *, is_kept: Callable[[Tensor], bool]) -> None:
+        """Unmap; what is kept is in host memory then, and the next `write` brings it.
 
         Args:
-            can_be_written: a writer has every trained parameter's value, so that only the others need a copy.
+            is_kept: whether a parameter's values are needed; those of others come from a writer, or with the memory
+                that is mapped next.
         """
-        tensors = self._tensors()
-        is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        for name, tensor in tensors.items():
-            if can_be_written and tensor.requires_grad:
-                self._kept.pop(name, None)
-                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)  # costs nothing until it is written
-            else:
+        is_on_gpu = any(tensor.is_cuda for tensor in self.tensors.values())
+        for name, tensor in self.tensors.items():
+            if is_kept(tensor):
                 if name not in self._kept:
                     self._kept[name] = tensor.data.to("cpu", copy=True)
                 tensor.data = self._kept[name]
+            else:
+                self._kept.pop(name, None)
+                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)  # costs nothing until it is written
         self.is_mapped = False
         gc.collect()  # whatever else refers to the memory, an exception's frames for instance
         if is_on_gpu:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # what a step leaves with torch's allocator is not free to others either
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Those of the model that are, or were, in a server's memory."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
-        own |= dict(self.model.named_buffers(remove_duplicate=False))
-        return {name: own[name] for name in self._names}
 
 
 def _map(file: BridgeFile) -> dict[str, Tensor]:

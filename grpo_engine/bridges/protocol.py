@@ -6,6 +6,7 @@ Leaves out how weights travel: one file a mode, beside this one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -57,6 +58,9 @@ class BridgeModel:
     """What the server served when it was asked first."""
     save: Callable[[Path], None]
     """Writes the model (or its adapter) and the tokenizer into a folder, as transformers, PEFT and vLLM load them."""
+    unmerged: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Within, the model computes with its parameters as they are now; outside it may do so with those that were handed
+    over last, as where an adapter is folded into the weights that inference reads."""
 
 
 class Bridge(Protocol):

@@ -29,6 +29,8 @@ from grpo_engine.flags import Flag
 from grpo_engine.wire.bridge_file import BridgeFile
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from grpo_engine.bridges.mapped_model import MappedModel
 
 _LOOK_EVERY_S = 0.25
@@ -38,21 +40,28 @@ _SAY_EVERY_S = 15.0
 logger = logging.getLogger(__name__)
 
 
-class SharedVllm(Config):
+class OnSharedMemory(Config):
+    """What every bridge is told whose model stands on the server's memory."""
+
+    shares_memory: ClassVar[bool] = True
+    """Whether trainer and server map the same weights."""
+    mode: str
+    """How new weights reach inference."""
+    config_path: Annotated[Path | None, Flag(("--vllm-config-path",))] = None
+    """The server's bridge file; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
+    pause_timeout_s: Annotated[float, Flag(("--bridge-pause-timeout-s",))] = Field(300.0, gt=0)
+    """Longest time that one hand-over may keep the server paused."""
+
+
+class SharedVllm(OnSharedMemory):
     """Single copy: trainer and server map the same weights."""
 
     after_server_restart: ClassVar[str] = "the trainer attaches to the new server and writes its weights into it"
     """What the trainer does then, for the people who restart one."""
     trains_adapter: ClassVar[bool] = False
     """Whether an adapter on a frozen model learns, and not the model."""
-    shares_memory: ClassVar[bool] = True
-    """Whether trainer and server map the same weights."""
     mode: Annotated[Literal["shared_vllm"], Flag(("--weight-bridge-mode",))] = "shared_vllm"
     """How new weights reach inference."""
-    config_path: Annotated[Path | None, Flag(("--vllm-config-path",))] = None
-    """The server's bridge file; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
-    pause_timeout_s: Annotated[float, Flag(("--bridge-pause-timeout-s",))] = Field(300.0, gt=0)
-    """Longest time that one hand-over may keep the server paused."""
 
     def build(self, context: BridgeContext) -> Bridge:
         """The bridge itself."""
@@ -60,9 +69,9 @@ class SharedVllm(Config):
 
 
 class SharedVllmBridge:
-    """See `grpo_engine.bridges.protocol.Bridge`."""
+    """See `grpo_engine.bridges.protocol.Bridge`. What is trained on the memory is for the methods at the end to say."""
 
-    def __init__(self, config: SharedVllm, context: BridgeContext) -> None:
+    def __init__(self, config: OnSharedMemory, context: BridgeContext) -> None:
         self._context = context
         self._pause_timeout_s = config.pause_timeout_s
         self._path = bridge_file_path(config.config_path, os.environ)
@@ -91,13 +100,15 @@ class SharedVllmBridge:
         fence = Fence.attach(file.fence_segment)
         self._mend_half_written(file, fence)
         self._weights = MappedModel(self._context.model_name, file)
+        self._wrap()
+        self._look_at_memory(file, fence)
         self._file, self._fence = file, fence
         version = fence.read().policy_version
         logger.info("attached to %d shared tensors of %s, version %d", len(file.tensors), self._path, version)
         served = str(self._weights.model.dtype).removeprefix("torch.")
         if self._context.dtype not in ("auto", served):
             logger.warning("dtype %s has no effect: the weights are the server's, in %s", self._context.dtype, served)
-        return BridgeModel(model=self._weights.model, is_shared=True, policy_version=version, save=self._save)
+        return self._trained(version)
 
     def publish(self, version: int, write: Callable[[], None]) -> None:
         """Write under a pause and the fence; where the server has ended, the next one gets this version."""
@@ -193,10 +204,17 @@ class SharedVllmBridge:
         try:
             fence.check()
         except HalfWritten as error:
-            from grpo_engine.models.loading import resolve_model
-
             logger.warning("%s; the server loads %s again", error, file.model)
-            self._client.reload(Path(resolve_model(file.model)), 0)
+            self._load_again(file, 0)
+
+    def _load_again(self, file: BridgeFile, version: int) -> None:
+        """Have the server read its model's checkpoint into the memory, as `version`."""
+        from grpo_engine.models.stored_weights import checkpoint_folder
+
+        folder = checkpoint_folder(file.model)
+        if folder is None:
+            raise BridgeError(f"{file.model}: not on this machine, so it cannot be loaded again: restart the server")
+        self._client.reload(folder, version)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +243,7 @@ class SharedVllmBridge:
             file = self._file = self._find_export()
         fence = Fence.attach(file.fence_segment)
         self._weights.map_again(file)
+        self._look_at_memory(file, fence)
         self._fence = fence
         if self._version is not None:
             self._hand_over()
@@ -235,7 +254,7 @@ class SharedVllmBridge:
             return
         self._fence.close()
         self._fence = None
-        self._weights.let_go(can_be_written=self._version is not None)
+        self._weights.let_go(is_kept=self._is_kept)
         self._said_at = -math.inf
 
     def _say_what_is_awaited(self) -> None:
@@ -248,6 +267,22 @@ class SharedVllmBridge:
                 self._file.pid,
                 self._path,
             )
+
+    # --- what is trained -------------------------------------------------------------------------------------------
+
+    def _wrap(self) -> None:
+        """Nothing is put around the mapped model."""
+
+    def _look_at_memory(self, file: BridgeFile, fence: Fence) -> None:
+        """Newly mapped memory may hold anything: training begins with it, or all of it is written before it is used."""
+
+    def _trained(self, version: int) -> BridgeModel:
+        """The model itself, whose parameters are what inference reads."""
+        return BridgeModel(model=self._weights.model, is_shared=True, policy_version=version, save=self._save)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Whether nobody else has a parameter's value; a writer has those of all that are trained."""
+        return self._version is None or not tensor.requires_grad
 
     def _save(self, folder: Path) -> None:
         if self._fence is None and self._version is not None:

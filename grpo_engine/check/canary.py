@@ -15,12 +15,16 @@ _NOTICED = 0.1
 CAUSES = {
     "shared_vllm": "inference does not read the memory that the trainer writes: it computes with a copy (repacked or "
     "compiled-in weights), or the bridge file is another server's",
+    "lora_merged": "inference does not read the memory that adapters are folded into: it computes with a copy, or the "
+    "bridge file is another server's",
     "lora_only": "requests do not use the adapter that was loaded",
     "none": "the server answered the reload and went on with its old weights",
 }
 ADVICE = {
     "shared_vllm": "restart the server with --shared-weights and without quantization, and point --vllm-config-path at "
     "its bridge file",
+    "lora_merged": "restart the server with --shared-weights and without quantization or --enable-lora, and point "
+    "--vllm-config-path at its bridge file",
     "lora_only": "look at /lora/status; start the server with --enable-lora and a --max-lora-rank of at least --lora-r",
     "none": "look at the server's log; restart it",
 }

@@ -99,6 +99,11 @@ def _find_canary(trainer: TrainerSide, samples: Sequence[Sample], *, at_least: f
     Tried on copies: what inference may be reading is not touched. The strongest change found is returned where none
     reaches `at_least`.
     """
+    with trainer.trainee.unmerged():
+        return _strongest_change(trainer, samples, at_least)
+
+
+def _strongest_change(trainer: TrainerSide, samples: Sequence[Sample], at_least: float) -> _Canary:
     before = trainer.score(samples, temperature=1.0).logprobs
     most, best = -1.0, None
     for name, parameter in _candidates(trainer.trainee.model):

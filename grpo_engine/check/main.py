@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_engine.bridges import Bridge, BridgeModel, CheckpointReload, SharedVllm
+from grpo_engine.bridges import Bridge, BridgeModel, CheckpointReload
 from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.saving import trainable_device
+from grpo_engine.bridges.shared_vllm import OnSharedMemory
 from grpo_engine.check.alignment import NoiseBand, difference, judge_alignment, judge_order, noise_band
 from grpo_engine.check.changing import check_canary
 from grpo_engine.check.config import CheckConfig
@@ -200,7 +201,7 @@ def _build_bridge(config: CheckConfig, folder: Path) -> Bridge:
 
 def _other_trainer(config: CheckConfig) -> int | None:
     """Pid of a living trainer that writes into the memory which this one would write into."""
-    if not isinstance(config.bridge, SharedVllm):
+    if not isinstance(config.bridge, OnSharedMemory):
         return None  # servers do not say who hands them checkpoints or adapters
     path = bridge_file_path(config.bridge.config_path, os.environ)
     if not path.exists():

@@ -130,7 +130,7 @@ def _idle_without_their_switch(config: TrainConfig) -> Iterator[str]:
     """Settings of something that is off."""
     if not config.bridge.trains_adapter:
         for name in _given(config, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices"):
-            yield f"{name} has no effect with weight_bridge_mode {config.bridge.mode}: choose lora_only for adapters"
+            yield f"{name} has no effect with weight_bridge_mode {config.bridge.mode}: choose a lora_… one for adapters"
     if not config.use_wandb:
         for name in _given(config, "wandb_project", "wandb_group"):
             yield f"{name} has no effect without use_wandb: set that too"

@@ -47,6 +47,8 @@ class Trainee:
         self.model = attached.model
         self._save_model = attached.save
         self._is_shared = attached.is_shared
+        self.unmerged = attached.unmerged
+        """As the bridge's model has it."""
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
@@ -151,7 +153,8 @@ class Trainee:
         for parameter, values in seen:
             parameter.data = values.clone()
         try:
-            yield
+            with self.unmerged():
+                yield
         finally:
             for parameter, values in seen:
                 parameter.data = values

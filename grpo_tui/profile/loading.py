@@ -13,6 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from grpo_engine.bridges import ON_SHARED_MEMORY
 from grpo_engine.config import RawTable, apply_overrides, did_you_mean, read_table, validated
 from grpo_engine.errors import ConfigError
 from grpo_tui.paths import available_profiles
@@ -83,12 +84,13 @@ def _hand_out(table: RawTable) -> RawTable:
     if not isinstance(services, dict):
         return table
     model, bridge = _table(table, "model"), _table(table, "bridge")
+    mode = str(bridge.get("mode", ""))
     shared: RawTable = {key: model[key] for key in ("dtype", "device") if key in model}
     if "name" in model:
         shared["model_name"] = model["name"]
     api = _only(services, "rollout_api")
     inference = _only(services, "inference")
-    share, is_on_one_card = "gpu_memory_utilization", bridge.get("mode") == "shared_vllm"
+    share, is_on_one_card = "gpu_memory_utilization", mode in ON_SHARED_MEMORY
     environment: RawTable = {
         **({"model_name": model["name"]} if "name" in model else {}),
         **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
@@ -98,8 +100,8 @@ def _hand_out(table: RawTable) -> RawTable:
         "inference": {
             **shared,
             **({"max_model_len": model["max_model_len"]} if "max_model_len" in model else {}),
-            **({"shared_weights": True} if bridge.get("mode") == "shared_vllm" else {}),
-            **({"enable_lora": True} if str(bridge.get("mode", "")).startswith("lora") else {}),
+            **({"shared_weights": True} if mode in ON_SHARED_MEMORY else {}),
+            **({"enable_lora": True} if mode.startswith("lora") and mode not in ON_SHARED_MEMORY else {}),
         },
         "environment": environment,
         "atropos_environment": environment,

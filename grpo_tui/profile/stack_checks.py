@@ -48,10 +48,11 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
     servers = [service for service in profile.services.values() if isinstance(service, Inference)]
     sharing = [server for server in servers if server.shared_weights]
     for name, service in profile.services.items():
-        if not isinstance(service, Trainer) or service.bridge.mode != "shared_vllm":
+        if not isinstance(service, Trainer) or not service.bridge.shares_memory:
             continue
         if servers and not sharing:
-            yield f"services.{name}.bridge.mode: shared_vllm, but no inference service has shared_weights = true"
+            mode = service.bridge.mode
+            yield f"services.{name}.bridge.mode: {mode}, but no inference service has shared_weights = true"
         if any(server.dtype != service.dtype for server in sharing):
             yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
 

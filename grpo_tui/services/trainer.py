@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from grpo_engine.bridges.shared_vllm import SharedVllm
+from grpo_engine.bridges.shared_vllm import OnSharedMemory
 from grpo_engine.flags import to_flags
 from grpo_engine.train.config import TrainConfig
 from grpo_tui.paths import BRIDGE_FILE
@@ -43,7 +43,7 @@ class Trainer(Service, TrainConfig):
         update: dict[str, object] = {}
         if self.run_folder is None:
             update["run_folder"] = place.run_folder
-        if isinstance(self.bridge, SharedVllm) and self.bridge.config_path is None:
+        if isinstance(self.bridge, OnSharedMemory) and self.bridge.config_path is None:
             update["bridge"] = self.bridge.model_copy(update={"config_path": place.run_folder / BRIDGE_FILE})
         config = self.model_copy(update=update)
         return self._launch(
