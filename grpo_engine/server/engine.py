@@ -5,7 +5,8 @@ Types and a protocol only; imports neither torch nor vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -72,6 +73,8 @@ class EngineInfo:
     is_paused: bool
     is_sharing: bool
     """Whether a trainer can map the weights."""
+    patches: Mapping[str, bool] = field(default_factory=dict)
+    """What was changed in the engine's own code, and whether that is in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Adapter:
     path: str
     number: int
     """Counts the loads, from 1."""
+    paths_in_use: tuple[str, ...] = ()
+    """Of earlier adapters on which requests ran when this one was loaded; their files may be read again."""
 
 
 class Engine(Protocol):
