@@ -15,7 +15,14 @@ from pydantic import BaseModel, ValidationError
 from grpo_engine.bridges.protocol import never
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import Message, first_fault
-from grpo_engine.wire.inference import BridgeInfo, LoraLoadRequest, PauseRequest, ReloadRequest, ResumeRequest
+from grpo_engine.wire.inference import (
+    BridgeInfo,
+    LoraLoadRequest,
+    LoraStatus,
+    PauseRequest,
+    ReloadRequest,
+    ResumeRequest,
+)
 
 _INFO = "/bridge/info"
 _RETRY_INTERVAL_S = 0.25
@@ -41,6 +48,8 @@ class HandoverAnswer(Message):
 
     status: str
     policy_version: int
+    paths_in_use: list[str] = []
+    """Of adapters that were loaded earlier and that requests still run on."""
 
 
 class ServerClient:
@@ -71,10 +80,16 @@ class ServerClient:
         body = ReloadRequest(path=str(path.absolute()), policy_version=policy_version)
         self._check_version(self.ask("POST", "/bridge/reload", body, HandoverAnswer), policy_version, path)
 
-    def load_adapter(self, path: Path, name: str, policy_version: int) -> None:
-        """Have the server serve an adapter."""
+    def load_adapter(self, path: Path, name: str, policy_version: int) -> list[str]:
+        """Have the server serve an adapter; returns the paths of earlier ones that requests still run on."""
         body = LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, policy_version=policy_version)
-        self._check_version(self.ask("POST", "/lora/load", body, HandoverAnswer), policy_version, path)
+        answer = self.ask("POST", "/lora/load", body, HandoverAnswer)
+        self._check_version(answer, policy_version, path)
+        return answer.paths_in_use
+
+    def lora_status(self) -> LoraStatus:
+        """Whether the server takes adapters, and which."""
+        return self.ask("GET", "/lora/status", None, LoraStatus)
 
     def close(self) -> None:
         """Close the connections."""

@@ -6,11 +6,14 @@ type. Serving it, and folding it into the weights, is the bridges' business.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from grpo_engine.errors import ModelError
@@ -43,11 +46,28 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     return get_peft_model(model, config, autocast_adapter_dtype=True)
 
 
-def save_adapter(model: PeftModel, folder: Path) -> None:
+def adapter_tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
+    """The adapter's factors, under the names that PEFT gives them in its files.
+
+    `get_peft_model_state_dict` gives the same by way of the whole model's state: some 20 ms of an 8B model.
+    """
+    infix = f".{model.active_adapter}."
+    return {
+        name.replace(infix, "."): parameter
+        for name, parameter in model.named_parameters()
+        if f".lora_A{infix}" in name or f".lora_B{infix}" in name
+    }
+
+
+def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write the adapter's config and safetensors to `folder`, whole or not at all.
 
     It is written beside its place and renamed; an adapter that lies there already is replaced. A server that may be
-    reading it should be given a new folder for each version instead.
+    reading it should be given a new folder for each version instead. PEFT's own `save_pretrained` writes the same two
+    files and a model card, and takes many times as long.
+
+    Args:
+        dtype: what is written; None: the adapter's own. A server that computes in bfloat16 would round it anyway.
 
     Raises:
         ModelError: the folder holds something else than an adapter.
@@ -57,10 +77,24 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     beside, replaced = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
     for leftover in (beside, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Embedding layers: never part of these adapters, and looking whether they are would ask the hub.
-    model.save_pretrained(beside, save_embedding_layers=False)
+    beside.mkdir(parents=True)
+    save_file(_on_host(adapter_tensors(model), dtype), beside / "adapter_model.safetensors", metadata={"format": "pt"})
+    _served(model.peft_config[model.active_adapter]).save_pretrained(str(beside))
     if folder.exists():
         folder.rename(replaced)
     beside.rename(folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _on_host(tensors: dict[str, torch.nn.Parameter], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Copies in host memory, taken from a GPU all at once: one by one they would each be waited for."""
+    flat = torch.cat([tensor.detach().to(dtype or tensor.dtype).flatten() for tensor in tensors.values()]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+
+
+def _served(config: LoraConfig) -> LoraConfig:
+    """As it is written: whoever loads the adapter does not train it."""
+    served = copy.copy(config)
+    served.inference_mode = True
+    return served

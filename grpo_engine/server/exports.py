@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from grpo_engine.bridges.bridge_files import is_server_alive, read_bridge_file
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.bridges.shared_names import run_of, stem_of
 from grpo_engine.bridges.shared_tensors import export_tensors, map_tensors, segments_of, unlink_segments
 from grpo_engine.errors import BridgeError, HalfWritten
 from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
@@ -23,9 +24,6 @@ from grpo_engine.wire.codec import write_json_atomically
 
 if TYPE_CHECKING:
     import torch
-
-RUN_VARIABLE = "GRPO_TUI_RUN"
-_BY_HAND = "hand"
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +39,12 @@ class Owner:
     @classmethod
     def of(cls, instance: str, environment: Mapping[str, str]) -> Owner:
         """The owner as the environment says it."""
-        return cls(instance=instance, run=environment.get(RUN_VARIABLE) or None)
+        return cls(instance=instance, run=run_of(environment))
 
     @property
     def stem(self) -> str:
         """How the names of this run's segments begin."""
-        return f"grpo-{self.run or _BY_HAND}-"
+        return stem_of(self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
     segments = {file.fence_segment} | segments_of(file.tensors)
     if owner.run is None or not all(segment.startswith(owner.stem) for segment in segments):
         logger.warning("%s: left by a dead server (pid %d); it is replaced", path, file.pid)
-        unlink_segments(segment for segment in segments if segment.startswith(f"grpo-{_BY_HAND}-"))
+        unlink_segments(segment for segment in segments if segment.startswith(stem_of(None)))
         return None
     if file.fingerprint != fingerprint:
         logger.warning("%s: its weights are of another model or dtype (%s); they are replaced", path, file.model)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, HTTPException
 from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
-from grpo_engine.wire.inference import LoraLoadRequest
+from grpo_engine.wire.inference import LoraLoadRequest, LoraStatus
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -24,7 +24,7 @@ def lora_routes(engine: Engine, config: ServerConfig) -> APIRouter:
     def checked_adapter(text: str) -> Path:
         path = Path(text).absolute()
         if not (path / _ADAPTER_CONFIG).is_file():
-            raise HTTPException(404, f"Adapter not found: {text}")
+            raise HTTPException(404, f"Adapter not found: {text}")  # word for word what stock clients know
         return path
 
     @router.post("/load")
@@ -41,6 +41,7 @@ def lora_routes(engine: Engine, config: ServerConfig) -> APIRouter:
             "load_count": adapter.number,
             "adapter_config": _described(path),
             "policy_version": engine.info().policy_version,
+            "paths_in_use": adapter.paths_in_use,
         }
 
     @router.post("/unload")
@@ -53,17 +54,19 @@ def lora_routes(engine: Engine, config: ServerConfig) -> APIRouter:
         }
 
     @router.get("/status")
-    def status() -> dict[str, Any]:
-        adapter = engine.adapter()
+    def status() -> LoraStatus:
+        adapter, now = engine.adapter(), engine.info()
         folder = Path(os.environ.get("LOGDIR") or ".")
-        return {
-            "lora_available": config.enable_lora,
-            "active_adapter_path": adapter.path if adapter else None,
-            "active_adapter_name": adapter.name if adapter else None,
-            "active_adapter_id": adapter.number if adapter else None,
-            "load_count": adapter.number if adapter else 0,
-            "available_adapters": sorted(str(found.parent) for found in folder.glob(f"*/{_ADAPTER_CONFIG}")),
-        }
+        return LoraStatus(
+            lora_available=config.enable_lora,
+            max_lora_rank=config.max_lora_rank,
+            adapter_dtype=now.dtype if now.engine.startswith("vllm") else None,
+            active_adapter_path=adapter.path if adapter else None,
+            active_adapter_name=adapter.name if adapter else None,
+            active_adapter_id=adapter.number if adapter else None,
+            load_count=adapter.number if adapter else 0,
+            available_adapters=sorted(str(found.parent) for found in folder.glob(f"*/{_ADAPTER_CONFIG}")),
+        )
 
     return router
 

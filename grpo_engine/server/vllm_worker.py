@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class GrpoWorker:
 
     model_runner: Any
     vllm_config: Any
+    add_lora: Callable[[Any], bool]
 
     def grpo_share(
         self, segment: str, expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
@@ -71,6 +73,59 @@ class GrpoWorker:
         return {
             "tensors": {name: entry.model_dump(mode="json") for name, entry in manifest.items()},
             "num_compared": num_compared,
+        }
+
+    def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
+        """Load an adapter, and see that it reaches what it was made for.
+
+        vLLM (0.20 to 0.33) says nothing when factors find no layer: the adapter is served, and changes nothing.
+
+        Args:
+            number: what vLLM knows the adapter by; one that was used before would not be read again.
+            modules: what the adapter changes, as its file names them.
+
+        Returns:
+            `unbound`: those of the modules that found no layer; or `problem`. The caller removes it in both cases:
+            an adapter that failed may lie half in its place, and counts as loaded.
+        """
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+            bound = self._grpo_bound(number)
+            names = self._grpo_vllm_names(modules)
+        except Exception as error:  # vLLM and safetensors raise what they like; across processes it would end a worker
+            return {"problem": f"{type(error).__name__}: {error}"}
+        return {"unbound": [module for module in modules if names[module] not in bound]}
+
+    def _grpo_bound(self, number: int) -> set[str]:
+        """Modules for which vLLM finds factors of the adapter; parts of fused ones by their own names."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(number)
+        bound: set[str] = set()
+        for name in manager.modules:
+            weights = manager._get_lora_layer_weights(adapter, name)
+            if weights is None:
+                continue
+            if isinstance(weights.lora_a, list):
+                parts = manager.packed_modules.get(name, [name])
+                bound.update(part for part, factor in zip(parts, weights.lora_a, strict=False) if factor is not None)
+            else:
+                bound.add(name)
+        return bound
+
+    def _grpo_vllm_names(self, modules: list[str]) -> dict[str, str]:
+        """Names in an adapter's file → vLLM's, which differ where a language model stands inside another one."""
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        for renames_alone in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32; 0.26
+            if hasattr(mapper, renames_alone):
+                mapper = getattr(mapper, renames_alone)()
+                break
+        return {
+            module: parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]
+            for module in modules
         }
 
     def _grpo_check_shareable(self) -> None:

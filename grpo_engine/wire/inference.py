@@ -113,3 +113,19 @@ class LoraLoadRequest(Message):
     adapter_path: str
     adapter_name: str | None = None
     policy_version: int | None = None
+
+
+class LoraStatus(Message):
+    """Answer of `GET /lora/status`."""
+
+    lora_available: bool
+    max_lora_rank: int = 0
+    """Largest rank that is served."""
+    adapter_dtype: str | None = None
+    """What the server rounds adapters to, e.g. `bfloat16`, so that nothing finer need be written; None: to nothing."""
+    active_adapter_path: str | None = None
+    active_adapter_name: str | None = None
+    active_adapter_id: int | None = None
+    load_count: int = 0
+    available_adapters: list[str] = []
+    """Folders below $LOGDIR that hold adapters."""

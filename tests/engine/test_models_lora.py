@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -99,6 +100,20 @@ def test_a_saved_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path: Path) 
     torch.testing.assert_close(loaded(TOKEN_IDS).logits, adapted.eval()(TOKEN_IDS).logits, rtol=0, atol=0)
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_saved_adapter_holds_what_peft_itself_would_save(tmp_path: Path) -> None:
+    adapted = add_lora(small_model(), LoraSettings(rank=4, target_modules=("q_proj", "down_proj"), layer_indices="1-2"))
+    save_adapter(adapted, tmp_path / "ours")
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    ours, theirs = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((tmp_path / whose / "adapter_config.json").read_text()) for whose in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+    save_adapter(adapted, tmp_path / "half", torch.bfloat16)
+    half = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    assert all(torch.equal(half[name], ours[name].bfloat16()) for name in ours)
 
 
 def test_saving_an_adapter_again_replaces_it_but_never_something_else(tmp_path: Path) -> None:

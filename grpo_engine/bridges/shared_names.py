@@ -1,0 +1,42 @@
+"""Names below /dev/shm: whose memory it is, and so who removes it.
+
+Under a supervisor (`GRPO_TUI_RUN` is set) it is the run's, whose end removes every `grpo-<run>-*`. By hand, whoever
+made it does, and what a killed one left goes with the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+
+from grpo_engine.bridges.fence import SHARED_MEMORY
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX
+
+RUN_VARIABLE = "GRPO_TUI_RUN"
+BY_HAND = "hand"
+_ADAPTERS = "adapters"
+
+
+def run_of(environment: Mapping[str, str]) -> str | None:
+    """The run that this process belongs to; None when it was started by hand."""
+    return environment.get(RUN_VARIABLE) or None
+
+
+def stem_of(run: str | None) -> str:
+    """How the names of all memory of a run begin."""
+    return f"{SEGMENT_PREFIX}{run or BY_HAND}-"
+
+
+def adapters_name(run: str | None) -> str:
+    """Name of this process's folder of adapters."""
+    me = ProcessIdentity.of_this_process()
+    return f"{stem_of(run)}{_ADAPTERS}-{me.pid}-{me.start_ticks}"
+
+
+def remove_left_adapters(run: str | None) -> None:
+    """Remove the folders of adapters that dead processes left."""
+    for folder in SHARED_MEMORY.glob(f"{stem_of(run)}{_ADAPTERS}-*-*"):
+        pid, start_ticks = folder.name.rsplit("-", 2)[1:]
+        if pid.isdigit() and start_ticks.isdigit() and not ProcessIdentity(int(pid), int(start_ticks)).is_alive():
+            shutil.rmtree(folder, ignore_errors=True)

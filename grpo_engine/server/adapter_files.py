@@ -1,0 +1,139 @@
+"""What an adapter must be like to be served, seen from its files before anything of it is loaded.
+
+vLLM loads more than it can use: factors of layers that the model does not have, or that are smaller than the model's,
+change nothing or something else, without a word. Reads the configuration and the header of the safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from grpo_engine.errors import ModelError
+from grpo_engine.models.loading import resolve_model
+from grpo_engine.models.same_model import is_same_model
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_NAMES_SHOWN = 4
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+_UNSERVED = {
+    "use_dora": "is weight-decomposed (DoRA)",
+    "modules_to_save": "brings whole modules of its own",
+    "trainable_token_indices": "brings tokens of its own",
+    "lora_bias": "has biases",
+    "layer_replication": "repeats layers",
+    "alora_invocation_tokens": "is an activated one (aLoRA)",
+    "rank_pattern": "has ranks of its own for some modules",
+    "alpha_pattern": "has scales of its own for some modules",
+}
+"""Settings of PEFT that must be unset or empty → what an adapter that has them does."""
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`; the others (PiSSA, OLoRA, …) change the base model too."""
+
+
+def check_adapter(
+    path: Path, *, model_name: str, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], max_rank: int
+) -> list[str]:
+    """Refuse an adapter that cannot be served, or is not for the model that is.
+
+    Args:
+        shapes: of the served model's parameters, as transformers names them.
+        aliases: other names of tied parameters → the one in `shapes`.
+
+    Returns:
+        The modules that it changes, as transformers names them.
+
+    Raises:
+        ModelError: what is wrong with it.
+    """
+    config = _read_config(path)
+    rank = _checked_rank(path, config, max_rank)
+    if problems := [words for name, words in _UNSERVED.items() if config.get(name)]:
+        raise ModelError(f"{path}: the adapter {', '.join(problems)}, which cannot be served: train a plain LoRA one")
+    if config.get("bias", "none") != "none" or config.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
+        raise ModelError(
+            f"{path}: bias {config.get('bias')!r}, init_lora_weights {config.get('init_lora_weights')!r}: such "
+            "adapters change the base model as well, which cannot be served: train a plain LoRA one"
+        )
+    base = config.get("base_model_name_or_path") or model_name
+    if not is_same_model(str(base), resolve_model(model_name)) and not is_same_model(str(base), model_name):
+        raise ModelError(
+            f"{path}: made for {base}, but {model_name} is served; serve that model, or where both names mean the same "
+            f"weights, correct base_model_name_or_path in its {CONFIG_FILE}"
+        )
+    return _checked_modules(path / WEIGHTS_FILE, rank, shapes, aliases)
+
+
+def refuse_unbound(path: Path, modules: Iterable[str], model: str) -> None:
+    """Refuse an adapter of which these modules reached nothing.
+
+    Raises:
+        ModelError: there are any.
+    """
+    if names := list(modules):
+        raise ModelError(
+            f"{path}: loaded, but {_shown(names)} found no layer in {model}: inference would go on without "
+            "them; put the adapter on other modules (--lora-target-modules)"
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} cannot be read: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} says peft_type {kind!r}; LORA alone can be served")
+    return config
+
+
+def _checked_rank(path: Path, config: Mapping[str, Any], max_rank: int) -> int:
+    rank = config.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} says rank {rank!r}")
+    if rank > max_rank:
+        raise ModelError(
+            f"{path}: rank {rank} is above --max-lora-rank {max_rank}: start the server with a higher one, or train "
+            "with a lower --lora-r"
+        )
+    return rank
+
+
+def _checked_modules(
+    path: Path, rank: int, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}; is it written whole?") from None
+    factors: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in found.items():
+        match = _FACTOR.fullmatch(name)
+        if match is None:
+            raise ModelError(f"{path}: {name} is no factor of a linear layer; nothing else of an adapter can be served")
+        factors.setdefault(match["module"], {})[match["factor"]] = shape
+    if not factors:
+        raise ModelError(f"{path}: is empty: an adapter that changes nothing")
+    served = {module: shapes.get(aliases.get(f"{module}.weight", f"{module}.weight")) for module in factors}
+    if strangers := [module for module, shape in served.items() if shape is None or len(shape) != 2]:
+        raise ModelError(f"{path}: made for another model: {_shown(strangers)} are no layers of the one that is served")
+    for module, shape in served.items():
+        assert shape is not None
+        if factors[module] != {"A": (rank, shape[1]), "B": (shape[0], rank)}:
+            raise ModelError(
+                f"{path}: {module} has factors {factors[module]}, but the served layer of {shape} takes rank {rank}: "
+                "made for another model, or with another rank than its configuration says"
+            )
+    return list(factors)
+
+
+def _shown(names: list[str]) -> str:
+    rest = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
