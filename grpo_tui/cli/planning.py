@@ -61,6 +61,7 @@ def doctor_command(
 
     from grpo_tui.profile.doctor import GpuFacts, Machine, examine
     from grpo_tui.supervisor.gpus import GpuReader, GpuSample
+    from grpo_tui.supervisor.machine_facts import nvidia_driver
     from grpo_tui.supervisor.ports import port_holders
     from grpo_tui.supervisor.preflight import Gpu, look_at_gpus
 
@@ -87,6 +88,7 @@ def doctor_command(
             if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
         ],
         gpu_note=sample.note,
+        driver=nvidia_driver(),
         port_holders=lambda ports: [
             each.words() for each in port_holders(ports) if not each.owner.is_left_over(None, None)
         ],

