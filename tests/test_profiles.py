@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import parse_flags
+from grpo_engine.models.random_models import published_shape
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
@@ -22,19 +26,35 @@ from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import Plan, make_plan
 
 PROFILES = sorted((Path(__file__).parents[1] / "profiles").glob("*.toml"))
-HERMES_8B = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=False,
-)
-H200_BYTES, H100_BYTES = 150_100_000_000, 84_900_000_000
-"""What torch calls the memory of the cards that are sold with 141 and 80 GB."""
-HERMES_8B_PARAMETERS = 8_030_261_248
+SHAPES: dict[str, PreTrainedConfig] = {
+    "NousResearch/Hermes-3-Llama-3.1-8B": published_shape("local/llama-8b-random"),
+    "local/llama-8b-random": published_shape("local/llama-8b-random"),
+    "Qwen/Qwen2.5-3B-Instruct": published_shape("local/qwen-3b-random"),
+    "Qwen/Qwen2.5-14B-Instruct": Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=5120,
+        intermediate_size=13_824,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "local/smollm2-135m-instruct": LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+}
+"""By the name of the model in a profile."""
+CARD_BYTES = {141: 150_100_000_000, 80: 84_900_000_000, 48: 47_600_000_000, 24: 25_200_000_000}
+"""What torch calls the memory of the cards that are sold with so many GB."""
 ROOM_BYTES = 1_500_000_000
+BESIDE_WEIGHTS_BYTES = 2_500_000_000
+"""What vLLM takes for its activations and CUDA graphs."""
 SETTINGS = {
     "api": ApiConfig,
     "server": ServerConfig,
@@ -76,42 +96,86 @@ def test_a_plan_survives_its_file(path: Path, tmp_path: Path) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def hermes_sets() -> list[tuple[str, ...]]:
-    """The groups of `--set` in the head of the profile, each for one 80 GB card."""
-    text = (Path(__file__).parents[1] / "profiles" / "hermes8b-shared.toml").read_text()
-    groups = re.findall(r"(?:^# +--set .*\n)+", text, re.MULTILINE)
-    return [tuple(re.findall(r"--set (\S+)", group)) for group in groups]
+@dataclass(frozen=True)
+class Claim:
+    """What the head of a profile says of one card, in its own words."""
+
+    profile: str
+    overrides: tuple[str, ...]
+    card_gb: int
+    words: str
+
+    @property
+    def figures(self) -> tuple[int, int]:
+        """GB of the trainer, and tokens in inference's cache."""
+        trainer = re.search(r"[Tt]rainer (\d+)", self.words)
+        tokens = re.search(r"([\d,]+) tokens(?! \d)", self.words)
+        assert trainer is not None, self.words
+        assert tokens is not None, self.words
+        return int(trainer[1]), int(tokens[1].replace(",", ""))
 
 
-def planned(overrides: tuple[str, ...], total_bytes: int, folder: Path) -> tuple[MemoryPlan, int, int]:
-    """The trainer's plan, what there is for it, and what inference has, by the commands that the profile gives."""
-    plan = make_plan(load("hermes8b-shared", overrides), run_folder=folder, python=sys.executable)
+def claims(path: Path) -> Iterator[Claim]:
+    """The profile as it is, and each group of `--set` lines in its head, whose words stand right above it."""
+    head = [line.removeprefix("#").strip() for line in path.read_text().split("\n\n")[0].splitlines()]
+    text = "\n".join(head)
+    card = re.search(r"GPU with (\d+) GB", text)
+    assert card is not None, "says how much memory the GPU has"
+    card_gb = int(card[1])
+    yield Claim(path.stem, (), card_gb, " ".join(text.partition("Memory:")[2].partition("Choose it")[0].split()))
+    words: list[str] = []
+    for is_set, lines in groupby(head, lambda line: line.startswith("--set")):
+        group = list(lines)
+        if is_set:
+            yield Claim(path.stem, tuple(" ".join(group).split()[1::2]), card_gb, words[-1])
+        else:
+            cards = re.findall(r"[Oo]ne (\d+) GB card", " ".join(group))
+            card_gb = int(cards[-1]) if cards else card_gb
+            words = re.split(r"\n\n", "\n".join(group).strip())
+            words = [" ".join(paragraph.split()) for paragraph in words]
+
+
+ON_A_GPU = [path for path in PROFILES if path.stem.partition("-")[0] in {"hermes8b", "qwen3b", "qwen14b", "llama8b"}]
+ON_A_GPU += [path for path in PROFILES if path.stem == "smollm-gpu"]
+CLAIMS = [claim for path in ON_A_GPU for claim in claims(path)]
+
+
+def planned(claim: Claim, folder: Path) -> tuple[MemoryPlan, int, int]:
+    """The trainer's plan, what there is for it, and the tokens of inference's cache, by the profile's commands."""
+    loaded = load(claim.profile, claim.overrides)
+    plan = make_plan(loaded, run_folder=folder, python=sys.executable)
     argv = {launch.name: launch.argv[4:] for launch in plan.launches}
     server = parse_flags(ServerConfig, argv["vllm"], prog="vllm", description="")
     trainer = parse_flags(TrainConfig, argv["trainer"], prog="trainer", description="")
     assert trainer.gpu_memory_utilization == server.gpu_memory_utilization
     assert not list(settings_without_effect(trainer))
-    share = server.gpu_memory_utilization
-    free_bytes = int((1 - share) * total_bytes)
-    card = Card(name="card", total_bytes=total_bytes, free_bytes=free_bytes, inference_share=share)
-    shape = model_shape(HERMES_8B, trainer)
-    return memory_plan(shape, trainer), available_bytes(card, trainer), int(share * total_bytes)
+    total_bytes, share = CARD_BYTES[claim.card_gb], server.gpu_memory_utilization
+    card = Card(name="card", total_bytes=total_bytes, free_bytes=int((1 - share) * total_bytes), inference_share=share)
+    shape = model_shape(SHAPES.get(server.model_name, SHAPES["local/smollm2-135m-instruct"]), trainer)
+    weights = sum(parameter.num_bytes for parameter in shape.parameters)
+    of_a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.bytes_each
+    cache_tokens = int((share * total_bytes - weights - BESIDE_WEIGHTS_BYTES) / of_a_token)
+    return memory_plan(shape, trainer), available_bytes(card, trainer), cache_tokens
 
 
-def test_an_8b_model_and_its_training_fit_on_one_h200(tmp_path: Path) -> None:
-    plan, available, _ = planned((), H200_BYTES, tmp_path)
-    assert available - plan.needed_bytes > 6_000_000_000
+def test_the_8b_model_has_three_ways_for_an_80_gb_card() -> None:
+    assert sum(claim.profile == "hermes8b-shared" and claim.card_gb == 80 for claim in CLAIMS) == 3
 
 
-def test_there_are_three_ways_for_an_80_gb_card() -> None:
-    assert len(hermes_sets()) == 3
-
-
-@pytest.mark.parametrize("overrides", hermes_sets())
-def test_each_way_that_the_profile_names_for_an_80_gb_card_fits_there(
-    overrides: tuple[str, ...], tmp_path: Path
-) -> None:
-    plan, available, of_inference = planned(overrides, H100_BYTES, tmp_path)
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.profile}-{claim.card_gb}-{len(claim.overrides)}")
+def test_a_profile_fits_the_card_that_its_head_names(claim: Claim, tmp_path: Path) -> None:
+    plan, available, cache_tokens = planned(claim, tmp_path)
     assert available - plan.needed_bytes > ROOM_BYTES
-    cache = of_inference - 2 * HERMES_8B_PARAMETERS - 2_500_000_000  # its activations and CUDA graphs
-    assert cache > 40_000 * 131_072  # tokens × bytes: 2 × 32 layers × 8 heads × 128 × 2
+    assert cache_tokens > 20_000
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [claim for claim in CLAIMS if "rainer" in claim.words and "tokens" in claim.words],
+    ids=lambda claim: f"{claim.profile}-{claim.card_gb}-{len(claim.overrides)}",
+)
+def test_the_figures_in_the_head_of_a_profile_are_those_of_the_plan(claim: Claim, tmp_path: Path) -> None:
+    plan, _, cache_tokens = planned(claim, tmp_path)
+    trainer_gb, tokens = claim.figures
+    assert trainer_gb == pytest.approx(plan.needed_bytes / 1e9, abs=0.6)
+    assert 0.8 * cache_tokens < tokens < 1.02 * cache_tokens
