@@ -45,7 +45,8 @@ SHOWN_ELSEWHERE = {"tokens_per_s", "failed", "took", "run", "began"}
 
 def print_table(lines: Iterable[str]) -> None:
     """All figures; where one was measured again, the newest counts."""
-    records = [json.loads(line) for line in lines if line.startswith("{")]
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    records = [record for record in said if "figure" in record]
     _print_speeds({(r["who"], r["requests"]): r["value"] for r in records if r["figure"] == "tokens_per_s"})
     figures = {(r["figure"], r["who"]): r for r in records if r["figure"] not in SHOWN_ELSEWHERE}
     if figures:
@@ -55,6 +56,9 @@ def print_table(lines: Iterable[str]) -> None:
         print(f"{figure:<26}{who:<46}{_text(value):>12}   {_verdict(value, limit)}{_more(record)}")
     for run in (r for r in records if r["figure"] == "run"):
         print("\n" + _run_line(run))
+    for other in said:  # restart.py's have a form of their own
+        if "figure" not in other:
+            print("\n" + "  ".join(f"{name} {_text(value)}" for name, value in other.items()))
     failures = _latest_failures(records)
     if failures:
         print(f"\n{len(failures)} failed:")

@@ -361,11 +361,12 @@ def lora(bench: Bench) -> None:
 
 
 def restart(bench: Bench) -> None:
-    """What `restart.py` prints."""
+    """What `restart.py` prints, with the words that `--restart-flag` gives it."""
     script = HERE / "restart.py"
-    argv = [sys.executable, str(script), "--model", bench.model, "--device", bench.options.device, "--json"]
+    if not script.exists():
+        raise Failed(f"{script} is not there")
     _, environment = bench.fleet.marked("restart")
-    subprocess.run([*argv, *bench.options.restart_flag], env=environment, check=True)
+    subprocess.run([sys.executable, str(script), *bench.options.restart_flag], env=environment, check=True)
 
 
 def stack(bench: Bench) -> None:
