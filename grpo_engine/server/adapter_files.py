@@ -114,11 +114,11 @@ def _checked_modules(
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: cannot be read: {error}; is it written whole?") from None
     factors: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in found.items():
+    for name in found:
         match = _FACTOR.fullmatch(name)
         if match is None:
             raise ModelError(f"{path}: {name} is no factor of a linear layer; nothing else of an adapter can be served")
-        factors.setdefault(match["module"], {})[match["factor"]] = shape
+        factors.setdefault(match["module"], {})[match["factor"]] = found[name]
     if not factors:
         raise ModelError(f"{path}: is empty: an adapter that changes nothing")
     served = {module: shapes.get(aliases.get(f"{module}.weight", f"{module}.weight")) for module in factors}

@@ -75,12 +75,12 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
         return {"sleeping": False}
 
     @router.get("/debug")
-    async def debug() -> dict[str, str | bool | None]:
+    async def debug() -> dict[str, str | dict[str, bool] | None]:
         now = engine.info()
         return {
             "engine_type": now.engine,
             "vllm_version": now.engine.removeprefix("vllm ") if now.engine.startswith("vllm ") else None,
-            "patches_applied": False,
+            "patches_applied": dict(now.patches),
             "shared_weights_env": os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS"),
             "num_inference_nodes": os.environ.get("NUM_INFERENCE_NODES"),
             "logdir": os.environ.get("LOGDIR"),

@@ -20,12 +20,14 @@ import psutil
 
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import BridgeError
+from grpo_engine.server.vllm_patches import Patch
 from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE, is_resource_tracker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _WATCH_INTERVAL_S = 0.25
+_WATCH_NAME = "grpo-server-watch"
 _PATCHED = "_grpo_keeps_weights"
 
 
@@ -73,6 +75,15 @@ class GrpoWorker:
         return {
             "tensors": {name: entry.model_dump(mode="json") for name, entry in manifest.items()},
             "num_compared": num_compared,
+        }
+
+    def grpo_patches(self) -> dict[str, bool]:
+        """Which patches are in place in this process (`vllm_patches.py`)."""
+        from vllm.model_executor.layers import utils
+
+        return {
+            Patch.KEEP_CPU_WEIGHTS.value: getattr(utils, _PATCHED, False),
+            Patch.WATCH_SERVER.value: any(thread.name == _WATCH_NAME for thread in threading.enumerate()),
         }
 
     def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
@@ -175,7 +186,7 @@ def watch_server(server: ProcessIdentity) -> None:
     Breaks: a server that is killed leaves `EngineCore` behind, which holds the GPU. Versions: seen in 0.26 and 0.32;
     upstream: https://github.com/vllm-project/vllm/issues/55510.
     """
-    threading.Thread(target=_end_with, args=(server,), name="grpo-server-watch", daemon=True).start()
+    threading.Thread(target=_end_with, args=(server,), name=_WATCH_NAME, daemon=True).start()
 
 
 def _end_with(server: ProcessIdentity) -> None:

