@@ -5,10 +5,13 @@ Routes only translate; what they ask for is `grpo_engine.server.engine.Engine`. 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from grpo_engine.server.answers import generate_answer
 from grpo_engine.server.bridge_routes import bridge_routes
@@ -25,6 +28,9 @@ from grpo_engine.server.requests import (
 )
 from grpo_engine.wire.inference import GenerateRequest
 
+VERSION_HEADER = b"x-policy-version"
+"""Of answers of the engine's own routes: version of the weights when the answer, or a stream's first piece, left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -37,7 +43,13 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     """All routes over one engine; starts and stops nothing."""
-    app = FastAPI(title="GRPO inference server", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="GRPO inference server",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        root_path=service.config.root_path or "",
+    )
     add_error_answers(app)
     app.add_middleware(RefuseAtTheEnd)
     engine = service.engine
@@ -81,13 +93,51 @@ def create_app(service: Service) -> FastAPI:
     near = [Depends(only_this_machine)]
     app.include_router(bridge_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=near)
     app.include_router(lora_routes(engine, service.config), prefix="/lora", dependencies=near)
-    app.include_router(openai_routes(engine, service.config), prefix="/v1")
+    if service.config.engine == "vllm":
+        _serve_below(app, engine)
+    else:
+        app.include_router(openai_routes(engine, service.config), prefix="/v1")
 
     @app.get("/bridge/list_endpoints", dependencies=near)
     async def list_endpoints() -> JSONResponse:
-        paths = app.openapi()["paths"]
-        return JSONResponse(
-            {"endpoints": [{"path": path, "methods": [m.upper() for m in paths[path]]} for path in sorted(paths)]}
-        )
+        ours = {path: [method.upper() for method in methods] for path, methods in app.openapi()["paths"].items()}
+        stock = engine.stock_app()
+        paths = ours if stock is None else await asyncio.to_thread(stock.endpoints) | ours
+        return JSONResponse({"endpoints": [{"path": path, "methods": paths[path]} for path in sorted(paths)]})
 
     return app
+
+
+def _serve_below(app: FastAPI, engine: Engine) -> None:
+    """Hand requests that are for none of our routes to the engine's own application."""
+    not_found = app.router.default
+
+    async def stock(scope: Scope, receive: Receive, send: Send) -> None:
+        stock_app = engine.stock_app()
+        if stock_app is None or scope["type"] != "http":  # the only others of vLLM are for speech
+            await not_found(scope, receive, send)
+        else:
+            await stock_app(scope, receive, _telling_version(send, lambda: engine.info().policy_version))
+
+    app.router.default = stock
+
+
+def _telling_version(send: Send, policy_version: Callable[[], int]) -> Send:
+    """Add the version to the head of an answer.
+
+    The head waits for the first piece of the body, which a stream sends once it has passed the gate and has a token.
+    """
+    head: Message | None = None
+
+    async def tell(message: Message) -> None:
+        nonlocal head
+        if message["type"] == "http.response.start":
+            head = message
+            return
+        if head is not None:
+            version = (VERSION_HEADER, str(policy_version()).encode())
+            await send({**head, "headers": [*head.get("headers", ()), version]})
+            head = None
+        await send(message)
+
+    return tell

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 FinishReason = Literal["stop", "length", "abort"]
 TopLogprobs = list[list[tuple[int, float]]]
@@ -89,6 +92,16 @@ class Adapter:
     """Of earlier adapters on which requests ran when this one was loaded; their files may be read again."""
 
 
+class StockApp(Protocol):
+    """The engine's own HTTP application, for requests that are for none of our routes."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+    def endpoints(self) -> dict[str, list[str]]:
+        """Path → methods of what it answers; may take a second."""
+
+
 class Engine(Protocol):
     """A model that generates, and whose weights change only between its batches."""
 
@@ -137,6 +150,9 @@ class Engine(Protocol):
 
     def adapter(self) -> Adapter | None:
         """The adapter that is served."""
+
+    def stock_app(self) -> StockApp | None:
+        """The engine's own routes; None where it has none. Raises `EngineUnavailable` while they are not there yet."""
 
     async def close(self) -> None:
         """End the work at once; waiting requests are refused."""

@@ -171,6 +171,9 @@ class TorchEngine:
     def adapter(self) -> Adapter | None:
         return self._loaded().adapter
 
+    def stock_app(self) -> None:
+        return None
+
     async def close(self) -> None:
         with self._changed:
             self._is_closing = True

@@ -119,7 +119,7 @@ def _parser(cli_args: Any) -> FlexibleArgumentParser:
         def error(self, message: str) -> NoReturn:
             raise ConfigError(f"vllm: {message}")
 
-    return cli_args.make_arg_parser(Parser(add_help=False))  # type: ignore[no-any-return]
+    return cli_args.make_arg_parser(Parser(add_help=False))
 
 
 def _checked_name(key: str, known: Iterable[str]) -> str:
