@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -37,13 +38,7 @@ def examine_software(profile: Profile, driver: str | None, version: Callable[[st
     yield from _torch(driver, version)
     if any(isinstance(each, Inference) and each.engine == "vllm" for each in on_gpu):
         yield from _vllm(version)
-        if not has_compiler():
-            yield Finding(
-                check="compiler",
-                level="problem",
-                text="no C compiler: Triton makes its kernels with one when vLLM starts",
-                hint="apt install gcc, or name one in $CC",
-            )
+        yield from _compiler()
 
 
 def installed_version(package: str) -> str | None:
@@ -95,6 +90,17 @@ def _torch(driver: str | None, version: Callable[[str], str | None]) -> Iterator
         )
     else:
         yield Finding(check="driver", level="ok", text=f"NVIDIA driver {driver}; torch {torch} with CUDA {cuda}")
+
+
+def _compiler() -> Iterator[Finding]:
+    """Triton compiles a small C module for each of its kernels, when vLLM starts."""
+    if not has_compiler():
+        text, hint = "no C compiler, which Triton needs when vLLM starts", "apt install gcc, or name one in $CC"
+        yield Finding(check="compiler", level="problem", text=text, hint=hint)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        text = f"no {header}, which Triton needs when vLLM starts"
+        yield Finding(check="compiler", level="problem", text=text, hint="apt install python3-dev, of this Python")
 
 
 def _vllm(version: Callable[[str], str | None]) -> Iterator[Finding]:

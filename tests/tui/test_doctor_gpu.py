@@ -29,10 +29,12 @@ def installed(versions: Mapping[str, str]) -> Callable[[str], str | None]:
 
 
 @pytest.fixture
-def cuda_13(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda_13(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The files of a machine with torch 2.11 for CUDA 13, vLLM 0.26 that was built against it, and a compiler."""
     monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: True)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(doctor_gpu.metadata, "requires", lambda package: ["torch==2.11.0", "torchvision==0.26.0"])
 
 
@@ -91,6 +93,13 @@ def test_a_missing_compiler_is_told_before_vllm_looks_for_it(monkeypatch: pytest
     monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: False)
     [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
     assert problem.startswith("no C compiler")
+
+
+@pytest.mark.usefixtures("cuda_13")
+def test_missing_headers_of_python_are_told_before_triton_looks_for_them(tmp_path: Path) -> None:
+    (tmp_path / "Python.h").unlink()
+    [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
+    assert problem == f"no {tmp_path}/Python.h, which Triton needs when vLLM starts"
 
 
 def test_a_profile_for_the_cpu_asks_nothing_of_a_gpu() -> None:
