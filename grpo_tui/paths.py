@@ -27,6 +27,8 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 SUPERVISOR_LOG = "supervisor.log"
 KEEPERS = "keepers"
 BRIDGE_FILE = "vllm_bridge_config.json"
+HANDOVER_FOLDER = "handover"
+"""`current` in it is the newest checkpoint that the trainer handed to inference."""
 
 
 def profile_folders() -> list[Path]:

@@ -8,11 +8,12 @@ from pydantic import Field
 
 from grpo_engine.bridges.lora_merged import LoraMerged
 from grpo_engine.bridges.lora_only import LoraOnly
+from grpo_engine.bridges.lora_restart import LoraRestart
 from grpo_engine.bridges.none import CheckpointReload
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
 from grpo_engine.bridges.shared_vllm import SharedVllm
 
-AnyBridge = Annotated[SharedVllm | LoraMerged | LoraOnly | CheckpointReload, Field(discriminator="mode")]
+AnyBridge = Annotated[SharedVllm | LoraMerged | LoraOnly | LoraRestart | CheckpointReload, Field(discriminator="mode")]
 """Every bridge, chosen by `mode`."""
 
 ON_SHARED_MEMORY = frozenset(
@@ -28,5 +29,6 @@ __all__ = [
     "CheckpointReload",
     "LoraMerged",
     "LoraOnly",
+    "LoraRestart",
     "SharedVllm",
 ]

@@ -5,9 +5,9 @@ Leaves out how weights travel: one file a mode, beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,6 +42,10 @@ class BridgeContext:
     """Used by the modes that train an adapter."""
     patience_s: float = 300.0
     """How long a server may be away (loading, restarting) before training gives up."""
+    server_flags: tuple[str, ...] = ()
+    """What `grpo-engine server` is started with, where the trainer starts it itself."""
+    server_environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of that server besides this process's own."""
     is_stopping: Callable[[], bool] = never
     """Asked while a server is awaited: once true, the wait ends as if patience had."""
 

@@ -41,7 +41,7 @@ def saying_why_unwritten(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise BridgeError(
             f"{folder}: the weights that inference is to read cannot be written there: {error}; make room, or choose "
-            "another folder (--run-folder, with lora_only --adapter-folder)"
+            "another folder (--run-folder; --adapter-folder of lora_only, --handover-storage of lora_restart and none)"
         ) from error
 
 

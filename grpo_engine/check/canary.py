@@ -18,6 +18,7 @@ CAUSES = {
     "lora_merged": "inference does not read the memory that adapters are folded into: it computes with a copy, or the "
     "bridge file is another server's",
     "lora_only": "requests do not use the adapter that was loaded",
+    "lora_restart": "the server answered the reload and went on with its old weights",
     "none": "the server answered the reload and went on with its old weights",
 }
 ADVICE = {
@@ -26,6 +27,7 @@ ADVICE = {
     "lora_merged": "restart the server with --shared-weights and without quantization or --enable-lora, and point "
     "--vllm-config-path at its bridge file",
     "lora_only": "look at /lora/status; start the server with --enable-lora and a --max-lora-rank of at least --lora-r",
+    "lora_restart": "look at the server's log; restart it",
     "none": "look at the server's log; restart it",
 }
 

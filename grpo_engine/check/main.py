@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_engine.bridges import Bridge, BridgeModel, CheckpointReload
+from grpo_engine.bridges import Bridge, BridgeModel
 from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.saving import trainable_device
 from grpo_engine.bridges.shared_vllm import OnSharedMemory
+from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
 from grpo_engine.check.alignment import NoiseBand, difference, judge_alignment, judge_order, noise_band
 from grpo_engine.check.changing import check_canary
 from grpo_engine.check.config import CheckConfig
@@ -194,8 +195,8 @@ def _ask_vocabulary(server: CheckedServer, config: CheckConfig, tokenizer: PreTr
 
 def _build_bridge(config: CheckConfig, folder: Path) -> Bridge:
     settings = config.bridge
-    if isinstance(settings, CheckpointReload):  # every hand-over of the check must be one
-        settings = settings.model_copy(update={"every_steps": 1})
+    if isinstance(settings, CheckpointSettings):  # every hand-over of the check must be one, beside those of a run
+        settings = settings.model_copy(update={"every_steps": 1, "restart": False, "handover": None})
     return settings.build(replace(bridge_context(config, folder), patience_s=config.check_timeout_s))
 
 

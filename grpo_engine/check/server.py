@@ -30,7 +30,7 @@ def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
             cause=f"another name than the trainer's {config.model_name!r}; alignment will tell whether it is the same",
             advice="start the server with the trainer's --model-name",
         )
-    if config.bridge.mode == "lora_only" and config.lora_dropout > 0:
+    if config.bridge.trains_adapter and config.lora_dropout > 0:
         return Line("server").warn(
             seen,
             cause=f"--lora-dropout {config.lora_dropout:g} makes the trainer disagree with the sampler on every token",

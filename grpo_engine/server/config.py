@@ -44,6 +44,9 @@ class ServerConfig(Config):
     """Export the weights, so that a trainer writes into the very memory that is served."""
     bridge_file: Path | None = None
     """Where the export is described; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
+    handover: Path | None = None
+    """Folder in which a trainer leaves the newest checkpoint as `current`; where there is one of this model, the server
+    begins with it and its version instead of with the model's own weights."""
     enable_lora: bool = False
     """Accept LoRA adapters."""
     max_lora_rank: int = Field(64, ge=1)
@@ -52,6 +55,14 @@ class ServerConfig(Config):
     """Name of the model in the OpenAI routes; default: the model's own."""
     enforce_eager: bool = False
     """vLLM without CUDA graphs: starts sooner, generates slower."""
+    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, min_length=1)
+    """Batch sizes for which vLLM captures CUDA graphs, e.g. 1 2 4 8 16 32 64: fewer start sooner, and batches above the
+    largest one run without; default: vLLM's own, some 35 to 51 sizes."""
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    """Memory of vLLM's KV cache, instead of what is left of `gpu_memory_utilization` after measuring all the rest."""
+    standby: bool | None = None
+    """Keep a parent process with everything imported, which forks the server: SIGHUP then restarts it within seconds;
+    default: with vLLM, whose imports take half a minute."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that one model is spread over (vLLM)."""
     max_batch_size: Annotated[int, Flag(("--max-batch-size", "--max-num-seqs"))] = Field(256, ge=1)
@@ -87,6 +98,11 @@ class ServerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.handover is not None and self.shared_weights:
+            raise ValueError(
+                "handover with shared_weights: shared weights are taken over from memory, not from checkpoints; leave "
+                "one of them out"
+            )
         if self.vllm and self.engine != "vllm":
             name = next(iter(self.vllm))
             near = did_you_mean(name, setting_names(ServerConfig))
@@ -94,3 +110,8 @@ class ServerConfig(Config):
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile: one without the other; give both to serve HTTPS")
         return self
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether the server is forked from a standby."""
+        return self.engine == "vllm" if self.standby is None else self.standby

@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 
 from grpo_engine.bridges.bridge_files import bridge_file_path
 from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.handover import newest_handover
 from grpo_engine.errors import ModelError
 from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
 from grpo_engine.server.config import ServerConfig
@@ -125,8 +126,9 @@ def open_weights(
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config.model_name)
     if not config.shared_weights:
-        model = load_model(config.model_name, dtype=config.dtype, device=str(device)).eval()
-        return ServedWeights(model=model, tokenizer=tokenizer, fence=Fence.private(), parameters=_parameters_of(model))
+        model, version = _newest_weights(config, device)
+        fence = Fence.private(policy_version=version)
+        return ServedWeights(model=model, tokenizer=tokenizer, fence=fence, parameters=_parameters_of(model))
     path = bridge_file_path(config.bridge_file, environment)
     owner = Owner.of(instance, environment)
     fingerprint = _fingerprint(config)
@@ -161,6 +163,17 @@ def open_weights(
         parameters=_parameters_of(model),
         _announced=(path, file, owner),
     )
+
+
+def _newest_weights(config: ServerConfig, device: torch.device) -> tuple[Any, int]:
+    """The checkpoint that a trainer has left, with its version; else the model's own weights, version 0."""
+    folder = config.handover
+    handed_over = newest_handover(folder, resolve_model(config.model_name)) if folder is not None else None
+    if handed_over is None:
+        return load_model(config.model_name, dtype=config.dtype, device=str(device)).eval(), 0
+    model = load_model(str(handed_over.path), dtype=config.dtype, device=str(device)).eval()
+    logger.info("Took over version %d from %s", handed_over.policy_version, handed_over.path)
+    return model, handed_over.policy_version
 
 
 def resolve_device(text: str) -> torch.device:

@@ -212,15 +212,17 @@ class TrainConfig(Config):
     max_bad_steps: int = Field(5, ge=1)
     """Steps in a row with a loss or gradient that is not finite, after which training stops; each is skipped."""
 
-    # Flags of the stock trainer for the vLLM that it starts; ours never starts one
+    # Flags of the stock trainer for the vLLM that it starts; ours starts one with --bridge-restart alone
     gpu_memory_utilization: Annotated[float, Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"))] = (
         Field(0.45, gt=0, le=1)
     )
-    """The inference server's share of the GPU, for the memory plan alone: the server is to be given it itself."""
+    """The inference server's share of the GPU, for the memory plan, and for a server that the trainer starts; any other
+    is to be given it itself."""
     max_model_len: int = Field(4096, ge=2)
-    """Has no effect on training: give it to the inference server."""
+    """For a server that the trainer starts; any other is to be given it itself."""
     vllm_gpu: int | None = None
-    """Has no effect here: set `gpus` of the inference service, or CUDA_VISIBLE_DEVICES of the server."""
+    """GPU of a server that the trainer starts; for any other, set `gpus` of the inference service, or
+    CUDA_VISIBLE_DEVICES of the server."""
 
     # Flags of the stock trainer for several trainers; ours is one process
     trainer_rank: int = 0

@@ -98,6 +98,12 @@ def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[
         device=config.device,
         server_url=f"http://127.0.0.1:{config.vllm_port}",
         folder=folder.absolute(),
+        server_flags=(
+            *("--model-name", config.model_name, "--port", str(config.vllm_port), "--dtype", config.dtype),
+            *("--gpu-memory-utilization", str(config.gpu_memory_utilization)),
+            *("--max-model-len", str(config.max_model_len)),
+        ),
+        server_environment={} if config.vllm_gpu is None else {"CUDA_VISIBLE_DEVICES": str(config.vllm_gpu)},
         is_stopping=is_stopping,
         lora=LoraSettings(
             rank=config.lora_r,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from grpo_engine.algo.loss_config import LossConfig, Preset
+from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
 
 if TYPE_CHECKING:
     from grpo_engine.train.config import TrainConfig
@@ -78,8 +79,11 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
     yield from _idle_bands(config)
     yield from _idle_in_optimizer(config)
     yield from _idle_without_their_switch(config)
-    for name in _given(config, "max_model_len", "vllm_gpu"):
+    has_server_of_its_own = isinstance(config.bridge, CheckpointSettings) and config.bridge.restart
+    for name in () if has_server_of_its_own else _given(config, "max_model_len", "vllm_gpu"):
         yield f"{name} has no effect on the trainer, which starts no vLLM: give it to the inference server"
+    if isinstance(config.bridge, CheckpointSettings) and config.bridge.server_config and not config.bridge.restart:
+        yield "server_config has no effect without --bridge-restart: give it to the inference server as --config"
     if config.kl_estimator != "k3" and not has_reference(config):
         yield (
             f"kl_estimator {config.kl_estimator} has no effect without a reference, unless environments send "

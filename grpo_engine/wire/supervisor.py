@@ -14,6 +14,8 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message
 
 PROTOCOL_VERSION = 1
+RUN_FOLDER_VARIABLE, SERVICE_VARIABLE = "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_INFERENCE"
+"""In the environment of services: the folder of their run, and for a trainer the name of the inference service."""
 ADDRESS_FILE = "daemon.json"
 """In the run folder: an `Address`."""
 

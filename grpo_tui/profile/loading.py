@@ -90,7 +90,7 @@ def _hand_out(table: RawTable) -> RawTable:
         shared["model_name"] = model["name"]
     api = _only(services, "rollout_api")
     inference = _only(services, "inference")
-    share, is_on_one_card = "gpu_memory_utilization", mode in ON_SHARED_MEMORY
+    share, is_on_one_card = "gpu_memory_utilization", _share_a_card(bridge, inference, _only(services, "trainer"))
     environment: RawTable = {
         **({"model_name": model["name"]} if "name" in model else {}),
         **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
@@ -101,7 +101,7 @@ def _hand_out(table: RawTable) -> RawTable:
             **shared,
             **({"max_model_len": model["max_model_len"]} if "max_model_len" in model else {}),
             **({"shared_weights": True} if mode in ON_SHARED_MEMORY else {}),
-            **({"enable_lora": True} if mode.startswith("lora") and mode not in ON_SHARED_MEMORY else {}),
+            **({"enable_lora": True} if mode == "lora_only" else {}),
         },
         "environment": environment,
         "atropos_environment": environment,
@@ -110,6 +110,7 @@ def _hand_out(table: RawTable) -> RawTable:
             **({"bridge": bridge} if bridge else {}),
             **({"seq_len": model["max_model_len"]} if "max_model_len" in model else {}),
             **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
+            **({"inference_service": _name_of(inference, services)} if inference is not None else {}),
             **({"vllm_port": inference["port"]} if inference is not None and "port" in inference else {}),
             # On one card, what inference takes of it is what the trainer's memory plan has less.
             **({share: inference[share]} if inference is not None and is_on_one_card and share in inference else {}),
@@ -133,6 +134,16 @@ def _only(services: RawTable, kind: str) -> RawTable | None:
     """The one service of a kind; None when there is none, or when two leave it open which is meant."""
     found = [service for service in services.values() if isinstance(service, dict) and service.get("kind") == kind]
     return found[0] if len(found) == 1 else None
+
+
+def _name_of(service: RawTable, services: RawTable) -> str:
+    return next(name for name, table in services.items() if table is service)
+
+
+def _share_a_card(bridge: RawTable, inference: RawTable | None, trainer: RawTable | None) -> bool:
+    """Whether inference and trainer are known to be on one card: to share weights they must be, or both name it."""
+    cards = [service.get("gpus") for service in (inference, trainer) if service is not None]
+    return bridge.get("mode") in ON_SHARED_MEMORY or (len(cards) == 2 and bool(cards[0]) and cards[0] == cards[1])
 
 
 def _url(service: RawTable, kind: str) -> str:

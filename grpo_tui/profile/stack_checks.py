@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
 from grpo_engine.models.config import check_model_name
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
@@ -57,6 +58,25 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
             yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
 
 
+def _a_server_to_restart_has_a_name(profile: Profile) -> Iterator[str]:
+    for name, service in profile.services.items():
+        if not isinstance(service, Trainer):
+            continue
+        if not isinstance(service.bridge, CheckpointSettings) or not service.bridge.restart:
+            continue
+        server = service.inference_service
+        if server not in profile.services:
+            yield (
+                f"services.{name}.inference_service: {server!r} is no service here, and bridge.restart restarts it "
+                f"(name the inference server's, or leave restart out)"
+            )
+        elif server in service.restart_with:
+            yield (
+                f"services.{name}.restart_with: {server!r}, which this trainer has restarted by bridge.restart, and "
+                f"would be restarted with: take one of them away"
+            )
+
+
 def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
     services = profile.services.items()
     writers = [f"services.{name}" for name, each in services if isinstance(each, Trainer) and each.run_folder is None]
@@ -90,6 +110,7 @@ STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _models_exist,
     _batches_are_whole_groups,
     _shared_weights_have_their_bridge,
+    _a_server_to_restart_has_a_name,
     _trainer_alone_writes_metrics,
     _environments_of_atropos_can_work,
 )

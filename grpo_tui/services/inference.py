@@ -6,7 +6,7 @@ from typing import Literal
 
 from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
-from grpo_tui.paths import BRIDGE_FILE
+from grpo_tui.paths import BRIDGE_FILE, HANDOVER_FOLDER
 from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
 
 READY_WITHIN_S = 300.0
@@ -74,6 +74,8 @@ class Inference(Service, ServerConfig):
         config = self
         if self.shared_weights and self.bridge_file is None:
             config = self.model_copy(update={"bridge_file": place.run_folder / BRIDGE_FILE})
+        elif not (self.shared_weights or self.enable_lora) and self.handover is None:
+            config = self.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
         health = f"http://{self.host}:{self.port}/health"
         return self._launch(
             name,

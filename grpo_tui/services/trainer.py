@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from grpo_engine.bridges.shared_vllm import OnSharedMemory
+from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
 from grpo_engine.flags import to_flags
 from grpo_engine.train.config import TrainConfig
-from grpo_tui.paths import BRIDGE_FILE
+from grpo_engine.wire.supervisor import SERVICE_VARIABLE
+from grpo_tui.paths import BRIDGE_FILE, HANDOVER_FOLDER
 from grpo_tui.services.base import Launch, Place, Probe, Service
 
 READY_WITHIN_S = 600.0
@@ -32,6 +34,8 @@ class Trainer(Service, TrainConfig):
     ends_run: bool | None = True
     stop_grace_s: float = 30.0
     """Long enough to save a checkpoint on SIGTERM."""
+    inference_service: str | None = None
+    """The service that a bridge with `restart = true` has restarted; unset: the only one of kind inference."""
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
@@ -45,11 +49,14 @@ class Trainer(Service, TrainConfig):
             update["run_folder"] = place.run_folder
         if isinstance(self.bridge, OnSharedMemory) and self.bridge.config_path is None:
             update["bridge"] = self.bridge.model_copy(update={"config_path": place.run_folder / BRIDGE_FILE})
+        if isinstance(self.bridge, CheckpointSettings) and self.bridge.handover is None:
+            update["bridge"] = self.bridge.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
         config = self.model_copy(update=update)
         return self._launch(
             name,
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "train", *to_flags(config, TrainConfig)),
+            env={} if self.inference_service is None else {SERVICE_VARIABLE: self.inference_service},
             ready=self.ready or Probe(log="trainer ready", within_s=READY_WITHIN_S, stalled_s=STALLED_S),
         )

@@ -13,17 +13,25 @@ import torch
 from pydantic import TypeAdapter
 from serving import RunningServer, model_logprobs, our_segments, running_server, save_tiny_model
 
-from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
+from grpo_engine.bridges import ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.models.config import LoraSettings
 
 pytestmark = pytest.mark.slow
 PROMPT = [10, 20, 30]
 MODES = [
     {"mode": "shared_vllm"},
+    {"mode": "lora_merged"},
     {"mode": "none", "every_steps": 1},
+    {"mode": "lora_restart", "every_steps": 1},
     {"mode": "lora_only"},
 ]
-SERVER_FLAGS = {"shared_vllm": ["--shared-weights"], "lora_only": ["--enable-lora"], "none": []}
+SERVER_FLAGS = {
+    "shared_vllm": ["--shared-weights"],
+    "lora_merged": ["--shared-weights"],
+    "lora_only": ["--enable-lora"],
+    "none": [],
+    "lora_restart": [],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +50,7 @@ def stack(
     folder = save_tiny_model(tmp_path / "model", seed=1, tied=tied)
     bridge_file = tmp_path / "bridge.json"
     flags = ("--bridge-file", str(bridge_file), *SERVER_FLAGS[str(settings["mode"])], *flags)
-    if settings["mode"] == "shared_vllm":
+    if settings["mode"] in ON_SHARED_MEMORY:
         settings = {**settings, "config_path": bridge_file}
     with running_server(folder, *flags, folder=tmp_path) as server:
         bridge = make_bridge(settings, folder, server.url, tmp_path)
@@ -53,7 +61,9 @@ def stack(
     assert not bridge_file.exists()
 
 
-def make_bridge(settings: dict[str, object], model: Path, url: str, tmp_path: Path, dtype: str = "float32") -> Bridge:
+def make_bridge(
+    settings: dict[str, object], model: Path, url: str, tmp_path: Path, dtype: str = "float32", **more: object
+) -> Bridge:
     context = BridgeContext(
         model_name=str(model),
         dtype=dtype,
@@ -62,6 +72,7 @@ def make_bridge(settings: dict[str, object], model: Path, url: str, tmp_path: Pa
         folder=tmp_path / "run",
         lora=LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
         patience_s=60,
+        **more,  # type: ignore[arg-type]
     )
     return TypeAdapter(AnyBridge).validate_python(settings).build(context)
 
@@ -120,14 +131,16 @@ def test_what_is_published_is_served(tmp_path: Path, settings: dict[str, object]
 @pytest.mark.parametrize("settings", MODES, ids=lambda s: str(s["mode"]))
 def test_no_answer_mixes_two_versions(tmp_path: Path, settings: dict[str, object]) -> None:
     with stack(tmp_path, settings) as (server, bridge):
-        model = bridge.attach().model.eval()
+        attached = bridge.attach()
+        model = attached.model.eval()
         writers = [shift(model, 1), shift(model, 2)]
         bridge.publish(0, writers[0])
         fixed = server.generate(prompt={"prompt_token_ids": PROMPT}, n=4, max_tokens=8, logprobs=0)["token_ids"]
         expected: list[list[torch.Tensor]] = []
         for which in (0, 1):
             writers[which]()
-            expected.append([model_logprobs(model, PROMPT, tokens[:-1]) for tokens in fixed])
+            with attached.unmerged():
+                expected.append([model_logprobs(model, PROMPT, tokens[:-1]) for tokens in fixed])
         bridge.publish(2, writers[0])
         answers: list[dict] = []
         is_over = threading.Event()
@@ -193,7 +206,7 @@ def test_a_saved_model_loads_again(tmp_path: Path, settings: dict[str, object]) 
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
-        torch.testing.assert_close(model_logprobs(again, PROMPT, [40, 50, 60]), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model_logprobs(again, PROMPT, [40, 50, 60]), expected, atol=1e-4, rtol=0)
         assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token_id == 2
 
 
@@ -206,42 +219,8 @@ def test_none_hands_over_every_few_steps_only(tmp_path: Path) -> None:
             served.append(served_logprobs(server)[0]["policy_version"])
             bridge.ensure_current()
         assert served == [0, 0, 0, 3, 3]
-        assert not list((tmp_path / "run").glob("handover/*"))
-
-
-def test_lora_only_keeps_two_adapters_on_disk(tmp_path: Path) -> None:
-    with stack(tmp_path, {"mode": "lora_only"}) as (server, bridge):
-        model = bridge.attach().model.eval()
-        for version in range(4):
-            bridge.publish(version, shift(model, version))
-        assert sorted(path.name for path in (tmp_path / "run" / "adapters").iterdir()) == [
-            "policy@000002",
-            "policy@000003",
-        ]
-        with server.client as client:
-            status = client.get("/lora/status").json()
-            assert (status["active_adapter_name"], status["load_count"]) == ("policy@000003", 4)
-            assert client.post("/lora/unload").json()["previous_name"] == "policy@000003"
-            assert client.get("/lora/status").json()["active_adapter_name"] is None
-        base_logprob = served_logprobs(server)
-        with model.disable_adapter():
-            expected = model_logprobs(model, PROMPT, base_logprob[1])
-        torch.testing.assert_close(base_logprob[2], expected, atol=1e-4, rtol=0)
-
-
-def test_a_broken_adapter_leaves_the_old_one_in_place(tmp_path: Path) -> None:
-    with stack(tmp_path, {"mode": "lora_only"}) as (server, bridge):
-        model = bridge.attach().model.eval()
-        bridge.publish(1, shift(model, 1))
-        model.save_pretrained(tmp_path / "broken")
-        weights = tmp_path / "broken" / "adapter_model.safetensors"
-        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-        with server.client as client:
-            answer = client.post("/lora/load", json={"adapter_path": str(tmp_path / "broken")})
-            assert answer.status_code == 400
-            assert "broken" in answer.json()["detail"]
-            assert client.post("/lora/load", json={"adapter_path": "/nowhere"}).status_code == 404
-        assert_agreement(server, model, 1)
+        assert sorted(path.name for path in (tmp_path / "run" / "handover").iterdir()) == ["current", "version-000003"]
+    assert not (tmp_path / "run" / "handover").exists()
 
 
 def test_bfloat16_weights_are_shared_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,394 @@
+"""Whole checkpoints on their way to inference: atomic, read by whoever starts, and by a server that is restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from serving import RunningServer, free_port, model_logprobs, python_path, running_server, save_tiny_model
+from test_bridges_contract import PROMPT, assert_agreement, make_bridge, served_logprobs, shift
+
+from grpo_engine.bridges import handover as handover_module
+from grpo_engine.bridges import server_control
+from grpo_engine.bridges.handover import Handover, choose_storage, newest_handover
+from grpo_engine.bridges.server_control import LocalServer, is_listening
+from grpo_engine.environments.peers import InferenceServer
+from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that other processes bring about; the limit is the test's own."""
+    while not condition():
+        time.sleep(0.02)
+
+
+# --- the folder --------------------------------------------------------------------------------------------------
+
+
+def hand_over(handover: Handover, version: int, seed: int) -> None:
+    with handover.writing(version) as folder:
+        save_tiny_model(folder, seed=seed)
+
+
+def test_current_is_the_newest_checkpoint_and_two_is_the_most_there_ever_are(tmp_path: Path) -> None:
+    handover = Handover(tmp_path / "h", tmp_path / "storage", model="m")
+    assert newest_handover(tmp_path / "h", "m") is None
+    for version in (1, 4, 4, 7):
+        with handover.writing(version) as folder:
+            save_tiny_model(folder, seed=version)
+            before = newest_handover(tmp_path / "h", "m")
+            assert len(list((tmp_path / "storage").glob("version-*"))) == (1 if before is None else 2)
+        newest = newest_handover(tmp_path / "h", "m")
+        assert newest is not None
+        assert newest.policy_version == version
+        assert newest != before
+    handover.forget_older()
+    assert [path.name for path in (tmp_path / "storage").iterdir()] == ["version-000007"]
+    handover.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it_in_place(tmp_path: Path) -> None:
+    handover = Handover(tmp_path, tmp_path, model="m")
+    hand_over(handover, 1, seed=1)
+    with (  # noqa: PT012 - the folder is given to the block
+        pytest.raises(BridgeError, match=r"No space left on device.*make room"),
+        handover.writing(2) as folder,
+    ):
+        save_tiny_model(folder, seed=2)
+        Path("/dev/full").write_text("weights")
+    newest = newest_handover(tmp_path, "m")
+    assert newest is not None
+    assert newest.policy_version == 1
+    assert [path.name for path in tmp_path.glob("version-*")] == ["version-000001"]
+
+
+def test_a_trainer_that_is_killed_while_it_writes_leaves_current_whole_and_the_next_clears_up(tmp_path: Path) -> None:
+    handover = Handover(tmp_path, tmp_path, model="m")
+    hand_over(handover, 1, seed=1)
+    code = (
+        "import os, sys; from pathlib import Path; from grpo_engine.bridges.handover import Handover\n"
+        "with Handover(Path(sys.argv[1]), Path(sys.argv[1]), model='m').writing(2) as folder:\n"
+        "    (folder / 'model.safetensors').write_bytes(b'half'); os.kill(os.getpid(), 9)"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, env=environment)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "version-000002").exists()
+    newest = newest_handover(tmp_path, "m")
+    assert newest is not None
+    assert newest.policy_version == 1
+    hand_over(Handover(tmp_path, tmp_path, model="m"), 3, seed=3)
+    assert {path.name for path in tmp_path.glob("version-*")} == {"version-000001", "version-000003"}
+
+
+def test_a_checkpoint_of_another_model_or_with_a_file_missing_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handover = Handover(tmp_path, tmp_path, model="m")
+    hand_over(handover, 1, seed=1)
+    assert newest_handover(tmp_path, "other") is None
+    assert "a checkpoint of m, not of other" in caplog.text
+    weights = handover.current() / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    assert newest_handover(tmp_path, "m") is None
+    assert "not a whole checkpoint" in caplog.text
+    weights.unlink()
+    assert newest_handover(tmp_path, "m") is None
+    assert "has 0 tensors of" in caplog.text
+
+
+def test_storage_is_shared_memory_beside_a_gpu_with_room_and_the_folder_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(**changes: object) -> Path:
+        how = {"num_bytes": 1000, "on_gpu": True, "environment": {}, **changes}
+        configured = how.pop("configured", None)
+        return choose_storage(tmp_path / "h", configured, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(handover_module, "SHARED_MEMORY", tmp_path)
+    assert choose().parent == tmp_path
+    assert choose().name.startswith("grpo-hand-")
+    assert choose() == choose()
+    assert choose(environment={"GRPO_TUI_RUN": "r-1"}).name.startswith("grpo-r-1-")
+    assert choose(on_gpu=False) == choose(num_bytes=1 << 60) == tmp_path / "h"
+    assert choose(configured=tmp_path / "x", on_gpu=False).parent == tmp_path / "x"
+
+
+# --- servers that come back ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_restart"])
+def test_a_server_that_crashes_is_followed_by_one_that_serves_the_newest_hand_over_at_once(
+    model_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    flags = ("--handover", str(tmp_path / "run" / "handover"))
+    port = free_port()
+    with running_server(model_folder, *flags, folder=tmp_path, port=port) as server:
+        bridge = make_bridge({"mode": mode, "every_steps": 2}, model_folder, server.url, tmp_path)
+        model = bridge.attach().model.eval()
+        assert_agreement(server, model, 0)
+        for version in (0, 1, 2):
+            bridge.publish(version, shift(model, version))
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    with running_server(model_folder, *flags, folder=tmp_path, port=port) as again:
+        assert_agreement(again, model, 2)
+        bridge.publish(3, shift(model, 3))
+        _, tokens, values = served_logprobs(again)
+        assert (model_logprobs(model, PROMPT, tokens) - values).abs().max() > 0.01  # not due before version 4
+        bridge.ensure_current()
+        with again.client as client:
+            assert client.get("/bridge/info").json()["update_count"] == 0  # nothing had to be handed over again
+        bridge.publish(4, shift(model, 4))
+        assert_agreement(again, model, 4)
+        bridge.close()
+    assert not (tmp_path / "run" / "handover").exists()
+
+
+def test_the_tensors_that_no_adapter_changes_are_written_once(model_folder: Path, tmp_path: Path) -> None:
+    with running_server(model_folder, folder=tmp_path) as server:
+        bridge = make_bridge({"mode": "lora_restart", "every_steps": 1}, model_folder, server.url, tmp_path)
+        model = bridge.attach().model.eval()
+        current, seen = tmp_path / "run" / "handover" / "current", []
+        for version in (1, 2):
+            bridge.publish(version, shift(model, version))
+            assert_agreement(server, model, version)
+            seen.append({path.name: path.stat().st_ino for path in current.glob("*.safetensors")})
+        assert seen[0].keys() == seen[1].keys() == {"frozen-00001.safetensors", "merged.safetensors"}
+        assert seen[0]["frozen-00001.safetensors"] == seen[1]["frozen-00001.safetensors"]
+        assert seen[0]["merged.safetensors"] != seen[1]["merged.safetensors"]
+        bridge.close()
+
+
+def test_shared_weights_and_a_hand_over_folder_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="leave one of them out"):
+        ServerConfig(model_name="m", shared_weights=True, handover=Path("h"))
+
+
+# --- a server of the trainer's own -----------------------------------------------------------------------------------
+
+
+HEALTHY = """
+import http.server, os, signal, sys
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "parent" in sys.argv and os.fork() == 0:
+    while True: signal.pause()
+print("serving as", os.getpid(), flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Page).serve_forever()
+"""
+"""Answers every request with 200; deaf to SIGTERM, or with a child, where that is said."""
+
+
+def local_server(port: int, folder: Path, *words: str, program: str = HEALTHY, **settings: object) -> LocalServer:
+    return LocalServer(
+        [sys.executable, "-I", "-S", "-c", program, str(port), *words],
+        url=f"http://127.0.0.1:{port}",
+        log=folder / "server.log",
+        environment=os.environ,
+        **{"patience_s": 60, **settings},  # type: ignore[arg-type]
+    )
+
+
+def group_of(server: LocalServer) -> list[psutil.Process]:
+    assert server._process is not None
+    leader = psutil.Process(server._process.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+def test_a_restart_ends_the_whole_group_by_force_if_need_be_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_control, "_GRACE_S", 0.3)
+    port, other_port = free_port(), free_port()
+    stranger = local_server(other_port, tmp_path / "other")
+    stranger.attach()
+    server = local_server(port, tmp_path, "deaf", "parent")
+    server.attach()
+    before = group_of(server)
+    assert len(before) == 2
+    server.restart()
+    assert psutil.wait_procs(before, timeout=10)[1] == []
+    after = group_of(server)
+    server.close()
+    assert psutil.wait_procs(after, timeout=10)[1] == []
+    assert not is_listening(f"http://127.0.0.1:{port}")
+    assert all(process.is_running() for process in group_of(stranger))
+    stranger.close()
+
+
+def test_a_server_that_does_not_come_up_is_told_with_its_last_words(tmp_path: Path) -> None:
+    server = local_server(free_port(), tmp_path, program="import sys; print('no GPU here'); sys.exit(3)")
+    with pytest.raises(BridgeError, match=r"ended with exit code 3; its log, .*server.log, ends with:\n  no GPU here"):
+        server.attach()
+    server.close()
+    mute = local_server(free_port(), tmp_path, program="import signal; signal.pause()", patience_s=0.3)
+    with pytest.raises(BridgeError, match=r"is not healthy after 0.3 s"):
+        mute.attach()
+    mute.close()
+
+
+def test_a_port_that_somebody_else_has_is_left_to_him(tmp_path: Path) -> None:
+    port = free_port()
+    stranger = local_server(port, tmp_path)
+    stranger.attach()
+    with pytest.raises(BridgeError, match=r"something answers there already.*--vllm-port"):
+        local_server(port, tmp_path).attach()
+    assert is_listening(f"http://127.0.0.1:{port}")
+    stranger.close()
+
+
+def test_a_server_that_ends_by_itself_is_started_again_once_it_had_been_healthy(tmp_path: Path) -> None:
+    port = free_port()
+    server = local_server(port, tmp_path)
+    server.attach()
+    (first,) = group_of(server)
+    first.kill()
+    until(lambda: not is_listening(f"http://127.0.0.1:{port}"))
+    until(lambda: server.look_after() is not None or group_of(server) != [first])
+    until(lambda: is_listening(f"http://127.0.0.1:{port}"))
+    server.look_after()
+    server.close()
+    fails = local_server(port, tmp_path, program="raise SystemExit(5)")
+    fails._start()
+    with pytest.raises(BridgeError, match="exit code 5"):
+        until(lambda: fails.look_after() is not None)
+    fails.close()
+
+
+def test_a_wait_for_a_server_ends_when_training_is_to_stop(tmp_path: Path) -> None:
+    mute = local_server(
+        free_port(), tmp_path, program="import signal; signal.pause()", is_stopping=(tmp_path / "stop").exists
+    )
+    (tmp_path / "stop").touch()
+    with pytest.raises(PeerUnavailable, match="training is to stop"):
+        mute.attach()
+    mute.close()
+
+
+def test_a_killed_trainer_leaves_no_server(tmp_path: Path) -> None:
+    port = free_port()
+    code = (
+        "import os, signal, sys; from pathlib import Path; from grpo_engine.bridges.server_control import LocalServer\n"
+        "port, folder, *argv = sys.argv[1:]\n"
+        "server = LocalServer(argv, url=f'http://127.0.0.1:{port}', log=Path(folder, 'server.log'), "
+        "environment=os.environ, patience_s=60)\n"
+        "server.attach(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    argv = [sys.executable, "-I", "-S", "-c", HEALTHY, str(port)]
+    killed = subprocess.run(
+        [sys.executable, "-c", code, str(port), str(tmp_path), *argv],
+        check=False,
+        env={**os.environ, "PYTHONPATH": python_path()},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    pid = int((tmp_path / "server.log").read_text().split()[-1])
+    until(lambda: not psutil.pid_exists(pid))
+    assert not is_listening(f"http://127.0.0.1:{port}")
+
+
+@pytest.fixture
+def own_server_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Settings of a bridge whose trainer starts the server itself, as a torch engine on this CPU."""
+    monkeypatch.delenv("GRPO_TUI_RUN_FOLDER", raising=False)
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    config = tmp_path / "server.toml"
+    config.write_text('engine = "torch"\ndevice = "cpu"\nthreads = 1\ndtype = "float32"\nmax_model_len = 256\n')
+    return {"restart": True, "server_config": config, "every_steps": 1}
+
+
+def test_a_trainer_by_hand_owns_its_server_and_requests_wait_while_it_restarts(
+    model_folder: Path, tmp_path: Path, own_server_settings: dict[str, object]
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = {"mode": "lora_restart", **own_server_settings}
+    flags = ("--model-name", str(model_folder), "--port", str(port))
+    bridge = make_bridge(settings, model_folder, url, tmp_path, server_flags=flags)
+    try:
+        model = bridge.attach().model.eval()
+        server = Reached(url)
+        bridge.publish(0, shift(model, 0))  # in place: the server has just started
+        assert_agreement(server, model, 0)
+        first = server.instance()
+        versions = Asking(url)
+        bridge.publish(1, shift(model, 1))
+        assert server.instance() != first
+        assert_agreement(server, model, 1)
+        assert {0, 1} <= versions.stop()
+        second = server.instance()
+        bridge._control._process.kill()  # type: ignore[union-attr]
+        until(lambda: not is_listening(url))
+        bridge.keep_up()
+        bridge.ensure_current()
+        assert server.instance() not in (first, second)
+        assert_agreement(server, model, 1)
+    finally:
+        bridge.close()
+    assert not is_listening(url)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["server.log"]
+
+
+class Reached(RunningServer):
+    """A server that somebody else has started."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def instance(self) -> str:
+        with self.client as client:
+            return str(client.get("/bridge/info").json()["instance"])
+
+
+class Asking:
+    """Asks a server for completions again and again, as an environment does; each must be answered."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._versions: set[int] = set()
+        self._is_over = threading.Event()
+        self._has_asked = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._ask()))
+        self._thread.start()
+        self._has_asked.wait()
+
+    def stop(self) -> set[int]:
+        """The versions that answered, one request after this call included."""
+        self._is_over.set()
+        self._thread.join()
+        return self._versions
+
+    async def _ask(self) -> None:
+        request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=PROMPT), max_tokens=4, logprobs=0)
+        async with httpx.AsyncClient(base_url=self._url, trust_env=False) as http:
+            server = InferenceServer(http, timeout_s=60)
+            is_last = False
+            while not is_last:
+                is_last = self._is_over.is_set()
+                answer = await server.generate(request)
+                self._versions |= {version for row in answer.policy_versions or [] for version in row}
+                self._has_asked.set()
