@@ -28,6 +28,7 @@ from grpo_engine.bridges.fence import Fence, FenceState
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer
+from grpo_engine.server.adapter_files import check_adapter, refuse_unbound
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
 from grpo_engine.server.gate import Gate
@@ -35,13 +36,16 @@ from grpo_engine.server.pausing import Pause
 from grpo_engine.server.pulse import Pulse
 from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
+from grpo_engine.server.vllm_patches import Patch, check_patches, needed_patches
 from grpo_engine.server.vllm_processes import end_engine_processes
 from grpo_engine.server.vllm_requests import checked_length, generation, refusals, sampling_params
 from grpo_engine.server.vllm_sharing import Sharing, share
+from grpo_engine.server.vllm_stock import StockApp, stock_app
 from grpo_engine.server.vllm_versions import RunningVersions, lengths_so_far
 from grpo_engine.wire.inference import GenerateRequest
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -78,15 +82,20 @@ class VllmEngine:
         self._request_numbers = itertools.count()
         self._adapter: Adapter | None = None
         self._lora: LoRARequest | None = None
+        self._lora_numbers = itertools.count(1)
+        """vLLM never reads a number twice, so one that failed is not used again."""
         self._num_adapters = 0
         self._num_known_moves = 0
         """Changes of the fence that no running request needs to mind: adapters, and writes while all were frozen."""
         self._frozen_at: FenceState | None = None
         """What the fence said when the scheduler was paused; None while it is not."""
         self._versions = RunningVersions()
-        self._users: Counter[int] = Counter()
+        self._users: Counter[LoRARequest] = Counter()
         """Requests that run on each adapter."""
         self._llm: AsyncLLM | None = None
+        self._stock_app: StockApp | None = None
+        self._patches: Mapping[str, bool] = {}
+        self._arguments: AsyncEngineArgs
         self._tokenizer: Any = None
         self._parameters: Parameters
         self._fence = Fence.private()
@@ -161,11 +170,11 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_platform(self._config)
-        arguments = engine_arguments(self._config)
+        self._arguments = engine_arguments(self._config)
         self._is_started.set()
         if self._is_closing.is_set():
             raise EngineUnavailable(_CLOSING)
-        return AsyncLLM.from_engine_args(arguments)
+        return AsyncLLM.from_engine_args(self._arguments)
 
     async def _take(self, llm: AsyncLLM) -> None:
         """Make a started vLLM the one that serves."""
@@ -179,8 +188,21 @@ class VllmEngine:
         first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
         async for _ in self._generated(llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"):
             pass
+        self._patches = await self._checked_patches(llm)
+        self._stock_app = await stock_app(llm, self.guarded, self._config, self._arguments)
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))
+
+    async def _checked_patches(self, llm: AsyncLLM) -> Mapping[str, bool]:
+        import vllm
+        from vllm.platforms import current_platform
+
+        return check_patches(
+            needed_patches(self._config, is_cpu=bool(current_platform.is_cpu())),
+            {Patch.HEAR_OUTPUTS: self._outputs.are_heard},
+            await llm.collective_rpc("grpo_patches"),
+            vllm.__version__,
+        )
 
     async def _watching(self, llm: AsyncLLM) -> None:
         while True:
@@ -225,6 +247,7 @@ class VllmEngine:
             last_update_time=state.updated_at,
             is_paused=self._pause is not None,
             is_sharing=self._sharing is not None,
+            patches=self._patches,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -327,22 +350,30 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         llm = self._running()
-        await asyncio.to_thread(_check_rank, path, self._config.max_lora_rank)
+        modules = await asyncio.to_thread(
+            check_adapter,
+            path,
+            model_name=self._config.model_name,
+            shapes=self._parameters.shapes,
+            aliases=self._parameters.aliases,
+            max_rank=self._config.max_lora_rank,
+        )
         async with self._changing:
             version = self._fence.check().policy_version + 1 if policy_version is None else policy_version
-            number = self._num_adapters + 1
+            number = next(self._lora_numbers)
             lora = LoRARequest(lora_name=f"adapter-{number}", lora_int_id=number, lora_path=str(path))
-            try:
-                with self._awaiting_core():
-                    await llm.add_lora(lora)
-            except Exception as error:  # the engine core sends whatever the worker raised over a broken folder
-                raise ModelError(f"{path}: not an adapter for this model: {error}") from error
-            self._num_adapters = number
+            await self._bring_in(llm, lora, modules)
             previous = self._lora
-            self._serve_adapter(version, lora, Adapter(name=name or path.name, path=str(path), number=number))
+            self._num_adapters += 1
+            adapter = Adapter(
+                name=name or path.name,
+                path=str(path),
+                number=self._num_adapters,
+                paths_in_use=tuple(each.lora_path for each, count in self._users.items() if count),
+            )
+            self._serve_adapter(version, lora, adapter)
             await self._drop_if_unused(llm, previous)
-        assert self._adapter is not None
-        return self._adapter
+        return adapter
 
     async def unload_adapter(self) -> Adapter | None:
         llm = self._running()
@@ -356,6 +387,10 @@ class VllmEngine:
     def adapter(self) -> Adapter | None:
         self._running()
         return self._adapter
+
+    def stock_app(self) -> StockApp | None:
+        self._running()
+        return self._stock_app
 
     # --- within ------------------------------------------------------------------------------------------------------
 
@@ -413,18 +448,34 @@ class VllmEngine:
         if lora is None:
             yield
             return
-        self._users[lora.lora_int_id] += 1
+        self._users[lora] += 1
         try:
             yield
         finally:
-            self._users[lora.lora_int_id] -= 1
+            self._users[lora] -= 1
             await self._drop_if_unused(llm, lora)
+
+    async def _bring_in(self, llm: AsyncLLM, lora: LoRARequest, modules: list[str]) -> None:
+        """Load an adapter beside the one that is served; one that fails leaves nothing."""
+        with self._awaiting_core():
+            answers: list[Any] = await llm.collective_rpc(
+                "grpo_load_adapter", args=(lora.lora_int_id, lora.lora_name, lora.lora_path, modules)
+            )
+        try:
+            for answer in answers:
+                if problem := answer.get("problem"):
+                    raise ModelError(f"{lora.lora_path}: not an adapter for this model: {problem}")
+                refuse_unbound(Path(lora.lora_path), answer["unbound"], self._config.model_name)
+        except ModelError:
+            with self._awaiting_core():
+                await llm.remove_lora(lora.lora_int_id)
+            raise
 
     async def _drop_if_unused(self, llm: AsyncLLM, lora: LoRARequest | None) -> None:
         """Unload an adapter that is not served any more once its last request has ended."""
-        if lora is None or lora is self._lora or self._users[lora.lora_int_id]:
+        if lora is None or lora is self._lora or self._users[lora]:
             return
-        del self._users[lora.lora_int_id]
+        del self._users[lora]
         with self._awaiting_core():
             await llm.remove_lora(lora.lora_int_id)
 
@@ -509,13 +560,15 @@ class _Outputs:
         """Have `on_output` called for each message."""
         self._llm, self._core = llm, llm.engine_core
         self._is_awaited = False
+        self.are_heard = False
+        """Whether a message has come: the mark of this patch."""
         core = self._core
         get_output = core.get_output_async
 
         async def heard() -> Any:
             self._is_awaited = True
             output = await get_output()
-            self._is_awaited = False
+            self._is_awaited, self.are_heard = False, True
             on_output()
             return output
 
@@ -536,18 +589,6 @@ def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:
         return dict(tokens_input(prompt["prompt_token_ids"], cache_salt=salt))
     own = prompt.get("cache_salt")
     return {**prompt, "cache_salt": salt if own is None else f"{salt}-{own}"}
-
-
-def _check_rank(path: Path, max_rank: int) -> None:
-    from peft import PeftConfig
-
-    try:
-        config = PeftConfig.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: not an adapter: {error}") from error
-    rank = int(max([config.r, *(config.rank_pattern or {}).values()]))
-    if rank > max_rank:
-        raise ModelError(f"{path}: rank {rank} is above --max-lora-rank {max_rank}")
 
 
 def _told(error: BaseException) -> BaseException:
