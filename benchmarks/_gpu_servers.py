@@ -212,7 +212,7 @@ class Server:
         self.kill()
         return {
             "processes_gone_s": None if gone_s is None else round(gone_s, 3),
-            "memory_free_s": None if before_mb is None else round(settled - began, 3),
+            "memory_free_s": None if before_mb is None or left else round(settled - began, 3),
             "freed_mb": None if before_mb is None or used_mb is None else round(before_mb - used_mb),
             "still_used_mb": None if used_mb is None else round(used_mb),
             "processes_left": [stat.comm for stat in left],
