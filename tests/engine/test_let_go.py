@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
 from serving import RunningServer, free_port, model_logprobs, our_segments, running_server, save_tiny_model
 from test_bridges_contract import PROMPT, assert_agreement
 from training import ListedSource, made_up_groups, settings, weights_of
 
-from grpo_engine.bridges import Bridge, BridgeContext, SharedVllm
+from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.bridge_files import read_bridge_file
 from grpo_engine.bridges.protocol import never
 from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX
@@ -77,7 +79,7 @@ def serving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serving]
     server.close()
 
 
-def bridge_to(serving: Serving, is_stopping: Callable[[], bool] = never) -> Bridge:
+def bridge_to(serving: Serving, mode: str = "shared_vllm", is_stopping: Callable[[], bool] = never) -> Bridge:
     context = BridgeContext(
         model_name=str(serving.model),
         dtype=serving.dtype,
@@ -87,7 +89,8 @@ def bridge_to(serving: Serving, is_stopping: Callable[[], bool] = never) -> Brid
         lora=LoraSettings(),
         is_stopping=is_stopping,
     )
-    return SharedVllm(config_path=serving.folder / "bridge.json").build(context)
+    settings = {"mode": mode, "config_path": serving.folder / "bridge.json"}
+    return TypeAdapter(AnyBridge).validate_python(settings).build(context)
 
 
 class EventfulSource(ListedSource):
@@ -112,7 +115,8 @@ class EventfulSource(ListedSource):
 
 
 def run(serving: Serving, folder: Path, config: TrainConfig, source: ListedSource, **more: object) -> int:
-    bridge = bridge_to(serving)
+    torch.manual_seed(config.seed)  # adapters begin with random numbers
+    bridge = bridge_to(serving, config.bridge.mode)
     try:
         with Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
             save_path = folder / "checkpoints"
@@ -121,8 +125,9 @@ def run(serving: Serving, folder: Path, config: TrainConfig, source: ListedSourc
         bridge.close()
 
 
-def config_for(serving: Serving, **changes: object) -> TrainConfig:
-    return settings(model_name=str(serving.model), training_steps=STEPS, checkpoint_interval=STEPS, **changes)
+def config_for(serving: Serving, mode: str = "shared_vllm", **changes: object) -> TrainConfig:
+    base = {"model_name": str(serving.model), "training_steps": STEPS, "checkpoint_interval": STEPS}
+    return settings(**{**base, "bridge": {"mode": mode}, **changes})
 
 
 def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:
@@ -142,14 +147,21 @@ def assert_same_training(one: Path, other: Path, model_name: str) -> None:
     assert states[0].masters.keys() == states[1].masters.keys()
     assert all(torch.equal(states[0].masters[name], states[1].masters[name]) for name in states[0].masters)
     torch.testing.assert_close(states[0].optimizer, states[1].optimizer, rtol=0, atol=0)
-    saved = [weights_of(folder / f"checkpoints/step_{STEPS}") for folder in (one, other)]
+    files = [next((folder / f"checkpoints/step_{STEPS}").glob("*model.safetensors")) for folder in (one, other)]
+    saved = [load_file(path) for path in files]
+    assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
+@pytest.fixture(params=["shared_vllm", "lora_merged"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def undisturbed(serving: Serving, tmp_path: Path) -> Path:
+def undisturbed(serving: Serving, mode: str, tmp_path: Path) -> Path:
     """A run whose server stays; then a new server, since the version that one serves is where a run begins."""
-    run(serving, tmp_path / "undisturbed", config_for(serving), EventfulSource(STEPS, {}))
+    run(serving, tmp_path / "undisturbed", config_for(serving, mode), EventfulSource(STEPS, {}))
     serving.end()
     serving.start()
     return tmp_path / "undisturbed"
@@ -157,7 +169,7 @@ def undisturbed(serving: Serving, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("serving", ["float32", "bfloat16"], indirect=True)
 def test_a_restart_while_a_batch_is_awaited_changes_no_number(
-    serving: Serving, undisturbed: Path, tmp_path: Path
+    serving: Serving, mode: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     def restart(meanwhile: Callable[[], None]) -> None:
         assert mapped_segments()
@@ -171,12 +183,12 @@ def test_a_restart_while_a_batch_is_awaited_changes_no_number(
         with serving.now.client as client:
             assert client.get("/bridge/info").json()["policy_version"] == 3
 
-    run(serving, tmp_path / "run", config_for(serving), EventfulSource(STEPS, {3: restart}))
+    run(serving, tmp_path / "run", config_for(serving, mode), EventfulSource(STEPS, {3: restart}))
     assert_same_training(tmp_path / "run", undisturbed, str(serving.model))
 
 
 def test_a_server_that_ends_in_mid_step_costs_nothing(
-    serving: Serving, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, mode: str, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step_with = loop.gradient_step
 
@@ -202,7 +214,7 @@ def test_a_server_that_ends_in_mid_step_costs_nothing(
             assert client.get("/bridge/info").json()["policy_version"] == 3
 
     monkeypatch.setattr(loop, "gradient_step", step_while_it_ends)
-    run(serving, tmp_path / "run", config_for(serving), EventfulSource(STEPS, {3: come_back}))
+    run(serving, tmp_path / "run", config_for(serving, mode), EventfulSource(STEPS, {3: come_back}))
     assert_same_training(tmp_path / "run", undisturbed, str(serving.model))
 
 
