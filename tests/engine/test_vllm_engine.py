@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from grpo_engine.bridges.fence import SHARED_MEMORY, Fence
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
 from grpo_engine.models.config import LoraSettings
+from grpo_engine.server.engine import LOWEST_LOGPROB
 from grpo_engine.server.vllm_checkpoint import can_reload_below_adapters
 from grpo_engine.wire.inference import GenerateResponse
 
@@ -37,6 +39,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPT = [10, 20, 30]
 LONG_PROMPT = [4 + i % 90 for i in range(200)]
 """Longer than a block of the prefix cache."""
+VERSION_HEADER = "X-Policy-Version"
 VOCABULARY = 101
 """Not a multiple of 64: vLLM pads it."""
 LETTER_E = 4 + ord("e") - 32
@@ -185,10 +188,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Tied embeddings, adapters beside shared weights, raw log-probs, started by hand."""
+    """Tied embeddings, adapters beside shared weights, raw log-probs, vLLM's development routes, started by hand."""
     folder = tmp_path_factory.mktemp("adapted")
     model = save_tiny_model(folder / "model", seed=2, tied=True)
-    with serving_vllm(model, folder, "--enable-lora", "--max-lora-rank", "8") as stack:
+    opened = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--enable-request-id-headers")  # the last is vLLM's own
+    with serving_vllm(model, folder, *flags, environment=opened) as stack:
         yield stack
 
 
@@ -239,6 +244,13 @@ def assert_agreement(
     assert answer.policy_version == version
     assert answer.policy_versions == [[version] * len(tokens) for tokens in answer.token_ids]
     return answer
+
+
+def counter_of(stack: Stack, name: str) -> float:
+    """What vLLM's counters say."""
+    with stack.server.client as client:
+        lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
@@ -422,6 +434,103 @@ def test_a_checkpoint_is_reloaded_in_place_and_one_that_does_not_fit_changes_not
     bridge.close()
 
 
+def test_vllms_own_routes_give_what_generate_gives(shared: Stack) -> None:
+    body = {"max_tokens": 16, "temperature": 0.7, "seed": 8, "ignore_eos": True, "logprobs": 0}
+    ours = shared.server.generate(prompt={"prompt_token_ids": PROMPT}, n=2, **body)
+    with shared.server.client as client:
+        answer = client.post("/v1/completions", json={"prompt": PROMPT, "n": 2, "return_token_ids": True, **body})
+        version = client.get("/bridge/info").json()["policy_version"]
+    choices = answer.json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == ours["token_ids"]
+    for choice, entries in zip(choices, ours["logprobs"], strict=True):
+        expected = [next(iter(position[0].values())) for position in entries]
+        assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), torch.tensor(expected))
+    assert int(answer.headers[VERSION_HEADER]) == version
+
+
+def test_a_chat_comes_in_pieces(shared: Stack) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 4, "ignore_eos": True}
+    with shared.server.client as client:
+        whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            pieces = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert answer.headers[VERSION_HEADER].isdigit()
+    assert pieces.pop() == "[DONE]"
+    deltas = [json.loads(piece)["choices"][0]["delta"] for piece in pieces]
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole
+    assert len(deltas) > 2
+
+
+def test_vllms_counters_count_and_its_tokenizer_answers(shared: Stack) -> None:
+    before = counter_of(shared, "vllm:generation_tokens_total")
+    shared.server.generate(prompt="hello", max_tokens=7, n=3, ignore_eos=True)
+    with shared.server.client as client:
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "ignore_eos": True}).raise_for_status()
+        tokens = client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+        text = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        metrics = client.get("/metrics").text
+    assert counter_of(shared, "vllm:generation_tokens_total") - before == 3 * 7 + 5
+    assert (tokens, text) == ([4 + ord(letter) - 32 for letter in "hello"], "hello")
+    assert metrics.count("# TYPE vllm:generation_tokens_total ") == 1
+
+
+def test_a_request_to_vllms_routes_waits_while_weights_change(shared: Stack) -> None:
+    heads: list[httpx.Response] = []
+
+    def ask(client: httpx.Client) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 4, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            heads.append(answer)
+            answer.read()
+
+    with shared.server.client as client, shared.server.client as trainer:
+        version = trainer.post("/bridge/pause", json={"owner_pid": os.getpid()}).json()["policy_version"] + 1
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"prompt": PROMPT}, timeout=0.5)
+        asking = threading.Thread(target=ask, args=(client,))
+        asking.start()
+        trainer.post("/bridge/resume", json={"policy_version": version}).raise_for_status()
+        asking.join()
+    assert [head.headers[VERSION_HEADER] for head in heads] == [str(version)]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_client_that_leaves_ends_its_completions(shared: Stack, path: str) -> None:
+    prompt = {"prompt_token_ids": PROMPT} if path == "/generate" else PROMPT
+    body = {"prompt": prompt, "n": 64, "max_tokens": 240, "ignore_eos": True}
+    before = counter_of(shared, "vllm:generation_tokens_total")
+    connection = http.client.HTTPConnection(shared.server.url.removeprefix("http://"))
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    while counter_of(shared, "vllm:generation_tokens_total") == before:
+        pass
+    connection.close()
+    with shared.server.client as client:
+        while True:  # the gauge moves with the next step
+            client.post("/generate", json={"prompt": "a", "max_tokens": 1}).raise_for_status()
+            if counter_of(shared, "vllm:num_requests_running") == 0:
+                break
+    assert counter_of(shared, "vllm:generation_tokens_total") - before < 64 * 240
+
+
+def test_every_logprob_is_finite_and_a_group_may_be_larger_than_a_batch(shared: Stack) -> None:
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 5, "top_k": 2, "max_tokens": 2, "n": 300}
+    answer = GenerateResponse.model_validate(shared.server.generate(**body))
+    assert answer.logprobs is not None
+    assert len(answer.text) == len(answer.logprobs) == 300
+    assert min(value for position in answer.logprobs[0] for value in position[0].values()) == LOWEST_LOGPROB
+
+
+def test_what_a_stock_client_asks_of_a_server_is_answered(shared: Stack) -> None:
+    with shared.server.client as client:
+        assert client.get("/health_generate").status_code == 200
+        assert client.get("/bridge/state_dict_info").json()["shared_weights_enabled"] is True
+        assert client.get("/bridge/is_sleeping").json() == {"sleeping": False}
+        assert client.get("/bridge/debug").json()["engine_type"].startswith("vllm ")
+        listed = {entry["path"] for entry in client.get("/bridge/list_endpoints").json()["endpoints"]}
+        assert {"/generate", "/bridge/pause", "/lora/load", "/v1/chat/completions", "/metrics"} <= listed
+        assert client.get("/v1/models").json()["data"][0]["id"] == str(shared.model)
+
+
 def test_half_written_weights_are_not_served_until_they_are_mended(shared: Stack) -> None:
     fence = Fence.attach(read_bridge_file(shared.bridge_file).fence_segment)
     with pytest.raises(RuntimeError), fence.writing(40):
@@ -551,6 +660,35 @@ def test_adapters_follow_each_other_while_requests_run(adapted: Stack) -> None:
     with model.disable_adapter():
         assert_agreement(adapted, model, version=8)
     bridge.close()
+
+
+def test_vllms_routes_use_the_adapter_that_is_served(adapted: Stack) -> None:
+    bridge = adapted.bridge({"mode": "lora_only"})
+    model = bridge.attach().model.eval()
+    bridge.publish(9, shift(model, 9))
+    body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
+    with adapted.server.client as client:
+        answer = client.post("/v1/completions", json=body)
+        client.post("/lora/unload").raise_for_status()
+    [choice] = answer.json()["choices"]
+    expected = logprobs_of(model, PROMPT, choice["token_ids"], 1.0)
+    assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected)
+    assert answer.headers[VERSION_HEADER] == "9"
+    assert "X-Request-Id" in answer.headers
+    bridge.close()
+
+
+def test_vllms_development_routes_change_nothing(adapted: Stack) -> None:
+    with adapted.server.client as client:
+        assert client.get("/server_info").status_code == 200  # they are there
+        before = client.get("/lora/status").json()
+        loading = client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": str(adapted.folder)})
+        others = [client.post(path, json={}) for path in ("/pause", "/collective_rpc", "/sleep", "/update_weights")]
+        assert {answer.status_code for answer in (loading, *others)} == {404}
+        assert loading.json()["detail"].endswith("use /lora/load")
+        assert client.get("/lora/status").json() == before
+        assert client.get("/server_info", headers={"X-Forwarded-For": "10.1.2.3"}).status_code == 403
+    assert_agreement(adapted, load(adapted.model), version=10)
 
 
 def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
