@@ -31,7 +31,7 @@ LoadedT = TypeVar("LoadedT")
 def resolve_model(name: str) -> str:
     """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
 
-    A `local/…` model is made here on first use, which takes up to a minute.
+    A `local/…` model is made here on first use, which takes a minute or two.
 
     Raises:
         ModelError: no such folder or local model, or what it is made from is not installed.
