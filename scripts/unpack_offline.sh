@@ -14,10 +14,10 @@ echo "checking the parts"
 unpacked=$(mktemp -d "$site/.unpacked-XXXXXX"); trap 'rm -rf "$unpacked"' EXIT
 (cd "$parts" && awk '{print $2}' SHA256SUMS | xargs cat) | tar -xf - -C "$unpacked"
 echo "installing into $site"
-"$python" -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade --no-compile \
-  --target "$site" "$unpacked"/wheels/*.whl
+"$python" -m pip install --disable-pip-version-check --quiet --root-user-action=ignore --no-index --no-deps --upgrade \
+  --no-compile --target "$site" "$unpacked"/wheels/*.whl
 if [ -d "$unpacked/also" ]; then cp -r "$unpacked/also/." "$site/also"; fi
-"$python" -m compileall -q -j 0 "$site" >/dev/null || true  # some packages carry templates that are no Python
+"$python" -W ignore -m compileall -q -j 0 "$site" >/dev/null || true  # some packages carry templates that are no Python
 
 {
   echo "export PYTHONPATH=$site\${PYTHONPATH:+:\$PYTHONPATH} PATH=$site/bin:\$PATH"

@@ -17,6 +17,7 @@ from grpo_engine.errors import ModelError
 from grpo_engine.models import optimizers, rounding
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
+from grpo_engine.models.merged_lora import MergedLora
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.dry_run import model_shape
 from grpo_engine.train.fitting import advice
@@ -68,6 +69,7 @@ LLAMA_8B = LlamaConfig(
 )
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = {"bridge": {"mode": "lora_only"}}
+MERGED = {"bridge": {"mode": "lora_merged"}}
 ON_H200 = Card(name="H200", total_bytes=141_000_000_000, free_bytes=77_500_000_000, inference_share=0.45)
 
 
@@ -85,11 +87,14 @@ def small(kind: type[PreTrainedConfig] = LlamaConfig, *, layers: int = 4) -> Pre
 
 def trainee(pretrained: PreTrainedConfig, config: TrainConfig, *, is_shared: bool = False) -> Trainee:
     model = AutoModelForCausalLM.from_config(pretrained, dtype=getattr(torch, config.dtype))
-    if config.bridge.mode == "lora_only":
+    if config.bridge.trains_adapter:
+        base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         lora = LoraSettings(
             rank=config.lora_r, target_modules=config.lora_target_modules, layer_indices=config.lora_layer_indices
         )
         model = add_lora(model, lora)
+        if config.bridge.mode == "lora_merged":
+            MergedLora(model, base).merge()
     bridged = BridgeModel(model=model, is_shared=is_shared, policy_version=0, save=model.save_pretrained)
     return Trainee(bridged, config)
 
@@ -249,12 +254,15 @@ def test_a_layer_keeps_what_the_formula_says(kind: type[PreTrainedConfig], dtype
     assert planned[1] == pytest.approx(saved[1], rel=0.06)
 
 
-@pytest.mark.parametrize("modules", [("q_proj", "v_proj"), ALL_LINEAR])
+@pytest.mark.parametrize("modules", [("q_proj", "v_proj"), ("o_proj", "down_proj"), ALL_LINEAR])
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("bridge", [LORA, MERGED], ids=["beside", "merged"])
 def test_a_layer_with_adapters_keeps_what_the_formula_says(
-    kind: type[PreTrainedConfig], modules: tuple[str, ...]
+    bridge: dict[str, object], kind: type[PreTrainedConfig], modules: tuple[str, ...]
 ) -> None:
-    config = settings(**LORA, dtype="bfloat16", seq_len=33, gradient_accumulation_steps=1, lora_target_modules=modules)
+    config = settings(
+        **bridge, dtype="bfloat16", seq_len=33, gradient_accumulation_steps=1, lora_target_modules=modules
+    )
     batch, saved, planned = longest_batch(config), [], []
     for layers in (2, 3):
         really = trainee(small(kind, layers=layers), config)
@@ -282,8 +290,10 @@ def test_layers_below_the_first_that_learns_keep_nothing() -> None:
         {"gradient_dtype": "bfloat16"},
         {"train_layer_indices": "2-3"},
         LORA,
+        MERGED,
+        {**MERGED, "gradient_checkpointing": True, "lora_target_modules": ALL_LINEAR},
     ],
-    ids=["all", "recompute", "bf16 gradients", "layers", "adapters"],
+    ids=["all", "recompute", "bf16 gradients", "layers", "adapters", "merged", "merged and recompute"],
 )
 def test_a_step_peaks_where_the_plan_says(
     kind: type[PreTrainedConfig], changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -296,7 +306,8 @@ def test_a_step_peaks_where_the_plan_says(
     with PeakMemory(known) as memory:
         rehearse(really)
     plan = plan_of(small(kind), config)
-    before_it = sum(part(plan, name) for name in ("weights", "master weights", "optimizer state"))
+    lasting = ("weights", "weights under adapters", "master weights", "optimizer state")
+    before_it = sum(part(plan, name) for name in lasting)
     assert plan.allocated_bytes - before_it == pytest.approx(memory.peak_bytes, rel=0.15)
 
 
@@ -344,6 +355,14 @@ def test_shared_weights_are_private_while_a_batch_is_trained_on_twice() -> None:
     once, twice = plan_of(small(), settings(**shared)), plan_of(small(), settings(**shared, num_iterations=2))
     assert part(twice, "weights unseen") == 2 * twice.num_trained
     assert part(once, "weights unseen") == 0
+
+
+def test_merged_adapters_keep_the_weights_under_them_and_nothing_else_of_the_model() -> None:
+    plan = plan_of(small(), settings(bridge={"mode": "lora_merged"}, dtype="bfloat16"))
+    q_and_v = 4 * (4 * 48 * 128 + 2 * 48 * 128)  # layers × (heads × head_dim × hidden, of queries and of values)
+    assert part(plan, "weights under adapters") == 2 * q_and_v
+    assert part(plan, "weights") == 0
+    assert part(plan_of(small(), settings(**LORA, dtype="bfloat16")), "weights under adapters") == 0
 
 
 def test_parts_of_different_moments_do_not_add_up() -> None:
