@@ -47,8 +47,8 @@ class CheckpointSettings(Config):
     """Folder in which `current` is the newest checkpoint; a server that is given the same --handover reads it as it
     starts. Default: in the run."""
     handover_storage: Annotated[Path | None, Flag(("--handover-storage",))] = None
-    """Where the checkpoints themselves are written, two at most. Default: beside a GPU /dev/shm, where they take at most
-    three quarters of what is free there and in main memory; else the hand-over folder."""
+    """Where the checkpoints themselves are written, two at most. Default: beside a GPU /dev/shm, where they take three
+    quarters at most of what is free there and in main memory; else the hand-over folder."""
     server_config: Annotated[Path | None, Flag(("--server-config",))] = None
     """With --bridge-restart by hand: TOML or JSON file with settings of the server that the trainer starts."""
 
