@@ -23,6 +23,7 @@ from grpo_engine.errors import ConfigError
 from grpo_engine.server.app import Service, create_app
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import StartableEngine
+from grpo_engine.server.standby import Standby, die_with_standby
 
 _VLLM_ENGINE = "grpo_engine.server.vllm_engine"
 
@@ -37,6 +38,15 @@ def run(config: ServerConfig) -> int:
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = with_environment(config, os.environ)
+    check_engine(config)
+    if config.has_standby:
+        return Standby(config, serve).run()
+    die_with_standby(os.environ)
+    return serve(config)
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve in this process."""
     instance = uuid.uuid4().hex[:12]
     engine = make_engine(config, instance=instance)
     app = create_app(Service(engine=engine, config=config, instance=instance))
@@ -50,25 +60,27 @@ def with_environment(config: ServerConfig, environment: Mapping[str, str]) -> Se
     return config.model_copy(update={"shared_weights": True}) if asks else config
 
 
-def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:
-    """The engine that the settings name.
+def check_engine(config: ServerConfig) -> None:
+    """See whether the engine that the settings name is to be had, before anything heavy is imported.
 
     Raises:
-        ConfigError: vLLM is asked for where it is not to be had.
+        ConfigError: it is not.
     """
-    if config.engine == "torch":
-        from grpo_engine.server.torch_engine import TorchEngine
-
-        if config.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: the torch engine runs on one device"
-            )
-        return TorchEngine(config, instance=instance, environment=os.environ)
-    if importlib.util.find_spec("vllm") is None or importlib.util.find_spec(_VLLM_ENGINE) is None:
+    if config.engine == "torch" and config.tensor_parallel_size != 1:
+        raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: the torch engine runs on one device")
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--engine vllm: vLLM is not installed here; install it (pip install 'grpo-tui[vllm]') "
             "or serve with --engine torch"
         )
+
+
+def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:
+    """The engine that the settings name."""
+    if config.engine == "torch":
+        from grpo_engine.server.torch_engine import TorchEngine
+
+        return TorchEngine(config, instance=instance, environment=os.environ)
     return importlib.import_module(_VLLM_ENGINE).VllmEngine(  # type: ignore[no-any-return]
         config, instance=instance, environment=os.environ
     )

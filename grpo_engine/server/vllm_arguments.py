@@ -16,6 +16,7 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.vllm_environment import settle_environment
 from grpo_engine.server.vllm_flags import vllm_arguments
 from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE
 
@@ -43,10 +44,7 @@ def prepare_environment(config: ServerConfig, environment: MutableMapping[str, s
     me = ProcessIdentity.of_this_process()
     environment[SERVER_VARIABLE] = f"{me.pid}:{me.start_ticks}"
     environment[SHARE_VARIABLE] = "1" if config.shared_weights else "0"
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if config.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(config.threads)
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise it binds one thread to every core
+    settle_environment(config, environment)
     _check_sharing(config, environment)
     _choose_gpu(config, environment)
 
@@ -117,6 +115,10 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         }
     if is_cpu:  # VLLM_CPU_KVCACHE_SPACE still wins over it
         values["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    if config.kv_cache_memory_bytes is not None:
+        values["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    if config.cuda_graph_sizes is not None:
+        values["cudagraph_capture_sizes"] = list(config.cuda_graph_sizes)
     if is_cpu and config.shared_weights and not config.enforce_eager:
         # With compilation, inductor may freeze weights into the compiled code on this platform.
         logger.info("Shared weights on a CPU: serving without compilation")

@@ -66,7 +66,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def engine_processes(server: RunningServer) -> list[psutil.Process]:
     """vLLM's engine core, and its worker where that is a process of its own."""
     with suppress(psutil.NoSuchProcess):
-        below = psutil.Process(server.process.pid).children(recursive=True)
+        (serving,) = psutil.Process(server.process.pid).children()  # forked from its standby
+        below = serving.children(recursive=True)
         return [each for each in below if not any("resource_tracker" in part for part in each.cmdline())]
     return []
 
