@@ -10,7 +10,8 @@ same of keys and values, n heads, m of keys, and d bytes an element of weights a
     norms of heads      4 (a + b + n + m)     where there are any (Qwen3); d (a + b) more if trained
     attention           d (2a + 2b) + 4n      query, key, value, output, log-sum-exp: the flash kernel keeps no square
     gated MLP           3 d i                 gate, silu(gate), up
-    inputs of linears   d (2h + i) if trained the output projection's is attention's output, counted there
+    inputs of linears   d (2h + i) if trained the output projection's is attention's output, counted there; of those
+                                              with adapters alone where these are merged
 
 and with gradient checkpointing only d h, the layer's input; the layer at work is then computed again. Assumes a kernel
 that needs no mask, and no dropout. The tests count what autograd keeps, and the peak, against these formulas.
@@ -37,6 +38,9 @@ SLACK = 0.10
 ALMOST_ALL = 0.9
 BLOCK_8BIT, LEAST_8BIT = 256, 4096
 """bitsandbytes: numbers that share a scale, and a parameter's size below which its state stays fp32."""
+
+SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Modules → the one that reads the same input, in the layers of Llama and Qwen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,8 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
         Part("optimizer update", _update(trained, config), {Moment.UPDATE}),
     ]
     if is_shared and config.num_iterations > 1:
-        parts.insert(6, Part("weights unseen", learning, note="between two hand-overs"))
+        unseen = kept or learning  # merged weights are made anew in each forward pass, and kept for the backward pass
+        parts.insert(6, Part("weights unseen", unseen, note="between two hand-overs"))
     return MemoryPlan(
         parts=tuple(part for part in parts if part.num_bytes or part.note),
         num_trained=sum(parameter.numel for parameter in trained),
@@ -224,11 +229,14 @@ def available_bytes(card: Card, config: TrainConfig) -> int:
     return card.free_bytes + int((card.inference_share - config.gpu_memory_utilization) * card.total_bytes)
 
 
-def saved_by_layer(model: ModelShape, *, trains_weights: bool, adapters: Sequence[ParameterShape] = ()) -> int:
+def saved_by_layer(
+    model: ModelShape, *, trains_weights: bool, adapters: Sequence[ParameterShape] = (), are_merged: bool = False
+) -> int:
     """Bytes a token that autograd keeps of one layer: the table above.
 
     Args:
         adapters: of this layer, as `trained_parameters` gives them.
+        are_merged: they are folded into the weights.
     """
     h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
     a, b = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -237,8 +245,20 @@ def saved_by_layer(model: ModelShape, *, trains_weights: bool, adapters: Sequenc
         saved += FP32 * (a + b + model.num_heads + model.num_kv_heads)
     if trains_weights:
         saved += 2 * d * h + d * (2 * h + i) + (d * (a + b) if model.has_head_norms else 0)
+    if are_merged:
+        return saved + d * _merged_inputs(adapters)
     # An adapter keeps its input as fp32, and what its first factor makes of it.
     return saved + sum(FP32 * sum(p.shape) for p in adapters if p.name.endswith(".A"))
+
+
+def _merged_inputs(adapters: Sequence[ParameterShape]) -> int:
+    """Numbers a token of the inputs that merged adapters keep, each once, as they come."""
+    widths: dict[str, int] = {}
+    for parameter in adapters:
+        module = parameter.name.removesuffix(".weight.A").rpartition(".")[2]
+        if parameter.name.endswith(".A") and module != "o_proj":  # its input is attention's output, which is there
+            widths[SAME_INPUT.get(module, module)] = parameter.shape[1]
+    return sum(widths.values())
 
 
 def state_bytes(shape: tuple[int, ...], config: TrainConfig) -> int:
@@ -277,6 +297,7 @@ def _activations(
             model,
             trains_weights=number in trained_layers and not has_adapters,
             adapters=[p for p in trained if layer_of(p.name) == number] if has_adapters else (),
+            are_merged=config.bridge.shares_memory,
         )
         for number in range(first, model.num_layers)  # nothing below the first that learns has a gradient
     ]
