@@ -65,6 +65,27 @@ def commands(*services: str) -> str:
     )
 
 
+@pytest.mark.parametrize(
+    ("mode", "cards", "is_planned_with"),
+    [
+        ("none", ("[0]", "[0]"), True),
+        ("none", ("[0]", "[1]"), False),
+        ("shared_vllm", None, True),
+        ("none", None, False),
+    ],
+)
+def test_what_inference_takes_of_a_card_is_told_to_the_trainer_on_the_same_one(
+    mode: str, cards: tuple[str, str] | None, is_planned_with: bool, tmp_path: Path
+) -> None:
+    overrides = [f"bridge.mode={mode}", "services.vllm.gpu_memory_utilization=0.3"]
+    if cards is not None:
+        overrides += [f"services.vllm.gpus={cards[0]}", f"services.trainer.gpus={cards[1]}"]
+    trainer = load(write(tmp_path, STACK), overrides).profile.services["trainer"]
+    assert isinstance(trainer, Trainer)
+    assert ("gpu_memory_utilization" in trainer.model_fields_set) == is_planned_with
+    assert trainer.gpu_memory_utilization == (0.3 if is_planned_with else 0.45)
+
+
 def test_model_and_bridge_are_stated_once_and_reach_every_service(tmp_path: Path) -> None:
     services = load(write(tmp_path, STACK)).profile.services
     inference, environment, trainer = services["vllm"], services["env"], services["trainer"]
