@@ -13,7 +13,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from grpo_engine.bridges import ON_SHARED_MEMORY
 from grpo_engine.config import RawTable, apply_overrides, did_you_mean, read_table, validated
 from grpo_engine.errors import ConfigError
 from grpo_tui.paths import available_profiles
@@ -100,7 +99,7 @@ def _hand_out(table: RawTable) -> RawTable:
         "inference": {
             **shared,
             **({"max_model_len": model["max_model_len"]} if "max_model_len" in model else {}),
-            **({"shared_weights": True} if mode in ON_SHARED_MEMORY else {}),
+            **({"shared_weights": True} if _shares_memory(mode) else {}),
             **({"enable_lora": True} if mode == "lora_only" else {}),
         },
         "environment": environment,
@@ -136,6 +135,15 @@ def _only(services: RawTable, kind: str) -> RawTable | None:
     return found[0] if len(found) == 1 else None
 
 
+def _shares_memory(mode: str) -> bool:
+    """Whether trainer and server map the same weights; only for a profile with a bridge are bridges loaded."""
+    if not mode:
+        return False
+    from grpo_engine.bridges import ON_SHARED_MEMORY
+
+    return mode in ON_SHARED_MEMORY
+
+
 def _name_of(service: RawTable, services: RawTable) -> str:
     return next(name for name, table in services.items() if table is service)
 
@@ -143,7 +151,7 @@ def _name_of(service: RawTable, services: RawTable) -> str:
 def _share_a_card(bridge: RawTable, inference: RawTable | None, trainer: RawTable | None) -> bool:
     """Whether inference and trainer are known to be on one card: to share weights they must be, or both name it."""
     cards = [service.get("gpus") for service in (inference, trainer) if service is not None]
-    return bridge.get("mode") in ON_SHARED_MEMORY or (len(cards) == 2 and bool(cards[0]) and cards[0] == cards[1])
+    return _shares_memory(str(bridge.get("mode", ""))) or (len(cards) == 2 and bool(cards[0]) and cards[0] == cards[1])
 
 
 def _url(service: RawTable, kind: str) -> str:
