@@ -89,7 +89,7 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = Non
 def _on_host(tensors: dict[str, torch.nn.Parameter], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Copies in host memory, taken from a GPU all at once: one by one they would each be waited for."""
     flat = torch.cat([tensor.detach().to(dtype or tensor.dtype).flatten() for tensor in tensors.values()]).cpu()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])  # type: ignore[no-untyped-call]
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
 
 

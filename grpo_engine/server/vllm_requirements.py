@@ -273,8 +273,8 @@ def _token_bytes(folder: Path, itemsize: int) -> int:
     if not isinstance(heads, int) or not isinstance(num_layers, int) or "kv_lora_rank" in config or has_window:
         return 0
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    kinds = config.get("layer_types") or [_CACHED_LAYER] * num_layers
-    return 2 * kinds.count(_CACHED_LAYER) * (config.get("num_key_value_heads") or heads) * head_dim * itemsize
+    num_cached = list(config.get("layer_types") or [_CACHED_LAYER] * num_layers).count(_CACHED_LAYER)
+    return 2 * num_cached * int(config.get("num_key_value_heads") or heads) * int(head_dim) * itemsize
 
 
 def _what_fits(config: ServerConfig, need: Need, gpu: GpuMemory, *, least: float, most: float) -> str:
