@@ -19,7 +19,9 @@ import httpx
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
 from serving import EOS, RunningServer, free_port, python_path, save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -29,6 +31,7 @@ from grpo_engine.bridges.fence import SHARED_MEMORY, Fence
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
 from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.lora import adapter_tensors, add_lora, save_adapter
 from grpo_engine.server.engine import LOWEST_LOGPROB
 from grpo_engine.server.vllm_checkpoint import can_reload_below_adapters
 from grpo_engine.wire.inference import GenerateResponse
@@ -188,11 +191,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Tied embeddings, adapters beside shared weights, raw log-probs, vLLM's development routes, started by hand."""
+    """Tied embeddings, adapters on all but `down_proj` beside shared weights, raw log-probs, vLLM's development routes,
+    started by hand."""
     folder = tmp_path_factory.mktemp("adapted")
     model = save_tiny_model(folder / "model", seed=2, tied=True)
     opened = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    flags = ("--enable-lora", "--max-lora-rank", "8", "--enable-request-id-headers")  # the last is vLLM's own
+    flags = ("--enable-lora", "--max-lora-rank", "8")
+    flags += (
+        "--enable-request-id-headers",
+        "--lora-target-modules",
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+    )  # vLLM's own
     with serving_vllm(model, folder, *flags, environment=opened) as stack:
         yield stack
 
@@ -690,6 +701,71 @@ def test_vllms_development_routes_change_nothing(adapted: Stack) -> None:
         assert client.get("/lora/status").json() == before
         assert client.get("/server_info", headers={"X-Forwarded-For": "10.1.2.3"}).status_code == 403
     assert_agreement(adapted, load(adapted.model), version=10)
+
+
+def save_adapter_for(stack: Stack, folder: Path, targets: tuple[str, ...] = ("q_proj", "v_proj")) -> Path:
+    """An adapter of rank 4 on the served model, with random factors."""
+    torch.manual_seed(0)
+    adapted = add_lora(AutoModelForCausalLM.from_pretrained(stack.model), LoraSettings(rank=4, target_modules=targets))
+    for _, factor in adapter_tensors(adapted).items():
+        factor.data.normal_(std=0.05)
+    save_adapter(adapted, folder)
+    return folder
+
+
+def test_what_vllm_refuses_leaves_the_old_adapter_and_the_next_one_is_served(adapted: Stack, tmp_path: Path) -> None:
+    good, other = (save_adapter_for(adapted, tmp_path / name) for name in ("good", "other"))
+    file = other / "adapter_model.safetensors"
+    save_file({name: -each if "lora_B" in name else each for name, each in load_file(file).items()}, file)
+    settings = other / "adapter_config.json"
+    whole = settings.read_text()
+    model = load(adapted.model)
+    with adapted.server.client as client:
+
+        def serve(folder: Path, version: int) -> httpx.Response:
+            return client.post("/lora/load", json={"adapter_path": str(folder), "policy_version": version})
+
+        serve(good, 20).raise_for_status()
+        settings.write_text(json.dumps(json.loads(whole) | {"lora_alpha": "much"}))  # only vLLM looks at that
+        refused = serve(other, 21)
+        assert refused.status_code == 400
+        assert "not an adapter for this model" in refused.json()["detail"]
+        assert_agreement(adapted, PeftModel.from_pretrained(load(adapted.model), good), version=20)
+        settings.write_text(whole)
+        serve(other, 22).raise_for_status()
+        assert_agreement(adapted, PeftModel.from_pretrained(model, other), version=22)
+        patches = client.get("/bridge/debug").json()["patches_applied"]
+        assert patches["watch_server"]
+        assert patches["hear_outputs"]
+
+
+def test_an_adapter_that_finds_no_layer_is_refused_by_name(adapted: Stack, tmp_path: Path) -> None:
+    partly = save_adapter_for(adapted, tmp_path / "partly", ("q_proj", "down_proj"))
+    with adapted.server.client as client:
+        served = client.get("/lora/status").json()["active_adapter_path"]
+        refused = client.post("/lora/load", json={"adapter_path": str(partly)})
+        assert refused.status_code == 400
+        assert "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj found no layer" in refused.json()["detail"]
+        assert client.get("/lora/status").json()["active_adapter_path"] == served
+
+
+def test_hundreds_of_swaps_leave_nothing_behind(adapted: Stack, tmp_path: Path) -> None:
+    folders = [save_adapter_for(adapted, tmp_path / str(n), ("q_proj", "v_proj", "o_proj", "up_proj")) for n in (0, 1)]
+    processes = [psutil.Process(identity.pid) for identity in processes_below(adapted.server.process.pid)]
+    processes.append(psutil.Process(adapted.server.process.pid))
+
+    def swap(count: int) -> int:
+        with adapted.server.client as client:
+            for number in range(count):
+                client.post("/lora/load", json={"adapter_path": str(folders[number % 2])}).raise_for_status()
+        return sum(process.memory_info().rss for process in processes)
+
+    before = swap(50)
+    assert swap(200) - before < 200 * folder_bytes(folders[0]) // 4
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
