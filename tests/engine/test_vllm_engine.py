@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from serving import EOS, RunningServer, free_port, python_path, save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
+from grpo_engine.bridges import ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.bridge_files import read_bridge_file
 from grpo_engine.bridges.fence import SHARED_MEMORY, Fence
 from grpo_engine.bridges.process_identity import ProcessIdentity
@@ -72,7 +72,7 @@ class Stack:
         return self.folder / "bridge.json"
 
     def bridge(self, settings: dict[str, object]) -> Bridge:
-        if settings["mode"] == "shared_vllm":
+        if settings["mode"] in ON_SHARED_MEMORY:
             settings = {**settings, "config_path": self.bridge_file}
         context = BridgeContext(
             model_name=str(self.model),
@@ -421,6 +421,23 @@ def test_every_token_comes_from_the_version_it_is_told_to_come_from(shared: Stac
     bridge.close()
 
 
+def test_adapters_are_folded_into_the_weights_that_vllm_reads(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "lora_merged"})
+    attached = bridge.attach()  # the tests above have left other weights
+    model, version = attached.model.eval(), attached.policy_version
+    assert_agreement(shared, load(shared.model), version=version)
+    answer = assert_agreement(shared, model, version=version, prompt=LONG_PROMPT)
+    for seed in (1, 2):
+        version += 1
+        bridge.publish(version, shift(model, seed))
+        assert_agreement(shared, model, version=version, prompt=LONG_PROMPT, n=2)
+    tokens = answer.token_ids[0]
+    with model.disable_adapter():
+        base = logprobs_of(model, LONG_PROMPT, tokens, 1.0)
+    assert (logprobs_of(model, LONG_PROMPT, tokens, 1.0) - base).abs().max() > 0.1
+    bridge.close()
+
+
 def test_a_checkpoint_is_reloaded_in_place_and_one_that_does_not_fit_changes_nothing(shared: Stack) -> None:
     bridge = shared.bridge({"mode": "shared_vllm"})
     model = bridge.attach().model.eval()
@@ -443,6 +460,20 @@ def test_a_checkpoint_is_reloaded_in_place_and_one_that_does_not_fit_changes_not
     assert "model.safetensors" in cut.json()["detail"]
     assert_agreement(shared, original, version=30)
     bridge.close()
+
+
+def test_a_checkpoint_with_an_adapter_merged_into_some_of_its_tensors_is_read_in_place(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "lora_restart", "every_steps": 1})
+    model = bridge.attach().model.eval()
+    for version in (32, 33):
+        bridge.publish(version, shift(model, version))
+        assert_agreement(shared, model, version=version, prompt=LONG_PROMPT)
+    with model.disable_adapter():
+        base = logprobs_of(model, PROMPT, [40, 50, 60], 1.0)
+    assert (logprobs_of(model, PROMPT, [40, 50, 60], 1.0) - base).abs().max() > 0.1
+    bridge.close()
+    with shared.server.client as client:
+        client.post("/bridge/reload", json={"path": str(shared.model), "policy_version": 34}).raise_for_status()
 
 
 def test_vllms_own_routes_give_what_generate_gives(shared: Stack) -> None:
