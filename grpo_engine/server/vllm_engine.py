@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.fence import Fence, FenceState
+from grpo_engine.bridges.handover import newest_handover
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
-from grpo_engine.models.loading import load_tokenizer
+from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.server.adapter_files import check_adapter, refuse_unbound
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
@@ -183,6 +184,7 @@ class VllmEngine:
                 llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
             )
             self._fence = self._sharing.fence
+        await self._read_newest_handover(llm)
         self._outputs = _Outputs(llm, lambda: self._pulse.beat(time.monotonic()))
         # The first request of all compiles what is left to compile; seconds later than the start it would time out.
         first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
@@ -192,6 +194,20 @@ class VllmEngine:
         self._stock_app = await stock_app(llm, self.guarded, self._config, self._arguments)
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))
+
+    async def _read_newest_handover(self, llm: AsyncLLM) -> None:
+        """Go on with what a trainer has left. Read in place, since vLLM finds its compiled code by the model's path."""
+        folder = self._config.handover
+        newest = newest_handover(folder, resolve_model(self._config.model_name)) if folder is not None else None
+        if newest is None:
+            return
+        try:
+            await asyncio.to_thread(check_fits, newest.path, self._parameters)
+        except ModelError as error:
+            logger.warning("%s; the model's own weights are served", error)
+            return
+        await self._read_checkpoint(llm, newest.path, newest.policy_version)
+        logger.info("Took over version %d from %s", newest.policy_version, newest.path)
 
     async def _checked_patches(self, llm: AsyncLLM) -> Mapping[str, bool]:
         import vllm
@@ -340,8 +356,7 @@ class VllmEngine:
         async with self._changing:
             await self._halt(llm)
             try:
-                with self._fence.writing(policy_version), self._awaiting_core():
-                    await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+                await self._read_checkpoint(llm, path, policy_version)
             finally:
                 if self._pause is None:
                     await self._go_on(llm)
@@ -494,6 +509,10 @@ class VllmEngine:
         current = self._pause
         if current is not None and current.is_over(time.monotonic()) is None and current.owner != pause.owner:
             raise WeightsBusy(f"paused already by {current.owner_text}; wait until it resumes")
+
+    async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
+        with self._fence.writing(policy_version), self._awaiting_core():
+            await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 
     async def _close_gate(self) -> None:
         """Let nobody in; where completions are to end first, wait for them."""

@@ -14,7 +14,10 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import RunningServer, free_port, python_path, save_tiny_model, wait_healthy
+from serving import RunningServer, free_port, model_logprobs, python_path, save_tiny_model, wait_healthy
+from transformers import AutoModelForCausalLM
+
+from grpo_engine.bridges.handover import Handover
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,6 +29,8 @@ DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("stalls")
     model, port, log = save_tiny_model(folder / "model", seed=1), free_port(), folder / "server.log"
+    with Handover(folder / "handover", folder / "handover", model=str(model)).writing(7) as newest:
+        save_tiny_model(newest, seed=2)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
@@ -43,6 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
                 ),
                 *("--device", DEVICE, "--dtype", DTYPE, "--max-model-len", "512", "--gpu-memory-utilization", "0.1"),
                 *("--threads", "1", "--enforce-eager", "--stalled-after-s", "2"),
+                *("--handover", str(folder / "handover")),
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -81,6 +87,17 @@ def wait_status(server: RunningServer, status: int) -> httpx.Response:
     while (answer := health(server)).status_code != status:
         time.sleep(0.1)  # the interval of a probe, whose limit is the test's own
     return answer
+
+
+def test_a_started_server_goes_on_with_the_weights_that_a_trainer_left(server: RunningServer) -> None:
+    answer = server.generate(prompt={"prompt_token_ids": [10, 20, 30]}, max_tokens=8, ignore_eos=True, logprobs=0)
+    assert answer["policy_version"] == 7
+    newest = AutoModelForCausalLM.from_pretrained(server.log.parent / "handover" / "current", dtype=torch.float32)
+    expected = model_logprobs(newest, [10, 20, 30], answer["token_ids"][0])
+    served = torch.tensor([next(iter(position[0].values())) for position in answer["logprobs"][0]])
+    assert (served - expected).abs().mean() < 0.05  # of the model that it was started with it is 5
+    with server.client as client:
+        assert client.get("/bridge/info").json()["policy_version"] == 7
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["engine core", "worker"])
