@@ -206,7 +206,9 @@ def test_a_trainer_says_what_is_missing(model_folder: Path, tmp_path: Path) -> N
         bridge.close()
     lonely = make_bridge({"mode": "none"}, model_folder, "http://127.0.0.1:9", tmp_path)
     lonely._client._patience_s = 0.5
-    with pytest.raises(PeerUnavailable, match=r"http://127.0.0.1:9/bridge/info.*is the inference server up"):
+    with pytest.raises(
+        PeerUnavailable, match=r"9/bridge/info.*is the inference server up.*--handover .*--bridge-restart"
+    ):
         lonely.attach()
     lonely.close()
 
