@@ -277,8 +277,7 @@ def test_a_server_that_ends_by_itself_is_started_again_once_it_had_been_healthy(
     fails = local_server(port, tmp_path, program="raise SystemExit(5)")
     fails._start()
     with pytest.raises(BridgeError, match="exit code 5"):
-        while True:
-            fails.look_after()
+        until(lambda: fails.look_after() is not None)  # type: ignore[func-returns-value]
     fails.close()
 
 
