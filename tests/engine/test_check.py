@@ -18,7 +18,7 @@ from serving import RunningServer, free_port, model_logprobs, python_path, runni
 from training import ListedSource, made_up_groups
 
 from grpo_engine import cli
-from grpo_engine.bridges import BridgeContext
+from grpo_engine.bridges import ON_SHARED_MEMORY, BridgeContext
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.check.findings import Finding, Level
 from grpo_engine.check.main import check, run
@@ -30,7 +30,12 @@ from grpo_engine.train.loop import train
 from grpo_engine.train.recorder import Recorder
 
 pytestmark = pytest.mark.slow
-FLAGS = {"shared_vllm": ["--shared-weights"], "lora_only": ["--enable-lora"], "none": []}
+FLAGS = {
+    "shared_vllm": ["--shared-weights"],
+    "lora_merged": ["--shared-weights"],
+    "lora_only": ["--enable-lora"],
+    "none": [],
+}
 PROMPT, FIXED = [10, 20, 30], [40, 50, 60, 70]
 
 
@@ -90,7 +95,7 @@ def a_stack(model: Path, mode: str, folder: Path, *flags: str) -> Iterator[tuple
     bridge_file = folder / "bridge.json"
     flags = ("--bridge-file", str(bridge_file), *FLAGS[mode], *flags)
     with running_server(model, *flags, folder=folder) as server:
-        yield server, {"bridge_file": bridge_file} if mode == "shared_vllm" else {}
+        yield server, {"bridge_file": bridge_file} if mode in ON_SHARED_MEMORY else {}
 
 
 # --- all right -------------------------------------------------------------------------------------------------------
