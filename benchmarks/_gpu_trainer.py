@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ class Worker:
         self._attached = attached
         self._version = attached.policy_version
         self._masters: MasterWeights | None = None
+        self.tasks: dict[str, Callable[..., dict[str, Any]]] = {
+            "masters": self.masters,
+            "publish": self.publish,
+            "save": self.save,
+        }
 
     def masters(self) -> dict[str, Any]:
         """Make what an optimizer would step."""
@@ -45,11 +51,15 @@ class Worker:
                     master.normal_(std=1e-3)
         return {"parameters": sum(master.numel() for master in self._masters.parameters), **memory()}
 
-    def publish(self, times: int, write: str) -> dict[str, Any]:
-        """Hand over `times` times."""
+    def publish(self, times: int, write: str, every_s: float) -> dict[str, Any]:
+        """Hand over `times` times, with a rest before each, as a step of training would be."""
         if write == "masters" and self._masters is None:
             self.masters()
-        return {"publishes": [self._publish_once(write) for _ in range(times)], "version": self._version}
+        publishes = []
+        for _ in range(times):
+            time.sleep(every_s)
+            publishes.append(self._publish_once(write))
+        return {"publishes": publishes, "version": self._version}
 
     def save(self, folder: str) -> dict[str, Any]:
         """Write what is trained, as vLLM loads it."""
@@ -124,8 +134,7 @@ def main() -> None:
         print(json.dumps({"attach_s": time.perf_counter() - began, **memory()}), file=answers, flush=True)
         for line in sys.stdin:
             question = json.loads(line)
-            ask = {"masters": worker.masters, "publish": worker.publish, "save": worker.save}[question.pop("do")]
-            print(json.dumps(ask(**question)), file=answers, flush=True)
+            print(json.dumps(worker.tasks[question.pop("do")](**question)), file=answers, flush=True)
     finally:
         bridge.close()
 

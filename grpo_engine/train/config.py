@@ -171,6 +171,8 @@ class TrainConfig(Config):
     """Folder for checkpoints; unset: `checkpoints` in the run folder, else trained_model_checkpoints."""
     checkpoint_interval: int = Field(3, ge=0)
     """Save every so many steps; 0: only at the end."""
+    save_checkpoints: bool = True
+    """Whether to save at all: runs that only measure need no copy of a large model and its optimizer on the disk."""
     keep_checkpoints: int = Field(3, ge=1)
     """Checkpoints that are kept, the newest first."""
     resume: bool = True

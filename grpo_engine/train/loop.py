@@ -86,7 +86,7 @@ def train(
     def save(*, or_go_on: bool) -> None:
         """Write a checkpoint of the steps until now. A full disk ends no run that can still make room."""
         nonlocal saved_step
-        if step == saved_step:
+        if step == saved_step or not config.save_checkpoints:
             return
         try:
             trainee.save(save_path, step=step, policy_version=version, lease=lease, settings=settings)

@@ -90,7 +90,7 @@ def _checkpoints(profile: Profile, model: str, logs: Path) -> Iterator[Finding]:
     for key, service in profile.services.items():
         if not isinstance(service, Trainer) or parameters is None or service.train_layer_indices is not None:
             continue
-        if service.bridge.trains_adapter:
+        if service.bridge.trains_adapter or not service.save_checkpoints:
             continue
         masters = 0 if service.dtype == "float32" else MASTER_BYTES[service.master_weights]
         each = parameters * (BYTES_A_PARAMETER + masters + STATE_BYTES[service.optimizer])

@@ -266,6 +266,12 @@ def test_old_checkpoints_are_pruned_and_half_written_ones_are_none(tmp_path: Pat
     assert newest.name == "step_5"
 
 
+def test_a_run_that_only_measures_leaves_no_checkpoint(tmp_path: Path) -> None:
+    steps, _, _ = run(tmp_path, settings(checkpoint_interval=2, save_checkpoints=False))
+    assert steps == 6
+    assert checkpoints.newest(tmp_path / "checkpoints") is None
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_both_names(tmp_path: Path) -> None:
     run(tmp_path, settings())
     with pytest.raises(CheckpointError, match=r"of model 'test/model', but this run trains 'other/model'.*--no-resume"):
