@@ -199,7 +199,7 @@ class VllmEngine:
         """Go on with what a trainer has left. Read in place, since vLLM finds its compiled code by the model's path."""
         folder = self._config.handover
         newest = newest_handover(folder, resolve_model(self._config.model_name)) if folder is not None else None
-        if newest is None:
+        if newest is None or (self._config.enable_lora and not can_reload_below_adapters()):
             return
         try:
             await asyncio.to_thread(check_fits, newest.path, self._parameters)
