@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
+import importlib
 import logging
 import os
 import signal
@@ -68,11 +68,10 @@ def check_engine(config: ServerConfig) -> None:
     """
     if config.engine == "torch" and config.tensor_parallel_size != 1:
         raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: the torch engine runs on one device")
-    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--engine vllm: vLLM is not installed here; install it (pip install 'grpo-tui[vllm]') "
-            "or serve with --engine torch"
-        )
+    if config.engine == "vllm":
+        from grpo_engine.server.vllm_requirements import check_vllm
+
+        check_vllm(config, os.environ)
 
 
 def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:

@@ -79,6 +79,7 @@ class Standby:
         """
         self._heed_signals_while_importing()
         began = time.monotonic()
+        logger.info("Standby: importing what a server needs, once for all of its restarts")
         preload(self._config)
         logger.info("Standby: everything is imported, in %.1f s", time.monotonic() - began)
         self._listen()

@@ -112,6 +112,26 @@ class ConsoleMetric(Config):
         return self
 
 
+class RestartInPlace(Config):
+    """How a program that can begin anew by itself is told to: sooner than ending it and starting it again."""
+
+    signal: str = "SIGHUP"
+    """Sent to its main process alone."""
+    log: str
+    """Regular expression for the line that it writes once nothing is left of what it did before: who answers its probe
+    from there on is new. Without it within `stop_grace_s`, the service is stopped and started as any other."""
+
+    @model_validator(mode="after")
+    def _can_be_carried_out(self) -> RestartInPlace:
+        if self.signal not in signal.Signals.__members__:
+            raise ValueError(f"signal {self.signal!r} is not a signal: write it as in SIGHUP or SIGUSR1")
+        try:
+            re.compile(self.log)
+        except re.error as error:
+            raise ValueError(f"log = {self.log!r} is not a regular expression: {error}") from None
+        return self
+
+
 def _pattern_alone(value: Any) -> Any:
     """`"train/loss" = 'Loss: ([0-9.]+)'` is short for a table with that pattern."""
     return {"pattern": value} if isinstance(value, str) else value
@@ -292,6 +312,8 @@ class Launch:
     """What happens to the others when this one was restarted, in words, where nobody has to be restarted for it."""
     phases: tuple[tuple[str, str], ...] = ()
     """Of its start-up: (regular expression for a line of the log, what the service does from there on, in words)."""
+    restart_in_place: RestartInPlace | None = None
+    """How it is restarted while its process stays; None: it is stopped and started."""
     final_exit_codes: tuple[int, ...] = ()
     """Exit codes after which it has failed whatever `restart` says: it would end the same way again."""
     gpu_memory_share: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from grpo_tui.services.base import ARGV, Launch, Place, Service
+from grpo_tui.services.base import ARGV, Launch, Place, RestartInPlace, Service
 
 
 class Command(Service):
@@ -13,6 +13,8 @@ class Command(Service):
     kind: Literal["command"]
     argv: ARGV
     """Program and arguments."""
+    restart_in_place: RestartInPlace | None = None
+    """How it is restarted while its process stays; unset: it is stopped and started."""
 
     @property
     def final_exit_codes(self) -> tuple[int, ...]:
@@ -21,4 +23,4 @@ class Command(Service):
 
     def launch(self, name: str, place: Place) -> Launch:
         """Start `argv` as it stands."""
-        return self._launch(name, self.kind, place, argv=self.argv)
+        return self._launch(name, self.kind, place, argv=self.argv, restart_in_place=self.restart_in_place)

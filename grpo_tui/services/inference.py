@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 from grpo_tui.paths import BRIDGE_FILE, HANDOVER_FOLDER
-from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
+from grpo_tui.services.base import Launch, Place, Probe, RestartInPlace, RestartPolicy, Service
 
 READY_WITHIN_S = 300.0
 STALLED_S = 180.0
@@ -15,7 +17,8 @@ STALLED_S = 180.0
 seen is half a minute of compilation on two cores."""
 
 VLLM_PHASES = (
-    (r"Uvicorn running on", "importing vLLM"),
+    (r"Standby: importing|Uvicorn running on", "importing vLLM"),
+    (r"Standby: everything is imported|Standby: nothing is left", "starting the server"),
     (r"Resolved architecture: (\w+)", "configuring the engine for {0}"),
     (r"Initializing a V1 LLM engine", "starting the engine core"),
     (r"Starting to load model", "fetching the model"),
@@ -47,6 +50,7 @@ TORCH_PHASES = (
     (r"Exported (\d+) params", "weights are shared, {0} tensors"),
 )
 """Lines of transformers, and of our own server."""
+_BY_ITS_STANDBY = RestartInPlace(signal=RESTART_SIGNAL.name, log=re.escape(NOTHING_LEFT_LINE))
 
 
 class Inference(Service, ServerConfig):
@@ -82,6 +86,7 @@ class Inference(Service, ServerConfig):
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "server", *to_flags(config, ServerConfig)),
+            restart_in_place=_BY_ITS_STANDBY if config.has_standby else None,
             ports=(self.port, *self.ports),
             gpu_memory_share=self.demanded_share,
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),

@@ -113,6 +113,15 @@ def place(descriptor: int) -> Place:
     return Place(now.dropped, now.dropped + now.header, now.dropped + now.size)
 
 
+def written_so_far(log: Path) -> int:
+    """Absolute offset of the end of a log; 0 where there is none."""
+    try:
+        with log.open("rb", buffering=0) as file:
+            return place(file.fileno()).end
+    except FileNotFoundError:
+        return 0
+
+
 def read_part(descriptor: int, start: int, max_bytes: int, *, with_header: bool = True) -> Part:
     """Read up to `max_bytes` from an absolute offset on; what is dropped is passed over.
 

@@ -69,6 +69,7 @@ from grpo_tui.supervisor.words import why
 OWN_LOG_LIMIT_BYTES = 64_000_000
 HELPER_REST_S = 30.0
 """After a helper has failed: soon enough for figures and logs, and seldom enough for the log that says so."""
+_INTERRUPTED = RestartAsked("its start was interrupted", makes_way=True)
 log = logging.getLogger(__name__)
 
 
@@ -187,6 +188,7 @@ class Supervisor:
             service = self._services[name] if entry is None else from_ledger(name, entry)
             if entry is not None:
                 self._ready_at[name], self._hands[name].started_at = entry.ready_at, entry.started_at
+                self._hands[name].begins_at = entry.begins_at
                 self._sampler.remember(name, (ProcessId(*each) for each in entry.processes))
             attempt = max(service.attempt, last_attempt(self._run_folder, name))
             found = adopt_keeper(self._run_folder, name, attempt) if attempt else None
@@ -201,9 +203,11 @@ class Supervisor:
         name, hands = service.name, self._hands[service.name]
         if isinstance(found, Keeper):
             taken = adopted(self._as_of(service, attempt), now_s, self._launches[name])
-            hands.adopt(found, is_ready=taken.was_ready)
+            hands.adopt(found, taken)
             if taken.state is S.STOPPING:
-                hands.do(Effect.STOP, attempt)
+                hands.do(Effect.STOP, taken)
+            elif taken.is_renewing:
+                hands.do(Effect.RENEW, taken)
             return taken
         if not service.has_process and service.attempt == attempt:
             return service
@@ -213,12 +217,14 @@ class Supervisor:
         taken = replace(adopted(self._as_of(service, attempt), now_s, self._launches[name]), is_running=False)
         if taken.state is S.STARTING and attempt > last_begun_attempt(self._run_folder, name):
             # Its supervisor left while it looked for ports and GPU memory: nothing was started that could have failed.
-            taken, _ = step(taken, RestartAsked("its start was interrupted"), now_s, self._launches[name])
+            taken, _ = step(taken, _INTERRUPTED, now_s, self._launches[name])
         return taken
 
     def _as_of(self, service: Service, attempt: int) -> Service:
         """The service in the attempt that was found, which may be newer than what its last daemon came to write."""
-        return service if service.attempt == attempt else Service(name=service.name, attempt=attempt)
+        if service.attempt == attempt:
+            return service
+        return Service(name=service.name, attempt=attempt, num_renewals=service.num_renewals)
 
     def _decide(self) -> None:
         """Everything that follows from where the services stand now."""
@@ -390,7 +396,7 @@ class Supervisor:
         after, effects = step(before, event, time.monotonic(), launch)
         self._services[name] = after
         for effect in effects:
-            self._hands[name].do(effect, after.attempt)
+            self._hands[name].do(effect, after)
         if after.state is not before.state:
             self._note_change(before, after)
         if _shown(after) != _shown(before):
@@ -405,7 +411,7 @@ class Supervisor:
             self._ready_at[name] = time.time()
             self.broadcast.figures_wanted.set()
             self._fire(HookEvent.READY, name)
-            if after.attempt > 1:
+            if after.num_starts > 1:
                 self._fire(HookEvent.RESTARTED, name)
         elif after.state is S.STARTING:
             self._ready_at[name] = None
@@ -423,7 +429,7 @@ class Supervisor:
         if after.state is S.BACKOFF:
             for follower in order.restart_group(name, self._launches):
                 if self._services[follower].state in RUNNING:
-                    self.post(follower, RestartAsked(f"restarted because {name} is"))
+                    self.post(follower, RestartAsked(f"restarted because {name} is", makes_way=True))
 
     def _fire(self, event: HookEvent, name: str) -> None:
         self._hooks.fire(event, service=self.service_status(name), status=self.status())
@@ -529,7 +535,7 @@ class Supervisor:
             started_at=hands.started_at,
             ready_at=self._ready_at.get(name),
             attempt=service.attempt,
-            restarts=max(0, service.attempt - 1),
+            restarts=max(0, service.num_starts - 1),
             exit_code=service.exit_code,
             ports=list(launch.ports),
             gpus=list(launch.gpus),
@@ -552,6 +558,7 @@ class Supervisor:
                 name: to_ledger(
                     service,
                     started_at=self._hands[name].started_at,
+                    begins_at=self._hands[name].begins_at,
                     ready_at=self._ready_at.get(name),
                     processes=self._sampler.processes(name),
                 )
@@ -564,7 +571,7 @@ class Supervisor:
 def _shown(service: Service) -> tuple[object, ...]:
     """The part of a service that people see."""
     answer, how_far = (service.answer, service.outcome), (service.phase, service.is_running)
-    return (service.state, answer, service.reason, service.attempt, how_far, service.exit_code)
+    return (service.state, answer, service.reason, service.num_starts, how_far, service.exit_code)
 
 
 def _log_limits(plan: Plan, run_folder: Path) -> dict[Path, int]:

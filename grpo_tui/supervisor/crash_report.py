@@ -182,7 +182,7 @@ def _unwell(services: Iterable[ServiceStatus], launch: Launch, started_at: float
         needed = ", which it needs," if other.name in launch.needs else ""
         if other.state in UNWELL:
             yield _shortened(f"{other.name}{needed} is {other.state}: {_first_line(other.why or 'no reason known')}")
-        elif other.attempt > 1 and started_at and other.started_at and other.started_at > started_at:
+        elif other.restarts and started_at and other.started_at and other.started_at > started_at:
             yield f"{other.name}{needed} was restarted meanwhile, at {_clock(other.started_at)}"
 
 

@@ -141,21 +141,21 @@ async def _start(supervisor: Supervisor, name: str, command: Command) -> None:
     _check_needs(supervisor, name)
     if command.take_ports:
         supervisor.take_ports(name)
-    attempt = supervisor.service(name).attempt
+    num_starts = supervisor.service(name).num_starts
     is_up = supervisor.service(name).has_process
     supervisor.post(name, StartAsked())
     if command.wait:
-        await _ready(supervisor, name, attempt if is_up else attempt + 1)
+        await _ready(supervisor, name, num_starts if is_up else num_starts + 1)
 
 
 async def _restart(supervisor: Supervisor, name: str, command: Command) -> None:
     _check_needs(supervisor, name)
     if command.take_ports:
         supervisor.take_ports(name)
-    attempt = supervisor.service(name).attempt
+    num_starts = supervisor.service(name).num_starts
     supervisor.restart(name)
     if command.wait:
-        await _ready(supervisor, name, attempt + 1)
+        await _ready(supervisor, name, num_starts + 1)
 
 
 async def _stop(supervisor: Supervisor, name: str, command: Command) -> None:
@@ -166,11 +166,11 @@ async def _stop(supervisor: Supervisor, name: str, command: Command) -> None:
             raise CommandRefused(f"{name}: {supervisor.service(name).reason}", ExitCode.FAILED)
 
 
-async def _ready(supervisor: Supervisor, name: str, attempt: int) -> None:
-    """Wait until this attempt or a later one is ready, or has ended for good."""
+async def _ready(supervisor: Supervisor, name: str, num_starts: int) -> None:
+    """Wait until this start or a later one is ready, or has ended for good."""
     ends = {S.READY, S.FINISHED, S.FAILED, S.STOPPED}
     await supervisor.wait_until(
-        lambda s: s.is_ending or (s.service(name).attempt >= attempt and s.service(name).state in ends)
+        lambda s: s.is_ending or (s.service(name).num_starts >= num_starts and s.service(name).state in ends)
     )
     service = supervisor.service(name)
     if service.state not in {S.READY, S.FINISHED}:

@@ -5,6 +5,9 @@
        |          +----------+-----------+-----------+--> FINISHED | FAILED
        +-- BACKOFF <---------+ (the restart policy says so)
 
+A service that can restart in place is renewed: it goes back to STARTING with its process kept, and is stopped and
+started as any other when it does not begin anew within its stop grace.
+
 Nothing here starts a process, reads a clock or sleeps. `core.py` carries the effects out and reports what happened back
 as events; `order.py` says who may start or stop now; `words.py` explains. Seconds are monotonic.
 """
@@ -35,6 +38,7 @@ class Effect(StrEnum):
     """What is to be done to the real process; carried out in order, one at a time per service."""
 
     SPAWN = "spawn"
+    RENEW = "renew"
     STOP = "stop"
     KILL = "kill"
 
@@ -55,6 +59,10 @@ class Service:
     name: str
     state: S = S.WAITING
     attempt: int = 0
+    num_renewals: int = 0
+    """How often it was restarted in place, in all attempts."""
+    is_renewing: bool = False
+    """Whether it was told to begin anew and may still be ending what it did before."""
     has_process: bool = False
     """Whether an attempt was let go of and has not been seen to end; at most one ever is."""
     is_running: bool = False
@@ -86,6 +94,11 @@ class Service:
     is_refused: bool = False
     """Whether it was not started because a stranger holds what it needs."""
 
+    @property
+    def num_starts(self) -> int:
+        """Attempts and restarts in place: grows with every start."""
+        return self.attempt + self.num_renewals
+
 
 # --- events --------------------------------------------------------------------------------------------------------
 
@@ -107,6 +120,8 @@ class RestartAsked:
     """Somebody wants it down and up again; no failure."""
 
     reason: str = "restarted by request"
+    makes_way: bool = False
+    """Whether its process must end, since another service waits for what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +139,13 @@ class Spawned:
     """Its process runs."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """Nothing is left of what it did before this restart in place."""
+
+    num_renewals: int
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """It cannot be started here: a stranger holds what it needs."""
@@ -136,6 +158,7 @@ class Answered:
     """Its probe was asked."""
 
     attempt: int
+    num_renewals: int = 0
     outcome: ProbeOutcome
     words: str
 
@@ -150,6 +173,7 @@ class Moved:
     """Its start-up gets on: its log or its GPU memory has grown."""
 
     attempt: int
+    num_renewals: int = 0
     phase: str | None
     """What it is at, in words; None when its log does not tell."""
 
@@ -179,7 +203,7 @@ class Tick:
 
 
 Asked = StartAsked | StopAsked | RestartAsked | KillAsked
-Seen = Spawned | Refused | Answered | Moved | Overran | Exited
+Seen = Spawned | Renewed | Refused | Answered | Moved | Overran | Exited
 Event = Asked | Seen | Admitted | Tick
 Step = tuple[Service, tuple[Effect, ...]]
 
@@ -195,6 +219,8 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _wait(replace(service, restarted_at_s=(), is_refused=False), now_s), ()
         case StartAsked() | RestartAsked(), S.STOPPING:
             return replace(service, after_stop=AfterStop.RESTART), ()
+        case RestartAsked(makes_way=False), S.STARTING | S.READY | S.UNHEALTHY if _can_be_renewed(service, launch):
+            return _renew(service, now_s, launch)
         case RestartAsked(reason), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.RESTART, reason)
         case StopAsked(reason), S.WAITING | S.BACKOFF:
@@ -206,24 +232,30 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
         case StopAsked(), S.STOPPING:
             return replace(service, after_stop=AfterStop.REST), ()
         case KillAsked(), S.STARTING | S.READY | S.UNHEALTHY:
-            return _kill(_enter(service, S.STOPPING, now_s, reason="killed by request"), now_s, AfterStop.REST)
+            killed = replace(_enter(service, S.STOPPING, now_s, reason="killed by request"), is_renewing=False)
+            return _kill(killed, now_s, AfterStop.REST)
         case KillAsked(), S.STOPPING if not service.is_killed:
             return _kill(service, now_s, AfterStop.REST)
         case Admitted(), S.WAITING:
             return _start(service, now_s, launch)
-        case Spawned(), _ if service.has_process:
+        case Spawned(), _ if service.has_process and not service.is_renewing:
             return _spawned(replace(service, is_running=True), now_s, launch), ()
+        case Renewed(num_renewals=number), S.STARTING if service.is_renewing and number == service.num_renewals:
+            return _spawned(replace(service, is_running=True, is_renewing=False, phase=None), now_s, launch), ()
         case Refused(words), _ if service.has_process:
             return _refused(service, words, now_s), ()
-        case Answered(), S.STARTING | S.READY | S.UNHEALTHY if event.attempt == service.attempt:
+        case Answered(), S.STARTING | S.READY | S.UNHEALTHY if _is_about_now(event, service):
             heard = replace(service, answer=event.words, outcome=event.outcome)
             return _answered(heard, event.passed, now_s, launch), ()
-        case Moved(phase=phase), S.STARTING if event.attempt == service.attempt:
+        case Moved(phase=phase), S.STARTING if _is_about_now(event, service):
             return replace(service, moved_at_s=now_s, phase=phase or service.phase), ()
         case Overran(words), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.FAILURE, words)
         case Exited(), _ if service.has_process:
             return _exited(service, event, now_s, launch), ()
+        case Tick(), S.STARTING if is_due and service.is_renewing:
+            words = f"did not begin anew within {launch.stop_grace_s:g} s: stopped and started instead"
+            return _stop(service, now_s, launch, AfterStop.RESTART, words)
         case Tick(), S.STARTING if is_due:
             return _time_is_up(service, now_s, launch)
         case Tick(), S.READY if is_due:
@@ -241,10 +273,12 @@ def adopted(service: Service, now_s: float, launch: Launch) -> Service:
 
     Nobody asked its probes meanwhile, so it gets time for an answer before anything follows from there being none.
     """
-    taken = replace(service, has_process=True, is_running=True)
+    taken = replace(service, has_process=True, is_running=not service.is_renewing)
     match service.state:
         case S.READY:
             return replace(taken, deadline_s=_live_deadline_s(launch, now_s))
+        case S.STARTING if taken.is_renewing:  # it is told again: whether it was, nobody knows
+            return replace(taken, deadline_s=now_s + launch.stop_grace_s)
         case S.STARTING if launch.ready is not None and taken.deadline_s is not None:
             soonest_s = now_s + 2 * launch.ready.timeout_s + launch.ready.interval_s
             return replace(taken, deadline_s=max(taken.deadline_s, soonest_s))
@@ -275,6 +309,7 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         attempt=service.attempt + 1,
         has_process=True,
         is_running=False,
+        is_renewing=False,
         was_ready=False,
         is_killed=False,
         exit_code=None,
@@ -286,6 +321,33 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         deadline_s=_ready_deadline_s(launch, now_s),
     )
     return started, (Effect.SPAWN,)
+
+
+def _can_be_renewed(service: Service, launch: Launch) -> bool:
+    return launch.restart_in_place is not None and (service.is_running or service.is_renewing)
+
+
+def _renew(service: Service, now_s: float, launch: Launch) -> Step:
+    """Have it begin anew in the process that it has. Asked for again meanwhile, it gets no more time for it."""
+    renewing = replace(
+        _enter(service, S.STARTING, now_s, reason=None),
+        num_renewals=service.num_renewals + 1,
+        is_renewing=True,
+        is_running=False,
+        was_ready=False,
+        answer=None,
+        outcome=None,
+        phase="ending what ran",
+        moved_at_s=now_s,
+        deadline_s=service.deadline_s if service.is_renewing else now_s + launch.stop_grace_s,
+    )
+    return renewing, (Effect.RENEW,)
+
+
+def _is_about_now(event: Answered | Moved, service: Service) -> bool:
+    """Whether this start is meant, and not the one before it, which may still answer."""
+    is_this_start = (event.attempt, event.num_renewals) == (service.attempt, service.num_renewals)
+    return is_this_start and not service.is_renewing
 
 
 def _ready_deadline_s(launch: Launch, now_s: float) -> float | None:
@@ -341,7 +403,7 @@ def _time_is_up(service: Service, now_s: float, launch: Launch) -> Step:
 
 
 def _stop(service: Service, now_s: float, launch: Launch, after: AfterStop, reason: str) -> Step:
-    stopping = replace(_enter(service, S.STOPPING, now_s, reason=reason), after_stop=after)
+    stopping = replace(_enter(service, S.STOPPING, now_s, reason=reason), after_stop=after, is_renewing=False)
     return replace(stopping, deadline_s=now_s + launch.stop_grace_s + KILL_MARGIN_S), (Effect.STOP,)
 
 
@@ -369,7 +431,9 @@ def _refused(service: Service, words: str, now_s: float) -> Service:
 def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Service:
     from grpo_tui.services.base import RestartPolicy  # here, since `state.json` is read without any setting
 
-    gone = replace(service, has_process=False, is_running=False, exit_code=exit_.code)
+    gone = replace(service, has_process=False, is_running=False, is_renewing=False, exit_code=exit_.code)
+    if service.is_renewing:
+        return _wait(gone, now_s)  # it was to end what it did, and ended altogether
     if service.state is S.FAILED:
         return gone  # the kernel let go of it after all
     if service.state is S.STOPPING and service.after_stop is not AfterStop.FAILURE:

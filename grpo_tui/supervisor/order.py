@@ -128,7 +128,7 @@ def _in_the_way(name: str, services: Services, launches: Launches) -> list[str]:
 
 def _make_way(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:
     running = [each for each in reversed(_in_the_way(name, services, launches)) if services[each].state in RUNNING]
-    return [(follower, RestartAsked(f"restarted because {name} is")) for follower in running]
+    return [(follower, RestartAsked(f"restarted because {name} is", makes_way=True)) for follower in running]
 
 
 def restart_group(name: str, launches: Launches) -> list[str]:

@@ -121,21 +121,20 @@ class Keeper:
 
     def stop(self) -> None:
         """Ask for a polite stop: stop signal, grace, SIGKILL. Returns at once; nothing happens when it is gone."""
-        self._send(keeper_script.STOP)
+        _send(self.identity, keeper_script.STOP)
 
     def kill(self) -> None:
         """Ask for SIGKILL to all of the service now. Returns at once; nothing happens when it is gone."""
-        self._send(keeper_script.KILL_NOW[-1])
+        _send(self.identity, keeper_script.KILL_NOW[-1])
+
+    def tell_service(self, number: signal.Signals) -> None:
+        """Send a signal to the service's main process alone. Returns at once; nothing happens when it is gone."""
+        if self._state.main is not None:
+            _send(self._state.main.identity(), number)
 
     def write_state(self) -> None:
         """Write its state file again, as it was when the service started: somebody deleted it."""
         write_json_atomically(self._state_file, self._state)
-
-    def _send(self, number: signal.Signals) -> None:
-        stat = read_stat(self.identity.pid)
-        if stat is not None and stat.start_ticks == self.identity.start_ticks:
-            send_signal(stat, number)
-            send_signal(stat, signal.SIGCONT)  # a suspended keeper hears nothing before it goes on
 
     async def _follow(self) -> ExitReport:
         await (_reap(self.identity) if self._reaping is None else asyncio.shield(self._reaping))
@@ -294,6 +293,13 @@ def _report(state: KeeperState | None, state_file: Path) -> ExitReport:
         unkillable=tuple(entry.words() for entry in state.unkillable),
         keeper_lost=is_lost,
     )
+
+
+def _send(process: ProcessId, number: signal.Signals) -> None:
+    stat = read_stat(process.pid)
+    if stat is not None and stat.start_ticks == process.start_ticks:
+        send_signal(stat, number)
+        send_signal(stat, signal.SIGCONT)  # a suspended process hears nothing before it goes on
 
 
 async def end_of(process: ProcessId) -> None:

@@ -34,6 +34,8 @@ class ServiceLedger(Message):
 
     state: ServiceState
     attempt: int
+    num_renewals: int = 0
+    is_renewing: bool = False
     has_process: bool
     was_ready: bool
     since_s: float
@@ -47,6 +49,8 @@ class ServiceLedger(Message):
     is_refused: bool
     started_at: float | None
     """Unix time, as everything that is shown."""
+    begins_at: int | None = None
+    """Where in its log this start begins; None: where its attempt does."""
     ready_at: float | None
     processes: tuple[tuple[int, int], ...]
     """PID and start time of what was seen of it: for the day on which its keeper dies with the daemon."""
@@ -123,12 +127,19 @@ def _latest_number(folder: Path, service: str, ending: str) -> int:
 
 
 def to_ledger(
-    service: Service, *, started_at: float | None, ready_at: float | None, processes: Iterable[ProcessId]
+    service: Service,
+    *,
+    started_at: float | None,
+    begins_at: int | None,
+    ready_at: float | None,
+    processes: Iterable[ProcessId],
 ) -> ServiceLedger:
     """Write down where a service stands."""
     return ServiceLedger(
         state=service.state,
         attempt=service.attempt,
+        num_renewals=service.num_renewals,
+        is_renewing=service.is_renewing,
         has_process=service.has_process,
         was_ready=service.was_ready,
         since_s=service.since_s,
@@ -141,6 +152,7 @@ def to_ledger(
         last_lines=service.last_lines,
         is_refused=service.is_refused,
         started_at=started_at,
+        begins_at=begins_at,
         ready_at=ready_at,
         processes=tuple((process.pid, process.start_ticks) for process in processes),
     )
@@ -152,6 +164,8 @@ def from_ledger(name: str, entry: ServiceLedger) -> Service:
         name=name,
         state=entry.state,
         attempt=entry.attempt,
+        num_renewals=entry.num_renewals,
+        is_renewing=entry.is_renewing,
         has_process=entry.has_process,
         was_ready=entry.was_ready,
         since_s=entry.since_s,

@@ -219,7 +219,7 @@ def test_metrics_begin_with_the_step() -> None:
 def test_what_the_service_needs_comes_first_among_the_others_in_trouble() -> None:
     lines = report(
         service("env", ServiceState.UNHEALTHY, why="no good answer for 10 s: port 9 is closed"),
-        service("vllm", attempt=2, started_at=NOW - 5),
+        service("vllm", attempt=2, restarts=1, started_at=NOW - 5),
         service("trainer", ServiceState.FAILED),
         history=[attempt(2)],
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_engine.wire.supervisor import ProbeOutcome, RunState
 from grpo_engine.wire.supervisor import ServiceState as S
-from grpo_tui.services.base import Launch, NeedCondition, Probe, RestartPolicy
+from grpo_tui.services.base import Launch, NeedCondition, Probe, RestartInPlace, RestartPolicy
 from grpo_tui.supervisor import order
 from grpo_tui.supervisor.machine import (
     MAX_BACKOFF_S,
@@ -28,6 +28,7 @@ from grpo_tui.supervisor.machine import (
     Moved,
     Overran,
     Refused,
+    Renewed,
     RestartAsked,
     Service,
     Spawned,
@@ -42,6 +43,7 @@ from grpo_tui.supervisor.words import why
 
 READY_WITHIN_60_S = Probe(http="http://127.0.0.1:1/health", within_s=60)
 READY_WITHIN_60_S_OR_MOVING = Probe(http="http://127.0.0.1:1/health", within_s=60, stalled_s=30)
+IN_PLACE = RestartInPlace(signal="SIGHUP", log="begun anew")
 READY, STARTED, FINISHED = NeedCondition.READY, NeedCondition.STARTED, NeedCondition.FINISHED
 
 
@@ -82,8 +84,9 @@ def play(how: Launch, *timed: tuple[float, Event], service: Service | None = Non
     return service, effects
 
 
-def passed(attempt: int = 1) -> Answered:
-    return Answered(attempt=attempt, outcome=ProbeOutcome.PASSED, words="/health answers 200")
+def passed(attempt: int = 1, num_renewals: int = 0) -> Answered:
+    words = "/health answers 200"
+    return Answered(attempt=attempt, num_renewals=num_renewals, outcome=ProbeOutcome.PASSED, words=words)
 
 
 def refused(attempt: int = 1) -> Answered:
@@ -315,6 +318,84 @@ def test_an_adopted_service_goes_on_in_the_state_its_last_supervisor_saw() -> No
     assert (unseen.state, unseen.deadline_s, unseen.has_process) == (S.STARTING, 160.0, True)
 
 
+# --- restarts in place ---------------------------------------------------------------------------------------------
+
+
+def test_a_restart_in_place_keeps_the_process_and_is_ready_once_the_new_start_answers() -> None:
+    how = launch(restart_in_place=IN_PLACE)
+    service, effects = play(how, *UP, (6.0, RestartAsked()))
+    assert (service.state, service.has_process, service.is_running) == (S.STARTING, True, False)
+    service, _ = play(how, (6.1, passed(num_renewals=0)), (6.2, passed(num_renewals=1)), service=service)
+    assert service.state is S.STARTING, "the last start still answers"
+    service, _ = play(how, (7.0, Renewed(num_renewals=1)), (7.1, passed(num_renewals=0)), service=service)
+    assert (service.state, service.is_running, service.deadline_s) == (S.STARTING, True, 67.0)
+    service, more = play(how, (9.0, passed(num_renewals=1)), service=service)
+    assert (service.state, service.attempt, service.num_starts) == (S.READY, 1, 2)
+    assert [*effects, *more] == [Effect.SPAWN, Effect.RENEW]
+
+
+def test_what_does_not_begin_anew_within_its_grace_is_stopped_and_started_however_often_it_was_asked() -> None:
+    how = launch(restart_in_place=IN_PLACE, stop_grace_s=10.0)
+    service, effects = play(how, *UP, (6.0, RestartAsked()), (15.0, RestartAsked()), (16.0, Tick()))
+    assert effects == [Effect.SPAWN, Effect.RENEW, Effect.RENEW, Effect.STOP]
+    assert (service.state, service.reason) == (
+        S.STOPPING,
+        "did not begin anew within 10 s: stopped and started instead",
+    )
+    service, effects = play(how, (17.0, Exited(code=0)), (17.0, Admitted()), service=service)
+    assert (service.state, service.attempt, effects) == (S.STARTING, 2, [Effect.SPAWN])
+
+
+def test_what_begins_anew_and_does_not_become_ready_fails_as_any_start() -> None:
+    how = launch(restart_in_place=IN_PLACE, restart=RestartPolicy.NEVER)
+    service, effects = play(how, *UP, (6.0, RestartAsked()), (7.0, Renewed(num_renewals=1)), (67.0, Tick()))
+    assert effects[-1] is Effect.STOP
+    service, _ = step(service, Exited(code=0), 68.0, how)
+    assert (service.state, service.reason) == (S.FAILED, "not ready within 60 s: its probe never answered")
+
+
+def test_what_ends_altogether_when_it_is_to_begin_anew_is_started_again_whatever_the_policy() -> None:
+    how = launch(restart_in_place=IN_PLACE, restart=RestartPolicy.NEVER)
+    service, _ = play(how, *UP, (6.0, RestartAsked()), (6.1, Exited(code=-1)))
+    assert (service.state, service.restarted_at_s) == (S.WAITING, ())
+    after, _ = play(how, *UP, (6.0, RestartAsked()), (6.5, Renewed(num_renewals=1)), (6.6, Exited(code=1)))
+    assert after.state is S.FAILED
+
+
+def test_an_unhealthy_service_and_one_that_starts_restart_in_place_too() -> None:
+    how = launch(restart_in_place=IN_PLACE, live=Probe(tcp="a:1", within_s=30))
+    unhealthy, _ = play(how, *UP, (35.0, Tick()))
+    assert unhealthy.state is S.UNHEALTHY
+    starting, _ = play(how, (0.0, Admitted()), (0.1, Spawned()))
+    for service in (unhealthy, starting):
+        assert step(service, RestartAsked(), 40.0, how)[1] == (Effect.RENEW,)
+    unseen, _ = play(how, (0.0, Admitted()))
+    assert step(unseen, RestartAsked(), 0.1, how)[1] == (Effect.STOP,), "nobody is there yet who could be told"
+
+
+def test_a_follower_makes_way_by_ending_though_it_could_restart_in_place() -> None:
+    how = launch(restart_in_place=IN_PLACE)
+    assert play(how, *UP, (6.0, RestartAsked(makes_way=True)))[1][-1] is Effect.STOP
+
+
+def test_a_service_without_a_probe_is_ready_as_soon_as_it_has_begun_anew() -> None:
+    how = launch(restart_in_place=IN_PLACE, ready=None)
+    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (1.0, RestartAsked()))
+    assert service.state is S.STARTING
+    service, _ = step(service, Renewed(num_renewals=1), 1.5, how)
+    assert service.state is S.READY
+
+
+def test_a_service_taken_over_in_the_middle_of_a_restart_in_place_gets_its_grace_once_more() -> None:
+    how = launch(restart_in_place=IN_PLACE, stop_grace_s=10.0)
+    service, _ = play(how, *UP, (6.0, RestartAsked()))
+    taken = adopted(service, 100.0, how)
+    assert (taken.state, taken.is_renewing, taken.is_running, taken.deadline_s) == (S.STARTING, True, False, 110.0)
+    assert step(taken, Spawned(), 100.1, how) == (taken, ()), "its process was there all the time"
+    renewed, _ = step(taken, Renewed(num_renewals=1), 101.0, how)
+    assert adopted(renewed, 102.0, how).deadline_s == 161.0
+
+
 # --- needs, endings, standing --------------------------------------------------------------------------------------
 
 CHAIN = launches(
@@ -407,7 +488,8 @@ def test_independent_services_are_stopped_at_once() -> None:
 def test_a_service_is_not_started_again_before_its_followers_have_made_way() -> None:
     shared = launches(launch("vllm", followers=("trainer",)), launch("trainer", needs={"vllm": READY}))
     services = standing(vllm=S.WAITING, trainer=S.READY)
-    assert order.decisions(services, shared, None, 0.0) == [("trainer", RestartAsked("restarted because vllm is"))]
+    making_way = RestartAsked("restarted because vllm is", makes_way=True)
+    assert order.decisions(services, shared, None, 0.0) == [("trainer", making_way)]
     services |= standing(trainer=S.STOPPING)
     assert order.decisions(services, shared, None, 0.0) == []
     services |= standing(trainer=S.WAITING)
@@ -464,9 +546,13 @@ class World:
                     self.dying.add(name)
                 case Effect.KILL:
                     self.dying.add(name)
+                case Effect.RENEW:
+                    assert name in self.alive, f"{name} was told to begin anew without a process"
+                    assert name not in self.is_down, f"{name} was restarted after an obeyed stop"
                 case Effect.STOP:
                     pass
         assert (name in self.alive) == self.services[name].has_process
+        assert not self.services[name].is_renewing or self.services[name].state is S.STARTING
         if self.services[name].state is S.STOPPED:
             self.is_down.add(name)
 
@@ -528,6 +614,7 @@ def worlds(draw: st.DrawFn) -> World:
                 live=draw(st.sampled_from([None, Probe(tcp="a:1", within_s=30)])),
                 restart_unhealthy=draw(st.booleans()),
                 max_restarts=draw(st.integers(0, 2)),
+                restart_in_place=draw(st.sampled_from([None, IN_PLACE])),
             )
         )
     return World(launches(*made), deaf=frozenset(name for name in names if draw(st.integers(0, 3)) == 0))
@@ -535,7 +622,8 @@ def worlds(draw: st.DrawFn) -> World:
 
 HAPPENINGS = st.tuples(
     st.sampled_from(
-        ["start", "stop", "restart", "kill", "spawned", "pass", "fail", "move", "overrun", "exit 0", "exit 1", "die"]
+        ["start", "stop", "restart", "kill", "spawned", "renewed", "pass", "fail", "move", "overrun"]
+        + ["exit 0", "exit 1", "die"]
         + 2 * ["time"]
     ),
     st.integers(0, 3),
@@ -545,7 +633,7 @@ HAPPENINGS = st.tuples(
 
 def happen(world: World, what: str, index: int, seconds: float) -> None:
     name = list(world.launches)[index % len(world.launches)]
-    attempt = world.services[name].attempt
+    attempt, num_renewals = world.services[name].attempt, world.services[name].num_renewals
     match what:
         case "start" | "stop" | "restart" | "kill" if world.ending is None:
             asked: dict[str, Event] = {
@@ -557,11 +645,16 @@ def happen(world: World, what: str, index: int, seconds: float) -> None:
             world.command(name, asked[what])
         case "spawned" if name in world.alive:
             world.apply(name, Spawned())
+        case "renewed" if name in world.alive:
+            world.apply(name, Renewed(num_renewals=num_renewals))
         case "pass" | "fail" if name in world.alive:
             outcome = ProbeOutcome.PASSED if what == "pass" else ProbeOutcome.CLOSED
-            world.apply(name, Answered(attempt=attempt, outcome=outcome, words=what))
+            answer = Answered(attempt=attempt, num_renewals=num_renewals, outcome=outcome, words=what)
+            was_renewing = world.services[name].is_renewing
+            world.apply(name, answer)
+            assert not (was_renewing and world.services[name].state is S.READY), "who answered is about to end"
         case "move" if name in world.alive:
-            world.apply(name, Moved(attempt=attempt, phase="loading"))
+            world.apply(name, Moved(attempt=attempt, num_renewals=num_renewals, phase="loading"))
         case "overrun" if name in world.alive:
             world.apply(name, Overran("too much"))
         case "exit 0" | "exit 1":
