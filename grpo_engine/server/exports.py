@@ -19,7 +19,7 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.shared_names import run_of, stem_of
 from grpo_engine.bridges.shared_tensors import export_tensors, map_tensors, segments_of, unlink_segments
 from grpo_engine.errors import BridgeError, HalfWritten
-from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
+from grpo_engine.wire.bridge_file import AnnouncedWeights, BridgeFile, SharedTensor, StockBridgeFile
 from grpo_engine.wire.codec import write_json_atomically
 
 if TYPE_CHECKING:
@@ -130,8 +130,13 @@ def write_bridge_file(
     fence: Fence,
     manifest: dict[str, SharedTensor],
     aliases: dict[str, str],
+    stock: StockBridgeFile | None = None,
 ) -> BridgeFile:
-    """Announce the export; readers see the file whole or not at all."""
+    """Announce the export; readers see the file whole or not at all.
+
+    Args:
+        stock: the same memory as Atropos's trainer takes it, where it can.
+    """
     me = ProcessIdentity.of_this_process()
     assert fence.segment is not None
     file = BridgeFile(
@@ -145,7 +150,9 @@ def write_bridge_file(
         aliases=aliases,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(path, file, mode=0o600)
+    stock = stock or StockBridgeFile(model=model, shared_weights_enabled=True)
+    announced = AnnouncedWeights.model_validate(stock.model_dump() | file.model_dump())
+    write_json_atomically(path, announced, mode=0o600)
     return file
 
 

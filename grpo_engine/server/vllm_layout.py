@@ -91,6 +91,24 @@ def compare_with_checkpoint(views: Mapping[str, Tensor], folder: Path) -> int:
     return comparison.num_compared
 
 
+def fused_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters as vLLM itself names and fuses them, each once, without the padding of vocabularies.
+
+    What Atropos's trainer knows: it cuts the fused ones by the model's configuration.
+    """
+    seen: set[int] = set()
+    parameters: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        path = module_name.replace(_LORA_WRAPPING, "")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                rows = getattr(module, "org_vocab_size", None)
+                data = parameter.detach()
+                parameters[".".join(filter(None, (path, leaf)))] = data if rows is None else data[:rows]
+    return parameters
+
+
 def move_into_segment(model: nn.Module, segment: str) -> int:
     """Move a model's parameters into a new POSIX segment.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_engine.bridges.bridge_files import bridge_file_path
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.shared_tensors import map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.stock_bridge_file import stock_form
 from grpo_engine.errors import BridgeError
 from grpo_engine.models.loading import load_config
 from grpo_engine.models.stored_weights import checkpoint_folder
@@ -58,7 +59,7 @@ async def share(
     version = 0 if adopted is None else adopted.fence.read().policy_version
     fence = Fence.create(f"{stem}-fence", policy_version=version)
     try:
-        manifest = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
+        manifest, fused = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
         if adopted is not None:
             _take_over(adopted, manifest)
         file = write_bridge_file(
@@ -69,6 +70,7 @@ async def share(
             fence=fence,
             manifest=manifest,
             aliases=parameters.aliases,
+            stock=stock_form(config.model_name, fused),
         )
     except BaseException:
         unlink_segments([f"{stem}-fence", f"{stem}-weights"])
@@ -79,7 +81,8 @@ async def share(
 
 async def _exported(
     llm: AsyncLLM, parameters: Parameters, segment: str, folder: Path | None
-) -> dict[str, SharedTensor]:
+) -> tuple[dict[str, SharedTensor], dict[str, SharedTensor]]:
+    """The weights under the names of transformers, and under vLLM's where they are in CUDA memory."""
     expected = {name: list(shape) for name, shape in parameters.shapes.items()}
     answers: list[Any] = await llm.collective_rpc(
         "grpo_share", args=(segment, expected, parameters.aliases, None if folder is None else str(folder))
@@ -91,7 +94,11 @@ async def _exported(
         logger.warning(
             "%d of %d shared tensors could be compared with the checkpoint", answer["num_compared"], len(expected)
         )
-    return {name: SharedTensor.model_validate(entry) for name, entry in answer["tensors"].items()}
+    tensors, fused = (
+        {name: SharedTensor.model_validate(entry) for name, entry in answer[which].items()}
+        for which in ("tensors", "fused")
+    )
+    return tensors, fused
 
 
 def _take_over(adopted: Adopted, manifest: Mapping[str, SharedTensor]) -> None:

@@ -50,20 +50,22 @@ class GrpoWorker:
             folder: where the checkpoint lies; a sample of every tensor is compared with it.
 
         Returns:
-            `tensors` (name → `SharedTensor`) and `num_compared`, or `problem`: an exception would end the worker on
-            some versions.
+            `tensors` (name → `SharedTensor`), `fused` (the same by vLLM's own names, on a GPU alone) and
+            `num_compared`, or `problem`: an exception would end the worker on some versions.
         """
-        from grpo_engine.server.vllm_layout import compare_with_checkpoint, views_under_hf_names
+        from grpo_engine.server.vllm_layout import compare_with_checkpoint, fused_parameters, views_under_hf_names
 
         try:
             self._grpo_check_shareable()
             model = self.model_runner.get_model()
             views = views_under_hf_names(model, {name: tuple(shape) for name, shape in expected.items()}, aliases)
             num_compared = compare_with_checkpoint(views, Path(folder)) if folder else 0
+            fused: dict[str, Any] = {}
             if next(iter(views.values())).is_cuda:
                 from grpo_engine.bridges.cuda_tensors import export_cuda_tensors
 
                 manifest = export_cuda_tensors(views)
+                fused = export_cuda_tensors(fused_parameters(model))
             else:
                 from grpo_engine.server.vllm_layout import move_into_segment
 
@@ -74,6 +76,7 @@ class GrpoWorker:
             return {"problem": str(error)}
         return {
             "tensors": {name: entry.model_dump(mode="json") for name, entry in manifest.items()},
+            "fused": {name: entry.model_dump(mode="json") for name, entry in fused.items()},
             "num_compared": num_compared,
         }
 

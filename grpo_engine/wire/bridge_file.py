@@ -2,6 +2,9 @@
 
 Written by the inference server, whole and once it serves; removed when it exits. Read by the `shared_vllm` bridge. The
 same format carries POSIX shared memory (CPU) and CUDA IPC handles (GPU); a `Fence` page is always POSIX shared memory.
+
+Atropos's own trainer reads, and its example server writes, a file of the same name in another form; the two have no key
+but the model's name in common, so that one file can be both.
 """
 
 from __future__ import annotations
@@ -67,3 +70,49 @@ class BridgeFile(Message):
     tensors: dict[str, SharedTensor]
     aliases: dict[str, str] = {}
     """Tied parameters: name → the name in `tensors`, e.g. `lm_head.weight` → `model.embed_tokens.weight`."""
+
+
+class StockHandle(Message):
+    """A CUDA tensor as Atropos describes it: the eight values of `_share_cuda_()`, and what lies in the storage."""
+
+    device_index: int
+    ipc_handle_b64: str
+    storage_size: int
+    """In bytes."""
+    storage_offset_orig: int
+    ref_counter_handle_b64: str
+    ref_counter_offset: int
+    event_handle_b64: str
+    event_sync_required: bool
+    tensor_storage_offset: int
+    """In elements."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+class StockMapping(Message):
+    """What Atropos says of a parameter beside its handle."""
+
+    vllm_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+class StockBridgeFile(Message):
+    """Atropos's form: parameters as vLLM has them, with its fused projections; without handles nothing is exported."""
+
+    model: str
+    tp_degree: int = 1
+    dp_shard_degree: int = 1
+    num_params: int = 0
+    param_names: list[str] = []
+    shared_weights_enabled: bool = False
+    single_copy_enabled: bool = False
+    param_mappings: dict[str, StockMapping] = {}
+    ipc_handles: dict[str, StockHandle] = {}
+
+
+class AnnouncedWeights(BridgeFile, StockBridgeFile):
+    """What our server writes: both forms."""
