@@ -98,6 +98,7 @@ def test_queries_and_values_of_an_8b_model_are_folded_in_and_rounded_once(capsys
 
 
 @pytest.mark.parametrize("variant", ["plain", "recompute", "compiled"])
+@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
 def test_the_gradient_is_that_of_adapters_beside_fp32_weights(variant: str) -> None:
     exact, ours = backward(adapted(1024, 4, torch.float32)), adapted(1024, 4)
     merged(ours)
