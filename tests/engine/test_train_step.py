@@ -312,6 +312,8 @@ def test_bounds_that_are_not_given_are_the_presets() -> None:
         ({"loss": "cispo", "dual_clip": 3}, "dual_clip = 3.0 has no effect"),
         ({"micro_batch_tokens": 31}, "micro_batch_tokens 31 is less than seq_len 32"),
         ({"train_layer_indices": "0", "bridge": {"mode": "lora_only"}}, "lora_only trains adapters alone"),
+        ({"train_layer_indices": "0", "bridge": {"mode": "lora_merged"}}, "lora_merged trains adapters alone"),
+        ({"lora_dropout": 0.05, "bridge": {"mode": "lora_merged"}}, r"lora_dropout 0\.05 cannot be merged"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, object], message: str) -> None:
@@ -329,6 +331,7 @@ def test_settings_that_contradict_each_other_are_refused(changes: dict[str, obje
         ({"cispo_max": 3}, ["cispo_max"]),
         ({"lora_r": 8, "lora_layer_indices": "0"}, ["lora_r", "lora_layer_indices"]),
         ({"lora_r": 8, "bridge": {"mode": "lora_only"}}, []),
+        ({"lora_r": 8, "bridge": {"mode": "lora_merged"}}, []),
         ({"wandb_project": "p", "trackio_project": "p"}, ["wandb_project", "trackio_project"]),
         ({"eval_samples": 2}, ["eval_samples"]),
         ({"eval_samples": 2, "eval_every": 5}, []),
