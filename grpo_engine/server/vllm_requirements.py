@@ -192,6 +192,9 @@ def check_room(
         ConfigError: it does not fit; says what would.
     """
     need = need_of(config, folder)
+    longest = _model_config(folder).get("max_position_embeddings")
+    if isinstance(longest, int) and longest < config.max_model_len:  # it is served with as much as it has positions for
+        config = config.model_copy(update={"max_model_len": longest})
     until = clock() + _FADING_LIMIT_S
     while True:
         gpus = (look() or [])[: config.tensor_parallel_size]
@@ -263,11 +266,7 @@ def _stored_tensors(folder: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 def _token_bytes(folder: Path, itemsize: int) -> int:
     """Keys and values of one token; 0 for models whose cache is not the usual one."""
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return 0
-    config = config.get("text_config") or config
+    config = _model_config(folder)
     heads, num_layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     has_window = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if not isinstance(heads, int) or not isinstance(num_layers, int) or "kv_lora_rank" in config or has_window:
@@ -275,6 +274,15 @@ def _token_bytes(folder: Path, itemsize: int) -> int:
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
     num_cached = list(config.get("layer_types") or [_CACHED_LAYER] * num_layers).count(_CACHED_LAYER)
     return 2 * num_cached * int(config.get("num_key_value_heads") or heads) * int(head_dim) * itemsize
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    """Of the language model in a checkpoint; empty where it cannot be read, which vLLM will say."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config.get("text_config") or config
 
 
 def _what_fits(config: ServerConfig, need: Need, gpu: GpuMemory, *, least: float, most: float) -> str:

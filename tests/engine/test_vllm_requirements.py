@@ -198,6 +198,16 @@ def test_memory_of_a_server_that_has_just_ended_is_waited_for(checkpoint: Path) 
     check_room(config(), checkpoint, lambda: None)
 
 
+def test_no_room_is_asked_for_beyond_the_models_positions(checkpoint: Path) -> None:
+    settings = json.loads((checkpoint / "config.json").read_text())
+    huge = config(max_model_len=10**9)
+    now = iter(range(100))
+    with pytest.raises(ConfigError, match="one sequence of 1000000000 tokens"):
+        check_room(huge, checkpoint, lambda: [gpu(90)], clock=lambda: next(now), sleep=lambda _s: None)
+    (checkpoint / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 64}))
+    check_room(huge, checkpoint, lambda: [gpu(90)])
+
+
 def test_looking_at_vllm_imports_neither_it_nor_torch() -> None:
     code = (
         "import sys; from grpo_engine.server import vllm_requirements as r;"
