@@ -300,8 +300,21 @@ def test_an_unknown_profile_lists_what_there_is() -> None:
         find("tiny-cpuu")
 
 
-def test_a_plan_is_in_start_order_and_keeps_everything_in_the_run_folder(tmp_path: Path) -> None:
-    loaded = load(write(tmp_path, STACK))
+@pytest.mark.parametrize(
+    ("mode", "shares", "takes_adapters"),
+    [("shared_vllm", True, False), ("lora_merged", True, False), ("lora_only", False, True), ("none", False, False)],
+)
+def test_inference_gets_the_switches_that_the_bridge_needs(
+    mode: str, shares: bool, takes_adapters: bool, tmp_path: Path
+) -> None:
+    inference = load(write(tmp_path, STACK), [f"bridge.mode={mode}"]).profile.services["vllm"]
+    assert isinstance(inference, Inference)
+    assert (inference.shared_weights, inference.enable_lora) == (shares, takes_adapters)
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_merged"])
+def test_a_plan_is_in_start_order_and_keeps_everything_in_the_run_folder(mode: str, tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, STACK), [f"bridge.mode={mode}"])
     plan = make_plan(loaded, run_folder=tmp_path / "run", python=sys.executable)
     assert [launch.name for launch in plan.launches] == ["api", "vllm", "env", "trainer"]
     by_name = {launch.name: " ".join(launch.argv) for launch in plan.launches}
