@@ -23,6 +23,7 @@ from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, 
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model
+from grpo_engine.bridges.stock_bridge_file import is_stock_file
 from grpo_engine.config import Config
 from grpo_engine.errors import BridgeError, HalfWritten, PeerUnavailable
 from grpo_engine.flags import Flag
@@ -64,7 +65,11 @@ class SharedVllm(OnSharedMemory):
     """How new weights reach inference."""
 
     def build(self, context: BridgeContext) -> Bridge:
-        """The bridge itself."""
+        """The bridge itself; another one for a server of Atropos, which has no fence and cannot pause."""
+        if is_stock_file(path := bridge_file_path(self.config_path, os.environ)):
+            from grpo_engine.bridges.stock_shared import StockSharedBridge
+
+            return StockSharedBridge(path, context)
         return SharedVllmBridge(self, context)
 
 

@@ -1,7 +1,7 @@
 """Run the inference server: settings, engine, HTTP, signals.
 
 The port opens at once and `/health` tells when the model is there; a model that cannot be loaded ends the process with
-code 1, and so does an engine that dies later.
+code 1 (2 where a setting is to blame), and so does an engine that dies later.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class _Server(uvicorn.Server):
             if self.should_exit:  # asked to end before it was there
                 return
             logger.error("Cannot serve: %s", error)
-            self._exit_code, self.should_exit = 1, True
+            self._exit_code = 2 if isinstance(error, ConfigError) else 1  # settings are as wrong the next time
+            self.should_exit = True
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.should_exit = True

@@ -111,7 +111,7 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": _served_rank(config.max_lora_rank),
             "max_loras": _NUM_ADAPTERS,
-            "max_cpu_loras": 2 * _NUM_ADAPTERS,
+            "max_cpu_loras": 8 * _NUM_ADAPTERS,  # long requests may outlast several; read again, they would cost time
         }
     if is_cpu:  # VLLM_CPU_KVCACHE_SPACE still wins over it
         values["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import EngineUnavailable
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 """Versions of vLLM that this server was written for."""
@@ -37,8 +38,8 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "F32": 4, "F16": 2, "BF1
 _RESERVE_BYTES = 1 << 30
 """Beside weights and cache: the CUDA context, workspaces and activations; vLLM never took less on an H200."""
 _NUM_ADAPTER_PLACES = 2
-_FADING_LIMIT_S = 5.0
-"""The driver takes back a killed server's memory within a second."""
+_FREE_WITHIN_S = 60.0
+"""The driver takes back a killed server's memory within a second; a trainer lets go of it after the step at hand."""
 _LOOK_EVERY_S = 0.1
 _CACHED_LAYER = "full_attention"
 
@@ -66,6 +67,11 @@ class GpuMemory:
     free_bytes: int
     usable_bytes: int
     """All that programs can have of it."""
+
+    @property
+    def free_share(self) -> float:
+        """Largest share that is free, in hundredths."""
+        return math.floor(100 * self.free_bytes / self.usable_bytes) / 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,48 +196,59 @@ def check_room(
 
     Raises:
         ConfigError: it does not fit; says what would.
+        EngineUnavailable: others hold the memory, and went on doing so.
     """
     need = need_of(config, folder)
     longest = _model_config(folder).get("max_position_embeddings")
     if isinstance(longest, int) and longest < config.max_model_len:  # it is served with as much as it has positions for
         config = config.model_copy(update={"max_model_len": longest})
-    until = clock() + _FADING_LIMIT_S
+    until, is_awaited = clock() + _FREE_WITHIN_S, False
     while True:
         gpus = (look() or [])[: config.tensor_parallel_size]
-        problem = next(filter(None, (shortage(config, need, gpu) for gpu in gpus)), None)
+        if problem := _first(too_small(config, need, gpu) for gpu in gpus):
+            raise ConfigError(problem)
+        problem = _first(not_free(config, need, gpu) for gpu in gpus)
         if problem is None:
             return
         if clock() > until:
-            raise ConfigError(problem)
+            raise EngineUnavailable(problem)
+        if not is_awaited:
+            logger.warning("%s; waiting for it for %g s", problem, _FREE_WITHIN_S)
+            is_awaited = True
         sleep(_LOOK_EVERY_S)
 
 
-def shortage(config: ServerConfig, need: Need, gpu: GpuMemory) -> str | None:
-    """What is too little on a GPU, and what would fit, in words; None where all is well."""
+def too_small(config: ServerConfig, need: Need, gpu: GpuMemory) -> str | None:
+    """Why a model does not fit into its share of a GPU, and what would, in words; None where it does."""
     share = config.gpu_memory_utilization
-    given_bytes = int(share * gpu.usable_bytes)
-    wanted_bytes = need.bytes_for(config.max_model_len)
-    most = math.floor(100 * gpu.free_bytes / gpu.usable_bytes) / 100
-    if wanted_bytes > given_bytes:
-        least = math.ceil(100 * wanted_bytes / gpu.usable_bytes) / 100
-        return (
-            f"--gpu-memory-utilization {share:g}: {_gb(given_bytes)} of GPU {gpu.index}, but {config.model_name} needs "
-            f"at least {_gb(wanted_bytes)}: {_gb(need.weights_bytes)} of weights in {config.dtype}, "
-            f"{_gb(need.token_bytes * config.max_model_len)} for one sequence of {config.max_model_len} tokens, "
-            f"{_gb(need.adapters_bytes + _RESERVE_BYTES)} for all else; {_gb(gpu.free_bytes)} are free. "
-            f"{_what_fits(config, need, gpu, least=least, most=most)}"
-        )
-    if given_bytes > gpu.free_bytes:
-        advice = (
-            f"end what holds the rest (nvidia-smi), or give it at most --gpu-memory-utilization {most:g}"
-            if wanted_bytes <= most * gpu.usable_bytes
-            else f"end what holds the rest (nvidia-smi): the model alone needs {_gb(wanted_bytes)}"
-        )
-        return (
-            f"--gpu-memory-utilization {share:g}: {_gb(given_bytes)} of GPU {gpu.index}, of which "
-            f"{_gb(gpu.free_bytes)} are free: {advice}"
-        )
-    return None
+    given_bytes, wanted_bytes = int(share * gpu.usable_bytes), need.bytes_for(config.max_model_len)
+    if wanted_bytes <= given_bytes:
+        return None
+    return (
+        f"--gpu-memory-utilization {share:g}: {_gb(given_bytes)} of GPU {gpu.index}, but {config.model_name} needs "
+        f"at least {_gb(wanted_bytes)}: {_gb(need.weights_bytes)} of weights in {config.dtype}, "
+        f"{_gb(need.token_bytes * config.max_model_len)} for one sequence of {config.max_model_len} tokens, "
+        f"{_gb(need.adapters_bytes + _RESERVE_BYTES)} for all else; {_gb(gpu.free_bytes)} are free. "
+        f"{_what_fits(config, need, gpu)}"
+    )
+
+
+def not_free(config: ServerConfig, need: Need, gpu: GpuMemory) -> str | None:
+    """Whether others hold the share of a GPU that a model is given, in words; None where it is free."""
+    share = config.gpu_memory_utilization
+    given_bytes, wanted_bytes = int(share * gpu.usable_bytes), need.bytes_for(config.max_model_len)
+    if given_bytes <= gpu.free_bytes:
+        return None
+    most = gpu.free_share
+    advice = (
+        f"end what holds the rest (nvidia-smi), or give it at most --gpu-memory-utilization {most:g}"
+        if wanted_bytes <= most * gpu.usable_bytes
+        else f"end what holds the rest (nvidia-smi): the model alone needs {_gb(wanted_bytes)}"
+    )
+    return (
+        f"--gpu-memory-utilization {share:g}: {_gb(given_bytes)} of GPU {gpu.index}, of which "
+        f"{_gb(gpu.free_bytes)} are free: {advice}"
+    )
 
 
 def need_of(config: ServerConfig, folder: Path) -> Need:
@@ -285,9 +302,14 @@ def _model_config(folder: Path) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
-def _what_fits(config: ServerConfig, need: Need, gpu: GpuMemory, *, least: float, most: float) -> str:
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next(filter(None, problems), None)
+
+
+def _what_fits(config: ServerConfig, need: Need, gpu: GpuMemory) -> str:
     fits = []
-    if least <= most:
+    least = math.ceil(100 * need.bytes_for(config.max_model_len) / gpu.usable_bytes) / 100
+    if least <= gpu.free_share:
         fits.append(f"--gpu-memory-utilization {least:g}")
     room = int(config.gpu_memory_utilization * gpu.usable_bytes) - need.bytes_for(0)
     if need.token_bytes and room >= need.token_bytes:

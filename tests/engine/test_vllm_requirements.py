@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import EngineUnavailable
 from grpo_engine.server.vllm_patches import Patch, check_patches, needed_patches
 from grpo_engine.server.vllm_requirements import (
     GpuMemory,
@@ -29,7 +30,8 @@ from grpo_engine.server.vllm_requirements import (
     check_vllm,
     installed_vllm,
     need_of,
-    shortage,
+    not_free,
+    too_small,
     visible_gpus,
 )
 
@@ -167,33 +169,34 @@ def gpu(free_gb: float) -> GpuMemory:
 
 
 def test_a_model_that_fits_is_nothing_to_speak_of() -> None:
-    assert shortage(config(max_model_len=1000), need(48, 100_000), gpu(50)) is None
+    assert too_small(config(max_model_len=1000), need(48, 100_000), gpu(50)) is None
+    assert not_free(config(max_model_len=1000), need(48, 100_000), gpu(50)) is None
 
 
 def test_a_model_that_does_not_fit_its_share_is_told_what_would() -> None:
-    words = shortage(config(max_model_len=10_000), need(48, 1_000_000), gpu(80))
+    words = too_small(config(max_model_len=10_000), need(48, 1_000_000), gpu(80))
     assert words is not None
     assert "0.5: 50.0 GB of GPU 1, but m needs at least 59.1 GB: 48.0 GB of weights in bfloat16" in words
     assert "10.0 GB for one sequence of 10000 tokens" in words
     assert f"--gpu-memory-utilization 0.6, or --max-model-len {(2 * GB - RESERVE) // 1_000_000}" in words
-    assert "--dtype bfloat16" in str(shortage(config(dtype="float32"), need(90), gpu(80)))
-    assert "Serve a smaller model" in str(shortage(config(), need(90), gpu(80)))
+    assert "--dtype bfloat16" in str(too_small(config(dtype="float32"), need(90), gpu(80)))
+    assert "Serve a smaller model" in str(too_small(config(), need(90), gpu(80)))
 
 
 def test_a_share_that_others_hold_is_named_with_what_is_left() -> None:
-    words = shortage(config(), need(20), gpu(30))
+    words = not_free(config(), need(20), gpu(30))
     assert words == (
         "--gpu-memory-utilization 0.5: 50.0 GB of GPU 1, of which 30.0 GB are free: end what holds the rest "
         "(nvidia-smi), or give it at most --gpu-memory-utilization 0.3"
     )
-    assert "the model alone needs 41.1 GB" in str(shortage(config(), need(40), gpu(30)))
+    assert "the model alone needs 41.1 GB" in str(not_free(config(), need(40), gpu(30)))
 
 
 def test_memory_of_a_server_that_has_just_ended_is_waited_for(checkpoint: Path) -> None:
     free, now = iter([10, 10, 90]), iter(range(100))
     check_room(config(), checkpoint, lambda: [gpu(next(free))], clock=lambda: next(now) / 10, sleep=lambda _s: None)
     assert next(free, None) is None
-    with pytest.raises(ConfigError, match=r"of which 10\.0 GB are free"):
+    with pytest.raises(EngineUnavailable, match=r"of which 10\.0 GB are free"):
         check_room(config(), checkpoint, lambda: [gpu(10)], clock=lambda: next(now), sleep=lambda _s: None)
     check_room(config(), checkpoint, lambda: None)
 
