@@ -2,7 +2,7 @@
 
     <folder>/current                 a symlink, replaced by renaming: there is always one, and it is whole
     <storage>/version-000006/        what it points at, with `handover.json`, which is written last
-    <storage>/kept/                  files that every checkpoint has in common, linked into each
+    <storage>/kept-handovers/        files that every checkpoint has in common, linked into each
 
 One writer, the trainer, and any number of readers: the server asks for the newest as it starts. Whatever dies in the
 middle leaves the old one in place. Not forced to the disk: after a power cut nobody is left who would read it, and the
@@ -11,11 +11,12 @@ next trainer hands over anew. Torch-free.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,10 @@ from grpo_engine.errors import BridgeError
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.handover import HandoverNote
 
-_CURRENT, _NOTE, _KEPT = "current", "handover.json", "kept"
+_CURRENT, _NOTE, _KEPT = "current", "handover.json", "kept-handovers"
+_VERSIONS = f"version-{6 * '[0-9]'}*"
+"""What is removed here goes by these names: the folder may be anybody's."""
+_HANDOVER = "handover-"
 _MOST_OF_SHARED_MEMORY = 0.75
 """What checkpoints may take of the shared memory and of the main memory that are free: others live there too."""
 
@@ -78,12 +82,28 @@ class Handover:
             folder: where `current` is looked for.
             storage: where checkpoints are written; may be the same.
             model: what the model is loaded from.
+
+        Raises:
+            BridgeError: the disk refuses, or another trainer writes there.
         """
-        self._folder, self._storage, self._model = folder, storage, model
-        self.kept = storage / _KEPT
+        with saying_why_unwritten(storage):
+            for place in (folder, storage):
+                place.mkdir(parents=True, exist_ok=True)
+        self._claim: int | None = None
+        try:
+            self._claim = _claim(storage)
+        except BlockingIOError:
+            raise BridgeError(
+                f"{storage}: another trainer hands its checkpoints over there: end it, or choose another --handover"
+            ) from None
+        except OSError as error:  # file systems without locks
+            logger.warning("%s: cannot be locked (%s), so start no second trainer there", storage, error.strerror)
+        # Without symlinks, as `current` is read: paths are compared below.
+        self._folder, self._storage, self._model = folder.resolve(), storage.resolve(), model
+        self.kept = self._storage / _KEPT
         """For files that every checkpoint has in common; on the checkpoints' own disk, so that they can be linked."""
-        self._places = {storage, self.current().parent}
-        shutil.rmtree(self.kept, ignore_errors=True)
+        self._places = {self._folder, self._storage, self.current().parent}
+        self._remove_kept()
 
     @contextmanager
     def writing(self, policy_version: int) -> Iterator[Path]:
@@ -95,8 +115,6 @@ class Handover:
             BridgeError: the disk refuses; the one before stays in place.
         """
         with saying_why_unwritten(self._storage):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._storage.mkdir(parents=True, exist_ok=True)
             self.forget_older()
             path = self._storage / f"version-{policy_version:06d}"
             while path.exists():  # the same version again, for a server that lost it
@@ -123,18 +141,25 @@ class Handover:
         """Remove everything."""
         (self._folder / _CURRENT).unlink(missing_ok=True)
         self._remove_all_but(None)
-        shutil.rmtree(self.kept, ignore_errors=True)
-        for folder in (self._storage, self._folder):
+        self._remove_kept()
+        for place in self._places:
             with suppress(OSError):  # there is something of somebody else's in it, or it is gone
-                folder.rmdir()
+                place.rmdir()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
     def _remove_all_but(self, kept: Path | None) -> None:
-        for path in (path for place in self._places for path in place.glob("version-*")):
+        for path in (path for place in self._places for path in place.glob(_VERSIONS)):
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _remove_kept(self) -> None:
+        for place in self._places:
+            shutil.rmtree(place / _KEPT, ignore_errors=True)
+
     def _point_at(self, path: Path) -> None:
-        link = self._folder / f".{_CURRENT}.{os.getpid()}"
+        link = self._folder / f".{_CURRENT}.next"  # one name, so that what a killed trainer left is replaced
         link.unlink(missing_ok=True)
         link.symlink_to(path)
         link.replace(self._folder / _CURRENT)
@@ -147,22 +172,57 @@ def choose_storage(
 
     What was configured; else, beside a GPU, shared memory if they have ample room there: a disk would be what everybody
     waits for. Else `folder` itself. Under a supervisor, shared memory has one of the names that it removes at the end
-    of a run; by hand the name follows from the folder, so that the next trainer there finds what a killed one left.
+    of a run; by hand, what a killed trainer left there goes with the next. The name follows from the folder, so that a
+    trainer there takes over what the one before it left.
     """
-    if configured is None and not (on_gpu and _has_room(SHARED_MEMORY, num_bytes)):
-        return folder
     digest = hashlib.blake2b(str(folder).encode(), digest_size=6).hexdigest()
-    return (configured or SHARED_MEMORY).absolute() / f"{stem_of(run_of(environment))}handover-{digest}"
+    stem = f"{stem_of(run_of(environment))}{_HANDOVER}"
+    storage = (configured or SHARED_MEMORY).absolute() / f"{stem}{digest}"
+    if configured is None and on_gpu and run_of(environment) is None:
+        _remove_left(SHARED_MEMORY.glob(f"{stem}*"), spared=storage)
+    if configured is None and not (on_gpu and _has_room(storage, num_bytes)):
+        return folder
+    return storage
 
 
-def _has_room(shared_memory: Path, num_bytes: int) -> bool:
+def _remove_left(storages: Iterable[Path], *, spared: Path) -> None:
+    """Remove those whose trainers are dead: the kernel has let go of their claims."""
+    for storage in storages:
+        if storage == spared:
+            continue
+        with suppress(OSError):  # somebody lives there, or it is another user's
+            claim = _claim(storage)
+            shutil.rmtree(storage, ignore_errors=True)
+            os.close(claim)
+
+
+def _claim(storage: Path) -> int:
+    """A descriptor with which a folder is this process's until it is closed, or the process ends.
+
+    Raises:
+        BlockingIOError: it is another's.
+        OSError: it is not there, or cannot be locked.
+    """
+    descriptor = os.open(storage, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _has_room(storage: Path, num_bytes: int) -> bool:
+    """Whether they fit beside everything that is there, but for what an earlier trainer has left in their place."""
     import psutil
 
     try:
-        free = min(shutil.disk_usage(shared_memory).free, psutil.virtual_memory().available)
+        free = min(shutil.disk_usage(storage.parent).free, psutil.virtual_memory().available)
+        stats = [path.stat() for path in storage.rglob("*.safetensors")]
     except OSError:
         return False
-    return num_bytes <= _MOST_OF_SHARED_MEMORY * free
+    left = sum({stat.st_ino: stat.st_size for stat in stats}.values())  # a file may be linked into several folders
+    return num_bytes <= _MOST_OF_SHARED_MEMORY * (free + left)
 
 
 def _count_tensors(folder: Path) -> int:

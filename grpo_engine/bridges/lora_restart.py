@@ -4,7 +4,7 @@ Every few steps the adapter is merged into a copy of the weights that it stands 
 time, and the server reads that checkpoint in place, or starts anew. The trainer computes with the adapter apart, so
 both differ by the rounding of the sum.
 
-    A checkpoint: kept/frozen-*.safetensors    what no adapter changes, written once and linked into each
+    A checkpoint: frozen-*.safetensors         what no adapter changes, written once and linked into each
                   merged.safetensors           what adapters change, written anew
 
 No tensor is in two files: vLLM loads every tensor of every file that an index names, and not only where it names it.
@@ -75,7 +75,7 @@ class _MergedAdapter:
         from grpo_engine.models.merging import merged_weights
 
         if not kept.is_dir():
-            self._write_kept(kept)
+            self._write_kept(kept, folder / ".kept")
         for path in kept.iterdir():
             if path.name != _INDEX:
                 _link(path, folder / path.name)
@@ -86,15 +86,17 @@ class _MergedAdapter:
         index["metadata"]["total_size"] += sum(weight.nbytes for weight in merged.values())
         (folder / _INDEX).write_text(json.dumps(index))
 
-    def _write_kept(self, kept: Path) -> None:
-        """Write what no adapter changes: settings, tokenizer, and the other tensors in files of names of their own."""
+    def _write_kept(self, kept: Path, partial: Path) -> None:
+        """Write what no adapter changes: settings, tokenizer, and the other tensors in files of names of their own.
+
+        Args:
+            partial: where until it is whole; in a checkpoint, with which it goes if that is never finished.
+        """
         from safetensors import safe_open
 
         from grpo_engine.models.loading import load_tokenizer
         from grpo_engine.models.merging import frozen_state
 
-        partial = kept.with_name(f".{kept.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
         self._model.get_base_model().save_pretrained(partial, state_dict=frozen_state(self._model))
         load_tokenizer(self._context.model_name).save_pretrained(partial)
         weight_map: dict[str, str] = {}

@@ -124,10 +124,12 @@ class CheckpointBridge:
     def close(self) -> None:
         """Remove what the server has read, and end a server of this trainer's own."""
         self._client.close()
-        if self._control is not None:
-            self._control.close()
-        if self._handover is not None:
-            self._handover.close()
+        try:
+            if self._control is not None:
+                self._control.close()
+        finally:
+            if self._handover is not None:
+                self._handover.close()
 
     def _hand_over(self) -> None:
         assert self._handover is not None

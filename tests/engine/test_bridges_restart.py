@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,22 +84,124 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_in_place(tmp_path: Path) ->
 
 
 def test_a_trainer_that_is_killed_while_it_writes_leaves_current_whole_and_the_next_clears_up(tmp_path: Path) -> None:
-    handover = Handover(tmp_path, tmp_path, model="m")
-    hand_over(handover, 1, seed=1)
-    code = (
-        "import os, sys; from pathlib import Path; from grpo_engine.bridges.handover import Handover\n"
-        "with Handover(Path(sys.argv[1]), Path(sys.argv[1]), model='m').writing(2) as folder:\n"
-        "    (folder / 'model.safetensors').write_bytes(b'half'); os.kill(os.getpid(), 9)"
+    killed_trainer(
+        "handover = Handover(folder, folder, model='m')\n"
+        "with handover.writing(1) as path: save_file({'a': np.zeros(9)}, path / 'model.safetensors')\n"
+        "with handover.writing(2) as path: (path / 'model.safetensors').write_bytes(b'half'); os.kill(os.getpid(), 9)",
+        tmp_path,
     )
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, env=environment)
-    assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "version-000002").exists()
     newest = newest_handover(tmp_path, "m")
     assert newest is not None
     assert newest.policy_version == 1
     hand_over(Handover(tmp_path, tmp_path, model="m"), 3, seed=3)
     assert {path.name for path in tmp_path.glob("version-*")} == {"version-000001", "version-000003"}
+
+
+def killed_trainer(code: str, folder: Path) -> None:
+    """Run code that kills itself; it has `folder`, `module`, `Handover`, `save_file`, `np`, and `os`."""
+    prelude = (
+        "import os, sys; import numpy as np; from pathlib import Path; from safetensors.numpy import save_file\n"
+        "from grpo_engine.bridges import handover as module; from grpo_engine.bridges.handover import Handover\n"
+        "folder = Path(sys.argv[1])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    killed = subprocess.run([sys.executable, "-c", prelude + code, str(folder)], check=False, env=environment)
+    assert killed.returncode == -signal.SIGKILL
+
+
+def test_a_folder_behind_a_symlink_keeps_its_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    folder = tmp_path / "home" / "h"
+    handover = Handover(folder, folder, model="m")
+    hand_over(handover, 1, seed=1)
+    handover.forget_older()
+    newest = newest_handover(folder, "m")
+    assert newest is not None
+    assert newest.policy_version == 1
+    handover.close()
+
+
+def test_a_second_trainer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    first = Handover(tmp_path / "h", tmp_path / "h", model="m")
+    hand_over(first, 1, seed=1)
+    with pytest.raises(BridgeError, match=r"another trainer hands its checkpoints over there.*--handover"):
+        Handover(tmp_path / "h", tmp_path / "h", model="m")
+    first.close()
+    Handover(tmp_path / "h", tmp_path / "h", model="m").close()
+
+
+def test_what_others_have_in_the_folder_is_left_to_them(tmp_path: Path) -> None:
+    for name in ("kept", "version-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").touch()
+    handover = Handover(tmp_path, tmp_path, model="m")
+    hand_over(handover, 1, seed=1)
+    handover.close()
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["thesis.txt", "thesis.txt"]
+
+
+def test_a_trainer_with_other_storage_removes_all_that_the_one_before_it_left(tmp_path: Path) -> None:
+    killed_trainer(
+        "handover = Handover(folder / 'h', folder / 'before', model='m')\n"
+        "with handover.writing(1) as path: save_file({'a': np.zeros(9)}, path / 'model.safetensors')\n"
+        "handover.kept.mkdir(); (handover.kept / 'frozen').touch(); os.kill(os.getpid(), 9)",
+        tmp_path,
+    )
+    handover = Handover(tmp_path / "h", tmp_path / "now", model="m")
+    assert newest_handover(tmp_path / "h", "m") is not None
+    hand_over(handover, 2, seed=2)
+    handover.forget_older()
+    assert list((tmp_path / "before").iterdir()) == []
+    handover.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_by_hand_shared_memory_that_a_killed_trainer_left_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_trainer(
+        "module.SHARED_MEMORY = folder\n"
+        "def choose(name): return module.choose_storage(Path(name), None, num_bytes=9, on_gpu=True, environment={})\n"
+        "for name in ('/x/first', '/x/same'):\n"
+        "    with Handover(folder / name[3:], choose(name), model='m').writing(1) as path: (path / 'half').touch()\n"
+        "os.kill(os.getpid(), 9)",
+        tmp_path,
+    )
+    assert len(list(tmp_path.glob("grpo-hand-handover-*"))) == 2
+    monkeypatch.setattr(handover_module, "SHARED_MEMORY", tmp_path)
+
+    def choose(name: str) -> Path:
+        return choose_storage(Path(name), None, num_bytes=9, on_gpu=True, environment={})
+
+    storage = choose("/x/same")
+    assert list(tmp_path.glob("grpo-hand-handover-*")) == [storage]  # for a server that starts before the next one
+    assert list(storage.iterdir()) != []
+    living = Handover(tmp_path / "same", storage, model="m")
+    choose("/x/other")
+    assert storage.exists()
+    living.close()
+    assert list(tmp_path.glob("grpo-*")) == []
+
+
+def test_what_an_earlier_trainer_left_in_its_storage_counts_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose() -> Path:
+        return choose_storage(
+            tmp_path / "h", None, num_bytes=1_000_000, on_gpu=True, environment={"GRPO_TUI_RUN": "r-1"}
+        )
+
+    monkeypatch.setattr(handover_module, "SHARED_MEMORY", tmp_path)
+    storage = choose()
+    storage.mkdir()
+    (storage / "model.safetensors").write_bytes(bytes(2_000_000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    assert choose() == storage
+    (storage / "model.safetensors").unlink()
+    assert choose() == tmp_path / "h"
 
 
 def test_a_checkpoint_of_another_model_or_with_a_file_missing_is_not_used(
