@@ -17,35 +17,47 @@ class Pulse:
         self._limit_s = limit_s
         self._silent_since: float | None = None
         """Since when it has had work and given nothing."""
-        self._num_resting = 0
-        """Pieces of work that the engine was told to leave for a while."""
-        self.num_inside = 0
+        self._num_requests = 0
+        self._num_questions = 0
+        self._is_resting = False
+        """Requests were told to wait in the engine for a while."""
+
+    @property
+    def num_inside(self) -> int:
         """Pieces of work in the engine."""
+        return self._num_requests + self._num_questions
 
     def enter(self, now: float) -> None:
-        """Work goes in."""
-        self.num_inside += 1
-        if self._silent_since is None:
-            self._silent_since = now
+        """A request goes in."""
+        self._num_requests += 1
+        self._begin(now)
+
+    def leave(self, now: float) -> None:
+        """A request is out, done or given up. A stall outlasts those who gave up over it: only a beat ends it."""
+        self._num_requests -= 1
+        self._end(now)
+
+    def ask(self, now: float) -> None:
+        """A question goes in: it does not rest."""
+        self._num_questions += 1
+        self._begin(now)
+
+    def answer(self, now: float) -> None:
+        """A question is out, answered or given up."""
+        self._num_questions -= 1
+        self._end(now)
 
     def beat(self, now: float) -> None:
         """The engine has given something."""
-        self._silent_since = now if self.num_inside > self._num_resting else None
-
-    def leave(self, now: float) -> None:
-        """Work is out, done or given up. A stall outlasts those who gave up over it: only a beat ends it."""
-        self.num_inside -= 1
-        self._num_resting = min(self._num_resting, self.num_inside)
-        if self.num_inside == self._num_resting and not self.is_stalled(now):
-            self._silent_since = None
+        self._silent_since = now if self._is_busy() else None
 
     def rest(self) -> None:
-        """What is in the engine is to wait there; only what comes in after it counts."""
-        self._num_resting, self._silent_since = self.num_inside, None
+        """Requests in the engine are to wait there."""
+        self._is_resting, self._silent_since = True, None
 
     def go_on(self, now: float) -> None:
         """What rests may go on."""
-        self._num_resting = 0
+        self._is_resting = False
         self.beat(now)
 
     def is_stalled(self, now: float) -> bool:
@@ -63,3 +75,14 @@ class Pulse:
     def _silence_s(self, now: float) -> float:
         since = self._silent_since  # read once: torch's worker thread writes it
         return -1.0 if since is None else now - since
+
+    def _is_busy(self) -> bool:
+        return bool(self._num_questions or (self._num_requests and not self._is_resting))
+
+    def _begin(self, now: float) -> None:
+        if self._silent_since is None and self._is_busy():
+            self._silent_since = now
+
+    def _end(self, now: float) -> None:
+        if not self._is_busy() and not self.is_stalled(now):
+            self._silent_since = None

@@ -18,9 +18,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,15 +221,22 @@ class VllmEngine:
         )
 
     async def _watching(self, llm: AsyncLLM) -> None:
+        ending: asyncio.Task[None] | None = None
         while True:
             await asyncio.sleep(_POLL_S)
             if llm.errored:
                 raise EngineUnavailable(_DEAD)
             if self._pulse.is_stalled(time.monotonic()) and not self._pulse.num_inside and self._question is None:
                 self._question = asyncio.create_task(self._ask_core(llm))
-            if self._pause is not None and (why := self._pause.is_over(time.monotonic())) is not None:
-                logger.warning("Resumed without being asked: %s", why)
-                await self._end_pause()
+            if ending is not None and ending.done():
+                ending.result()
+                ending = None
+            if ending is not None or self._pause is None or self._is_being_written():
+                continue
+            if (why := self._pause.is_over(time.monotonic())) is not None:
+                logger.warning("Resuming without being asked: %s", why)
+                # Not awaited here: of a core that dies before it has answered, vLLM tells by `errored` alone.
+                ending = asyncio.create_task(self._end_pause(self._pause))
 
     async def _ask_core(self, llm: AsyncLLM) -> None:
         """Ask the engine core anything: it answers between two steps."""
@@ -315,8 +322,9 @@ class VllmEngine:
             EngineUnavailable, HalfWritten: not now.
         """
         llm = self._running()
-        async with self._admitted():
-            async for output in self._generated(llm, prompt, sampling_params, request_id, lora_request, **others):
+        outputs = self._generated(llm, prompt, sampling_params, request_id, lora_request, **others)
+        async with self._admitted(), aclosing(outputs):
+            async for output in outputs:
                 yield output
 
     async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
@@ -331,19 +339,25 @@ class VllmEngine:
             self._pause, self._is_pausing = pause, True
             try:
                 await self._close_gate()
+                self._is_pausing = False
+                if self._pause is pause:
+                    await self._halt(llm)
+            except Exception:
+                self._pause = None
+                await self._go_on(llm)
+                raise
             finally:
                 self._is_pausing = False
-            if self._pause is pause:
-                await self._halt(llm)
-            else:
-                raise WeightsBusy("the pause ended before the requests that ran: give it a longer timeout_s")
+            if self._pause is None:
+                await self._go_on(llm)
+                raise WeightsBusy("the pause ended before the engine had halted: give it a longer timeout_s")
 
     async def resume(self, policy_version: int | None) -> None:
         self._running()
         if policy_version is not None and self._fence.check().policy_version != policy_version:
             with self._fence.writing(policy_version):
                 pass
-        await self._end_pause()
+        await self._end_pause(self._pause)
 
     async def reload(self, path: Path, policy_version: int) -> None:
         llm = self._running()
@@ -354,8 +368,8 @@ class VllmEngine:
             )
         await asyncio.to_thread(check_fits, path, self._parameters)
         async with self._changing:
-            await self._halt(llm)
             try:
+                await self._halt(llm)
                 await self._read_checkpoint(llm, path, policy_version)
             finally:
                 if self._pause is None:
@@ -386,7 +400,11 @@ class VllmEngine:
                 number=self._num_adapters,
                 paths_in_use=tuple(each.lora_path for each, count in self._users.items() if count),
             )
-            self._serve_adapter(version, lora, adapter)
+            try:
+                self._serve_adapter(llm, version, lora, adapter)
+            except GrpoError:  # the weights below are being written, or half-written
+                await self._drop_if_unused(llm, lora)
+                raise
             await self._drop_if_unused(llm, previous)
         return adapter
 
@@ -395,7 +413,7 @@ class VllmEngine:
         async with self._changing:
             previous, lora = self._adapter, self._lora
             if previous is not None:
-                self._serve_adapter(self._fence.check().policy_version + 1, None, None)
+                self._serve_adapter(llm, self._fence.check().policy_version + 1, None, None)
                 await self._drop_if_unused(llm, lora)
         return previous
 
@@ -439,18 +457,23 @@ class VllmEngine:
 
     async def _generated(
         self, llm: AsyncLLM, prompt: Any, sampling: Any, request_id: str, lora: LoRARequest | None = None, **others: Any
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """What vLLM gives for one request, by the adapter that is served where none is named."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         lora = lora or self._lora
         if isinstance(prompt, dict):
             prompt = _salted(prompt, f"{self._instance}-{self._fence.read().sequence}")
-        async with self._using(llm, lora):
+        outputs = llm.generate(prompt, sampling, request_id, lora_request=lora, **others)
+        async with self._using(llm, lora), aclosing(outputs):
             self._pulse.enter(time.monotonic())
             try:
-                async for output in llm.generate(prompt, sampling, request_id, lora_request=lora, **others):
-                    yield output
+                async for output in outputs:
+                    self._pulse.leave(time.monotonic())  # vLLM owes nothing to a client that does not read on
+                    try:
+                        yield output
+                    finally:
+                        self._pulse.enter(time.monotonic())
             except EngineDeadError as error:
                 raise EngineUnavailable(_DEAD) from error
             except refusals() as error:
@@ -494,16 +517,38 @@ class VllmEngine:
         with self._awaiting_core():
             await llm.remove_lora(lora.lora_int_id)
 
-    def _serve_adapter(self, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
-        before = self._fence.read().sequence
+    def _serve_adapter(self, llm: AsyncLLM, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
+        before = self._fence.check().sequence  # an adapter does not mend what lies below it
+        self._take_note(llm)
         with self._fence.writing(version):
             self._lora, self._adapter = lora, adapter
-        self._num_known_moves += self._fence.read().sequence - before
+        now = self._fence.read()
+        self._num_known_moves += now.sequence - before
+        if self._frozen_at is not None:
+            self._frozen_at = now
 
     def _num_unknown_moves(self) -> int:
         """Grows when somebody writes weights without having paused the engine."""
         now = self._frozen_at or self._fence.read()
         return now.sequence - self._num_known_moves
+
+    def _take_note(self, llm: AsyncLLM) -> None:
+        """What is frozen, if anything is, goes on under what was written meanwhile."""
+        if self._frozen_at is None:
+            return
+        now = self._fence.read()
+        if now.policy_version != self._frozen_at.policy_version:
+            self._versions.change(now.policy_version, lengths_so_far(llm.output_processor))
+        # Not of a write that has not ended: who goes on before it has, has overlapped it.
+        self._num_known_moves += now.sequence - self._frozen_at.sequence - now.is_writing
+        self._frozen_at = now
+
+    def _is_being_written(self) -> bool:
+        """Whether a living writer is in the middle; then nothing could go on in any case."""
+        try:
+            return self._fence.check().is_writing
+        except HalfWritten:
+            return False
 
     def _check_free(self, pause: Pause) -> None:
         current = self._pause
@@ -533,37 +578,40 @@ class VllmEngine:
             self._frozen_at = self._fence.read()
 
     async def _go_on(self, llm: AsyncLLM) -> None:
-        if self._frozen_at is not None:
-            now = self._fence.read()
-            if now.policy_version != self._frozen_at.policy_version:
-                self._versions.change(now.policy_version, lengths_so_far(llm.output_processor))
-            self._num_known_moves += now.sequence - self._frozen_at.sequence
-            self._frozen_at = None
+        self._take_note(llm)
+        self._frozen_at = None
         self._pulse.go_on(time.monotonic())
-        with self._awaiting_core():
-            try:
-                self._fence.check()
-            except HalfWritten:  # nothing may be sampled from such weights: what is frozen ends here
-                await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-            await llm.resume_generation()
-        await self._gate.open()
+        try:
+            with self._awaiting_core():
+                try:
+                    self._fence.check()
+                except HalfWritten:  # nothing may be sampled from such weights: what is frozen ends here
+                    await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+                await llm.resume_generation()
+        finally:
+            await self._gate.open()  # behind it, a core that does not go on is seen to hang
 
     @contextmanager
     def _awaiting_core(self) -> Iterator[None]:
         """A question to the engine core is work like a request, and its answer a sign of life like a token."""
-        self._pulse.enter(time.monotonic())
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._pulse.ask(time.monotonic())
         try:
             yield
-        except BaseException:
-            self._pulse.leave(time.monotonic())
-            raise
-        self._pulse.leave(time.monotonic())
-        self._pulse.beat(time.monotonic())
+            self._pulse.beat(time.monotonic())
+        except EngineDeadError as error:
+            raise EngineUnavailable(_DEAD) from error
+        finally:
+            self._pulse.answer(time.monotonic())
 
-    async def _end_pause(self) -> None:
+    async def _end_pause(self, pause: Pause | None) -> None:
+        if self._pause is not pause:  # another one has begun
+            return
         self._pause = None
-        if self._is_pausing:
+        if self._is_pausing:  # who pauses goes on as soon as it sees that
             await self._gate.open()
+            return
         async with self._changing:
             if self._pause is None:
                 await self._go_on(self._running())

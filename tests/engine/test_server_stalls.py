@@ -69,10 +69,12 @@ def test_what_rests_in_a_paused_engine_is_no_stall_but_a_question_to_it_is() -> 
     pulse.rest()
     pulse.check(1e6)
     pulse.leave(1e6)  # one that gave up
-    pulse.enter(1e6)  # a checkpoint is to be read
+    pulse.ask(1e6)  # a checkpoint is to be read
+    pulse.leave(1e6)  # another one
+    pulse.enter(1e6)  # a client that reads on
     assert pulse.is_stalled(1e6 + 10)
     pulse.beat(1e6 + 11)
-    pulse.leave(1e6 + 11)
+    pulse.answer(1e6 + 11)
     pulse.check(2e6)
     pulse.go_on(2e6)
     assert pulse.is_stalled(2e6 + 10)
@@ -96,7 +98,7 @@ async def served(folder: Path, *, stalled_after_s: float = 120) -> AsyncIterator
     app = create_app(Service(engine=engine, config=config, instance="test"))
     transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             yield engine, client
     finally:
         await engine.close()
