@@ -13,24 +13,39 @@ import os
 
 from grpo_engine.server.config import ServerConfig
 
-_SERVER = ("grpo_engine.server.main", "uvicorn.lifespan.off", "uvicorn.loops.auto", "uvicorn.protocols.http.auto")
+_SERVER = (
+    *("grpo_engine.server.main", "pydantic.v1", "multiprocessing.resource_tracker", "setproctitle"),
+    *("uvicorn.lifespan.off", "uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
+)
 _TORCH = ("grpo_engine.server.torch_engine",)
+_VLLM_ROUTES = (
+    *("openai.api_server", "launchers.app", "launchers.api_server.app_state", "launchers.api_server.routers"),
+    *("openai.chat_completion.api_router", "openai.completion.api_router", "openai.responses.api_router"),
+    *("openai.models.api_router", "anthropic.api_router", "serve", "serve.instrumentator.metrics"),
+    *("serve.tokenize.api_router", "serve.elastic_ep.api_router", "serve.profile.api_router", "serve.lora.api_router"),
+    *("serve.sagemaker.api_router", "generate.api_router", "generate.structured_decisions.api_router"),
+    *("generate.generative_scoring.api_router", "scale_out.factories", "scale_out.render.api_router"),
+    *("scale_out.derender.api_router", "scale_out.token_in_token_out.api_router"),
+)
+"""Below `vllm.entrypoints`, of one version or another."""
+_INDUCTOR = (
+    *("cuda_combined_scheduling", "cpp_wrapper_gpu", "cpp_wrapper_cpu_array_ref", "halide", "mps", "pallas"),
+    *("memory_planning", "wrapper_fxir"),
+)
+"""Below `torch._inductor.codegen`."""
 _VLLM = (
-    "grpo_engine.server.vllm_engine",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.engine.core_client",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.executor.uniproc_executor",
-    "torch._inductor.compile_fx",
-    "vllm.compilation.backends",
+    *("grpo_engine.server.vllm_engine", "grpo_engine.server.vllm_stock", "grpo_engine.server.vllm_layout"),
+    *("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.core.sched.scheduler"),
+    *("vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor"),
+    *("vllm.compilation.backends", "vllm.model_executor.layers.quantization.online.base"),
+    *(f"vllm.entrypoints.{name}" for name in _VLLM_ROUTES),
+    *("torch._inductor.compile_fx", "torch.export._trace", "torch.distributed.tensor.experimental._func_map"),
+    *(f"torch._inductor.codegen.{name}" for name in _INDUCTOR),
+    *("sympy.tensor.tensor", "transformers.modeling_layers", "model_hosting_container_standards.sagemaker"),
 )
 _VLLM_CUDA = (
-    "vllm.v1.worker.gpu_worker",
-    "vllm.v1.worker.gpu_model_runner",
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm.v1.attention.backends.flash_attn",
-    "vllm.model_executor.layers.fused_moe",
+    *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
+    *("vllm.v1.attention.backends.flash_attn", "vllm.model_executor.layers.fused_moe"),
 )
 _VLLM_CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 
@@ -57,15 +72,15 @@ def preload(config: ServerConfig) -> None:
     _import_all((*_SERVER, *_VLLM))
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        _import_all(_VLLM_CPU)
-        if os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-            from grpo_engine.server.vllm_forking import fork_cpu_engine
+    from grpo_engine.server.vllm_forking import fork_cpu_engine, keep_imports_frozen
 
-            fork_cpu_engine()
-    else:
-        _import_all(_VLLM_CUDA)
+    is_cpu = bool(current_platform.is_cpu())
+    _import_all(_VLLM_CPU if is_cpu else _VLLM_CUDA)
     _import_model_of_vllm(config.model_name)
+    _compute_keys(is_cpu=is_cpu)
+    keep_imports_frozen()
+    if is_cpu and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        fork_cpu_engine()
 
 
 def _import_all(names: tuple[str, ...]) -> None:
@@ -74,6 +89,21 @@ def _import_all(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
         except Exception as error:  # another version's: whoever needs it imports it, and says what is wrong
             logger.debug("%s is not imported ahead: %s: %s", name, type(error).__name__, error)
+
+
+def _compute_keys(*, is_cpu: bool) -> None:
+    """Fill inductor's own caches: hashes over the sources of torch and triton, and what the CPU's compiler can do."""
+    from torch._inductor import codecache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.runtime import triton_compat
+
+    codecache.torch_key()
+    if triton_compat.HAS_TRITON:
+        triton_compat.triton_key()
+    if hasattr(codecache, "triton_key"):  # from torch 2.13 on it is kept there
+        codecache.triton_key()
+    if is_cpu:
+        pick_vec_isa()
 
 
 def _import_model_of_torch(model_name: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from peft import PeftModel
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
-from serving import EOS, RunningServer, free_port, python_path, save_tiny_model
+from serving import EOS, RunningServer, free_port, python_path, save_tiny_model, wait_healthy
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_engine.bridges import ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
@@ -35,6 +35,7 @@ from grpo_engine.models.lora import adapter_tensors, add_lora, save_adapter
 from grpo_engine.server.engine import LOWEST_LOGPROB
 from grpo_engine.server.vllm_checkpoint import can_reload_below_adapters
 from grpo_engine.wire.inference import GenerateResponse
+from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -797,6 +798,23 @@ def test_hundreds_of_swaps_leave_nothing_behind(adapted: Stack, tmp_path: Path) 
 
 def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_restart_in_place_serves_the_checkpoint_from_new_processes_and_leaves_none_of_the_old(
+    adapted: Stack,
+) -> None:
+    before, below = read_bridge_file(adapted.bridge_file), processes_below(adapted.server.process.pid)
+    adapted.server.process.send_signal(RESTART_SIGNAL)
+    while NOTHING_LEFT_LINE not in adapted.server.log.read_text():
+        assert adapted.server.process.poll() is None
+        time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
+    assert not any(identity.is_alive() for identity in below)
+    assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
+    wait_healthy(adapted.server)
+    after = read_bridge_file(adapted.bridge_file)
+    assert psutil.Process(after.pid).ppid() == adapted.server.process.pid
+    assert after.instance != before.instance
+    assert_agreement(adapted, load(adapted.model), version=0)
 
 
 def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
