@@ -67,7 +67,8 @@ class _MergedAdapter:
         from grpo_engine.models.merging import frozen_state
 
         whole = sum(int(parameter.nbytes) for parameter in self._model.get_base_model().parameters())
-        return 2 * whole - sum(int(tensor.nbytes) for tensor in frozen_state(self._model).values())
+        frozen = {tensor.data_ptr(): int(tensor.nbytes) for tensor in frozen_state(self._model).values()}  # tied: once
+        return 2 * whole - sum(frozen.values())
 
     def write(self, folder: Path, kept: Path) -> None:
         from safetensors.torch import save_file

@@ -38,7 +38,9 @@ def saying_why_unwritten(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:  # that is tokenizers'
+            raise
         raise BridgeError(
             f"{folder}: the weights that inference is to read cannot be written there: {error}; make room, or choose "
             "another folder (--run-folder; --adapter-folder of lora_only, --handover-storage of lora_restart and none)"

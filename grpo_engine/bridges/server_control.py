@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from grpo_engine.bridges.protocol import BridgeContext, never
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
@@ -228,8 +230,9 @@ class LocalServer:
         """
         if is_listening(self._url):
             raise BridgeError(
-                f"{self._url}: something answers there already, and this trainer is to start a server of its own "
-                "(--bridge-restart): end it, choose another --vllm-port, or leave --bridge-restart out to use it"
+                f"{self._url}: something answers there already{self._who_listens()}, and this trainer is to start a "
+                "server of its own (--bridge-restart): end it, choose another --vllm-port, or leave --bridge-restart "
+                "out to use it"
             )
         self._start()
         self._wait_healthy()
@@ -238,6 +241,7 @@ class LocalServer:
         """End it, start it, and wait until it is healthy."""
         began = time.monotonic()
         self._end()
+        self._await_port()
         self._start()
         self._wait_healthy()
         logger.info("the inference server is healthy again after %.1f s", time.monotonic() - began)
@@ -256,6 +260,7 @@ class LocalServer:
             raise BridgeError(self._why_not_up())
         logger.warning("the inference server has ended (exit code %d); starting it again", code)
         self._end()
+        self._await_port()
         self._start()
 
     def close(self) -> None:
@@ -278,7 +283,7 @@ class LocalServer:
         logger.info("started the inference server (pid %d); its log is %s", self._process.pid, self._log)
 
     def _end(self) -> None:
-        """SIGTERM, and after a grace period SIGKILL to whoever is left of its session; then its port is free."""
+        """SIGTERM, and after a grace period SIGKILL to whoever is left of its group."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -288,10 +293,15 @@ class LocalServer:
             time.sleep(_POLL_S)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def _await_port(self) -> None:
         until = time.monotonic() + _PORT_WITHIN_S
         while is_listening(self._url):
             if time.monotonic() >= until:
-                raise BridgeError(f"{self._url}: still answers after the server of this trainer has ended: who is it?")
+                raise BridgeError(
+                    f"{self._url}: still answers after the server of this trainer has ended{self._who_listens()}: end "
+                    "it, or choose another --vllm-port"
+                )
             time.sleep(_POLL_S)
 
     def _wait_healthy(self) -> None:
@@ -306,10 +316,27 @@ class LocalServer:
         self._was_healthy = True
 
     def _is_healthy(self) -> bool:
+        """Whether it answers; somebody else may have taken its port while it was starting."""
         try:
-            return httpx.get(f"{self._url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK
+            answer = httpx.get(f"{self._url}/health", timeout=5, trust_env=False)
         except httpx.TransportError:
             return False
+        return answer.status_code == httpx.codes.OK and self._is_listening()
+
+    def _is_listening(self) -> bool:
+        assert self._process is not None
+        with suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._process.pid)
+            own = {process.pid for process in (server, *server.children(recursive=True))}
+            return not own.isdisjoint(listeners(self._url))
+        return False
+
+    def _who_listens(self) -> str:
+        """`` (pid 17, python3)``; empty where nobody can see it."""
+        with suppress(psutil.NoSuchProcess):
+            for pid in listeners(self._url):
+                return f" (pid {pid}, {psutil.Process(pid).name()})"
+        return ""
 
     def _why_not_up(self) -> str:
         assert self._process is not None
@@ -319,6 +346,8 @@ class LocalServer:
             log.seek(self._log_offset)
             words = log.read().decode(errors="replace").strip().splitlines()[-_NUM_LAST_WORDS:]
         said = "\n  ".join(words) or "(nothing)"
+        if is_listening(self._url) and not self._is_listening():
+            how += f", and something else answers at {self._url}{self._who_listens()}"
         return f"the inference server {how}; its log, {self._log}, ends with:\n  {said}"
 
 
@@ -331,6 +360,16 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def listeners(url: str) -> set[int]:
+    """The processes that accept connections at a URL's port, as far as this user can see."""
+    port = urlsplit(url).port
+    return {
+        connection.pid
+        for connection in psutil.net_connections(kind="tcp")
+        if connection.pid and connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port
+    }
 
 
 def is_listening(url: str) -> bool:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from serving import RunningServer, free_port, model_logprobs, python_path, running_server, save_tiny_model
 from test_bridges_contract import PROMPT, assert_agreement, make_bridge, served_logprobs, shift
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_engine.bridges import handover as handover_module
 from grpo_engine.bridges import server_control
@@ -25,6 +26,9 @@ from grpo_engine.bridges.handover import Handover, choose_storage, newest_handov
 from grpo_engine.bridges.server_control import LocalServer, is_listening
 from grpo_engine.environments.peers import InferenceServer
 from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.lora import add_lora
+from grpo_engine.models.merging import merged_weights
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 
@@ -305,6 +309,12 @@ print("serving as", os.getpid(), flush=True)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Page).serve_forever()
 """
 """Answers every request with 200; deaf to SIGTERM, or with a child, where that is said."""
+LATE = """
+import os, socket, sys, time
+while not os.path.exists(sys.argv[2]): time.sleep(0.01)
+socket.create_server(("127.0.0.1", int(sys.argv[1])))
+"""
+"""Takes its port only once a file is there."""
 
 
 def local_server(port: int, folder: Path, *words: str, program: str = HEALTHY, **settings: object) -> LocalServer:
@@ -359,10 +369,36 @@ def test_a_port_that_somebody_else_has_is_left_to_him(tmp_path: Path) -> None:
     port = free_port()
     stranger = local_server(port, tmp_path)
     stranger.attach()
-    with pytest.raises(BridgeError, match=r"something answers there already.*--vllm-port"):
+    with pytest.raises(BridgeError, match=r"something answers there already \(pid \d+, .*\).*--vllm-port"):
         local_server(port, tmp_path).attach()
     assert is_listening(f"http://127.0.0.1:{port}")
     stranger.close()
+
+
+def test_a_port_that_somebody_takes_while_the_server_starts_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    port = free_port()
+    gate = tmp_path / "go"
+    late = local_server(port, tmp_path, str(gate), program=LATE)
+    late._start()
+    stranger = local_server(port, tmp_path / "other")
+    stranger.attach()
+    gate.touch()
+    with pytest.raises(BridgeError, match=r"(?s)something else answers at .* \(pid \d+, .*\); its log.*\n.*in use"):
+        late._wait_healthy()
+    late.close()
+    assert is_listening(f"http://127.0.0.1:{port}")
+    stranger.close()
+
+
+def test_tied_embeddings_are_reckoned_once(tmp_path: Path) -> None:
+    bridge = make_bridge({"mode": "lora_restart"}, tmp_path, "http://127.0.0.1:9", tmp_path)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, hidden_size=64, tie_word_embeddings=True, num_hidden_layers=1))
+    own = bridge._own
+    own._model = add_lora(model, LoraSettings(target_modules=("q_proj",)))
+    merged = sum(weight.nbytes for _, weight in merged_weights(own._model))
+    bare = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    assert own.most_bytes() >= bare + merged
+    bridge.close()
 
 
 def test_a_server_that_ends_by_itself_is_started_again_once_it_had_been_healthy(tmp_path: Path) -> None:
