@@ -368,7 +368,10 @@ def listeners(url: str) -> set[int]:
     return {
         connection.pid
         for connection in psutil.net_connections(kind="tcp")
-        if connection.pid and connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port
+        if connection.pid
+        and connection.status == psutil.CONN_LISTEN
+        and connection.laddr
+        and connection.laddr.port == port
     }
 
 
