@@ -171,7 +171,7 @@ class CheckedServer:
             case ServerKind.VLLM:
                 return self._tokenized(_TokenizeRequest(model=self._model, messages=list(messages)))
             case ServerKind.OURS:
-                body = _ChatRequest(messages=list(messages), max_tokens=1)
+                body = _ChatRequest(messages=list(messages), max_tokens=1, return_token_ids=True)
                 answer = self._client.ask("POST", "/v1/chat/completions", body, _ChatTokens)
                 return tuple(answer.prompt_token_ids)
 
@@ -280,6 +280,8 @@ class _Generated(Completions):
 class _ChatRequest(Message):
     messages: list[dict[str, str]]
     max_tokens: int
+    return_token_ids: bool
+    """vLLM gives the tokens of the prompt only then."""
 
 
 class _ChatTokens(Message):

@@ -29,6 +29,7 @@ from grpo_engine.bridges.handover import newest_handover
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
+from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.server.adapter_files import check_adapter, refuse_unbound
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
@@ -40,6 +41,7 @@ from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adap
 from grpo_engine.server.vllm_patches import Patch, check_patches, needed_patches
 from grpo_engine.server.vllm_processes import end_engine_processes
 from grpo_engine.server.vllm_requests import checked_length, generation, refusals, sampling_params
+from grpo_engine.server.vllm_requirements import check_room, installed_vllm, visible_gpus
 from grpo_engine.server.vllm_sharing import Sharing, share
 from grpo_engine.server.vllm_stock import StockApp, stock_app
 from grpo_engine.server.vllm_versions import RunningVersions, lengths_so_far
@@ -167,6 +169,7 @@ class VllmEngine:
 
     def _load(self) -> AsyncLLM:
         prepare_environment(self._config, os.environ)
+        self._check_room()
         self._tokenizer = load_tokenizer(self._config.model_name)
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -176,6 +179,11 @@ class VllmEngine:
         if self._is_closing.is_set():
             raise EngineUnavailable(_CLOSING)
         return AsyncLLM.from_engine_args(self._arguments)
+
+    def _check_room(self) -> None:
+        folder = checkpoint_folder(self._config.model_name)
+        if folder is not None and self._config.device != "cpu" and not installed_vllm().is_for_cpu:
+            check_room(self._config, folder, lambda: visible_gpus(os.environ))
 
     async def _take(self, llm: AsyncLLM) -> None:
         """Make a started vLLM the one that serves."""
@@ -296,15 +304,13 @@ class VllmEngine:
             max_model_len=int(llm.model_config.max_model_len),
             vocabulary=int(llm.model_config.hf_text_config.vocab_size),
         )
-        if self._num_requests >= self._config.max_waiting:
-            raise EngineUnavailable(f"{self._num_requests} requests wait already: send fewer at once, or later")
         sampling = sampling_params(params, max_tokens)
         prompt = {"prompt_token_ids": prompt_token_ids}
         while True:
             request_id = f"{self._instance}-{next(self._request_numbers)}"
             async with self._admitted() as before:
+                num_moves = before.sequence - self._num_known_moves
                 with self._versions.request(request_id, before.policy_version) as versions:
-                    num_moves = self._num_unknown_moves()
                     async for last in self._generated(llm, prompt, sampling, request_id):
                         output = last
                 self._fence.check()  # a writer that died, and took what was frozen along
