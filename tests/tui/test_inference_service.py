@@ -1,0 +1,49 @@
+"""The inference server as a service: how the supervisor may restart it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.server.vllm_environment import settle_environment
+from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
+from grpo_tui.services.base import Place
+from grpo_tui.services.inference import Inference
+
+PLACE = Place(profile_folder=Path("/profiles"), run_folder=Path("/run"), python="python")
+
+
+def inference(**settings: object) -> Inference:
+    return Inference.model_validate({"kind": "inference", "model_name": "local/tiny", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "restarts_in_place"),
+    [
+        ({"engine": "vllm"}, True),
+        ({"engine": "vllm", "standby": False}, False),
+        ({"engine": "torch"}, False),
+        ({"engine": "torch", "standby": True}, True),
+    ],
+)
+def test_a_server_with_a_standby_is_restarted_in_place(settings: dict[str, object], restarts_in_place: bool) -> None:
+    how = inference(**settings).launch("vllm", PLACE).restart_in_place
+    assert (how is not None) == restarts_in_place
+    if how is not None:
+        assert how.signal == RESTART_SIGNAL.name
+        assert re.search(how.log, NOTHING_LEFT_LINE)
+        assert not re.search(how.log, "Standby: everything is imported, in 9.1 s")
+
+
+def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_once() -> None:
+    environment = {"XDG_CACHE_HOME": "/cache", "TRITON_CACHE_DIR": "/mine"}
+    config = inference(threads=2)
+    settle_environment(config, environment)
+    assert environment["TRITON_CACHE_DIR"] == "/mine"
+    assert environment["VLLM_CACHE_ROOT"] == "/cache/grpo-engine/vllm"
+    assert environment["OMP_NUM_THREADS"] == "2"
+    settled = dict(environment)
+    settle_environment(config, environment)
+    assert environment == settled
