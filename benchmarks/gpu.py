@@ -41,7 +41,7 @@ from _gpu_table import print_table
 from grpo_tui.supervisor import proc
 
 HERE = Path(__file__).parent
-STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 200, "stack": 540}
+STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "stack": 540}
 """Name → seconds that it may take."""
 PROMPT_TOKENS = 32
 PUBLISHES, PUBLISHES_UNDER_LOAD, RELOADS, SWAPS = 20, 5, 3, 10

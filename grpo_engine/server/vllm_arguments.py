@@ -16,6 +16,7 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.remembered import remembered_cache_bytes
 from grpo_engine.server.vllm_environment import settle_environment
 from grpo_engine.server.vllm_flags import vllm_arguments
 from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE
@@ -113,10 +114,13 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
             "max_loras": _NUM_ADAPTERS,
             "max_cpu_loras": 8 * _NUM_ADAPTERS,  # long requests may outlast several; read again, they would cost time
         }
-    if is_cpu:  # VLLM_CPU_KVCACHE_SPACE still wins over it
-        values["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     if config.kv_cache_memory_bytes is not None:
         values["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    elif is_cpu:  # VLLM_CPU_KVCACHE_SPACE still wins over it
+        values["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    elif (remembered := remembered_cache_bytes()) is not None:
+        # Measured again while a trainer lets go of memory, it might come out wrong, or end the start.
+        values["kv_cache_memory_bytes"] = remembered
     if config.cuda_graph_sizes is not None:
         values["cudagraph_capture_sizes"] = list(config.cuda_graph_sizes)
     if is_cpu and config.shared_weights and not config.enforce_eager:

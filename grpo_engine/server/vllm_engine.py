@@ -36,6 +36,7 @@ from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Ge
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
 from grpo_engine.server.pulse import Pulse
+from grpo_engine.server.remembered import remember_cache_bytes
 from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
 from grpo_engine.server.vllm_patches import Patch, check_patches, needed_patches
@@ -199,6 +200,8 @@ class VllmEngine:
         async for _ in self._generated(llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"):
             pass
         self._patches = await self._checked_patches(llm)
+        if measured := [size for size in await llm.collective_rpc("grpo_cache_bytes") if size]:
+            remember_cache_bytes(min(measured))
         self._stock_app = await stock_app(llm, self.guarded, self._config, self._arguments)
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))

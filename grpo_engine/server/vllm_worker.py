@@ -89,6 +89,11 @@ class GrpoWorker:
             Patch.WATCH_SERVER.value: any(thread.name == _WATCH_NAME for thread in threading.enumerate()),
         }
 
+    def grpo_cache_bytes(self) -> int | None:
+        """Size of the KV cache on this GPU where it was measured, and not given."""
+        measured = getattr(self, "available_kv_cache_memory_bytes", None)
+        return None if measured is None else int(measured)
+
     def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
         """Load an adapter, and see that it reaches what it was made for.
 

@@ -169,11 +169,15 @@ def _newest_weights(config: ServerConfig, device: torch.device) -> tuple[Any, in
     """The checkpoint that a trainer has left, with its version; else the model's own weights, version 0."""
     folder = config.handover
     handed_over = newest_handover(folder, resolve_model(config.model_name)) if folder is not None else None
-    if handed_over is None:
-        return load_model(config.model_name, dtype=config.dtype, device=str(device)).eval(), 0
-    model = load_model(str(handed_over.path), dtype=config.dtype, device=str(device)).eval()
-    logger.info("Took over version %d from %s", handed_over.policy_version, handed_over.path)
-    return model, handed_over.policy_version
+    if handed_over is not None:
+        try:
+            model = load_model(str(handed_over.path), dtype=config.dtype, device=str(device)).eval()
+        except ModelError as error:
+            logger.warning("%s; the model's own weights are served", error)
+        else:
+            logger.info("Took over version %d from %s", handed_over.policy_version, handed_over.path)
+            return model, handed_over.policy_version
+    return load_model(config.model_name, dtype=config.dtype, device=str(device)).eval(), 0
 
 
 def resolve_device(text: str) -> torch.device:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from serving import RunningServer, free_port, python_path, save_tiny_model, wait_healthy
 
+from grpo_engine.server.remembered import remember_cache_bytes, remembered_cache_bytes
 from grpo_engine.server.standby import why_unforkable
 from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 
@@ -153,6 +154,17 @@ def test_a_standby_with_a_thread_starts_its_server_as_a_program(model: Path, tmp
         child = serving_process(server)
         server.process.kill()
         until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_size_of_the_cache_that_a_server_measured_is_known_to_the_next_one() -> None:
+    assert remembered_cache_bytes() is None
+    pid = os.fork()
+    if pid == 0:
+        remember_cache_bytes(1 << 40)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert remembered_cache_bytes() == 1 << 40
+    remember_cache_bytes(0)
 
 
 def test_a_process_with_one_thread_can_be_forked_and_one_with_two_says_which_is_in_the_way() -> None:
