@@ -15,6 +15,15 @@ A message has three parts: what is wrong with the actual value, where, and what 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+
+def first_of(names: Iterable[str], most: int = 8) -> str:
+    """Names for a message: the first ones, and how many there are besides."""
+    listed = list(names)
+    rest = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")
+
 
 class GrpoError(Exception):
     """Base of every error with a message for a person; anything else that escapes is a defect."""

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -118,9 +118,14 @@ def _require_room(name: str) -> None:
         )
 
 
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where everything stays that is made once on this machine: models here, compiled code beside them."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "grpo-engine"
+
+
 def _cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "grpo-engine" / "models"
+    return cache_folder(os.environ) / "models"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ that is partly filled would train without complaint.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +16,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import ModelError, first_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_NAMES_SHOWN = 8
 
 
 def load_model_on_shared(
@@ -45,7 +43,7 @@ def load_model_on_shared(
     if not tensors:
         raise ModelError("the shared weights hold no tensors: the server that offers them has not loaded its model")
     if dangling := [f"{name} → {source}" for name, source in aliases.items() if source not in tensors]:
-        raise ModelError(f"the shared weights have aliases of tensors that are not given: {_shown(dangling)}")
+        raise ModelError(f"the shared weights have aliases of tensors that are not given: {first_of(dangling)}")
     model = _empty_model(config, attn_implementation)
     tied_names = _tied_groups(model)
     given = {**tensors, **{name: tensors[source] for name, source in aliases.items()}}
@@ -84,18 +82,18 @@ def _check(model: nn.Module, tied_names: list[list[str]], given: Mapping[str, Te
     buffers = dict(model.named_buffers())
     faults = []
     if missing := [names[0] for names in tied_names if not any(name in given for name in names)]:
-        faults.append(f"not given: {_shown(missing)}")
+        faults.append(f"not given: {first_of(missing)}")
     if unknown := [name for name in given if name not in shapes and name not in buffers]:
-        faults.append(f"not parameters of this model: {_shown(unknown)}")
+        faults.append(f"not parameters of this model: {first_of(unknown)}")
     if misshapen := [
         f"{name} {tuple(given[name].shape)} instead of {tuple(shape)}"
         for name, shape in shapes.items()
         if name in given and given[name].shape != shape
     ]:
-        faults.append(f"of another shape: {_shown(misshapen)}")
+        faults.append(f"of another shape: {first_of(misshapen)}")
     faults += _tie_faults(tied_names, given)
     if len(devices := {tensor.device for tensor in given.values()}) > 1:
-        faults.append(f"on several devices: {_shown(sorted(map(str, devices)))}")
+        faults.append(f"on several devices: {first_of(sorted(map(str, devices)))}")
     if faults:
         raise ModelError(
             f"the shared weights do not fit {type(model).__name__}: {'; '.join(faults)}. "
@@ -111,11 +109,11 @@ def _tie_faults(tied_names: list[list[str]], given: Mapping[str, Tensor]) -> lis
         present = [name for name in names if name in given]
         places = {_place(given[name]) for name in present}
         if len(places) > 1:
-            faults.append(f"tied in the model, but given as separate tensors: {_shown(present)}")
+            faults.append(f"tied in the model, but given as separate tensors: {first_of(present)}")
         for place in places:
             other = owner_of.setdefault(place, present[0])
             if other != present[0]:
-                faults.append(f"separate in the model, but given as one tensor: {_shown([other, present[0]])}")
+                faults.append(f"separate in the model, but given as one tensor: {first_of([other, present[0]])}")
     return faults
 
 
@@ -133,9 +131,3 @@ def _place_buffers(model: nn.Module, given: Mapping[str, Tensor], device: torch.
                     f"{type(model).__name__} leaves its buffer {full_name} without values on this loading path"
                 )
             setattr(module, name, source.to(device))
-
-
-def _shown(names: Iterable[str]) -> str:
-    listed = list(names)
-    rest = len(listed) - _NAMES_SHOWN
-    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import ModelError, first_of
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.same_model import is_same_model
 
@@ -77,8 +77,8 @@ def refuse_unbound(path: Path, modules: Iterable[str], model: str) -> None:
     """
     if names := list(modules):
         raise ModelError(
-            f"{path}: loaded, but {_shown(names)} found no layer in {model}: inference would go on without "
-            "them; put the adapter on other modules (--lora-target-modules)"
+            f"{path}: loaded, but {first_of(names, _NAMES_SHOWN)} found no layer in {model}: inference would go on "
+            "without them; put the adapter on other modules (--lora-target-modules)"
         )
 
 
@@ -123,7 +123,10 @@ def _checked_modules(
         raise ModelError(f"{path}: is empty: an adapter that changes nothing")
     served = {module: shapes.get(aliases.get(f"{module}.weight", f"{module}.weight")) for module in factors}
     if strangers := [module for module, shape in served.items() if shape is None or len(shape) != 2]:
-        raise ModelError(f"{path}: made for another model: {_shown(strangers)} are no layers of the one that is served")
+        raise ModelError(
+            f"{path}: made for another model: {first_of(strangers, _NAMES_SHOWN)} are no layers of the one that is "
+            "served"
+        )
     for module, shape in served.items():
         assert shape is not None
         if factors[module] != {"A": (rank, shape[1]), "B": (shape[0], rank)}:
@@ -132,8 +135,3 @@ def _checked_modules(
                 "made for another model, or with another rank than its configuration says"
             )
     return list(factors)
-
-
-def _shown(names: list[str]) -> str:
-    rest = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

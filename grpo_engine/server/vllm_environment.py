@@ -6,8 +6,8 @@ Imports neither, so that it can be called before them. What the user set is left
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from pathlib import Path
 
+from grpo_engine.models.local import cache_folder
 from grpo_engine.server.config import ServerConfig
 
 
@@ -21,13 +21,7 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     # From 0.26 on: the size of the KV cache that was measured once is taken again where as much memory is free.
     environment.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
-    caches = _cache_folder(environment)
+    caches = cache_folder(environment)
     environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))  # else in /tmp
     environment.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
-
-
-def _cache_folder(environment: MutableMapping[str, str]) -> Path:
-    """Beside the models that are made on this machine (`models/local.py`)."""
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "grpo-engine"

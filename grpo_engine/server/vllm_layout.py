@@ -7,7 +7,7 @@ value is refused: a model that is shared in part trains without complaint, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_engine.bridges.shared_tensors import export_tensors
-from grpo_engine.errors import BridgeError
+from grpo_engine.errors import BridgeError, first_of
 from grpo_engine.models.stored_weights import compare_with_stored
 from grpo_engine.wire.bridge_file import PosixHandle
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_NAMES_SHOWN = 8
 _LORA_WRAPPING = ".base_layer"
 
 
@@ -46,13 +45,13 @@ def views_under_hf_names(
             foreign.append((name, view))
     faults = []
     if missing := [name for name in expected if name not in views]:
-        faults.append(f"not found in vLLM: {_shown(missing)}")
+        faults.append(f"not found in vLLM: {first_of(missing)}")
     if misshapen := [
         f"{name} {tuple(view.shape)} instead of {expected[name]}"
         for name, view in views.items()
         if tuple(view.shape) != expected[name]
     ]:
-        faults.append(f"of another shape: {_shown(misshapen)}")
+        faults.append(f"of another shape: {first_of(misshapen)}")
     places = {_place(view): name for name, view in views.items()}
     if len(places) < len(views):
         faults.append("one tensor in vLLM, but separate ones in transformers (tied embeddings?)")
@@ -62,7 +61,7 @@ def views_under_hf_names(
         for name, view in foreign
         if (owner := places.get(_place(view))) is None or aliases.get(name, owner) != owner
     ]:
-        faults.append(f"only in vLLM: {_shown(unknown)}")
+        faults.append(f"only in vLLM: {first_of(unknown)}")
     if faults:
         raise BridgeError(
             f"the weights of vLLM's {type(model).__name__} cannot be shared: {'; '.join(faults)}. "
@@ -161,9 +160,3 @@ def _row_counts(path: str, module: nn.Module, data: Tensor, num_parts: int) -> l
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
-
-
-def _shown(names: Iterable[str]) -> str:
-    listed = list(names)
-    rest = len(listed) - _NAMES_SHOWN
-    return ", ".join(listed[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

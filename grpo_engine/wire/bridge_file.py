@@ -27,14 +27,14 @@ class PosixHandle(Message):
     offset_bytes: int
 
 
-class CudaHandle(Message):
-    """A tensor in another process's CUDA memory: the eight values of `torch.UntypedStorage._share_cuda_()`."""
+class ExportedStorage(Message):
+    """Another process's CUDA memory: the eight values of `torch.UntypedStorage._share_cuda_()`, and where a tensor
+    begins in it."""
 
-    kind: Literal["cuda_ipc"] = "cuda_ipc"
     device_index: int
-    gpu_uuid: str
     ipc_handle_b64: str
     storage_size: int
+    """In bytes."""
     storage_offset_orig: int
     ref_counter_handle_b64: str
     ref_counter_offset: int
@@ -42,6 +42,13 @@ class CudaHandle(Message):
     event_sync_required: bool
     tensor_storage_offset: int
     """In elements."""
+
+
+class CudaHandle(ExportedStorage):
+    """A tensor in another process's CUDA memory."""
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    gpu_uuid: str
 
 
 class SharedTensor(Message):
@@ -72,20 +79,9 @@ class BridgeFile(Message):
     """Tied parameters: name → the name in `tensors`, e.g. `lm_head.weight` → `model.embed_tokens.weight`."""
 
 
-class StockHandle(Message):
-    """A CUDA tensor as Atropos describes it: the eight values of `_share_cuda_()`, and what lies in the storage."""
+class StockHandle(ExportedStorage):
+    """A CUDA tensor as Atropos describes it."""
 
-    device_index: int
-    ipc_handle_b64: str
-    storage_size: int
-    """In bytes."""
-    storage_offset_orig: int
-    ref_counter_handle_b64: str
-    ref_counter_offset: int
-    event_handle_b64: str
-    event_sync_required: bool
-    tensor_storage_offset: int
-    """In elements."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
