@@ -6,6 +6,7 @@ started by the command line: `test_train_processes.py` and the tests of the whol
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import subprocess
@@ -30,8 +31,10 @@ class Forked:
     def __init__(self, *words: str, log: Path, folder: Path, environment: Mapping[str, str]) -> None:
         """Run `grpo-engine` with `words`; what it prints is appended to `log`."""
         log.touch()
-        self._process = _context.Process(target=_run, args=(words, log, folder, dict(environment)), daemon=True)
+        # No daemon in multiprocessing's sense, which may have no children: an environment has one that verifies answers.
+        self._process = _context.Process(target=_run, args=(words, log, folder, dict(environment)))
         self._process.start()
+        atexit.register(self.kill)  # before multiprocessing waits for it at exit
         assert self._process.pid is not None
         self.pid = self._process.pid
 
