@@ -120,10 +120,9 @@ class Runner:
 
     async def _keep_making(self, tasks: asyncio.TaskGroup) -> None:
         status: EnvironmentStatus | None = None
-        num_begun = 0
         while True:
             asked_at = time.monotonic()
-            before, status = status, await self._status(status, may_hold=num_begun == 0)
+            before, status = status, await self._status(status)
             total_steps = self._config.total_steps
             is_done = total_steps is not None and status.current_step >= total_steps
             if is_done and not status.is_evaluation_to_come:
@@ -141,15 +140,15 @@ class Runner:
             self._progress.say_now_and_then(status, self._source.told())
             await self._pause(asked_at, is_unchanged=before == status)
 
-    async def _status(self, known: EnvironmentStatus | None, *, may_hold: bool) -> EnvironmentStatus:
-        """Ask for the state of the queue; while groups are in the making, their end is news too.
+    async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
+        """Ask for the state of the queue, and let the API hold its answer while only it can have news.
 
-        Args:
-            may_hold: nothing was begun since the last answer, and so nothing of it dropped.
+        It can not while groups are in the making, whose end is news too, nor while there is room for more of them.
         """
         assert self._env_id is not None
-        is_idle = may_hold and self._num_unposted == 0 and not self._evaluator.is_at_work
-        wait_s = _HOLD_S if known is not None and is_idle and not known.is_evaluation_to_come else 0.0
+        is_idle = self._num_unposted == 0 and not self._evaluator.is_at_work
+        may_hold = is_idle and known is not None and not known.is_evaluation_to_come and not self._room(known)
+        wait_s = _HOLD_S if may_hold else 0.0
         try:
             return await self._api.status(self._env_id, known=known, wait_s=wait_s)
         except UnknownEnvironment:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,26 @@ async def test_an_environment_whose_groups_are_all_dropped_goes_on_asking() -> N
         working = asyncio.create_task(work(config, FakeTokenizer()))
         async with asyncio.timeout(60):
             await is_enough.wait()
+        working.cancel()
+        assert await working == 0
+
+
+@pytest.mark.slow
+async def test_a_worker_that_was_busy_takes_the_next_item_at_once() -> None:
+    """And not when the API has held its answer for five seconds because the queue became no shorter."""
+
+    def slowly_half_right(prompt: str, index: int) -> str:
+        time.sleep(0.02)  # longer, for a group, than until the API is asked again
+        return half_right(prompt, index)
+
+    with served_api() as api, served(fake_inference(slowly_half_right)) as inference, RolloutSource(api) as source:
+        source.register(**RUN)
+        source.poll()
+        config = settings(api, inference, max_workers=1, max_batches_offpolicy=10, total_steps=None)
+        working = asyncio.create_task(work(config, FakeTokenizer()))
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=api) as client:  # with a hold a group: 100 s
+            while (await client.get("/status")).json()["queue_size"] < 20:
+                await asyncio.sleep(0.05)
         working.cancel()
         assert await working == 0
 
