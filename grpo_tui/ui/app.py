@@ -31,6 +31,9 @@ from grpo_tui.supervisor.proc import user_name
 from grpo_tui.ui import messages, questions
 from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import AsciiOnly, wants_ascii
+from grpo_tui.ui.keys import EVERYWHERE, bindings
+from grpo_tui.ui.screens import SCREENS
+from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, warnings_page
@@ -40,6 +43,7 @@ from grpo_tui.view.crash_files import newest_report
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.log_tail import LogTail
 from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.view.time_travel import as_seen
 
 TICK_S = 1.0
 RECONNECT_S = 1.0
@@ -57,6 +61,7 @@ class GrpoScreen(App[None]):
     CSS_PATH = "grpo.tcss"
     ENABLE_COMMAND_PALETTE = True
     BINDINGS = [
+        *bindings(EVERYWHERE),
         Binding(
             "ctrl+c,ctrl+q", "detach", "detach", show=False, priority=True, tooltip="leave the screen; the run goes on"
         ),
@@ -77,6 +82,7 @@ class GrpoScreen(App[None]):
         self._ascii = AsciiOnly() if is_ascii else None
         self._is_draw_due = False
         self._log_wanted = asyncio.Event()
+        self._screens_of_run: dict[str, RunScreen] = {}
 
     def get_default_screen(self) -> Screen[None]:
         """The main screen; it composes the parts."""
@@ -91,6 +97,10 @@ class GrpoScreen(App[None]):
     def on_mount(self) -> None:
         """Start everything that brings news."""
         self._leave_on_signals()
+        for place, screen in SCREENS.items():
+            if place != MainScreen.PLACE:  # they keep what they show while another is in sight
+                self._screens_of_run[place] = screen(self.state)
+                self.install_screen(self._screens_of_run[place], name=place)
         self.run_worker(self._listen(), name="listen")
         self.run_worker(self._read_metrics(), name="metrics")
         self.run_worker(self._read_log(), name="log")
@@ -198,18 +208,33 @@ class GrpoScreen(App[None]):
 
     def _draw(self) -> None:
         self._is_draw_due = False
-        main = self.screen_stack[0] if self.screen_stack else None
-        if isinstance(main, MainScreen) and main.is_mounted:
-            main.draw(self.state)
+        shown = self.shown
+        if shown is not None and shown.is_mounted:
+            shown.draw(as_seen(self.state))
+
+    @property
+    def shown(self) -> RunScreen | None:
+        """The screen of the run that is in sight, maybe below a question; None before the first."""
+        return next((screen for screen in reversed(self.screen_stack) if isinstance(screen, RunScreen)), None)
 
     @property
     def main(self) -> MainScreen:
-        """The screen below whatever is open over it."""
+        """The first screen, below all others."""
         main = self.screen_stack[0]
         assert isinstance(main, MainScreen)
         return main
 
     # --- act on keys -----------------------------------------------------------------------------------------------
+
+    async def action_show(self, place: str) -> None:
+        """Go to another screen of the run; the main one is below the others."""
+        if self.shown is None or place == self.shown.PLACE:
+            return
+        if self.shown is not self.main:
+            await self.pop_screen()
+        if place != self.main.PLACE:
+            await self.push_screen(self._screens_of_run[place])
+        self._draw()
 
     def action_restart_inference(self) -> None:
         """Restart vLLM at once: it is the key that people come for."""
@@ -292,7 +317,8 @@ class GrpoScreen(App[None]):
 
     def action_help(self) -> None:
         """Open the page of keys and signs."""
-        self.push_screen(ReadingScreen("grpo-tui", help_page()))
+        shown = self.shown or self.main
+        self.push_screen(ReadingScreen("grpo-tui", help_page(shown.PLACE, shown.KEYS)))
 
     def action_warnings(self) -> None:
         """Open every warning in full."""

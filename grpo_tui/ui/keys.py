@@ -1,7 +1,11 @@
-"""Every key of the main screen: what it does, in one word for the last line and in a sentence for the help."""
+"""Keys: what each does, in one word for the last line and in a sentence for the help.
+
+Those that work on every screen of a run are here, and those of the main screen; every other screen says its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from textual.binding import Binding, BindingType
@@ -22,9 +26,32 @@ class Key:
     is_in_footer: bool = True
 
 
-KEYS = (
+PLACES = ("run", "gpus", "alignment", "rollouts", "metrics", "logs")
+"""The screens of a run, by the keys 1 to 6."""
+
+FIRST_EVERYWHERE = (
     Key(key="v", shown="v", action="app.restart_inference", label="restart vLLM",
         help="restart the inference server; each phase shows its seconds"),
+)  # fmt: skip
+"""What people come for stands first in the last line."""
+
+LAST_EVERYWHERE = (
+    *(
+        Key(key=str(number), shown=str(number), action=f"app.show('{place}')", label=place, is_in_footer=False,
+            help=f"the {place} screen")
+        for number, place in enumerate(PLACES, start=1)
+    ),
+    Key(key="question_mark", shown="?", action="app.help", label="help",
+        help="this page"),
+    Key(key="q", shown="q", action="app.detach", label="detach",
+        help="leave the screen; the run goes on (ctrl+c does the same)"),
+    Key(key="D", shown="D", action="app.end_run", label="end",
+        help="end the run and everything it started (asks first)"),
+)  # fmt: skip
+
+EVERYWHERE = (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)
+
+ON_MAIN = (
     Key(key="r", shown="r", action="app.restart_selected", label="restart",
         help="restart the selected service and those that must follow it"),
     Key(key="s", shown="s", action="app.start_or_stop", label="start/stop",
@@ -37,14 +64,8 @@ KEYS = (
         help="let the log follow its end, or hold still to read"),
     Key(key="z", shown="z", action="app.zoom", label="zoom",
         help="give the whole screen to the log, and back"),
-    Key(key="w", shown="w", action="app.warnings", label="why",
+    Key(key="w", shown="w", action="app.warnings", label="why", is_in_footer=False,
         help="every warning in full: what is wrong, and what to change"),
-    Key(key="question_mark", shown="?", action="app.help", label="help",
-        help="this page"),
-    Key(key="q", shown="q", action="app.detach", label="detach",
-        help="leave the screen; the run goes on (ctrl+c does the same)"),
-    Key(key="D", shown="D", action="app.end_run", label="end",
-        help="end the run and everything it started (asks first)"),
     Key(key="up,k", shown="↑ k", action="app.select(-1)", label="up", is_in_footer=False,
         help="select the service above; its log is shown"),
     Key(key="down,j", shown="↓ j", action="app.select(1)", label="down", is_in_footer=False,
@@ -61,9 +82,13 @@ KEYS = (
         help="shift long log lines back"),
     Key(key="right", shown="→", action="app.shift_log(1)", label="right", is_in_footer=False,
         help="see the rest of long log lines"),
+
 )  # fmt: skip
 
-BINDINGS: list[BindingType] = [
-    Binding(key.key, key.action, key.label, show=key.is_in_footer, key_display=key.shown, tooltip=key.help)
-    for key in KEYS
-]
+
+def bindings(keys: Iterable[Key]) -> list[BindingType]:
+    """The same for Textual."""
+    return [
+        Binding(key.key, key.action, key.label, show=key.is_in_footer, key_display=key.shown, tooltip=key.help)
+        for key in keys
+    ]

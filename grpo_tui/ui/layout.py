@@ -14,7 +14,7 @@ LEFT_SHARE = 0.56
 TWO_COLUMN_METRICS = 70
 """Width from which metrics stand in two columns when rows are scarce."""
 NUM_FRAME_ROWS = 3
-"""Header, the line of what happens, keys."""
+"""Header, the line of what happens, keys; where there is room, the names of the other screens as well."""
 MIN_LOG_ROWS = 4
 ROOMY_ROWS = 32
 """From here on the parts stand apart."""
@@ -40,6 +40,7 @@ class Layout:
 
     is_wide: bool
     left_columns: int
+    tabs_rows: int
     services_rows: int
     gpu_rows: int
     metrics_rows: int
@@ -56,7 +57,8 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
     metrics_columns = 2 if left >= TWO_COLUMN_METRICS and not is_wide else 1
     for_log = 0 if is_wide else max(MIN_LOG_ROWS, height // 4 - _rows_lent(wanted)) + 1
     gap = 1 if height >= ROOMY_ROWS else 0
-    rows = max(0, height - NUM_FRAME_ROWS - for_log - NUM_GAPS * gap)
+    tabs = 1 if height >= ROOMY_ROWS else 0
+    rows = max(0, height - NUM_FRAME_ROWS - tabs - for_log - NUM_GAPS * gap)
 
     services = min(wanted.num_services + 1, max(3, rows // 2))
     rows -= services
@@ -77,6 +79,7 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
     return Layout(
         is_wide=is_wide,
         left_columns=left,
+        tabs_rows=tabs,
         services_rows=services,
         gpu_rows=gpu,
         metrics_rows=metrics,

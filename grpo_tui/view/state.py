@@ -27,6 +27,7 @@ from grpo_engine.wire.supervisor import (
     UsageSampled,
     Warning,
 )
+from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
 from grpo_tui.view.history import MetricHistory, extended
 from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling, last_restart
@@ -110,6 +111,13 @@ class ViewState:
     """Those found in the metrics alone; made anew when a step arrives, not when the clock ticks."""
     warnings: tuple[Warning, ...] = ()
     """The daemon's and those found here, each id once, the gravest first."""
+    gpus: gpu_view.GpuView = gpu_view.GpuView()
+    alignment: alignment_view.AlignmentView = alignment_view.AlignmentView()
+    rollouts: rollout_view.RolloutView = rollout_view.RolloutView()
+    plots: plot_view.PlotView = plot_view.PlotView()
+    logs: log_view.LogSearchView = log_view.LogSearchView()
+    travel: travel.Travel = travel.Travel()
+    """What the other screens know, each in a module of its own that says how it changes."""
 
     @property
     def run(self) -> str:
@@ -229,6 +237,8 @@ Change = (
     Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
     | Ticked | ConnectionLost | StatusRead | MetricsRead | LogRead
     | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | Told
+    | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
+    | plot_view.PlotChange | log_view.LogChange | travel.TravelChange
 )  # fmt: skip
 
 
@@ -271,6 +281,18 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return _with_answer(state, "error", text, change.time)
         case Told():
             return _with_answer(state, change.severity, change.text, change.time)
+        case gpu_view.GpuChange():
+            return replace(state, gpus=gpu_view.after(state.gpus, change))
+        case alignment_view.AlignmentChange():
+            return replace(state, alignment=alignment_view.after(state.alignment, change))
+        case rollout_view.RolloutChange():
+            return replace(state, rollouts=rollout_view.after(state.rollouts, change))
+        case plot_view.PlotChange():
+            return replace(state, plots=plot_view.after(state.plots, change))
+        case log_view.LogChange():
+            return replace(state, logs=log_view.after(state.logs, change))
+        case travel.TravelChange():
+            return replace(state, travel=travel.after(state.travel, change))
         case _:
             assert_never(change)
 

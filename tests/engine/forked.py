@@ -31,7 +31,7 @@ class Forked:
     def __init__(self, *words: str, log: Path, folder: Path, environment: Mapping[str, str]) -> None:
         """Run `grpo-engine` with `words`; what it prints is appended to `log`."""
         log.touch()
-        # No daemon in multiprocessing's sense, which may have no children: an environment has one that verifies answers.
+        # No daemon in multiprocessing's sense: an environment has a child, which verifies answers, and that may not.
         self._process = _context.Process(target=_run, args=(words, log, folder, dict(environment)))
         self._process.start()
         atexit.register(self.kill)  # before multiprocessing waits for it at exit

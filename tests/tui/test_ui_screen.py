@@ -29,7 +29,8 @@ from textual.pilot import Pilot
 from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot
 from grpo_tui.supervisor.proc import user_name
 from grpo_tui.ui.app import GrpoScreen, farewell
-from grpo_tui.ui.keys import KEYS
+from grpo_tui.ui.keys import EVERYWHERE
+from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.confirm import ConfirmScreen, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
@@ -585,14 +586,16 @@ async def test_leaving_detaches_and_asks_the_daemon_for_nothing(tmp_path: Path, 
 
 def test_every_key_has_a_word_and_a_sentence() -> None:
     bindings = [
-        *MainScreen.BINDINGS,
+        *(binding for screen in SCREENS.values() for binding in screen.BINDINGS),
         *ConfirmScreen.BINDINGS,
         *TakePortScreen.BINDINGS,
         *ReadingScreen.BINDINGS,
         *GrpoScreen.BINDINGS,
     ]
     assert all(binding.description and binding.tooltip for binding in bindings)
-    assert len({key.key for key in KEYS}) == len(KEYS)
+    for screen in SCREENS.values():
+        pressed = [key for each in (*EVERYWHERE, *screen.KEYS) for key in each.key.split(",")]
+        assert len(set(pressed)) == len(pressed), screen.PLACE
 
 
 @SIZES

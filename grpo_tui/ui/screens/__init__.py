@@ -1,0 +1,11 @@
+"""The screens of a run, one file each: `SCREENS` is where they are registered, by their place among the keys 1 to 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.screens.main import MainScreen
+
+SCREENS: Mapping[str, type[RunScreen]] = MappingProxyType({screen.PLACE: screen for screen in (MainScreen,)})

@@ -5,19 +5,18 @@ from __future__ import annotations
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container, Vertical
-from textual.screen import Screen
 
-from grpo_tui.ui.keys import BINDINGS
+from grpo_tui.ui.keys import ON_MAIN, bindings
 from grpo_tui.ui.layout import Layout, Wanted, arrange
+from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.widgets import gpu_panel, warnings_bar
-from grpo_tui.ui.widgets.activity_line import ActivityLine
 from grpo_tui.ui.widgets.gpu_panel import GpuPanel
-from grpo_tui.ui.widgets.header import HeaderLine
 from grpo_tui.ui.widgets.keys_bar import KeysBar
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.log_panel import LogLines, LogPanel, LogTitle
 from grpo_tui.ui.widgets.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
 from grpo_tui.ui.widgets.services_table import ServicesTable
+from grpo_tui.ui.widgets.tabs_line import TabsLine
 from grpo_tui.ui.widgets.warnings_bar import WarningsBar
 from grpo_tui.view.state import ViewState
 
@@ -25,21 +24,20 @@ PADDING = 2
 """Columns that every part leaves empty at its edges."""
 
 
-class MainScreen(Screen[None]):
+class MainScreen(RunScreen):
     """Services, GPUs, metrics, warnings and a log at one glance."""
 
-    BINDINGS = BINDINGS
-    AUTO_FOCUS = None
+    PLACE = "run"
+    KEYS = ON_MAIN
+    BINDINGS = bindings(ON_MAIN)
 
     def __init__(self, state: ViewState) -> None:
-        super().__init__()
-        self._state = state
+        super().__init__(state)
         self._layout_now: Layout | None = None
         self._arranged_for: tuple[object, ...] = ()
 
-    def compose(self) -> ComposeResult:
+    def body(self) -> ComposeResult:
         """The parts from top to bottom; on a wide terminal the log stands to the right."""
-        yield HeaderLine()
         with Container(id="body"):
             with Vertical(id="left"):
                 yield ServicesTable()
@@ -47,8 +45,6 @@ class MainScreen(Screen[None]):
                 yield MetricsPanel()
                 yield WarningsBar()
             yield LogPanel()
-        yield ActivityLine()
-        yield KeysBar()
 
     def draw(self, state: ViewState) -> None:
         """Show another state; parts whose lines are the same paint nothing."""
@@ -92,6 +88,8 @@ class MainScreen(Screen[None]):
         self.query_one("#left").styles.width = layout.left_columns if layout.is_wide else "1fr"
         metrics = self.query_one(MetricsPanel)
         metrics.num_columns = layout.metrics_columns
+        self.query_one(TabsLine).display = layout.tabs_rows > 0
+        self.query_one(KeysBar).tells_screens = not layout.tabs_rows
         for part, rows, gap in (
             (self.query_one(ServicesTable), layout.services_rows, 0),
             (self.query_one(GpuPanel), layout.gpu_rows, layout.gap),

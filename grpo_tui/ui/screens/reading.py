@@ -5,6 +5,8 @@ It scrolls; any of several keys closes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
@@ -14,7 +16,7 @@ from textual.widgets import Static
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
-from grpo_tui.ui.keys import KEYS
+from grpo_tui.ui.keys import EVERYWHERE, Key
 from grpo_tui.ui.widgets.metrics_panel import band_text
 from grpo_tui.view.state import ViewState
 
@@ -63,10 +65,14 @@ class ReadingScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
 
-def help_page() -> Content:
-    """Every key in a sentence, then what the signs mean, then the healthy bands."""
-    rows = [_heading("keys")]
-    rows += [Content.assemble((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help) for key in KEYS]
+def help_page(place: str, keys: Sequence[Key]) -> Content:
+    """Every key in a sentence, those of this screen first, then what the signs mean, then the healthy bands."""
+    rows: list[Content] = []
+    for heading, told in ((f"keys of this screen ({place})", keys), ("keys everywhere", EVERYWHERE)):
+        rows += [_heading(heading)]
+        rows += [Content.assemble((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help) for key in told]
+        rows += [Content("")]
+    rows.pop()
     rows += [Content(""), _heading("services")]
     signs = [*((glyph, str(state)) for state, glyph in SERVICE_GLYPHS.items()), *PROBE_SIGNS.values()]
     for start in range(0, len(signs), 3):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.content import Content
 from textual.style import Style
 
 from grpo_engine.wire.supervisor import ServiceState
-from grpo_tui.ui.keys import KEYS, Key
+from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.view.state import ViewState
 
@@ -22,13 +24,17 @@ class KeysBar(Lines):
     """
     COMPONENT_CLASSES = {"key"}
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, keys: Sequence[Key]) -> None:
+        """Show `keys`, those of one screen, between those that work everywhere."""
+        super().__init__()
+        self.tells_screens = False
+        """Whether the other screens are told here, for want of a line with their names."""
+        self._keys = (*FIRST_EVERYWHERE, *keys, *LAST_EVERYWHERE)
         self.auto_links = False  # a row of underlined words would be the loudest thing on the screen
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Only the word of the start and stop key depends on anything."""
-        return (self._is_stopped(state),)
+        """Only the word of the start and stop key depends on the run."""
+        return (self._is_stopped(state), self.tells_screens)
 
     @staticmethod
     def _is_stopped(state: ViewState) -> bool:
@@ -37,7 +43,9 @@ class KeysBar(Lines):
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """As many keys as fit, two spaces apart, or one where that is what it takes."""
-        items = [_item(key, is_stopped=self._is_stopped(state)) for key in KEYS if key.is_in_footer]
+        items = [_item(key, is_stopped=self._is_stopped(state)) for key in self._keys if key.is_in_footer]
+        if self.tells_screens:
+            items.append(Content.assemble((f"1-{len(PLACES)}", ".key"), " ", ("more", ".muted")))
         total = sum(item.cell_length for item in items)
         gap = 2 if total + 2 * (len(items) - 1) <= width else 1
         row = items[0]

@@ -1,0 +1,57 @@
+"""What every screen of a run has: the run on top, its own body, what happens, and keys; drawn from the one state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.screen import Screen
+
+from grpo_tui.ui.keys import Key
+from grpo_tui.ui.widgets.activity_line import ActivityLine
+from grpo_tui.ui.widgets.header import HeaderLine
+from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.ui.widgets.tabs_line import TabsLine
+from grpo_tui.view.state import ViewState
+
+
+class RunScreen(Screen[None]):
+    """Base of the screens that the keys 1 to 6 lead to.
+
+    A screen says its `PLACE` and `KEYS`, composes its `body`, and extends `draw` where parts other than `Lines` have
+    something to show. It is drawn only while it is in sight; what it reads it asks for in `on_screen_resume` or later.
+    """
+
+    AUTO_FOCUS = None
+    PLACE: ClassVar[str]
+    """One of `grpo_tui.ui.keys.PLACES`."""
+    KEYS: ClassVar[Sequence[Key]] = ()
+    """Those that work on this screen alone; its BINDINGS are `bindings(KEYS)`."""
+
+    def __init__(self, state: ViewState) -> None:
+        super().__init__()
+        self._state = state
+
+    def compose(self) -> ComposeResult:
+        """The frame around the body."""
+        yield HeaderLine()
+        yield TabsLine(self.PLACE)
+        yield from self.body()
+        yield ActivityLine()
+        yield KeysBar(self.KEYS)
+
+    def body(self) -> ComposeResult:
+        """What stands between the header and the line of what happens; one part of it takes the free rows."""
+        raise NotImplementedError
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state; parts whose lines are the same paint nothing."""
+        self._state = state
+        for part in self.query(Lines):
+            part.draw(state)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Parts say their lines anew by themselves; a screen that shares out rows does it here."""
