@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogSearchView:
+class LogsView:
     """What the log screen knows."""
 
 
@@ -14,6 +14,6 @@ class LogChange:
     """Base of all that changes it."""
 
 
-def after(logs: LogSearchView, change: LogChange) -> LogSearchView:
+def after(logs: LogsView, change: LogChange) -> LogsView:
     """What it is after a change."""
     return logs

@@ -111,12 +111,12 @@ class ViewState:
     """Those found in the metrics alone; made anew when a step arrives, not when the clock ticks."""
     warnings: tuple[Warning, ...] = ()
     """The daemon's and those found here, each id once, the gravest first."""
-    gpus: gpu_view.GpuView = gpu_view.GpuView()
-    alignment: alignment_view.AlignmentView = alignment_view.AlignmentView()
-    rollouts: rollout_view.RolloutView = rollout_view.RolloutView()
-    plots: plot_view.PlotView = plot_view.PlotView()
-    logs: log_view.LogSearchView = log_view.LogSearchView()
-    travel: travel.Travel = travel.Travel()
+    gpus: gpu_view.GpuView = field(default_factory=gpu_view.GpuView)
+    alignment: alignment_view.AlignmentView = field(default_factory=alignment_view.AlignmentView)
+    rollouts: rollout_view.RolloutView = field(default_factory=rollout_view.RolloutView)
+    plots: plot_view.PlotView = field(default_factory=plot_view.PlotView)
+    logs: log_view.LogsView = field(default_factory=log_view.LogsView)
+    travel: travel.Travel = field(default_factory=travel.Travel)
     """What the other screens know, each in a module of its own that says how it changes."""
 
     @property
