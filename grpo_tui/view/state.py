@@ -27,7 +27,7 @@ from grpo_engine.wire.supervisor import (
     UsageSampled,
     Warning,
 )
-from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel
+from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel, viewer
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
 from grpo_tui.view.history import MetricHistory, extended
 from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling, last_restart
@@ -117,6 +117,7 @@ class ViewState:
     plots: plot_view.PlotView = field(default_factory=plot_view.PlotView)
     logs: log_view.LogsView = field(default_factory=log_view.LogsView)
     travel: travel.Travel = field(default_factory=travel.Travel)
+    viewer: viewer.Viewer = field(default_factory=viewer.Viewer)
     """What the other screens know, each in a module of its own that says how it changes."""
 
     @property
@@ -133,6 +134,12 @@ class ViewState:
     def has_ended(self) -> bool:
         """Whether the run is over."""
         return self.status is not None and self.status.state in ENDED_RUN_STATES
+
+    @property
+    def chosen(self) -> tuple[ServiceStatus, ...]:
+        """The services that a key is for: those that are tagged, else the selected one."""
+        tagged = tuple(service for service in self.services if service.name in self.viewer.tagged)
+        return tagged or tuple(service for service in self.services if service.name == self.selected)
 
     def service(self, name: str | None) -> ServiceStatus | None:
         """The service of that name, if the run has one."""
@@ -238,7 +245,7 @@ Change = (
     | Ticked | ConnectionLost | StatusRead | MetricsRead | LogRead
     | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | Told
     | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
-    | plot_view.PlotChange | log_view.LogChange | travel.TravelChange
+    | plot_view.PlotChange | log_view.LogChange | travel.TravelChange | viewer.ViewerChange
 )  # fmt: skip
 
 
@@ -293,6 +300,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return replace(state, logs=log_view.after(state.logs, change))
         case travel.TravelChange():
             return replace(state, travel=travel.after(state.travel, change))
+        case viewer.ViewerChange():
+            return replace(state, viewer=viewer.after(state.viewer, change))
         case _:
             assert_never(change)
 

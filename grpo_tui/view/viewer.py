@@ -1,0 +1,52 @@
+"""Who looks at the run: which services they tagged, whether they may act, and whether they are new here. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Viewer:
+    """What belongs to one person before one screen, and not to the run."""
+
+    tagged: frozenset[str] = frozenset()
+    """Names of services that the next key is for."""
+    is_read_only: bool = False
+    """Whether keys that act on the run are refused."""
+    is_new: bool = False
+    """Whether to tell the few keys that matter, once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewerChange:
+    """Base of what changes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagToggled(ViewerChange):
+    """A service was tagged, or its tag taken away."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagsCleared(ViewerChange):
+    """No service is tagged any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintRead(ViewerChange):
+    """The person pressed a key: they know how by now."""
+
+
+def after(viewer: Viewer, change: ViewerChange) -> Viewer:
+    """The viewer after `change`."""
+    match change:
+        case TagToggled():
+            return replace(viewer, tagged=viewer.tagged ^ {change.name})
+        case TagsCleared():
+            return replace(viewer, tagged=frozenset())
+        case HintRead():
+            return replace(viewer, is_new=False)
+        case _:
+            return viewer
