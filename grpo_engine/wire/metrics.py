@@ -86,6 +86,13 @@ class SampledCompletion(Message):
     training_logprobs: list[float]
     """Empty where the completion was not trained on."""
     policy_versions: list[int]
+    token_texts: list[str] = []
+    """What each token adds to the text, so that a reader needs no tokenizer. A character that several tokens make
+    together stands at the last of them. Empty in files of earlier versions, as the two below."""
+    entropies: list[float] = []
+    """In nats, of the trainer's next-token distribution where each token was sampled; empty where not trained on."""
+    is_truncated: bool | None = None
+    """Whether the length limit ended it."""
 
 
 class RolloutLine(Message):

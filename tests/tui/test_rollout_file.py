@@ -1,0 +1,142 @@
+"""The reader of rollouts.jsonl on files that grow, are cut, replaced, damaged or gone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_tui.view import rollout_file
+from grpo_tui.view.rollout_file import RolloutFile
+
+
+def group(step: int, rewards: tuple[float, ...] = (1.0, 0.0), prompt: str = "sort 312", **changes: Any) -> str:
+    """A line of the file, as the trainer writes it."""
+    completions = [
+        {
+            "text": f"12{number}",
+            "reward": reward,
+            "advantage": reward - 0.5,
+            "token_ids": [49, 50],
+            "inference_logprobs": [-0.5, -0.25],
+            "training_logprobs": [-0.5, -0.2],
+            "policy_versions": [step - 1, step],
+        }
+        for number, reward in enumerate(rewards)
+    ]
+    record = {"time": 1000.0 + step, "step": step, "environment": "sort6", "prompt": prompt, "completions": completions}
+    return json.dumps({**record, **changes}) + "\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.jsonl"
+
+
+def steps(file: RolloutFile) -> list[int | None]:
+    return [head and head.step for head in map(file.head, range(file.refresh()))]
+
+
+def test_a_growing_file_is_indexed_by_whole_lines(path: Path) -> None:
+    file = RolloutFile(path)
+    assert file.refresh() == 0
+    path.write_text(group(1) + group(2)[:40])
+    assert steps(file) == [1]
+    with path.open("a") as end:
+        end.write(group(2)[40:] + "\n" + group(3))
+    assert steps(file) == [1, 2, 3]
+    assert file.generation == 0
+
+
+def test_a_head_tells_what_a_list_shows(path: Path) -> None:
+    path.write_text(group(4, (1.0, 0.0, 0.5), prompt="p" * 1000))
+    file = RolloutFile(path)
+    file.refresh()
+    head = file.head(0)
+    assert head is not None
+    assert (head.time, head.step, head.environment) == (1004.0, 4, "sort6")
+    assert (head.num_completions, head.mean_reward, head.min_reward, head.max_reward) == (3, 0.5, 0.0, 1.0)
+    assert head.prompt_start == "p" * rollout_file.PROMPT_START_CHARACTERS
+    assert head.policy_versions == (3, 4)
+
+
+def test_a_broken_line_is_none_and_hides_no_other(path: Path) -> None:
+    strangers = b'\xff\xfe\n[1]\n{"step": 1}\n{"time": 1, "step": 2, "prompt": 3, "completions": 4}\n'
+    path.write_bytes(strangers + group(7).encode())
+    file = RolloutFile(path)
+    assert steps(file) == [None, None, None, None, 7]
+    assert [file.read(index) is None for index in range(5)] == [True, True, True, True, False]
+    assert file.texts(0) == []
+    assert file.texts(4) == ["sort 312", "120", "121"]
+
+
+def test_numbers_that_json_does_not_have_are_nan(path: Path) -> None:
+    path.write_text(group(1).replace("-0.25", "null").replace('"reward": 1.0', '"reward": null'))
+    file = RolloutFile(path)
+    file.refresh()
+    read, head = file.read(0), file.head(0)
+    assert read is not None
+    assert head is not None
+    assert math.isnan(read.completions[0].inference_logprobs[1])
+    assert math.isnan(head.rewards[0])
+    assert head.mean_reward == 0.0
+
+
+@pytest.mark.parametrize("how", ["cut", "replaced", "cut and regrown"])
+def test_a_file_that_was_made_anew_is_read_from_its_start(path: Path, how: str) -> None:
+    path.write_text(group(1) + group(2))
+    file = RolloutFile(path)
+    assert steps(file) == [1, 2]
+    if how == "replaced":
+        path.with_suffix(".new").write_text(group(5) + group(6) + group(7))
+        path.with_suffix(".new").replace(path)
+        expected = [5, 6, 7]
+    else:
+        path.write_text(group(5) if how == "cut" else group(5) + group(6) + group(7))
+        expected = [5] if how == "cut" else [5, 6, 7]
+    assert steps(file) == expected
+    assert file.generation == 1
+
+
+def test_a_file_that_vanished_has_no_groups_until_it_is_there_again(path: Path) -> None:
+    path.write_text(group(1))
+    file = RolloutFile(path)
+    assert steps(file) == [1]
+    path.unlink()
+    assert file.read(0) is None
+    assert file.refresh() == 0
+    path.write_text(group(2))
+    assert steps(file) == [2]
+
+
+def test_a_long_file_is_indexed_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_file, "MAX_BYTES_A_REFRESH", 1000)
+    monkeypatch.setattr(rollout_file, "BLOCK_BYTES", 300)
+    path.write_text("".join(group(step) for step in range(1, 21)))
+    file = RolloutFile(path)
+    first = file.refresh()
+    assert 0 < first < 20
+    assert file.is_behind
+    while file.is_behind:
+        file.refresh()
+    assert steps(file) == list(range(1, 21))
+
+
+def test_groups_up_to_a_moment_are_counted_past_broken_lines(path: Path) -> None:
+    path.write_text(group(1) + "broken\n" + group(2) + group(3) + "broken\n")
+    file = RolloutFile(path)
+    file.refresh()
+    assert [file.num_until(time) for time in (1000.9, 1001.0, 1002.5, 1003.0, 2000.0)] == [0, 1, 3, 4, 4]
+
+
+def test_only_few_groups_are_kept_in_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_file, "MAX_CACHED_BYTES", 1000)
+    path.write_text("".join(group(step) for step in range(1, 11)))
+    file = RolloutFile(path)
+    file.refresh()
+    newest = [file.read(index) for index in range(10)][-1]
+    assert file.read(9) is newest
+    assert sum(size for size, _ in file._groups.values()) <= 1000
