@@ -1,7 +1,7 @@
 """What the optimizer steps measured, over the whole run, in bounded memory. Pure.
 
-The newest lines are kept one by one; older ones are thinned to every 2nd, 4th, 8th… step, evenly over the run, so that
-a sparkline of a million steps costs what one of a thousand does.
+The newest lines are kept one by one; older ones are thinned to one in 2, 4, 8… steps, evenly over the run, so that
+a sparkline of a million steps costs what one of a thousand does. Evaluations are few and dear: they are kept.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_engine.wire.metrics import MetricsLine
+from grpo_tui.view.metric_names import is_evaluation
 
 MAX_LINES = 2000
 """Some 3 kB each."""
 RECENT_LINES = 256
 """Never thinned: diagnosis looks at these."""
+MAX_EVALUATIONS = MAX_LINES // 4
+"""Of the lines before the recent ones; more are thinned too, among themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricHistory:
-    """Steps in rising order; of those before the recent ones, only every `stride`-th."""
+    """Steps in rising order; those before the recent ones are at least `stride` steps apart, evaluations apart."""
 
     lines: tuple[MetricsLine, ...] = ()
     stride: int = 1
@@ -39,11 +42,18 @@ class MetricHistory:
 
 
 def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> MetricHistory:
-    """Append lines; a trainer that resumed repeats steps, and then its newer measurement counts."""
+    """Append lines; a trainer that resumed repeats steps, and then its newer measurement counts.
+
+    Two lines of one step that measure different things, as an evaluation that is written by itself, become one.
+    """
     lines = list(history.lines)
     for line in new_lines:
-        while lines and lines[-1].step >= line.step:
+        while lines and lines[-1].step > line.step:
             lines.pop()
+        if lines and lines[-1].step == line.step:
+            before = lines.pop()
+            if before.metrics.keys().isdisjoint(line.metrics):
+                line = line.model_copy(update={"metrics": {**before.metrics, **line.metrics}})
         lines.append(line)
     stride = history.stride
     if len(lines) > MAX_LINES:
@@ -56,7 +66,23 @@ def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> Metric
 
 def _thinned(lines: Sequence[MetricsLine], stride: int) -> list[MetricsLine]:
     old, recent = lines[:-RECENT_LINES], lines[-RECENT_LINES:]
-    return [*(line for line in old if line.step % stride == 0), *recent]
+    evaluations = [line for line in old if any(map(is_evaluation, line.metrics))]
+    evaluated = {line.step for line in evaluations}
+    apart = 1
+    while len(evaluations) > MAX_EVALUATIONS:
+        apart *= 2
+        evaluations = _spaced(evaluations, apart)
+    others = _spaced([line for line in old if line.step not in evaluated], stride)
+    return [*sorted([*others, *evaluations], key=lambda line: line.step), *recent]
+
+
+def _spaced(lines: Sequence[MetricsLine], stride: int) -> list[MetricsLine]:
+    """Lines that are at least `stride` steps apart, whichever steps are written; doing it again changes nothing."""
+    kept: list[MetricsLine] = []
+    for line in lines:
+        if not kept or line.step - kept[-1].step >= stride:
+            kept.append(line)
+    return kept
 
 
 def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[float | None]:

@@ -1,0 +1,192 @@
+"""Metric names: their groups and units, what other trainers call the same thing, and how one is found. Pure.
+
+The other names are those that TRL (GRPO), verl, prime-rl and OpenRLHF write, read in their sources. An alias means the
+same quantity to a reader of a curve; estimators and normalisers may differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from grpo_engine.wire.metrics import HEALTHY_BANDS, METRIC_NAMES, Band
+
+ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "train/loss": ("loss", "policy_loss", "actor/pg_loss", "actor/loss", "loss/mean", "final_loss", "act_loss"),
+    "train/grad_norm": ("grad_norm", "actor/grad_norm", "optim/grad_norm", "actor_grad_norm", "raw_grad_norm"),
+    "train/lr": ("learning_rate", "actor/lr", "optim/lr", "actor_lr", "policy_lr"),
+    "train/step_time": (
+        "step_time", "timing_s/step", "perf/time_per_step", "time/step", "timing/step_total", "timing/total",
+    ),
+    "train/sync_time": (
+        "timing_s/update_weights", "timing_s/sync_rollout_weights", "time/broadcast_weights", "timing/broadcast",
+    ),
+    "train/data_fetch_time": ("timing_s/gen", "time/wait_for_batch", "timing/make_experience", "generate_time"),
+    "train/tokens_per_second": ("perf/throughput", "tokens_per_second", "throughput", "train_tokens_per_second"),
+    "train/gpu_memory_gb": ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/peak_memory"),
+    "grpo/mean_ratio": (
+        "sampling/importance_sampling_ratio/mean", "ratio/mean", "importance_ratio/mean", "val/ratio",
+        "rollout_corr/rollout_is_mean",
+    ),
+    "grpo/clipped_fraction": (
+        "clip_ratio/region_mean", "clip_ratio", "actor/pg_clipfrac", "ppo_clip_ratio", "is_clipped/mean",
+        "is_masked/mean", "cispo_clip_ratio", "policy/clipfrac_avg", "clip_ratio/low_mean", "clip_ratio/high_mean",
+    ),
+    "grpo/ess": ("rollout_corr/rollout_is_eff_sample_size", "ess", "effective_sample_size"),
+    "grpo/entropy": (
+        "entropy", "actor/entropy", "actor/entropy_loss", "entropy/mean", "entropy/all/mean", "objective/entropy",
+        "policy_entropy",
+    ),
+    "grpo/kl": (
+        "kl", "objective/kl", "actor/ppo_kl", "actor/kl_loss", "ppo_kl", "policy/approxkl_avg", "policy_kl", "kl_loss",
+    ),
+    "alignment/diff_abs_mean": (
+        "sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean", "mismatch_kl/mean",
+        "mismatch_kl/all/mean", "rollout_corr/kl", "vllm_kl",
+    ),
+    "alignment/diff_max": (
+        "sampling/sampling_logp_difference/max", "training/rollout_probs_diff_max", "mismatch_kl/max",
+        "mismatch_kl/all/max",
+    ),
+    "logprobs/training_mean": ("logps/training", "actor/logprobs_mean", "rollout_corr/training_log_ppl"),
+    "logprobs/inference_mean": ("logps/sampling", "rollout/log_probs", "rollout_corr/rollout_log_ppl"),
+    "reward/mean": (
+        "reward", "rewards/mean", "critic/score/mean", "critic/rewards/mean", "objective/scores", "reward/all/mean",
+        "env/reward_mean", "return",
+    ),
+    "reward/std": ("reward_std", "rewards/std", "critic/score/std", "env/reward_std", "reward/all/std"),
+    "reward/frac_zero_std": ("frac_reward_zero_std", "zero_std_groups", "batch/solve_none", "solve_none"),
+    "rollout/length_mean": (
+        "completions/mean_length", "response_length/mean", "response_length", "seq_len/all/mean", "seq_len/mean",
+        "completion_length", "total_length", "decode_len/all/mean",
+    ),
+    "rollout/truncated_fraction": (
+        "completions/clipped_ratio", "response_length/clip_ratio", "is_truncated/all/mean", "is_truncated/mean",
+        "truncated", "truncated_rollouts/all",
+    ),
+    "rollout/staleness_mean": (
+        "training/off_policy/trajectory_staleness/mean", "off_policy_level/all/mean", "off_policy_level/mean",
+        "fully_async/trajectory_staleness/mean",
+    ),
+    "rollout/staleness_max": (
+        "training/off_policy/trajectory_staleness/max", "off_policy_level/all/max", "scheduler/async_level",
+    ),
+})  # fmt: skip
+"""Our name, and what others write for it, the closest first."""
+
+_EVALUATION_STARTS = ("eval/", "eval_", "val/", "val-", "validation/", "test/")
+_UNITS: tuple[tuple[str, str], ...] = (
+    (r"(tokens_per_second|throughput)(_per_gpu)?$", "tokens/s"),
+    (r"(_time|/time|_seconds|_s)$|^(timing_s|time|timing)/", "s"),
+    (r"(_gb|peak_memory)$", "GB"),
+    (r"(length|seq_len|decode_len)", "tokens"),
+    (r"num_tokens$", "tokens"),
+    (r"staleness|off_policy_level|async_level", "versions"),
+    (r"(entropy|/kl|^kl|_kl|logprobs/|^alignment/|logp)", "nats"),
+    (r"num_groups$", "groups"),
+    (r"num_prompts$", "prompts"),
+)
+_WORDS = re.compile(r"[^a-z0-9@]+")
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a metric is measured on held-out prompts: every so many steps, and not at each."""
+    return name.startswith(_EVALUATION_STARTS)
+
+
+def our_name(name: str) -> str | None:
+    """What this project calls it: itself, or the name that it is an alias of; None for what has no likeness here.
+
+    >>> our_name("actor/pg_clipfrac")
+    'grpo/clipped_fraction'
+    """
+    if name in ALIASES or name in METRIC_NAMES:
+        return name
+    bare = name.removeprefix("train/")  # how Transformers hands TRL's names to trackers
+    return next((ours for ours, others in ALIASES.items() if name in others or bare in others), None)
+
+
+def measured_as(ours: str, measured: Iterable[str]) -> str | None:
+    """The name under which a run has one of our metrics: ours, else the closest of its aliases; None without."""
+    names = set(measured)
+    candidates = (ours, *(each for alias in ALIASES.get(ours, ()) for each in (alias, f"train/{alias}")))
+    return next((name for name in candidates if name in names), None)
+
+
+def band_of(name: str) -> Band | None:
+    """The healthy band, if there is one; aliases with other units or meanings of "mean" have none."""
+    if name in HEALTHY_BANDS:
+        return HEALTHY_BANDS[name]
+    ours = our_name(name)
+    return HEALTHY_BANDS.get(ours) if ours in ("grpo/mean_ratio", "grpo/clipped_fraction") else None
+
+
+def unit_of(name: str) -> str:
+    """`s`, `GB`, `tokens/s`, `nats`, …; nothing for fractions, ratios and rewards."""
+    if name.endswith(("fraction", "ratio")):
+        return ""
+    return next((unit for pattern, unit in _UNITS if re.search(pattern, name)), "")
+
+
+def group_of(name: str) -> str:
+    """What stands before its last part: `reward/sort6/mean` belongs to `reward/sort6`, `loss` to no group."""
+    return name.rpartition("/")[0]
+
+
+def in_groups(names: Iterable[str]) -> list[str]:
+    """Names in the order of a list: groups together, ours in the order that people know, the rest by the alphabet."""
+    order = {group: place for place, group in enumerate(dict.fromkeys(name.partition("/")[0] for name in _KNOWN_FIRST))}
+    known = {name: place for place, name in enumerate(METRIC_NAMES)}
+
+    def key(name: str) -> tuple[int, str, int, str]:
+        room = name.partition("/")[0]
+        return order.get(room, len(order)), group_of(name), known.get(name, len(known)), name
+
+    return sorted(names, key=key)
+
+
+_KNOWN_FIRST = ("reward/mean", "eval/avg@1", "grpo/mean_ratio", "alignment/diff_mean", *METRIC_NAMES)
+
+
+def found(query: str, names: Sequence[str]) -> list[str]:
+    """The names that a query means, the best first: by what they contain, by their aliases, then letter by letter.
+
+    >>> found("ppo_kl", ["train/loss", "grpo/kl"])
+    ['grpo/kl']
+    """
+    wanted = query.strip().lower()
+    if not wanted:
+        return list(names)
+    ranked = [(rank, place) for place, name in enumerate(names) if (rank := _rank(wanted, name)) is not None]
+    # Letters scattered over a name are a guess: they count only where nothing says the query itself.
+    exact = [found_one for found_one in ranked if found_one[0] < _SCATTERED]
+    return [names[place] for _, place in sorted(exact or ranked)]
+
+
+_SCATTERED = 5
+
+
+def _rank(wanted: str, name: str) -> int | None:
+    """How well a name answers, 0 the best; None where it does not."""
+    own = name.lower()
+    others = [alias.lower() for alias in ALIASES.get(our_name(name) or "", ())]
+    ours = (our_name(name) or "").lower()
+    words = _WORDS.split(wanted)
+    if own == wanted:
+        return 0
+    if wanted in others or ours == wanted:
+        return 1
+    if wanted in own:
+        return 2
+    if all(word in own for word in words):
+        return 3
+    if any(all(word in other for word in words) for other in (*others, ours)):
+        return 4
+    return _SCATTERED if _is_scattered(wanted, own) else None
+
+
+def _is_scattered(letters: str, text: str) -> bool:
+    """Whether the letters stand in the text in their order: `clpfr` in `clipped_fraction`."""
+    rest = iter(text)
+    return all(letter in rest for letter in letters if letter != " ")
