@@ -17,28 +17,30 @@ from typing import Literal
 
 import psutil
 from textual import on
-from textual.app import App
 from textual.binding import Binding
 from textual.content import Content
-from textual.filter import LineFilter
 from textual.screen import Screen
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, ServiceState
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, ServiceState, ServiceStatus
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import METRICS_FILE
 from grpo_tui.supervisor.proc import user_name
 from grpo_tui.ui import messages, questions
 from grpo_tui.ui.connection import LocalRun, RunConnection
-from grpo_tui.ui.glyphs import AsciiOnly, wants_ascii
+from grpo_tui.ui.glyphs import wants_ascii
 from grpo_tui.ui.keys import EVERYWHERE, bindings
+from grpo_tui.ui.palette import RunCommands
+from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, warnings_page
+from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 from grpo_tui.view import state as view
+from grpo_tui.view import viewer
 from grpo_tui.view.crash_files import newest_report
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.log_tail import LogTail
@@ -51,15 +53,20 @@ METRICS_POLL_S = 0.5
 LOG_POLL_BUSY_S = 0.1
 """Between two reads of a log that is being written: a flood becomes ten pictures a second."""
 LOG_POLL_QUIET_S = 0.5
+MIN_COLUMNS, MIN_ROWS = 40, 10
+"""Below this a terminal is told to be too small."""
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
-class GrpoScreen(App[None]):
+class GrpoScreen(ThemedApp[None]):
     """Watches one run and asks its daemon for what keys say."""
 
     TITLE = "grpo-tui"
     CSS_PATH = "grpo.tcss"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {RunCommands}
+    HORIZONTAL_BREAKPOINTS = [(0, "-too-narrow"), (MIN_COLUMNS, "-has-columns")]
+    VERTICAL_BREAKPOINTS = [(0, "-too-low"), (MIN_ROWS, "-has-rows")]
     BINDINGS = [
         *bindings(EVERYWHERE),
         Binding(
@@ -74,12 +81,26 @@ class GrpoScreen(App[None]):
         *,
         clock: Callable[[], float] = time.time,
         is_ascii: bool = False,
+        is_read_only: bool = False,
+        theme: str = DARK,
+        preferences: Preferences | None = None,
+        remember: Callable[[Preferences], None] = lambda _: None,
     ) -> None:
-        super().__init__()
-        self.state = view.ViewState(run_folder=run_folder, now=clock())
+        """Watch a run.
+
+        Args:
+            is_read_only: refuse every key that does something to the run.
+            theme: of `themes.known_themes()`.
+            preferences: what is remembered of this person; None of somebody who needs no hints.
+            remember: keeps other preferences for next time.
+        """
+        super().__init__(theme=theme, is_ascii=is_ascii)
+        self._preferences = preferences or Preferences(has_read_hint=True)
+        self._remember = remember
+        who = viewer.Viewer(is_read_only=is_read_only, is_new=not self._preferences.has_read_hint)
+        self.state = view.ViewState(run_folder=run_folder, now=clock(), viewer=who)
         self._connection = connection
         self._clock = clock
-        self._ascii = AsciiOnly() if is_ascii else None
         self._is_draw_due = False
         self._log_wanted = asyncio.Event()
         self._screens_of_run: dict[str, RunScreen] = {}
@@ -87,10 +108,6 @@ class GrpoScreen(App[None]):
     def get_default_screen(self) -> Screen[None]:
         """The main screen; it composes the parts."""
         return MainScreen(self.state)
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's own (`NO_COLOR`), and plain characters where the terminal has no others."""
-        return [*super().get_line_filters(), *([self._ascii] if self._ascii else [])]
 
     # --- connect and read ------------------------------------------------------------------------------------------
 
@@ -207,9 +224,12 @@ class GrpoScreen(App[None]):
             self.call_later(self._draw)
 
     def _draw(self) -> None:
-        self._is_draw_due = False
         shown = self.shown
-        if shown is not None and shown.is_mounted:
+        if shown is not None and not shown.is_mounted:
+            shown.call_later(self._draw)  # what it is told first, it handles when it is there
+            return
+        self._is_draw_due = False
+        if shown is not None:
             shown.draw(as_seen(self.state))
 
     @property
@@ -238,45 +258,73 @@ class GrpoScreen(App[None]):
 
     def action_restart_inference(self) -> None:
         """Restart vLLM at once: it is the key that people come for."""
+        if self._is_only_watching():
+            return
         service = view.inference_service(self.state)
         if service is None:
             self._tell("warning", "no inference server among the services of this run; r restarts the selected one")
             return
         self._bring_up("restart", service)
 
-    def action_restart_selected(self) -> None:
-        """Restart the service whose log is shown."""
-        if self.state.selected is not None:
-            self._bring_up("restart", self.state.selected)
+    def action_restart_chosen(self) -> None:
+        """Restart the tagged services, or the selected one."""
+        self.restart(self.state.chosen)
 
     def action_start_or_stop(self) -> None:
-        """Start what does not run, stop what does; stopping the trainer is asked about first."""
-        service = self.state.service(self.state.selected)
-        if service is None:
-            return
-        if service.state in STOPPED_STATES:
-            self._bring_up("start", service.name)
-        elif service.kind == questions.TRAINER_KIND:
-            self._confirm(questions.about_stopping_the_trainer(service, self.state), "stop", service.name)
-        else:
-            self._ask("stop", service.name)
+        """Start the chosen services where none of them runs, else stop those that do."""
+        self.start_or_stop(self.state.chosen)
 
-    def action_kill_selected(self) -> None:
-        """Kill the selected service after a yes."""
-        service = self.state.service(self.state.selected)
-        if service is None:
+    def action_kill_chosen(self) -> None:
+        """Kill the chosen services after a yes."""
+        self.kill(self.state.chosen)
+
+    def restart(self, services: Sequence[ServiceStatus]) -> None:
+        """Restart each of some services."""
+        if self._is_only_watching():
             return
-        if service.state not in questions.KILLABLE_STATES:
-            self._tell("info", f"{service.name} is {service.state}: there is nothing to kill")
+        for service in services:
+            self._bring_up("restart", service.name)
+
+    def start_or_stop(self, services: Sequence[ServiceStatus]) -> None:
+        """Start services where none of them runs, else stop those that do; about the trainer it asks first."""
+        if self._is_only_watching():
             return
-        self._confirm(questions.about_killing(service, self.state), "kill", service.name)
+        up = [service for service in services if service.state not in STOPPED_STATES]
+        if not up:
+            for service in services:
+                self._bring_up("start", service.name)
+            return
+        self._confirm(questions.about_stopping(up, self.state), "stop", [service.name for service in up])
+
+    def kill(self, services: Sequence[ServiceStatus]) -> None:
+        """Kill those of some services that live, after a yes."""
+        if self._is_only_watching():
+            return
+        alive = [service for service in services if service.state in questions.KILLABLE_STATES]
+        if alive:
+            self._confirm(questions.about_killing(alive, self.state), "kill", [service.name for service in alive])
+        elif services:
+            states = ", ".join(f"{service.name} is {service.state}" for service in services)
+            self._tell("info", f"{states}: there is nothing to kill")
+
+    def action_tag(self) -> None:
+        """Tag the selected service, or take its tag away."""
+        if self.state.selected is not None and not self._is_only_watching():
+            self._apply(viewer.TagToggled(name=self.state.selected))
+
+    def action_clear_tags(self) -> None:
+        """Take all tags away."""
+        if self.state.viewer.tagged:
+            self._apply(viewer.TagsCleared())
 
     def action_end_run(self) -> None:
         """End the run after a yes; the question names every process that will end."""
+        if self._is_only_watching():
+            return
         if self.state.has_ended:
             self._tell("info", "the run is over already; q leaves")
             return
-        self._confirm(questions.about_ending_the_run(self.state), "down", None)
+        self._confirm(questions.about_ending_the_run(self.state), "down", [None])
 
     def action_detach(self) -> None:
         """Leave the screen; the run goes on."""
@@ -339,12 +387,46 @@ class GrpoScreen(App[None]):
             return
         self.push_screen(ReadingScreen(report.path.name, Content(report.text), is_wide=True))
 
-    def _confirm(self, question: questions.Question, do: view.Do, service: str | None) -> None:
+    def select(self, service: str) -> None:
+        """Select a service; its log is shown."""
+        self._apply(view.ServiceSelected(name=service))
+
+    def choose_theme(self, name: str) -> None:
+        """Draw in other colours, and next time too."""
+        self.theme = name
+        self._keep(self._preferences.model_copy(update={"theme": name}))
+
+    def on_key(self) -> None:
+        """The first key shows that the hint was read."""
+        if self.state.viewer.is_new:
+            self._apply(viewer.HintRead())
+            self._keep(self._preferences.model_copy(update={"has_read_hint": True}))
+
+    def _keep(self, preferences: Preferences) -> None:
+        self._preferences = preferences
+        try:
+            self._remember(preferences)
+        except OSError as error:
+            self._tell("warning", f"this will not be remembered: {error}")
+
+    def _is_only_watching(self) -> bool:
+        """Whether this screen may not act; says so if it may not."""
+        if self.state.viewer.is_read_only:
+            self._tell("warning", "this screen is read-only: it was opened with --read-only and changes nothing")
+        return self.state.viewer.is_read_only
+
+    def _confirm(self, question: questions.Question | None, do: view.Do, services: Sequence[str | None]) -> None:
+        """Do it to each of some services after a yes, or at once where there is no question."""
+
         def act(is_yes: bool | None) -> None:
             if is_yes:
-                self._ask(do, service)
+                for service in services:
+                    self._ask(do, service)
 
-        self.push_screen(ConfirmScreen(question.text, question.named), act)
+        if question is None:
+            act(True)
+        else:
+            self.push_screen(ConfirmScreen(question.text, question.named), act)
 
     def _bring_up(self, do: Literal["start", "restart"], name: str) -> None:
         """Start or restart a service; where a stranger has its port, ask first whether that is to be ended."""
@@ -390,14 +472,28 @@ class GrpoScreen(App[None]):
             loop.add_signal_handler(number, self.exit)
 
 
-def open_screen(run_folder: Path) -> int:
+def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:
     """Show the run until the person leaves; the run goes on.
+
+    Args:
+        theme: the colours to open with; None for those that were chosen last.
+        is_read_only: refuse every key that does something to the run.
 
     Returns:
         The exit code: 1 if the run was seen to fail, else 0.
     """
     folder = run_folder.resolve()
-    app = GrpoScreen(folder, LocalRun(folder), is_ascii=wants_ascii(os.environ))
+    file = preferences_file()
+    preferences = read_preferences(file)
+    app = GrpoScreen(
+        folder,
+        LocalRun(folder),
+        is_ascii=wants_ascii(os.environ),
+        is_read_only=is_read_only,
+        theme=theme_to_open(theme, preferences.theme, os.environ),
+        preferences=preferences,
+        remember=lambda changed: write_preferences(file, changed),
+    )
     app.run()
     if app.return_code:
         return app.return_code

@@ -24,13 +24,15 @@ class Key:
     """For the last line."""
     help: str
     is_in_footer: bool = True
+    acts: bool = False
+    """Whether it does something to the run: a read-only screen refuses it."""
 
 
 PLACES = ("run", "gpus", "alignment", "rollouts", "metrics", "logs")
 """The screens of a run, by the keys 1 to 6."""
 
 FIRST_EVERYWHERE = (
-    Key(key="v", shown="v", action="app.restart_inference", label="restart vLLM",
+    Key(key="v", shown="v", action="app.restart_inference", label="restart vLLM", acts=True,
         help="restart the inference server; each phase shows its seconds"),
 )  # fmt: skip
 """What people come for stands first in the last line."""
@@ -45,21 +47,27 @@ LAST_EVERYWHERE = (
         help="this page"),
     Key(key="q", shown="q", action="app.detach", label="detach",
         help="leave the screen; the run goes on (ctrl+c does the same)"),
-    Key(key="D", shown="D", action="app.end_run", label="end",
+    Key(key="ctrl+p", shown="^p", action="app.command_palette", label="all", is_in_footer=False,
+        help="find anything by its words: actions, services, screens, themes"),
+    Key(key="D", shown="D", action="app.end_run", label="end", acts=True,
         help="end the run and everything it started (asks first)"),
 )  # fmt: skip
 
 EVERYWHERE = (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)
 
 ON_MAIN = (
-    Key(key="r", shown="r", action="app.restart_selected", label="restart",
-        help="restart the selected service and those that must follow it"),
-    Key(key="s", shown="s", action="app.start_or_stop", label="start/stop",
-        help="stop or start it; asks before the trainer or a stranger ends"),
-    Key(key="K", shown="K", action="app.kill_selected", label="kill", is_in_footer=False,
-        help="kill it now: it gets no time to save anything (asks first)"),
+    Key(key="r", shown="r", action="app.restart_chosen", label="restart", acts=True,
+        help="restart the selected or tagged services and those that must follow"),
+    Key(key="s", shown="s", action="app.start_or_stop", label="start/stop", acts=True,
+        help="stop or start them; asks before the trainer or a stranger ends"),
+    Key(key="K", shown="K", action="app.kill_chosen", label="kill", is_in_footer=False, acts=True,
+        help="kill them now, with no time to save anything (asks first)"),
+    Key(key="space", shown="space", action="app.tag", label="tag", is_in_footer=False, acts=True,
+        help="tag the selected service, or take the tag away; r, s, K act on all tagged"),
+    Key(key="escape", shown="esc", action="app.clear_tags", label="untag", is_in_footer=False, acts=True,
+        help="take all tags away"),
     Key(key="c", shown="c", action="app.crash_report", label="crash", is_in_footer=False,
-        help="its newest crash report: why it failed, how everything stood"),
+        help="the selected service's newest crash report: why it failed, how everything stood"),
     Key(key="f", shown="f", action="app.follow", label="follow",
         help="let the log follow its end, or hold still to read"),
     Key(key="z", shown="z", action="app.zoom", label="zoom",

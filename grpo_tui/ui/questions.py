@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS
+from grpo_tui.view.format import count_text
 from grpo_tui.view.refusals import obstacles
 from grpo_tui.view.state import ViewState
 
@@ -21,22 +23,30 @@ class Question:
     named: tuple[str, ...]
 
 
-def about_stopping_the_trainer(trainer: ServiceStatus, state: ViewState) -> Question:
-    """Whether training is to go no further."""
-    named = (f"{trainer.name}, pid {trainer.pid}, after step {_step(state)}",)
-    return Question(text=f"Stop {trainer.name}?", named=(*named, "training goes no further until it is started"))
+def about_stopping(services: Sequence[ServiceStatus], state: ViewState) -> Question | None:
+    """Whether training is to go no further; None where no trainer is among them, since all others start again."""
+    if not any(service.kind == TRAINER_KIND for service in services):
+        return None
+    named = []
+    for service in services:
+        is_trainer = service.kind == TRAINER_KIND
+        named.append(f"{service.name}, pid {service.pid}, after step {_step(state)}" if is_trainer else _told(service))
+    return Question(text=f"Stop {_several(services)}?", named=(*named, "training goes no further until it is started"))
 
 
-def about_killing(service: ServiceStatus, state: ViewState) -> Question:
-    """Whether a service is to end without time to save anything."""
+def about_killing(services: Sequence[ServiceStatus], state: ViewState) -> Question:
+    """Whether services are to end without time to save anything."""
+    is_one = len(services) == 1
     named = [
-        _told(service),
-        "and all that it started: by SIGKILL, so nothing is saved",
-        "it stays down until s starts it",
+        *(_told(service) for service in services),
+        f"and all that {'it' if is_one else 'they'} started: by SIGKILL, so nothing is saved",
+        "it stays down until s starts it" if is_one else "they stay down until s starts them",
     ]
-    if service.kind == TRAINER_KIND:
-        named.insert(2, f"it is at step {_step(state)}; what is in no checkpoint is lost")
-    return Question(text=f"Kill {service.name} now?", named=tuple(named))
+    trainer = next((service for service in services if service.kind == TRAINER_KIND), None)
+    if trainer is not None:
+        subject = "it" if is_one else trainer.name
+        named.insert(-1, f"{subject} is at step {_step(state)}; what is in no checkpoint is lost")
+    return Question(text=f"Kill {_several(services)} now?", named=tuple(named))
 
 
 def about_ending_the_run(state: ViewState) -> Question:
@@ -58,6 +68,10 @@ def about_a_taken_port(service: ServiceStatus, user: str) -> Question | None:
     spared = [f"left alone, and in the way too: {each.words}" for each in in_the_way if each.words not in ended]
     text = f"{service.name} was not started: its port is taken. End this process?"
     return Question(text=text, named=(*ended, *spared))
+
+
+def _several(services: Sequence[ServiceStatus]) -> str:
+    return services[0].name if len(services) == 1 else f"these {count_text(len(services), 'service')}"
 
 
 def _told(service: ServiceStatus) -> str:

@@ -24,7 +24,10 @@ SHORTEST_SUMMED_UP_S = 0.5
 """Of the phases of a start: vLLM tells more than a line has room for, and a few of them take all the time."""
 WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 """States in the middle of a restart: waiting for the services that it needs is one of them."""
-QUIET_WORDS = "↑↓ choose a service, its log is shown · ? explains everything"
+QUIET_WORDS = "↑↓ choose a service, its log is shown · space tags several · ^p finds all · ? explains"
+WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds all · ? explains"
+FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
+"""Until the first key that a person ever presses here."""
 
 
 class ActivityLine(Lines):
@@ -51,7 +54,18 @@ class ActivityLine(Lines):
             return [line(*phases).truncate(width, ellipsis=True)]
         if outcome is not None and age_s < SHOWN_OUTCOME_S:
             return [_said(outcome, width)]
-        return [line((QUIET_WORDS, ".faint")).truncate(width, ellipsis=True)]
+        return [line(_hint(state)).truncate(width, ellipsis=True)]
+
+
+def _hint(state: ViewState) -> Styled:
+    """What the next key may be, while there is nothing else to tell."""
+    if state.viewer.is_new:
+        return FIRST_WORDS, ".accent"
+    tagged = [service.name for service in state.chosen] if state.viewer.tagged else []
+    if tagged:
+        names = ", ".join(tagged)
+        return f"{len(tagged)} tagged: r restarts, s starts or stops, K kills {names} · esc untags", ".accent"
+    return WATCHING_WORDS if state.viewer.is_read_only else QUIET_WORDS, ".faint"
 
 
 def _said(outcome: Outcome, width: int) -> Content:

@@ -34,9 +34,22 @@ class HeaderLine(Lines):
     HeaderLine { height: 1; background: $panel; padding: 0 1; }
     """
 
+    @property
+    def _is_too_small(self) -> bool:
+        return self.screen.has_class("-too-narrow") or self.screen.has_class("-too-low")
+
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """The room of the whole screen matters too."""
+        return (state, self._is_too_small and self.screen.size)
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """`run  profile  ● running` and at the right `step 123  up 12m05s`; names give way where room is scarce."""
+        if self._is_too_small:
+            columns, rows = self.screen.size
+            return [line((f"{columns}x{rows} is too small: 40x10 shows the run", ".warning")).truncate(width)]
         stands: list[str | Styled] = [CONNECTION_WORDS[state.connection]]
+        if state.viewer.is_read_only:
+            stands.append(("  read-only", ".accent"))
         right: list[str | Styled] = []
         profile = ""
         if state.status is not None:

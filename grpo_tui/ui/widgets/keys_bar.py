@@ -34,16 +34,19 @@ class KeysBar(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Only the word of the start and stop key depends on the run."""
-        return (self._is_stopped(state), self.tells_screens)
+        return (self._is_stopped(state), self.tells_screens, state.viewer.is_read_only)
 
     @staticmethod
     def _is_stopped(state: ViewState) -> bool:
-        service = state.service(state.selected)
-        return service is not None and service.state in STOPPED_STATES
+        return bool(state.chosen) and all(service.state in STOPPED_STATES for service in state.chosen)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """As many keys as fit, two spaces apart, or one where that is what it takes."""
-        items = [_item(key, is_stopped=self._is_stopped(state)) for key in self._keys if key.is_in_footer]
+        items = [
+            _item(key, is_stopped=self._is_stopped(state))
+            for key in self._keys
+            if key.is_in_footer and not (key.acts and state.viewer.is_read_only)
+        ]
         if self.tells_screens:
             items.append(Content.assemble((f"1-{len(PLACES)}", ".key"), " ", ("more", ".muted")))
         total = sum(item.cell_length for item in items)

@@ -20,8 +20,8 @@ Styled = tuple[str, str]
 NUM_SHARES = 8
 """Styles `.share-0` … for the parts of a bar."""
 STYLES = frozenset(
-    {"ok", "busy", "warning", "error", "muted", "faint", "strong", "title", "accent", "selected", "others", "spark"}
-    | {f"share-{number}" for number in range(NUM_SHARES)}
+    {"ok", "busy", "warning", "error", "muted", "faint", "rule", "strong", "title", "accent", "selected", "others"}
+    | {"spark", *(f"share-{number}" for number in range(NUM_SHARES))}
 )
 
 
@@ -36,22 +36,25 @@ class Lines(Widget):
     Lines > .busy { color: $text-primary; }
     Lines > .warning { color: $text-warning; }
     Lines > .error { color: $text-error; text-style: bold; }
-    Lines > .muted { color: $foreground 65%; }
-    Lines > .faint { color: $foreground 35%; }
+    Lines > .muted { color: $muted; }
+    Lines > .faint { color: $faint; }
+    Lines > .rule { color: $rule; }
     Lines > .strong { text-style: bold; }
-    Lines > .title { color: $foreground 65%; text-style: bold; }
+    Lines > .title { color: $muted; text-style: bold; }
     Lines > .accent { color: $text-accent; }
-    Lines > .selected { background: $primary 25%; }
-    Lines > .spark { color: $text-primary 75%; }
+    Lines > .selected { background: $selected; }
+    Lines > .spark { color: $spark; }
     Lines > .others { color: $text-warning; }
-    Lines > .share-0 { color: $primary; }
-    Lines > .share-1 { color: $success; }
-    Lines > .share-2 { color: $accent; }
-    Lines > .share-3 { color: $secondary-lighten-2; }
-    Lines > .share-4 { color: $primary-lighten-3; }
-    Lines > .share-5 { color: $success-lighten-2; }
-    Lines > .share-6 { color: $accent-darken-2; }
-    Lines > .share-7 { color: $secondary; }
+    Lines > .share-0 { color: $share-0; }
+    Lines > .share-1 { color: $share-1; }
+    Lines > .share-2 { color: $share-2; }
+    Lines > .share-3 { color: $share-3; }
+    Lines > .share-4 { color: $share-4; }
+    Lines > .share-5 { color: $share-5; }
+    Lines > .share-6 { color: $share-6; }
+    Lines > .share-7 { color: $share-7; }
+    Lines:ansi > .faint { text-style: dim; }
+    Lines:ansi > .rule { text-style: dim; }
     """
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -135,6 +138,6 @@ def rule(width: int, title: str, note: str = "") -> Content:
     start = f"─ {title} "
     dashes = "─" * max(0, width - cell_len(start) - cell_len(end))
     return line(
-        ("─ ", ".faint"), (f"{title} ", ".title"), (dashes, ".faint"), (f" {note}" if note else "", ".muted"),
-        (" ─" if note else "", ".faint"),
+        ("─ ", ".rule"), (f"{title} ", ".title"), (dashes, ".rule"), (f" {note}" if note else "", ".muted"),
+        (" ─" if note else "", ".rule"),
     ).truncate(width)  # fmt: skip

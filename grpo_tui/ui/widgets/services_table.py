@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 
@@ -34,6 +35,7 @@ STATE_STYLES = {
 PASSING_STATES = frozenset({ServiceState.STARTING, ServiceState.STOPPING, ServiceState.BACKOFF})
 """States that a person waits for: they show their seconds."""
 DOWN_STATES = frozenset({ServiceState.WAITING, ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
+TAG = "◆"
 MIN_NAME, MAX_NAME = 7, 16
 MIN_NOTE = 14
 """Narrowest last column that is worth more than another number."""
@@ -60,7 +62,7 @@ COLUMNS = (
         title="gpu", width=6, rank=4, text=lambda service, _: bytes_text(service.gpu_memory_bytes), is_for_gpus=True
     ),
     Column(title="port", width=5, rank=5, text=lambda service, _: _ports(service), style=".muted"),
-    Column(title="again", width=5, rank=6, text=lambda service, _: _restarts(service), style=".muted"),
+    Column(title="restarts", width=8, rank=6, text=lambda service, _: str(service.restarts), style=".muted"),
     Column(title="pid", width=7, rank=7, text=lambda service, _: _number(service.pid), style=".muted"),
 )
 
@@ -74,7 +76,7 @@ class ServicesTable(Lines):
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """The titles, then the rows around the selected one."""
-        name_width = min(MAX_NAME, max([MIN_NAME, *(len(service.name) for service in state.services)]))
+        name_width = min(MAX_NAME, max([MIN_NAME, *(cell_len(service.name) for service in state.services)]))
         columns = _columns_for(width - name_width - STATE_WIDTH - 4, has_gpus=bool(state.status and state.status.gpus))
         note_width = width - name_width - STATE_WIDTH - 4 - sum(column.width + 1 for column in columns) - 1
         titles = [("  " + fit("service", name_width) + " " + fit("state", STATE_WIDTH), ".title")]
@@ -112,7 +114,8 @@ class ServicesTable(Lines):
         is_selected = service.name == state.selected
         quiet = ".muted" if service.state in DOWN_STATES else ""
         cells: list[str | tuple[str, str]] = [
-            ("▌ " if is_selected else "  ", ".busy"),
+            ("▌" if is_selected else " ", ".busy"),
+            (TAG if service.name in state.viewer.tagged else " ", ".accent"),
             (fit(service.name, name_width), ".strong"),
             " ",
             (fit(state_text(service, state), STATE_WIDTH), state_style(service)),
@@ -193,10 +196,6 @@ def _uptime_s(service: ServiceStatus, state: ViewState) -> float | None:
 
 def _ports(service: ServiceStatus) -> str:
     return str(service.ports[0]) + ("+" if len(service.ports) > 1 else "") if service.ports else UNKNOWN
-
-
-def _restarts(service: ServiceStatus) -> str:
-    return f"{service.restarts}×" if service.restarts else UNKNOWN
 
 
 def _number(number: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.cells import cell_len
 from textual.content import Content
+from textual.style import Style
 
 from grpo_engine.wire.supervisor import Warning
 from grpo_tui.ui.glyphs import SEVERITY_GLYPHS
@@ -12,6 +13,7 @@ from grpo_tui.view.state import ViewState
 
 SEVERITY_STYLES = {"error": ".error", "warning": ".warning", "info": ".muted"}
 INDENT = 2
+OPENS_ALL = Style.from_meta({"@click": "app.warnings"})
 
 
 class WarningsBar(Lines):
@@ -25,7 +27,15 @@ class WarningsBar(Lines):
         """Made anew when a warning came or went."""
         return (state.warnings, state.status is None)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto_links = False
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """What is told; a click opens all of it."""
+        return [row.stylize(OPENS_ALL) for row in self._told(state, width, height)]
+
+    def _told(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Every warning in full if that fits, else as many as do and one row for each other, or how many more."""
         if not height:
             return []

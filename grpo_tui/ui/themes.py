@@ -1,0 +1,110 @@
+"""Colours: a dark theme, a light one, and one of the terminal's own sixteen; Textual's themes may be chosen as well.
+
+Every colour that a part draws with is a variable, so that a theme reaches it. Ours are checked for contrast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from textual.app import App, ReturnType
+from textual.filter import LineFilter
+from textual.theme import BUILTIN_THEMES, Theme
+
+from grpo_tui.ui.glyphs import AsciiOnly
+
+DARK, LIGHT, ANSI = "dark", "light", "ansi"
+OWN_THEMES = (
+    Theme(
+        name=DARK,
+        primary="#6cb6ff", secondary="#8fa3c8", accent="#f0b072",
+        success="#4cc27a", warning="#e3b341", error="#ff7a70",
+        foreground="#d9dfe7", background="#0e1217", surface="#161c24", panel="#1c242f",
+        variables={
+            "muted": "#9fabb8", "faint": "#7f8b98", "rule": "#3d4855", "spark": "#5aa2e6", "selected": "#1d3048",
+            "share-0": "#58a6ff", "share-1": "#46bd64", "share-2": "#bc8cff", "share-3": "#39c5cf",
+            "share-4": "#f778ba", "share-5": "#e0914f", "share-6": "#a3b8cf", "share-7": "#b5c95a",
+        },
+    ),
+    Theme(
+        name=LIGHT, dark=False,
+        primary="#0757ba", secondary="#57606a", accent="#9a3d00",
+        success="#1a7f37", warning="#8f5b00", error="#c4222c",
+        foreground="#1f2328", background="#fcfcfa", surface="#f1f2f0", panel="#e4e8ee",
+        variables={
+            "muted": "#4f5863", "faint": "#626b76", "rule": "#c3c9d1", "spark": "#2f74c8", "selected": "#d3e4fa",
+            "share-0": "#0969da", "share-1": "#1a7f37", "share-2": "#8250df", "share-3": "#0b7a83",
+            "share-4": "#bf3989", "share-5": "#b35900", "share-6": "#57606a", "share-7": "#65720d",
+        },
+    ),
+    Theme(
+        name=ANSI, ansi=True,
+        primary="ansi_cyan", secondary="ansi_cyan", accent="ansi_yellow",
+        success="ansi_green", warning="ansi_yellow", error="ansi_bright_red",
+        foreground="ansi_default", background="ansi_default", surface="ansi_default", panel="ansi_default",
+        boost="ansi_default",
+        variables={
+            **BUILTIN_THEMES["ansi-dark"].variables,
+            "muted": "ansi_default", "faint": "ansi_default", "rule": "ansi_default", "spark": "ansi_cyan",
+            "selected": "ansi_default", "border": "ansi_cyan",
+            "share-0": "ansi_cyan", "share-1": "ansi_green", "share-2": "ansi_bright_magenta", "share-3": "ansi_white",
+            "share-4": "ansi_yellow", "share-5": "ansi_bright_red", "share-6": "ansi_bright_green",
+            "share-7": "ansi_bright_cyan",
+            "block-cursor-foreground": "ansi_black", "block-cursor-background": "ansi_cyan",
+            "input-selection-background": "ansi_cyan", "input-selection-foreground": "ansi_black",
+            "screen-selection-background": "ansi_cyan", "screen-selection-foreground": "ansi_black",
+        },
+    ),
+)  # fmt: skip
+RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezterm", "foot", "iterm")
+"""Parts of `TERM` that promise more than sixteen colours."""
+
+
+class ThemedApp(App[ReturnType]):
+    """Base of our apps: themes, and plain characters where the terminal has no others."""
+
+    def __init__(self, *, theme: str = DARK, is_ascii: bool = False) -> None:
+        self._ascii = AsciiOnly() if is_ascii else None
+        super().__init__()
+        for own in OWN_THEMES:
+            self.register_theme(own)
+        self.theme = theme
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's own (`NO_COLOR`), and plain characters where the terminal has no others."""
+        return [*super().get_line_filters(), *([self._ascii] if self._ascii else [])]
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """Our colours in a theme that does not know them."""
+        colours = self.current_theme.to_color_system().generate()
+        return {
+            "muted": f"{colours['foreground']} 72%",
+            "faint": f"{colours['foreground']} 55%",
+            "rule": f"{colours['foreground']} 30%",
+            "spark": colours["text-primary"],
+            "selected": f"{colours['primary']} 25%",
+            **{f"share-{number}": colours[name] for number, name in enumerate(SHARES_OF_OTHER_THEMES)},
+        }
+
+
+SHARES_OF_OTHER_THEMES = (
+    "text-primary", "text-success", "text-accent", "text-secondary", "primary", "success", "accent", "secondary",
+)  # fmt: skip
+
+
+def known_themes() -> list[str]:
+    """Every name that may be chosen, ours first."""
+    ours = [theme.name for theme in OWN_THEMES]
+    return [*ours, *(name for name in sorted(BUILTIN_THEMES) if name not in ours)]
+
+
+def theme_to_open(asked: str | None, remembered: str | None, environ: Mapping[str, str]) -> str:
+    """What was asked for now, else what was chosen before, else what the terminal can show."""
+    for name in (asked, remembered):
+        if name in known_themes():
+            return str(name)
+    term = environ.get("TERM", "")
+    has_many_colours = environ.get("COLORTERM") in ("truecolor", "24bit") or any(
+        each in term for each in RICH_TERMINALS
+    )
+    return DARK if has_many_colours or not term else ANSI
