@@ -112,6 +112,37 @@ class ServiceStatus(Message):
     """Whether it was not started because a stranger holds what it needs, e.g. a port."""
 
 
+class GpuProcess(Message):
+    """A process that the driver lists for a GPU."""
+
+    pid: int
+    """As the driver tells it; in a container it may be that of the machine outside."""
+    is_visible: bool = True
+    """Whether it can be looked at; one of another container, or under the pid of another namespace, cannot."""
+    command: str = ""
+    """Its command line, shortened, with secrets masked; empty where it cannot be seen."""
+    user: str | None = None
+    service: str | None = None
+    """Ours; with `run` the service of that other run."""
+    attempt: int | None = None
+    """Of a service of this run; null where only the service's own status tells it."""
+    run: str | None = None
+    """The run that it was started for, where it is not below a keeper of this one."""
+    memory_bytes: int | None = None
+    gpu_instance: int | None = None
+    """With MIG: the instance that it runs on."""
+
+
+class MigInstance(Message):
+    """A slice of a GPU that MIG divides."""
+
+    name: str
+    uuid: str
+    gpu_instance: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+
 class GpuStatus(Message):
     """One GPU."""
 
@@ -125,6 +156,17 @@ class GpuStatus(Message):
     other_bytes: int | None = None
     other_by_user: dict[str, int] = {}
     """The part of `other_bytes` that goes to processes which can be seen, by the name of their user."""
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: float | None = None
+    processes: list[GpuProcess] = []
+    """All that the driver lists, those that hold most first."""
+    are_shares_known: bool = True
+    """Whether the driver tells who holds what; in a container it may list pids of the machine outside, or no shares."""
+    has_mig: bool = False
+    mig: list[MigInstance] = []
+    stale_s: float | None = None
+    """Seconds since the driver last answered, while it does not; null when the figures are fresh."""
 
 
 class Warning(Message):
@@ -181,6 +223,8 @@ class Snapshot(Message):
 
     type: Literal["snapshot"] = "snapshot"
     number: int
+    time: float | None = None
+    """When it was taken; said in a timeline alone."""
     status: RunStatus
 
 
@@ -213,6 +257,9 @@ class UsageSampled(Message):
     gpu_memory_bytes: dict[str, int]
     gpus: list[GpuStatus]
     gpu_note: str | None = None
+    log_bytes: dict[str, int] = {}
+    """How far each service's log went then: the absolute offset of its end, as `grpo_tui.supervisor.capped_log` counts.
+    """
 
 
 class Notice(Message):

@@ -9,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from grpo_engine.wire.supervisor import GpuStatus
+from grpo_engine.wire.supervisor import GpuProcess, GpuStatus, MigInstance
 from grpo_tui.supervisor import proc
+from grpo_tui.supervisor.crash_report import without_secrets
 
 LIMIT_S = 2.0
 """How long a sample waits for the driver before it answers with older figures."""
 RETRY_S = 60.0
 """After NVML failed: a driver is seldom installed while a run goes on, and loading it anew costs milliseconds."""
+MAX_COMMAND_CHARS = 200
+NO_INSTANCE = 0xFFFFFFFF
+"""What the driver says for the MIG instance of a process that has none."""
 
 
 class Nvml(Protocol):
@@ -33,8 +40,11 @@ class Nvml(Protocol):
     NVMLError_DriverNotLoaded: type[Exception]
     NVMLError_NotSupported: type[Exception]
     NVMLError_FunctionNotFound: type[Exception]
+    NVMLError_NoPermission: type[Exception]
     nvmlMemory_v2: int
     """Version of the memory figures that tells used memory from what the driver keeps for itself."""
+    NVML_TEMPERATURE_GPU: int
+    NVML_DEVICE_MIG_ENABLE: int
 
     def nvmlInit(self) -> None: ...
     def nvmlDeviceGetCount(self) -> int: ...
@@ -45,6 +55,13 @@ class Nvml(Protocol):
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int: ...
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int: ...
+    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +92,16 @@ class GpuMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    """What can be seen of a listed process."""
+
+    user: str | None
+    command: str
+    marker: proc.Marker | None
+    gpu_instance: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
     """One GPU as read, before its memory is divided among services."""
 
@@ -87,8 +114,13 @@ class _Device:
     utilization_percent: float | None
     bytes_by_pid: Mapping[int, int | None] | None
     """None when the driver lists no processes; None for a process whose share it does not tell."""
-    users: Mapping[int, str]
-    """Whose the listed processes are, of those that can be seen."""
+    holders: Mapping[int, _Holder]
+    """The listed processes, whether or not they can be seen."""
+    power_watts: float | None
+    power_limit_watts: float | None
+    temperature_celsius: float | None
+    mig: Sequence[MigInstance] | None
+    """None where MIG is off or not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +157,12 @@ class GpuReader:
         self._pending: asyncio.Future[_Reading] | None = None
         self._is_late = False
 
-    async def sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
-        """The GPUs now, or as they were last seen with a note saying how long ago."""
+    async def sample(
+        self, pids_by_service: Mapping[str, Set[int]], attempts: Mapping[str, int] = MappingProxyType({})
+    ) -> GpuSample:
+        """The GPUs now, or as they were last seen with a note saying how long ago; `attempts` are by service."""
         await self._refresh(0 if self._is_late else self._limit_s)
-        return self._sample(pids_by_service)
+        return self._sample(pids_by_service, attempts)
 
     async def memory(self, limit_s: float = LIMIT_S) -> list[GpuMemory]:
         """The memory of each GPU and who holds it; of none when there is no driver, or it does not answer in time."""
@@ -160,7 +194,7 @@ class GpuReader:
                 self._last = pending.result()
                 self._pending = None if self._pending is pending else self._pending
 
-    def _sample(self, pids_by_service: Mapping[str, Set[int]]) -> GpuSample:
+    def _sample(self, pids_by_service: Mapping[str, Set[int]], attempts: Mapping[str, int]) -> GpuSample:
         last = self._last
         ours = frozenset().union(*pids_by_service.values())
         note = last.failure
@@ -169,10 +203,14 @@ class GpuReader:
             note = f"{age}: the driver does not answer"
         elif any(self._hides_processes(device, ours) for device in last.devices):
             note = "GPU memory by service is unknown: the driver does not tell which of our processes uses what"
-        return GpuSample(gpus=[self._divided(device, pids_by_service, ours) for device in last.devices], note=note)
+        gpus = [self._divided(device, pids_by_service, attempts) for device in last.devices]
+        return GpuSample(gpus=gpus, note=note)
 
-    def _divided(self, device: _Device, pids_by_service: Mapping[str, Set[int]], ours: Set[int]) -> GpuStatus:
+    def _divided(
+        self, device: _Device, pids_by_service: Mapping[str, Set[int]], attempts: Mapping[str, int]
+    ) -> GpuStatus:
         """One GPU with its memory divided among the services; nothing is divided when shares are unknown."""
+        ours = frozenset().union(*pids_by_service.values())
         by_service: dict[str, int] = {}
         by_user: dict[str, int] = {}
         other_bytes = None
@@ -181,9 +219,10 @@ class GpuReader:
                 shares = [share for pid, share in device.bytes_by_pid.items() if pid in pids and share is not None]
                 if shares:
                     by_service[service] = sum(shares)
-            for pid, user in device.users.items():
-                if pid not in ours and (share := device.bytes_by_pid[pid]) is not None:
-                    by_user[user] = by_user.get(user, 0) + share
+            for pid, holder in device.holders.items():
+                share = device.bytes_by_pid[pid]
+                if pid not in ours and holder.user is not None and share is not None:
+                    by_user[holder.user] = by_user.get(holder.user, 0) + share
             if device.used_bytes is not None:
                 other_bytes = max(0, device.used_bytes - sum(by_service.values()))
         return GpuStatus(
@@ -196,7 +235,40 @@ class GpuReader:
             by_service=by_service,
             other_bytes=other_bytes,
             other_by_user=by_user,
+            power_watts=device.power_watts,
+            power_limit_watts=device.power_limit_watts,
+            temperature_celsius=device.temperature_celsius,
+            processes=self._processes(device, pids_by_service, attempts),
+            are_shares_known=not self._hides_processes(device, ours),
+            has_mig=device.mig is not None,
+            mig=list(device.mig or ()),
+            stale_s=self._clock() - self._last.read_at if self._is_late else None,
         )
+
+    def _processes(
+        self, device: _Device, pids_by_service: Mapping[str, Set[int]], attempts: Mapping[str, int]
+    ) -> list[GpuProcess]:
+        """The listed processes, those that hold most first."""
+        service_of = {pid: service for service, pids in pids_by_service.items() for pid in pids}
+        listed = []
+        for pid, share in (device.bytes_by_pid or {}).items():
+            holder = device.holders[pid]
+            service = service_of.get(pid)
+            marker = holder.marker if service is None else None
+            listed.append(
+                GpuProcess(
+                    pid=pid,
+                    is_visible=service is not None or self._is_visible(pid),
+                    command=holder.command,
+                    user=holder.user,
+                    service=service or (marker and marker.service),
+                    attempt=None if service is None else attempts.get(service),
+                    run=marker and marker.run,
+                    memory_bytes=share,
+                    gpu_instance=holder.gpu_instance,
+                )
+            )
+        return sorted(listed, key=lambda each: (-(each.memory_bytes or 0), each.pid))
 
     def _hides_processes(self, device: _Device, ours: Set[int]) -> bool:
         """Whether shares cannot be told: some are withheld, or all pids are those of another namespace.
@@ -235,12 +307,16 @@ class GpuReader:
 
 def _read_device(nvml: Nvml, index: int) -> _Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _if_supported(nvml, functools.partial(_memory, nvml), handle)
-    rates = _if_supported(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
-    bytes_by_pid = _bytes_by_pid(
-        _if_supported(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-        _if_supported(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-    )
+    memory = _if_told(nvml, functools.partial(_memory, nvml), handle)
+    rates = _if_told(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    slices = _slices(nvml, handle)
+    listed = _Listed()
+    for each in (handle, *(slices or ())):  # without privileges MIG lists the processes of each instance alone
+        listed.add(_if_told(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, each))
+        listed.add(_if_told(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, each))
+    watts = _if_told(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    most_watts = _if_told(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    celsius = _if_told(nvml, lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU), handle)
     return _Device(
         index=index,
         uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -249,15 +325,71 @@ def _read_device(nvml: Nvml, index: int) -> _Device:
         free_bytes=None if memory is None else int(memory.free),
         total_bytes=None if memory is None else int(memory.total),
         utilization_percent=None if rates is None else float(rates.gpu),
-        bytes_by_pid=bytes_by_pid,
-        users=_users(bytes_by_pid or ()),
+        bytes_by_pid=listed.bytes_by_pid if listed.is_told else None,
+        holders={pid: _holder(pid, listed.instances.get(pid)) for pid in listed.bytes_by_pid},
+        power_watts=None if watts is None else watts / 1000,
+        power_limit_watts=None if most_watts is None else most_watts / 1000,
+        temperature_celsius=None if celsius is None else float(celsius),
+        mig=None if slices is None else [_mig_instance(nvml, each) for each in slices],
     )
 
 
-def _users(pids: Iterable[int]) -> dict[int, str]:
-    """The user of each process that can be seen; asked in the thread, since a directory of users may be slow."""
-    uids = {pid: uid for pid in pids if (uid := proc.uid_of(pid)) is not None}
-    return {pid: proc.user_name(uid) for pid, uid in uids.items()}
+@dataclass(slots=True)
+class _Listed:
+    """Processes of a GPU from several lists; one that computes and draws is in both with the same memory."""
+
+    bytes_by_pid: dict[int, int | None] = field(default_factory=dict)
+    instances: dict[int, int] = field(default_factory=dict)
+    is_told: bool = False
+
+    def add(self, processes: Iterable[Any] | None) -> None:
+        """Take in a list; None is one that the driver does not tell."""
+        self.is_told = self.is_told or processes is not None
+        for process in processes or ():
+            known = self.bytes_by_pid.get(process.pid)
+            used = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
+            self.bytes_by_pid[process.pid] = used if known is None else max(known, used or 0)
+            instance = getattr(process, "gpuInstanceId", None)  # drivers before 450 do not know it
+            if instance is not None and instance != NO_INSTANCE:
+                self.instances[process.pid] = int(instance)
+
+
+def _holder(pid: int, gpu_instance: int | None) -> _Holder:
+    """What /proc says of a process; asked in the thread, since a directory of users may be slow."""
+    uid = proc.uid_of(pid)
+    if uid is None:
+        return _Holder(user=None, command="", marker=None, gpu_instance=gpu_instance)
+    return _Holder(user=proc.user_name(uid), command=_command(pid), marker=proc.marker(pid), gpu_instance=gpu_instance)
+
+
+def _command(pid: int) -> str:
+    told = proc.command_line(pid)
+    argv = [told] if told.startswith("[") else shlex.split(told)
+    command = argv[0] if len(argv) == 1 else shlex.join(without_secrets(argv))  # vLLM's title of itself is one word
+    return command if len(command) <= MAX_COMMAND_CHARS else command[: MAX_COMMAND_CHARS - 1] + "…"
+
+
+def _slices(nvml: Nvml, handle: Any) -> list[Any] | None:
+    """Handles of the MIG instances; None where MIG is off."""
+    mode = _if_told(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+        return None
+    found = []
+    for number in range(_if_told(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        with suppress(nvml.NVMLError):  # numbers have gaps
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+    return found
+
+
+def _mig_instance(nvml: Nvml, handle: Any) -> MigInstance:
+    memory = _if_told(nvml, functools.partial(_memory, nvml), handle)
+    return MigInstance(
+        name=nvml.nvmlDeviceGetName(handle),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        gpu_instance=_if_told(nvml, nvml.nvmlDeviceGetGpuInstanceId, handle),
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+    )
 
 
 def _memory(nvml: Nvml, handle: Any) -> Any:
@@ -268,23 +400,11 @@ def _memory(nvml: Nvml, handle: Any) -> Any:
         return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
-def _bytes_by_pid(compute: Iterable[Any] | None, graphics: Iterable[Any] | None) -> Mapping[int, int | None] | None:
-    """Memory by process; one that computes and draws is in both lists with the same memory."""
-    if compute is None and graphics is None:
-        return None
-    shares: dict[int, int | None] = {}
-    for process in (*(compute or ()), *(graphics or ())):
-        known = shares.get(process.pid)
-        used = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-        shares[process.pid] = used if known is None else max(known, used or 0)
-    return shares
-
-
-def _if_supported(nvml: Nvml, function: Callable[[Any], Any], handle: Any) -> Any:
-    """What the driver answers, or None where this GPU does not know the question."""
+def _if_told(nvml: Nvml, function: Callable[[Any], Any], handle: Any) -> Any:
+    """What the driver answers; None where it or this GPU does not know the question, or others may ask it."""
     try:
         return function(handle)
-    except nvml.NVMLError_NotSupported:
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
         return None
 
 

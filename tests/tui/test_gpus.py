@@ -1,12 +1,14 @@
 """GPU figures from a driver that is absent, complete, tight-lipped, or hanging.
 
-The driver is a short fake of the nine functions that are used: what it answers is what the real one answers on those
+The driver is a short fake of the functions that are used: what it answers is what the real one answers on those
 machines, and dividing memory among services, words and time limits are ours.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -36,6 +38,18 @@ class LibraryNotFound(NvmlError):
     pass
 
 
+class NoPermission(NvmlError):
+    pass
+
+
+@dataclass
+class FakeSlice:
+    """A MIG instance; `processes` run on it."""
+
+    number: int
+    processes: list[tuple[int, int | None]] = field(default_factory=list)
+
+
 @dataclass
 class FakeNvml:
     """One GPU of 141 GB, with processes as (pid, bytes or None); `failing` says what initialisation raises."""
@@ -46,13 +60,19 @@ class FakeNvml:
     answers: threading.Event = field(default_factory=threading.Event)
     is_old: bool = False
     num_inits: int = 0
+    num_gpus: int = 1
+    slices: list[FakeSlice] = field(default_factory=list)
+    has_sensors: bool = True
 
     NVMLError: type[Exception] = NvmlError
     NVMLError_LibraryNotFound: type[Exception] = LibraryNotFound
     NVMLError_DriverNotLoaded: type[Exception] = LibraryNotFound
     NVMLError_NotSupported: type[Exception] = NotSupported
     NVMLError_FunctionNotFound: type[Exception] = FunctionNotFound
+    NVMLError_NoPermission: type[Exception] = NoPermission
     nvmlMemory_v2: int = 2
+    NVML_TEMPERATURE_GPU: int = 0
+    NVML_DEVICE_MIG_ENABLE: int = 1
 
     def __post_init__(self) -> None:
         self.answers.set()
@@ -64,18 +84,20 @@ class FakeNvml:
 
     def nvmlDeviceGetCount(self) -> int:
         self.answers.wait()
-        return 1
+        return self.num_gpus
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
         return index
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        return "GPU-1"
+        return f"MIG-{handle.number}" if isinstance(handle, FakeSlice) else f"GPU-{handle + 1}"
 
     def nvmlDeviceGetName(self, handle: Any) -> str:
-        return "NVIDIA H200"
+        return "NVIDIA H200 MIG 3g.71gb" if isinstance(handle, FakeSlice) else "NVIDIA H200"
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+        if isinstance(handle, FakeSlice):
+            return SimpleNamespace(used=30 * GB, free=41 * GB, total=71 * GB)
         if version is None:
             return SimpleNamespace(used=81 * GB, free=60 * GB, total=141 * GB)  # with what the driver keeps for itself
         if self.is_old:
@@ -83,18 +105,52 @@ class FakeNvml:
         return SimpleNamespace(used=80 * GB, free=60 * GB, total=141 * GB)
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        if self.slices:
+            raise NotSupported("Not Supported")
         return SimpleNamespace(gpu=97)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        if isinstance(handle, FakeSlice):
+            return self._listed(handle.processes, handle.number)
         return self._listed(self.compute)
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> list[Any]:
         return self._listed(self.graphics)
 
-    def _listed(self, processes: list[tuple[int, int | None]] | None) -> list[Any]:
-        if processes is None:
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
+        return self._sensor(512_345)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
+        return self._sensor(700_000)
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
+        return self._sensor(61)
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        if self.is_old:
+            raise FunctionNotFound
+        return [int(bool(self.slices)), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
+        if index >= len(self.slices):
+            raise NvmlError("Not Found")
+        return self.slices[index]
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
+        return int(handle.number)
+
+    def _sensor(self, value: int) -> int:
+        if not self.has_sensors:
             raise NotSupported("Not Supported")
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
+        return value
+
+    def _listed(self, processes: list[tuple[int, int | None]] | None, instance: int = 0xFFFFFFFF) -> list[Any]:
+        if processes is None:
+            raise NoPermission("Insufficient Permissions") if self.slices else NotSupported("Not Supported")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used, gpuInstanceId=instance) for pid, used in processes]
 
 
 def reader_of(nvml: FakeNvml, **more: Any) -> GpuReader:
@@ -204,9 +260,11 @@ async def test_a_hanging_driver_leaves_the_last_figures_with_their_age_until_it_
         sample = await reader.sample({"vllm": {10}})
         assert sample.note == "GPU figures are 7 s old: the driver does not answer"
         assert sample.gpus[0].by_service == {"vllm": 50 * GB}
+        assert sample.gpus[0].stale_s == 7.0
     nvml.answers.set()
     while (sample := await reader.sample({"vllm": {10}})).note is not None:
         pass
+    assert sample.gpus[0].stale_s is None
     assert sample.gpus[0].by_service == {"vllm": 50 * GB}
 
 
@@ -218,10 +276,78 @@ async def test_a_driver_that_hangs_from_the_start_gives_no_figures() -> None:
     nvml.answers.set()
 
 
+async def test_power_and_temperature_are_told_in_watts_and_degrees_and_are_none_without_sensors() -> None:
+    [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[])).sample({})).gpus
+    assert (gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius) == (512.345, 700.0, 61.0)
+    [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[], has_sensors=False)).sample({})).gpus
+    assert (gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius) == (None, None, None)
+
+
+async def test_every_process_is_told_ours_by_service_and_attempt_and_strangers_by_user() -> None:
+    us, parent, invisible = os.getpid(), os.getppid(), 2**22 + 1
+    nvml = FakeNvml(compute=[(parent, 10 * GB), (us, 50 * GB), (invisible, 4 * GB)], graphics=[])
+    [gpu] = (await GpuReader(lambda: nvml).sample({"vllm": {us}}, {"vllm": 3})).gpus
+    ours, stranger, foreign = gpu.processes
+    assert (ours.pid, ours.service, ours.attempt, ours.memory_bytes) == (us, "vllm", 3, 50 * GB)
+    assert "pytest" in ours.command
+    uid = uid_of(parent)
+    assert uid is not None
+    assert (stranger.service, stranger.attempt, stranger.user) == (None, None, user_name(uid))
+    assert (foreign.is_visible, foreign.user, foreign.command) == (False, None, "")
+    assert gpu.are_shares_known
+
+
+async def test_a_process_of_another_run_of_ours_is_known_by_its_marker_and_its_secrets_are_masked() -> None:
+    marked = {**os.environ, "GRPO_TUI_RUN": "other-run-1", "GRPO_TUI_SERVICE": "vllm"}
+    waiting = "import sys; sys.stdin.read()"
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", waiting, "--api-key", "sk-12345678", stdin=asyncio.subprocess.PIPE, env=marked
+    )
+    try:
+        nvml = FakeNvml(compute=[(child.pid, 10 * GB)], graphics=[])
+        [gpu] = (await GpuReader(lambda: nvml).sample({})).gpus
+        [process] = gpu.processes
+        assert (process.run, process.service) == ("other-run-1", "vllm")
+        assert "--api-key" in process.command
+        assert "sk-12345678" not in process.command
+    finally:
+        await child.communicate(b"")
+
+
+async def test_pids_of_another_namespace_are_listed_and_not_trusted() -> None:
+    nvml = FakeNvml(compute=[(4_000_000, 50 * GB), (4_000_001, None)], graphics=[])
+    [gpu] = (await reader_of(nvml).sample({"vllm": {10}})).gpus
+    assert [(each.pid, each.is_visible, each.memory_bytes) for each in gpu.processes] == [
+        (4_000_000, False, 50 * GB),
+        (4_000_001, False, None),
+    ]
+    assert not gpu.are_shares_known
+
+
+async def test_mig_instances_are_told_with_the_processes_that_only_they_list() -> None:
+    slices = [FakeSlice(1, [(10, 30 * GB)]), FakeSlice(5)]
+    [gpu] = (await reader_of(FakeNvml(slices=slices)).sample({"vllm": {10}})).gpus
+    assert gpu.has_mig
+    assert [(each.uuid, each.gpu_instance, each.memory_total_bytes) for each in gpu.mig] == [
+        ("MIG-1", 1, 71 * GB),
+        ("MIG-5", 5, 71 * GB),
+    ]
+    assert gpu.by_service == {"vllm": 30 * GB}
+    assert gpu.processes[0].gpu_instance == 1
+    assert gpu.utilization_percent is None
+    plain = (await reader_of(FakeNvml(compute=[], graphics=[])).sample({})).gpus[0]
+    assert (plain.has_mig, plain.mig) == (False, [])
+
+
+async def test_eight_gpus_are_told_in_their_order() -> None:
+    gpus = (await reader_of(FakeNvml(compute=[(10, GB)], graphics=[], num_gpus=8)).sample({"vllm": {10}})).gpus
+    assert [gpu.index for gpu in gpus] == list(range(8))
+
+
 def test_the_real_bindings_have_all_that_is_used() -> None:
     real = load_pynvml()
     used = [name for name in dir(Nvml) if name.startswith("nvml")] + list(Nvml.__annotations__)
-    assert len(used) == 15
+    assert len(used) == 25
     assert all(hasattr(real, name) for name in used)
 
 
