@@ -49,7 +49,9 @@ class Client:
 class Broadcast:
     """All clients, and the numbers of the events they get."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Event], None] | None = None) -> None:
+        """`keep` is given every event, whether anybody watches or not."""
+        self._keep = keep
         self.number = 0
         """Of the event that was sent last."""
         self.clients: set[Client] = set()
@@ -67,11 +69,16 @@ class Broadcast:
         self.figures_wanted.set()
 
     def send(self, make: Callable[[int], Event]) -> None:
-        """Number an event and queue it for everybody who watches."""
+        """Number an event, keep it, and queue it for everybody who watches."""
         self.number += 1
+        if self._keep is None and not self.is_watched:
+            return
+        event = make(self.number)
+        if self._keep is not None:
+            self._keep(event)
         if not self.is_watched:
             return
-        line = to_line(make(self.number))
+        line = to_line(event)
         for client in self.clients:
             if client.is_watching:
                 client.say_line(line)

@@ -64,6 +64,7 @@ from grpo_tui.supervisor.state_file import (
     last_begun_attempt,
     to_ledger,
 )
+from grpo_tui.supervisor.timeline import Timeline
 from grpo_tui.supervisor.words import why
 
 OWN_LOG_LIMIT_BYTES = 64_000_000
@@ -78,7 +79,8 @@ class Supervisor:
 
     def __init__(self, plan: Plan, *, run_folder: Path, predecessor: StateDocument | None) -> None:
         self.run_name = run_folder.name
-        self.broadcast = Broadcast()
+        self._timeline = Timeline(run_folder, self.status)
+        self.broadcast = Broadcast(self._timeline.keep)
         self._plan = plan
         self._run_folder = run_folder
         self._predecessor = predecessor
@@ -107,6 +109,7 @@ class Supervisor:
             ledger_changed=self._writer.mark,
             limits={each.name: each.memory_limit_bytes for each in plan.launches if each.memory_limit_bytes},
             over_limit=self._over_limit,
+            logs={name: run_folder / f"{name}.log" for name in self._launches},
         )
         self._hooks = Hooks(
             plan.hooks, run=self.run_name, run_folder=run_folder, cwd=plan.profile_folder, notice=self.notice
@@ -125,6 +128,7 @@ class Supervisor:
             await self._supervise()
         except asyncio.CancelledError:
             await self._writer.write()
+            await self._timeline.write()
             raise
         await self._leave_nothing()
         return self._state
@@ -134,10 +138,10 @@ class Supervisor:
             self._tasks = tasks
             helpers = self._take_hands(tasks)
             self._take_over()
+            self._timeline.begin()
             await self._writer.write()
-            helpers += [
-                tasks.create_task(self._see_to(each)) for each in (self._writer, self._sampler, self._log_capper)
-            ]
+            own = (self._writer, self._timeline, self._sampler, self._log_capper)
+            helpers += [tasks.create_task(self._see_to(each)) for each in own]
             while not self._is_over():
                 self._decide()
                 self._publish()
@@ -148,7 +152,7 @@ class Supervisor:
             for hands in self._hands.values():
                 hands.let_go()
 
-    async def _see_to(self, helper: StateWriter | Sampler | LogCapper) -> None:
+    async def _see_to(self, helper: StateWriter | Timeline | Sampler | LogCapper) -> None:
         """Run a helper, and run it again when it fails: what it is missing (a file, a descriptor) may come back."""
         while True:
             try:
@@ -285,6 +289,7 @@ class Supervisor:
         self._ended_at = time.time()
         self._me = None
         self._set_state(self._ending.state)
+        await self._timeline.write()
         await self._writer.write()
         self._pulse()
 
@@ -407,9 +412,9 @@ class Supervisor:
 
     def _note_change(self, before: Service, after: Service) -> None:
         name = after.name
+        self.broadcast.figures_wanted.set()
         if after.state is S.READY and not before.was_ready:
             self._ready_at[name] = time.time()
-            self.broadcast.figures_wanted.set()
             self._fire(HookEvent.READY, name)
             if after.num_starts > 1:
                 self._fire(HookEvent.RESTARTED, name)

@@ -9,9 +9,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
 from grpo_tui.supervisor.broadcast import Broadcast
+from grpo_tui.supervisor.capped_log import written_so_far
 from grpo_tui.supervisor.gpus import GpuReader
 from grpo_tui.supervisor.memory_limits import MemoryLimits, OverLimit
 from grpo_tui.supervisor.orphans import end_adopted
@@ -36,13 +39,18 @@ class Sampler:
         ledger_changed: Callable[[], None],
         limits: Mapping[str, int] | None = None,
         over_limit: OverLimit = lambda service, held_bytes: None,
+        logs: Mapping[str, Path] | None = None,
     ) -> None:
-        """`limits` of resident memory are in bytes, by service; `over_limit` is called once in an attempt."""
+        """`limits` of resident memory are in bytes, by service; `over_limit` is called once in an attempt.
+
+        `logs` are the files of which a sample tells how long they were.
+        """
         self._broadcast = broadcast
         self._keepers = keepers
         self._told = told
         self._ledger_changed = ledger_changed
         self._memory_limits = MemoryLimits(limits or {}, over_limit)
+        self._logs = dict(logs or {})
         self._usage_reader = UsageReader()
         self.gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
@@ -86,10 +94,10 @@ class Sampler:
     async def run(self) -> None:
         """Sample until cancelled."""
         while True:
+            self._broadcast.figures_wanted.clear()  # before: what is asked for meanwhile needs another sample
             await self._sample()
             is_urgent = self._broadcast.is_watched or self._memory_limits.are_set or not self.usage
             wait_s = WATCHED_S if is_urgent else UNWATCHED_S
-            self._broadcast.figures_wanted.clear()
             try:
                 async with asyncio.timeout(wait_s):
                     await self._broadcast.figures_wanted.wait()
@@ -106,8 +114,8 @@ class Sampler:
         pids = {name: usage.pids for name, usage in self.usage.items()}
         gpus = await self.gpu_reader.sample(pids)
         self.gpus, self.gpu_note = list(gpus.gpus), gpus.note
-        at = time.time()
-        self._broadcast.send(lambda number: self._event(number, at))
+        log_bytes, at = await asyncio.to_thread(self._log_ends), time.time()
+        self._broadcast.send(lambda number: self._event(number, at, log_bytes))
         if self._broadcast.is_watched:
             self._told()
 
@@ -121,7 +129,15 @@ class Sampler:
         if self._living[service] != before:
             self._ledger_changed()
 
-    def _event(self, number: int, at: float) -> UsageSampled:
+    def _log_ends(self) -> dict[str, int]:
+        """Where each log ends; one that cannot be read is left out."""
+        ends: dict[str, int] = {}
+        for service, path in self._logs.items():
+            with suppress(OSError):
+                ends[service] = written_so_far(path)
+        return ends
+
+    def _event(self, number: int, at: float, log_bytes: dict[str, int]) -> UsageSampled:
         usage = self.usage.items()
         return UsageSampled(
             number=number,
@@ -131,4 +147,5 @@ class Sampler:
             gpu_memory_bytes=self.gpu_memory_bytes,
             gpus=self.gpus,
             gpu_note=self.gpu_note,
+            log_bytes=log_bytes,
         )
