@@ -1,0 +1,128 @@
+"""A program in a pseudo-terminal, as a person has it before them: what stands on the screen, and keys.
+
+pyte says what the terminal shows. It knows no alternate screen: that one was left is seen in what was written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyte
+
+DEADLINE_S = 60.0
+ENTERS_ALTERNATE, LEAVES_ALTERNATE = b"\x1b[?1049h", b"\x1b[?1049l"
+HIDES_CURSOR, SHOWS_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+UP, DOWN = "\x1b[A", "\x1b[B"
+
+
+class Terminal:
+    """One program on a terminal of its own, which is its controlling one."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        columns: int = 120,
+        rows: int = 36,
+    ) -> None:
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self._screen)
+        self._ours, self._theirs = pty.openpty()  # theirs stays open: its settings are read after they have gone
+        self._set_size(columns, rows)
+        self.settings_before = self.settings
+        self._is_open = True
+        self.written = bytearray()
+        """All that the program wrote."""
+        self.last_heard_at = self.started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            list(argv),
+            cwd=cwd,
+            env={**environment, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"},
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    @property
+    def rows(self) -> list[str]:
+        """What stands on the screen."""
+        return self._screen.display
+
+    @property
+    def text(self) -> str:
+        """The same in one piece."""
+        return "\n".join(self._screen.display)
+
+    @property
+    def settings(self) -> list[Any]:
+        """How the terminal is set: echo, line by line or key by key."""
+        return termios.tcgetattr(self._theirs)
+
+    def listen(self, limit_s: float) -> bytes:
+        """Take in what the program writes within the limit; returns as soon as there is something."""
+        if not select.select([self._ours], [], [], max(0.0, limit_s))[0]:
+            return b""
+        data = os.read(self._ours, 1 << 16)
+        self.last_heard_at = time.monotonic()
+        self.written += data
+        self._stream.feed(data)
+        return data
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Take in what is written until the screen has come so far."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < deadline, f"it never came true; the screen says:\n{self.text}"
+            self.listen(0.05)
+
+    def shows(self, *words: str) -> None:
+        """Wait until all of these stand on the screen."""
+        self.until(lambda: all(word in self.text for word in words))
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self._ours, keys.encode())
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Drag the window's corner."""
+        self._screen.resize(rows, columns)
+        self._set_size(columns, rows)
+
+    def ends(self) -> int:
+        """Wait until the program has gone and all that it wrote was taken in; its exit code."""
+        self.until(lambda: self.process.poll() is not None)
+        while self.listen(0.0):
+            pass
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def drop(self) -> None:
+        """Take the terminal away under the program, as a line that drops does."""
+        os.close(self._theirs)
+        os.close(self._ours)
+        self._is_open = False
+
+    def close(self) -> None:
+        """Put the terminal away, and end the program where it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self._is_open:
+            self.drop()
+
+    def _set_size(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
