@@ -335,7 +335,8 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
             if state.status is None:
                 return state
             status = state.status.model_copy(update={"gpus": event.gpus, "gpu_note": event.gpu_note})
-            return _with_services(replace(state, status=status), _measured(event))
+            sampled = replace(state, status=status, gpus=gpu_view.sampled(state.gpus, event))
+            return _with_services(sampled, _measured(event))
         case Notice():
             noted = replace(state, notices=(*state.notices, event)[-MAX_NOTICES:])
             subject = f"{event.service}: " if event.service else ""

@@ -1,0 +1,76 @@
+"""The moments of the GPU screen laid out in the columns of a chart. Pure.
+
+A column is a round number of seconds and begins at a multiple of it, so that columns stay as they are while the run
+goes on, and only the last ones are painted anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo_tui.view.gpu_view import GpuMoment
+
+COLUMN_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+HELD_S = 15.0
+"""How long a moment stands for what follows it: three of the pauses between samples that nobody watches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The history as columns, the oldest first; an empty one has nothing that was sampled."""
+
+    start: float
+    column_s: int
+    moments: tuple[tuple[GpuMoment, ...], ...]
+
+    @property
+    def end(self) -> float:
+        """When the last column ends."""
+        return self.start + self.column_s * len(self.moments)
+
+
+def laid_out(moments: Sequence[GpuMoment], num_columns: int, span_s: float | None = None) -> Columns:
+    """Share out the moments of the last `span_s` seconds, or all, over at most `num_columns` columns."""
+    if not moments or num_columns <= 0:
+        return Columns(start=0.0, column_s=1, moments=())
+    last = moments[-1].time
+    first = moments[0].time if span_s is None else max(moments[0].time, last - span_s)
+    lasts = last - first if span_s is None else span_s
+    column_s = next((each for each in COLUMN_S if lasts / each <= num_columns - 1), COLUMN_S[-1])
+    start = math.floor(first / column_s) * column_s
+    num = min(num_columns, math.floor((last - start) / column_s) + 1)
+    start = max(start, (math.floor(last / column_s) - num + 1) * column_s)
+    columns: list[list[GpuMoment]] = [[] for _ in range(num)]
+    held: GpuMoment | None = None
+    for moment in moments:
+        place = math.floor((moment.time - start) / column_s)
+        if place < 0:
+            held = moment
+        elif place < num:
+            columns[place].append(moment)
+    for place, column in enumerate(columns):
+        if column:
+            held = column[-1]
+        elif held is not None and start + place * column_s - held.time <= max(HELD_S, column_s):
+            column.append(held)
+    return Columns(start=start, column_s=column_s, moments=tuple(map(tuple, columns)))
+
+
+def means(columns: Columns, value: Callable[[GpuMoment], float | None]) -> list[float | None]:
+    """The mean of a figure in each column; None where it was not told."""
+    found: list[float | None] = []
+    for column in columns.moments:
+        known = [told for moment in column if (told := value(moment)) is not None]
+        found.append(sum(known) / len(known) if known else None)
+    return found
+
+
+def peaks(columns: Columns, size: Callable[[GpuMoment], int | None]) -> list[GpuMoment | None]:
+    """The moment of each column at which `size` was greatest; None where it was never told."""
+    found: list[GpuMoment | None] = []
+    for column in columns.moments:
+        known = [moment for moment in column if size(moment) is not None]
+        found.append(max(known, key=lambda moment: size(moment) or 0, default=None))
+    return found
