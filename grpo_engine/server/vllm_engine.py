@@ -17,8 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -30,15 +29,17 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
-from grpo_engine.server.adapter_files import check_adapter, refuse_unbound
+from grpo_engine.server.adapter_files import check_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
 from grpo_engine.server.pulse import Pulse
 from grpo_engine.server.remembered import remember_cache_bytes
+from grpo_engine.server.vllm_adapters import VllmAdapters
 from grpo_engine.server.vllm_arguments import check_platform, engine_arguments, prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
+from grpo_engine.server.vllm_outputs import Outputs
 from grpo_engine.server.vllm_patches import Patch, check_patches, needed_patches
 from grpo_engine.server.vllm_processes import end_engine_processes
 from grpo_engine.server.vllm_requests import checked_length, generation, refusals, sampling_params
@@ -84,18 +85,12 @@ class VllmEngine:
         """Put to a stalled engine core; its answer shows that it lives again."""
         self._num_requests = 0
         self._request_numbers = itertools.count()
-        self._adapter: Adapter | None = None
-        self._lora: LoRARequest | None = None
-        self._lora_numbers = itertools.count(1)
-        """vLLM never reads a number twice, so one that failed is not used again."""
-        self._num_adapters = 0
+        self._adapters = VllmAdapters(config.model_name, self._awaiting_core)
         self._num_known_moves = 0
         """Changes of the fence that no running request needs to mind: adapters, and writes while all were frozen."""
         self._frozen_at: FenceState | None = None
         """What the fence said when the scheduler was paused; None while it is not."""
         self._versions = RunningVersions()
-        self._users: Counter[LoRARequest] = Counter()
-        """Requests that run on each adapter."""
         self._llm: AsyncLLM | None = None
         self._stock_app: StockApp | None = None
         self._patches: Mapping[str, bool] = {}
@@ -194,7 +189,7 @@ class VllmEngine:
             )
             self._fence = self._sharing.fence
         await self._read_newest_handover(llm)
-        self._outputs = _Outputs(llm, lambda: self._pulse.beat(time.monotonic()))
+        self._outputs = Outputs(llm, lambda: self._pulse.beat(time.monotonic()))
         # The first request of all compiles what is left to compile; seconds later than the start it would time out.
         first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
         async for _ in self._generated(llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"):
@@ -385,8 +380,6 @@ class VllmEngine:
                     await self._go_on(llm)
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
-        from vllm.lora.request import LoRARequest
-
         llm = self._running()
         modules = await asyncio.to_thread(
             check_adapter,
@@ -398,37 +391,29 @@ class VllmEngine:
         )
         async with self._changing:
             version = self._fence.check().policy_version + 1 if policy_version is None else policy_version
-            number = next(self._lora_numbers)
-            lora = LoRARequest(lora_name=f"adapter-{number}", lora_int_id=number, lora_path=str(path))
-            await self._bring_in(llm, lora, modules)
-            previous = self._lora
-            self._num_adapters += 1
-            adapter = Adapter(
-                name=name or path.name,
-                path=str(path),
-                number=self._num_adapters,
-                paths_in_use=tuple(each.lora_path for each, count in self._users.items() if count),
-            )
+            lora = await self._adapters.bring_in(llm, path, modules)
+            adapter = self._adapters.described(lora, name or path.name)
+            previous = self._adapters.lora
             try:
                 self._serve_adapter(llm, version, lora, adapter)
             except GrpoError:  # the weights below are being written, or half-written
-                await self._drop_if_unused(llm, lora)
+                await self._adapters.drop_if_unused(llm, lora)
                 raise
-            await self._drop_if_unused(llm, previous)
+            await self._adapters.drop_if_unused(llm, previous)
         return adapter
 
     async def unload_adapter(self) -> Adapter | None:
         llm = self._running()
         async with self._changing:
-            previous, lora = self._adapter, self._lora
+            previous, lora = self._adapters.served, self._adapters.lora
             if previous is not None:
                 self._serve_adapter(llm, self._fence.check().policy_version + 1, None, None)
-                await self._drop_if_unused(llm, lora)
+                await self._adapters.drop_if_unused(llm, lora)
         return previous
 
     def adapter(self) -> Adapter | None:
         self._running()
-        return self._adapter
+        return self._adapters.served
 
     def stock_app(self) -> StockApp | None:
         self._running()
@@ -470,11 +455,11 @@ class VllmEngine:
         """What vLLM gives for one request, by the adapter that is served where none is named."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        lora = lora or self._lora
+        lora = lora or self._adapters.lora
         if isinstance(prompt, dict):
             prompt = _salted(prompt, f"{self._instance}-{self._fence.read().sequence}")
         outputs = llm.generate(prompt, sampling, request_id, lora_request=lora, **others)
-        async with self._using(llm, lora), aclosing(outputs):
+        async with self._adapters.using(llm, lora), aclosing(outputs):
             self._pulse.enter(time.monotonic())
             try:
                 async for output in outputs:
@@ -490,47 +475,11 @@ class VllmEngine:
             finally:
                 self._pulse.leave(time.monotonic())
 
-    @asynccontextmanager
-    async def _using(self, llm: AsyncLLM, lora: LoRARequest | None) -> AsyncIterator[None]:
-        if lora is None:
-            yield
-            return
-        self._users[lora] += 1
-        try:
-            yield
-        finally:
-            self._users[lora] -= 1
-            await self._drop_if_unused(llm, lora)
-
-    async def _bring_in(self, llm: AsyncLLM, lora: LoRARequest, modules: list[str]) -> None:
-        """Load an adapter beside the one that is served; one that fails leaves nothing."""
-        with self._awaiting_core():
-            answers: list[Any] = await llm.collective_rpc(
-                "grpo_load_adapter", args=(lora.lora_int_id, lora.lora_name, lora.lora_path, modules)
-            )
-        try:
-            for answer in answers:
-                if problem := answer.get("problem"):
-                    raise ModelError(f"{lora.lora_path}: not an adapter for this model: {problem}")
-                refuse_unbound(Path(lora.lora_path), answer["unbound"], self._config.model_name)
-        except ModelError:
-            with self._awaiting_core():
-                await llm.remove_lora(lora.lora_int_id)
-            raise
-
-    async def _drop_if_unused(self, llm: AsyncLLM, lora: LoRARequest | None) -> None:
-        """Unload an adapter that is not served any more once its last request has ended."""
-        if lora is None or lora is self._lora or self._users[lora]:
-            return
-        del self._users[lora]
-        with self._awaiting_core():
-            await llm.remove_lora(lora.lora_int_id)
-
     def _serve_adapter(self, llm: AsyncLLM, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
         before = self._fence.check().sequence  # an adapter does not mend what lies below it
         self._take_note(llm)
         with self._fence.writing(version):
-            self._lora, self._adapter = lora, adapter
+            self._adapters.serve(lora, adapter)
         now = self._fence.read()
         self._num_known_moves += now.sequence - before
         if self._frozen_at is not None:
@@ -624,37 +573,6 @@ class VllmEngine:
         async with self._changing:
             if self._pause is None:
                 await self._go_on(self._running())
-
-
-class _Outputs:
-    """What the engine core sends, on its way to the requests, which themselves learn of their end alone.
-
-    vLLM 0.20 to 0.33 await `engine_core.get_output_async()` for each message, and take one in before the next.
-    """
-
-    def __init__(self, llm: AsyncLLM, on_output: Callable[[], None]) -> None:
-        """Have `on_output` called for each message."""
-        self._llm, self._core = llm, llm.engine_core
-        self._is_awaited = False
-        self.are_heard = False
-        """Whether a message has come: the mark of this patch."""
-        core = self._core
-        get_output = core.get_output_async
-
-        async def heard() -> Any:
-            self._is_awaited = True
-            output = await get_output()
-            self._is_awaited, self.are_heard = False, True
-            on_output()
-            return output
-
-        core.get_output_async = heard
-
-    async def drained(self) -> None:
-        """Return once every message that has come is taken in."""
-        # A few turns of the loop; nobody tells of the last message.
-        while not (self._is_awaited and self._core.outputs_queue.empty()) and not self._llm.errored:  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:

@@ -201,17 +201,25 @@ async def test_an_adapter_that_comes_during_a_pause_is_no_change_for_what_is_fro
     assert generation.completions[0].policy_versions == [3]
 
 
+def an_adapter() -> Any:
+    """As vLLM knows one."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="adapter-1", lora_int_id=1, lora_path="somewhere")
+
+
 async def test_an_adapter_mends_no_half_written_weights_and_leaves_nothing_beside_them(
     engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine._parameters = SimpleNamespace(shapes={}, aliases={})
     monkeypatch.setattr(vllm_engine, "check_adapter", lambda *_args, **_others: [])
 
-    async def bring_in(*_args: Any) -> None:
+    async def bring_in(*_args: Any) -> Any:
         with suppress(RuntimeError), engine._fence.writing(1):
             raise RuntimeError("the trainer dies meanwhile")
+        return an_adapter()
 
-    monkeypatch.setattr(engine, "_bring_in", bring_in)
+    monkeypatch.setattr(engine._adapters, "bring_in", bring_in)
     with pytest.raises(HalfWritten):
         await engine.load_adapter("somewhere", "a", 5)
     assert llm.asked == ["remove 1"]
@@ -224,10 +232,10 @@ async def test_an_adapter_that_comes_while_a_trainer_writes_leaves_nothing(
     engine._parameters = SimpleNamespace(shapes={}, aliases={})
     monkeypatch.setattr(vllm_engine, "check_adapter", lambda *_args, **_others: [])
 
-    async def bring_in(*_args: Any) -> None:
-        pass
+    async def bring_in(*_args: Any) -> Any:
+        return an_adapter()
 
-    monkeypatch.setattr(engine, "_bring_in", bring_in)
+    monkeypatch.setattr(engine._adapters, "bring_in", bring_in)
     with engine._fence.writing(1), pytest.raises(BridgeError, match="in the middle of an update"):
         await engine.load_adapter("somewhere", "a", 5)
     assert llm.asked == ["remove 1"]
