@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_engine.errors import ConfigError, GrpoError
+from grpo_tui.cli.arguments import ReadOnlyOption, ThemeOption
 from grpo_tui.exit_codes import ExitCode
 
 COMMANDS = {
@@ -77,23 +78,26 @@ def _screen(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, repeatable.")
     ] = None,
+    read_only: ReadOnlyOption = False,
+    theme: ThemeOption = None,
 ) -> None:
     """Bring up, watch and take down a whole GRPO training stack.
 
     `grpo-tui --profile NAME` starts the profile, or joins its run, and opens the screen; `q` leaves it running.
+    `grpo-tui` alone, in a terminal, offers the runs and the profiles that there are.
     """
     if ctx.invoked_subcommand is not None:
-        if profile is not None or set_:
-            raise typer.BadParameter(
-                f"--profile and --set come after the command: {ctx.invoked_subcommand} --profile …"
-            )
+        if profile is not None or set_ or read_only or theme is not None:
+            raise typer.BadParameter(f"options come after the command: {ctx.invoked_subcommand} --profile …")
         return
-    if profile is None:
+    from grpo_tui.cli.screen import has_terminal, pick_and_show, start_and_show
+
+    if profile is not None:
+        raise typer.Exit(start_and_show(profile, set_ or [], theme=theme, is_read_only=read_only))
+    if not has_terminal():
         typer.echo(ctx.get_help())
         raise typer.Exit(ExitCode.USAGE)
-    from grpo_tui.cli.screen import start_and_show
-
-    raise typer.Exit(start_and_show(profile, set_ or []))
+    raise typer.Exit(pick_and_show(set_ or [], theme=theme, is_read_only=read_only))
 
 
 def main() -> NoReturn:

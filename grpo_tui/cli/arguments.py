@@ -25,6 +25,12 @@ TakePortsOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
+ReadOnlyOption = Annotated[bool, typer.Option("--read-only", help="Watch only: keys that change the run are refused.")]
+ThemeOption = Annotated[
+    str | None,
+    typer.Option("--theme", metavar="NAME", help="Colours: dark, light, ansi or one of Textual's; default: the last."),
+]
+
 
 def split(words: list[str]) -> tuple[str | None, str]:
     """`SERVICE` or `RUN SERVICE`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from grpo_tui.cli.arguments import RunArgument, run_to_read
-from grpo_tui.cli.screen import require_terminal
-from grpo_tui.client.api import ensure_daemon
+from grpo_tui.cli.arguments import ReadOnlyOption, RunArgument, ThemeOption, run_to_read
+from grpo_tui.cli.screen import show
 
 
 def register(app: typer.Typer) -> None:
@@ -14,11 +13,6 @@ def register(app: typer.Typer) -> None:
     app.command("attach")(attach_command)
 
 
-def attach_command(run: RunArgument = None) -> None:
+def attach_command(run: RunArgument = None, read_only: ReadOnlyOption = False, theme: ThemeOption = None) -> None:
     """Open the screen on a run; `q` leaves it running. One that has ended is shown as it ended."""
-    folder = run_to_read(run).folder
-    require_terminal()
-    from grpo_tui.ui.app import open_screen
-
-    ensure_daemon(folder)  # one that died while its services live is replaced; a run that is over needs none
-    raise typer.Exit(open_screen(folder))
+    raise typer.Exit(show(run_to_read(run).folder, theme=theme, is_read_only=read_only))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,8 @@ from grpo_engine.errors import ConfigError
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
 from grpo_tui.profile.loading import LoadedProfile, load
-from grpo_tui.profile.plan import Plan, describe, make_plan, shown_env
+from grpo_tui.profile.plan import Plan, describe, make_plan
+from grpo_tui.profile.plan_words import plan_text
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
@@ -35,20 +35,7 @@ def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOp
     if as_json:
         print(json.dumps(describe(plan, loaded), indent=1))
         return
-    print(f"{plan.profile_name}  {loaded.profile.description}".rstrip())
-    for index, launch in enumerate(plan.launches, start=1):
-        needs = ", ".join(f"{name} {condition}" for name, condition in launch.needs.items())
-        ports = " ".join(str(port) for port in launch.ports)
-        gpus = ",".join(str(gpu) for gpu in launch.gpus)
-        facts = [
-            f"after {needs}" if needs else "at once",
-            f"port {ports}" if ports else "",
-            f"GPU {gpus}" if gpus else "",
-        ]
-        print(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
-        for variable, value in shown_env(launch).items():
-            print(f"   {variable}={shlex.quote(value)}")
-        print(f"   {_folded(launch.argv)}")
+    print(plan_text(plan, loaded))
 
 
 def doctor_command(
@@ -129,15 +116,3 @@ def planned(profile: str, overrides: list[str]) -> tuple[LoadedProfile, Plan]:
     """Load a profile and lay out its plan below ./logs, as a start would."""
     loaded = load(profile, overrides)
     return loaded, make_plan(loaded, run_folder=Path(LOGS) / new_run_id(loaded.name), python=sys.executable)
-
-
-def _folded(argv: tuple[str, ...]) -> str:
-    """A command that can be pasted into a shell, one flag a line."""
-    words = [shlex.quote(word) for word in argv]
-    lines = [words[0]]
-    for word in words[1:]:
-        if word.startswith("--"):
-            lines.append(f"      {word}")
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n".join(lines)

@@ -1,19 +1,30 @@
-"""`grpo-tui --profile …`: open the screen on a run that is started or joined.
+"""`grpo-tui --profile …`: open the screen on a run that is started or joined; without a profile, offer what there is.
 
 Starts the daemon first and loads Textual and everything else meanwhile, so this module opens with next to nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from grpo_engine.errors import ConfigError
 from grpo_tui.client.new_daemon import NewDaemon
+from grpo_tui.exit_codes import ExitCode
 
 
-def start_and_show(profile: str, overrides: list[str]) -> int:
-    """Start the profile or join its run, and open the screen; the screen's exit code."""
+def start_and_show(profile: str, overrides: list[str], *, theme: str | None = None, is_read_only: bool = False) -> int:
+    """Start the profile or join its run, and open the screen; the screen's exit code.
+
+    Raises:
+        ConfigError: there is no terminal, no such theme, or the profile is wrong.
+        NoSuchRun: the screen is to be read-only, and no run of the profile lives.
+    """
     require_terminal()
+    require_theme(theme)
+    if is_read_only:
+        return show(_live_run_of(profile, overrides), theme=theme, is_read_only=True)
     with NewDaemon() as daemon:
         from grpo_tui.client.launch import open_run
         from grpo_tui.ui.app import open_screen
@@ -21,7 +32,56 @@ def start_and_show(profile: str, overrides: list[str]) -> int:
         opened = open_run(profile, overrides, daemon=daemon)
     if opened.note is not None:
         print(opened.note, file=sys.stderr)
-    return open_screen(opened.folder)
+    return open_screen(opened.folder, theme=theme)
+
+
+def show(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:
+    """Open the screen on a run that is there; the screen's exit code.
+
+    Raises:
+        ConfigError: there is no terminal, or no such theme.
+    """
+    require_terminal()
+    require_theme(theme)
+    from grpo_tui.client.launch import ensure_daemon
+    from grpo_tui.ui.app import open_screen
+
+    if not is_read_only:
+        ensure_daemon(run_folder)  # one that died while its services live is replaced; a run that is over needs none
+    return open_screen(run_folder, theme=theme, is_read_only=is_read_only)
+
+
+def pick_and_show(overrides: list[str], *, theme: str | None = None, is_read_only: bool = False) -> int:
+    """Offer runs and profiles, and open the screen on what is chosen; the screen's exit code.
+
+    Raises:
+        ConfigError: no such theme, or the profile that was chosen is wrong.
+    """
+    require_theme(theme)
+    from grpo_tui.ui.choices import ProfileChoice, plan_of, profile_choices, run_choices
+    from grpo_tui.ui.glyphs import wants_ascii
+    from grpo_tui.ui.preferences import preferences_file, read_preferences
+    from grpo_tui.ui.screens.picker import PickerApp
+    from grpo_tui.ui.themes import theme_to_open
+
+    picker = PickerApp(
+        [*run_choices(), *([] if is_read_only else profile_choices())],
+        lambda name: plan_of(name, overrides),
+        theme=theme_to_open(theme, read_preferences(preferences_file()).theme, os.environ),
+        is_ascii=wants_ascii(os.environ),
+        is_read_only=is_read_only,
+    )
+    choice = picker.run()
+    if choice is None:
+        return picker.return_code or ExitCode.OK
+    if isinstance(choice, ProfileChoice):
+        return start_and_show(choice.name, overrides, theme=theme)
+    return show(choice.folder, theme=theme, is_read_only=is_read_only)
+
+
+def has_terminal() -> bool:
+    """Whether somebody would see a screen."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def require_terminal() -> None:
@@ -30,5 +90,30 @@ def require_terminal() -> None:
     Raises:
         ConfigError: stdin or stdout is no terminal.
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not has_terminal():
         raise ConfigError("the screen needs a terminal; without one: `grpo-tui up`, `grpo-tui status`")
+
+
+def require_theme(name: str | None) -> None:
+    """Refuse a theme that nobody knows.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name is None:
+        return
+    from grpo_tui.ui.themes import known_themes
+
+    if name not in known_themes():
+        raise ConfigError(f"--theme {name}: there is no such theme; there are {', '.join(known_themes())}")
+
+
+def _live_run_of(profile: str, overrides: list[str]) -> Path:
+    from grpo_tui.client.local import NoSuchRun, runs, stored_status
+    from grpo_tui.profile.loading import load
+
+    name = load(profile, overrides).name
+    for run in runs():
+        if run.is_live and stored_status(run).profile == name:
+            return run.folder
+    raise NoSuchRun(f"no run of {name} lives here, and --read-only starts none: leave it out to start one")

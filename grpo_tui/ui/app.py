@@ -18,6 +18,7 @@ from typing import Literal
 import psutil
 from textual import on
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.content import Content
 from textual.screen import Screen
 
@@ -362,6 +363,11 @@ class GrpoScreen(ThemedApp[None]):
     def action_zoom(self) -> None:
         """Give the body to the log, or share it again."""
         self.main.toggle_zoom()
+
+    def action_command_palette(self) -> None:
+        """Find anything by its words."""
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(CommandPalette(placeholder="restart env, log of vllm, metrics, theme light …"))
 
     def action_help(self) -> None:
         """Open the page of keys and signs."""

@@ -30,6 +30,14 @@ class Key:
 
 PLACES = ("run", "gpus", "alignment", "rollouts", "metrics", "logs")
 """The screens of a run, by the keys 1 to 6."""
+PLACE_WORDS = {
+    "run": "the main screen: services, GPUs, metrics, warnings and a log",
+    "gpus": "GPUs: who holds which memory, now and over the run",
+    "alignment": "alignment: trainer against inference, token by token",
+    "rollouts": "rollouts: prompts, completions, rewards, advantages",
+    "metrics": "metrics: plots of any of them, over each other or two runs",
+    "logs": "logs: of one service or all, searched and filtered",
+}
 
 FIRST_EVERYWHERE = (
     Key(key="v", shown="v", action="app.restart_inference", label="restart vLLM", acts=True,
@@ -40,11 +48,11 @@ FIRST_EVERYWHERE = (
 LAST_EVERYWHERE = (
     *(
         Key(key=str(number), shown=str(number), action=f"app.show('{place}')", label=place, is_in_footer=False,
-            help=f"the {place} screen")
+            help=PLACE_WORDS[place])
         for number, place in enumerate(PLACES, start=1)
     ),
     Key(key="question_mark", shown="?", action="app.help", label="help",
-        help="this page"),
+        help="every key, sign and healthy band in words"),
     Key(key="q", shown="q", action="app.detach", label="detach",
         help="leave the screen; the run goes on (ctrl+c does the same)"),
     Key(key="ctrl+p", shown="^p", action="app.command_palette", label="all", is_in_footer=False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from grpo_tui.ui.keys import EVERYWHERE, Key
+from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
 from grpo_tui.ui.themes import known_themes
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 
@@ -63,7 +63,7 @@ class RunCommands(Provider):
     def _of_keys(self) -> Iterator[Command]:
         shown = self._grpo.shown or self._grpo.main
         own: tuple[Key, ...] = tuple(shown.KEYS)
-        for key in (*own, *EVERYWHERE):
+        for key in (*FIRST_EVERYWHERE, *own, *LAST_EVERYWHERE):
             is_refused = key.acts and self._grpo.state.viewer.is_read_only
             if is_refused or key.action == "app.command_palette":
                 continue
@@ -71,6 +71,7 @@ class RunCommands(Provider):
                 words=f"{key.label}  ({key.shown})",
                 help=key.help,
                 run=partial(self._grpo.run_action, key.action, shown),
+                is_shown_at_once=key.is_in_footer or key.label in PLACES,
             )
 
     def _of_services(self) -> Iterator[Command]:

@@ -22,6 +22,10 @@ OWN_THEMES = (
         foreground="#d9dfe7", background="#0e1217", surface="#161c24", panel="#1c242f",
         variables={
             "muted": "#9fabb8", "faint": "#7f8b98", "rule": "#3d4855", "spark": "#5aa2e6", "selected": "#1d3048",
+            "scrollbar": "#3d4855", "scrollbar-hover": "#6b7785", "scrollbar-active": "#6b7785",
+            "scrollbar-background": "#0e1217", "scrollbar-background-hover": "#0e1217",
+            "scrollbar-background-active": "#0e1217",
+            "block-cursor-background": "#1d3048", "block-cursor-foreground": "#d9dfe7",
             "share-0": "#58a6ff", "share-1": "#46bd64", "share-2": "#bc8cff", "share-3": "#39c5cf",
             "share-4": "#f778ba", "share-5": "#e0914f", "share-6": "#a3b8cf", "share-7": "#b5c95a",
         },
@@ -33,6 +37,10 @@ OWN_THEMES = (
         foreground="#1f2328", background="#fcfcfa", surface="#f1f2f0", panel="#e4e8ee",
         variables={
             "muted": "#4f5863", "faint": "#626b76", "rule": "#c3c9d1", "spark": "#2f74c8", "selected": "#d3e4fa",
+            "scrollbar": "#c3c9d1", "scrollbar-hover": "#8d96a1", "scrollbar-active": "#8d96a1",
+            "scrollbar-background": "#fcfcfa", "scrollbar-background-hover": "#fcfcfa",
+            "scrollbar-background-active": "#fcfcfa",
+            "block-cursor-background": "#d3e4fa", "block-cursor-foreground": "#1f2328",
             "share-0": "#0969da", "share-1": "#1a7f37", "share-2": "#8250df", "share-3": "#0b7a83",
             "share-4": "#bf3989", "share-5": "#b35900", "share-6": "#57606a", "share-7": "#65720d",
         },

@@ -24,8 +24,8 @@ SHORTEST_SUMMED_UP_S = 0.5
 """Of the phases of a start: vLLM tells more than a line has room for, and a few of them take all the time."""
 WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 """States in the middle of a restart: waiting for the services that it needs is one of them."""
-QUIET_WORDS = "↑↓ choose a service, its log is shown · space tags several · ^p finds all · ? explains"
-WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds all · ? explains"
+QUIET_WORDS = "↑↓ choose a service, space tags it · ^p finds everything · ? explains"
+WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds everything · ? explains"
 FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
 """Until the first key that a person ever presses here."""
 

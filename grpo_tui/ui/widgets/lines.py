@@ -5,11 +5,14 @@ Each part of the main screen is one. Styles are component classes, so that theme
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
+from textual.style import Style
 from textual.visual import Visual
 from textual.widget import Widget
 
@@ -94,6 +97,14 @@ class Lines(Widget):
         if self._state is not None:
             self.draw(self._state)
         self.refresh()
+
+    def get_visual_style(self, *component_classes: str, partial: bool = False) -> Style:
+        """As Textual's, whose partial styles (8.2) lose a background that is opaque."""
+        style = super().get_visual_style(*component_classes, partial=partial)
+        if not partial or not component_classes:
+            return style
+        background = self.get_component_styles(*component_classes).background
+        return replace(style, background=background) if background.a == 1 else style
 
     def render_line(self, y: int) -> Strip:
         """Paint one line."""

@@ -1,0 +1,205 @@
+"""`grpo-tui` without a profile: choose a run to join or a profile to start. An app of its own, gone before the run's.
+
+Typing filters; what stands below says what the marked one is, and `^e` what it would start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.content import Content
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from grpo_engine.errors import GrpoError
+from grpo_tui.ui.choices import Choice, ProfileChoice, RunChoice, matching
+from grpo_tui.ui.glyphs import RUN_GLYPHS
+from grpo_tui.ui.screens.reading import ReadingScreen
+from grpo_tui.ui.themes import DARK, ThemedApp
+from grpo_tui.ui.widgets.lines import fit
+from grpo_tui.ui.widgets.warnings_bar import wrapped
+
+MAX_NAME_WIDTH = 36
+ABOUT_SHARE = 0.35
+"""Of the rows, for what is said of the marked one."""
+KEYS = (("enter", "start or join"), ("^e", "what would start"), ("↑↓", "choose"), ("esc", "leave"))
+
+
+class PickerApp(ThemedApp[Choice]):
+    """Returns what was chosen, or None when the person left."""
+
+    TITLE = "grpo-tui"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { layout: vertical; background: $background; }
+    .bar { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    Input { border: none; height: 1; margin: 1 1 0 1; padding: 0; background: $background; }
+    Input:focus { border: none; background: $background; background-tint: $background 0%; }
+    Input > .input--placeholder { color: $faint; }
+    OptionList { height: 1fr; border: none; padding: 0 1; background: $background; scrollbar-size-vertical: 1;
+        text-wrap: nowrap; text-overflow: ellipsis; }
+    OptionList:focus { border: none; }
+    OptionList > .option-list--option { color: $foreground; }
+    OptionList > .option-list--option-highlighted { background: $selected; color: $foreground; text-style: bold; }
+    OptionList:ansi > .option-list--option-highlighted { background: ansi_cyan; color: ansi_black; }
+    OptionList > .option-list--option-disabled { color: $muted; text-style: bold; }
+    OptionList > .option-list--separator { color: $rule; }
+    #about { height: auto; padding: 0 1; border-top: solid $rule; color: $foreground; }
+    """
+    BINDINGS = [
+        Binding("up", "mark(-1)", "up", priority=True, tooltip="mark the one above"),
+        Binding("down", "mark(1)", "down", priority=True, tooltip="mark the one below"),
+        Binding("ctrl+e", "plan", "plan", priority=True, tooltip="show what the marked profile would start"),
+        Binding("escape", "leave", "leave", tooltip="leave; clears the filter first"),
+        Binding("ctrl+c,ctrl+q", "quit", "leave", show=False, priority=True, tooltip="leave"),
+    ]
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        plan_of: Callable[[str], str],
+        *,
+        theme: str = DARK,
+        is_ascii: bool = False,
+        is_read_only: bool = False,
+    ) -> None:
+        """Offer choices.
+
+        Args:
+            plan_of: what a profile of some name would start, in words; may block, and raises `GrpoError`.
+        """
+        super().__init__(theme=theme, is_ascii=is_ascii)
+        self._choices = choices
+        self._plan_of = plan_of
+        self._is_read_only = is_read_only
+        self._listed: dict[str, Choice] = {}
+
+    def compose(self) -> ComposeResult:
+        """A title, the filter, the list, what is marked, and the keys."""
+        asked = "choose a run to look at" if self._is_read_only else "choose a run to join, or a profile to start"
+        yield Static(Content.assemble(("grpo-tui", "bold"), f"  {asked}"), classes="bar")
+        yield Input(placeholder="type to filter", id="filter")
+        yield OptionList(id="list")
+        yield Static(id="about")
+        keys = [part for key, word in KEYS for part in ((key, "bold"), f" {word}   ")]
+        yield Static(Content.assemble(*keys), classes="bar")
+
+    def on_mount(self) -> None:
+        """List everything."""
+        self._list("")
+        self.query_one(Input).focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Narrow the list down."""
+        self._list(event.value)
+
+    def on_input_submitted(self) -> None:
+        """Take what is marked."""
+        if self._marked is not None:
+            self._take(self._marked)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Take what was clicked."""
+        self._take(self._listed[str(event.option_id)])
+
+    def on_option_list_option_highlighted(self) -> None:
+        """Say what is marked."""
+        self._tell()
+
+    def on_resize(self) -> None:
+        """Say it anew for the new size."""
+        self._tell()
+
+    def action_mark(self, by: int) -> None:
+        """Mark another, or read on in an open page."""
+        if isinstance(self.screen, ReadingScreen):
+            self.screen.action_scroll(by)
+        elif by < 0:
+            self.query_one(OptionList).action_cursor_up()
+        else:
+            self.query_one(OptionList).action_cursor_down()
+
+    async def action_plan(self) -> None:
+        """Open what the marked profile would start."""
+        choice = self._marked
+        if isinstance(self.screen, ReadingScreen) or not isinstance(choice, ProfileChoice):
+            return
+        try:
+            text = await asyncio.to_thread(self._plan_of, choice.name)
+        except (GrpoError, OSError) as error:
+            text = f"{choice.name} would not start:\n\n{error}"
+        page = "\n".join((*choice.words, "", text))
+        self.push_screen(ReadingScreen(f"what {choice.name} would start", Content(page), is_wide=True))
+
+    def action_leave(self) -> None:
+        """Clear the filter; where there is none, leave."""
+        filter_line = self.query_one(Input)
+        if filter_line.value:
+            filter_line.value = ""
+        else:
+            self.exit()
+
+    @property
+    def _marked(self) -> Choice | None:
+        option = self.screen_stack[0].query_one(OptionList).highlighted_option
+        return self._listed.get(str(option.id)) if option is not None else None
+
+    def _take(self, choice: Choice) -> None:
+        if isinstance(choice, RunChoice) or choice.error is None:  # what is wrong with it is told already
+            self.exit(choice)
+
+    def _tell(self) -> None:
+        """Say what is marked, as far as it fits."""
+        main, choice = self.screen_stack[0], self._marked
+        rows = [row for words in (choice.words if choice else ()) for row in wrapped(words, self.size.width - 2)]
+        room = max(2, int(self.size.height * ABOUT_SHARE))
+        if len(rows) > room:
+            rows = [*rows[: room - 1], "… ^e shows the rest, and what would start"]
+        main.query_one("#about", Static).update(Content("\n".join(rows)))
+
+    def _list(self, typed: str) -> None:
+        found = matching(self._choices, typed)
+        self._listed = {f"{type(choice).__name__} {choice.name}": choice for choice in found}
+        options = self.query_one(OptionList)
+        options.clear_options()
+        width = min(MAX_NAME_WIDTH, max((len(choice.name) for choice in found), default=0))
+        heading = ""
+        for key, choice in self._listed.items():
+            if _heading(choice) != heading:
+                options.add_options([*([None] if heading else []), Option(_heading(choice), disabled=True)])
+                heading = _heading(choice)
+            options.add_option(Option(_row(choice, width), id=key))
+        if not found:
+            options.add_option(Option(_nothing(typed, is_read_only=self._is_read_only), disabled=True))
+        options.action_first()
+        self._tell()
+
+
+def _heading(choice: Choice) -> str:
+    match choice:
+        case RunChoice(is_live=True):
+            return "runs that live: enter joins"
+        case RunChoice():
+            return "runs that ended: enter looks at them"
+        case ProfileChoice():
+            return "profiles: enter starts one, or joins its run"
+
+
+def _row(choice: Choice, width: int) -> Content:
+    name = fit(choice.name, width)
+    if isinstance(choice, ProfileChoice):
+        sign = "✗" if choice.error else " "
+        return Content(f"{sign} {name}  {choice.description}")
+    sign, state = (RUN_GLYPHS[choice.state], str(choice.state)) if choice.state else ("·", "unknown")
+    return Content(f"{sign} {name}  {state}, {choice.words[1] if len(choice.words) > 1 else choice.words[0]}")
+
+
+def _nothing(typed: str, *, is_read_only: bool) -> str:
+    if typed:
+        return f"nothing here is called {typed!r}; esc clears the filter"
+    if is_read_only:
+        return "no run in ./logs of this folder"
+    return "no run in ./logs and no profile in ./profiles: grpo-tui --profile FILE starts a profile of your own"
