@@ -31,6 +31,7 @@ from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
 from grpo_tui.view.history import MetricHistory, extended
 from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling, last_restart
+from grpo_tui.view.travel import Known
 
 MAX_LOG_LINES = 5000
 MAX_NOTICES = 100
@@ -129,6 +130,23 @@ class ViewState:
     def services(self) -> tuple[ServiceStatus, ...]:
         """In the order of the plan."""
         return tuple(self.status.services) if self.status else ()
+
+    @property
+    def until(self) -> float | None:
+        """Up to when data counts, in Unix seconds; None while the screen shows the present."""
+        return self.travel.until
+
+    @property
+    def known_time(self) -> Known:
+        """What is known of the run's time, for travelling in it."""
+        started_at, ended_at = (self.status.started_at, self.status.ended_at) if self.status else (None, None)
+        return Known(
+            now=self.now,
+            is_over=self.has_ended,
+            started_at=started_at,
+            ended_at=ended_at,
+            steps=self.history.lines,
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -299,7 +317,7 @@ def reduce(state: ViewState, change: Change) -> ViewState:
         case log_view.LogChange():
             return replace(state, logs=log_view.after(state.logs, change))
         case travel.TravelChange():
-            return replace(state, travel=travel.after(state.travel, change))
+            return replace(state, travel=travel.after(state.travel, change, state.known_time))
         case viewer.ViewerChange():
             return replace(state, viewer=viewer.after(state.viewer, change))
         case _:
@@ -416,11 +434,16 @@ def _with_phase(state: ViewState, service: ServiceStatus, since: float | None) -
 
 def _rediagnosed(state: ViewState) -> ViewState:
     """Put the daemon's warnings and our own into one list, each id once, the gravest first."""
-    by_id = {warning.id: warning for warning in (state.status.warnings if state.status else [])}
-    for warning in (*diagnose((), state.status), *state.metric_warnings):
-        by_id.setdefault(warning.id, warning)
-    warnings = tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
+    warnings = merged_warnings(state.status, state.metric_warnings)
     return state if warnings == state.warnings else replace(state, warnings=warnings)
+
+
+def merged_warnings(status: RunStatus | None, metric_warnings: tuple[Warning, ...]) -> tuple[Warning, ...]:
+    """The daemon's warnings and our own, each id once, the gravest first."""
+    by_id = {warning.id: warning for warning in (status.warnings if status else [])}
+    for warning in (*diagnose((), status), *metric_warnings):
+        by_id.setdefault(warning.id, warning)
+    return tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
 
 
 def _with_metrics(state: ViewState, read: MetricsRead) -> ViewState:
