@@ -187,6 +187,8 @@ class TrainConfig(Config):
     """Write sampled groups to rollouts.jsonl every so many steps; 0: never."""
     rollouts_groups: int = Field(2, ge=1)
     """Groups that are written each time, from the batch's environments in turn."""
+    rollouts_max_mb: int = Field(256, ge=1)
+    """Megabytes of rollouts.jsonl; a longer one loses every second of its steps, so that older ones get sparser."""
     use_wandb: bool = False
     """Also log to Weights & Biases (needs the `trackers` extra). `WANDB_MODE=offline` keeps it on this machine."""
     wandb_project: str | None = None

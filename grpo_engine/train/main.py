@@ -57,6 +57,7 @@ def run(config: TrainConfig) -> int:
         total_steps=config.training_steps,
         show_times=config.benchmark,
         trackers=build_trackers(config, folder),
+        max_rollout_bytes=config.rollouts_max_mb * 2**20,
     )
     with (
         recorder,

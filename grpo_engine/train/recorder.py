@@ -29,12 +29,27 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Writes every step where it belongs; a context manager, so that trackers are closed on every way out."""
 
-    def __init__(self, folder: Path, *, total_steps: int, show_times: bool, trackers: Sequence[Tracker] = ()) -> None:
-        """Raises ConfigError where nothing can be written in that folder."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        show_times: bool,
+        trackers: Sequence[Tracker] = (),
+        max_rollout_bytes: int | None = None,
+    ) -> None:
+        """Open its files.
+
+        Args:
+            max_rollout_bytes: bound of rollouts.jsonl, whose older steps get sparser; None: as long as it gets.
+
+        Raises:
+            ConfigError: nothing can be written in that folder.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._metrics = LineFile(folder / METRICS_FILE)
-            self._rollouts = LineFile(folder / ROLLOUTS_FILE)
+            self._rollouts = LineFile(folder / ROLLOUTS_FILE, max_bytes=max_rollout_bytes)
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: cannot be written: {error.strerror}; choose another --run-folder, or, for runs by "

@@ -26,7 +26,7 @@ FREE_SETTINGS = frozenset(
         *("model_name", "bridge", "training_steps", "lr_schedule"),  # looked at below
         *("atropos_url", "vllm_port", "probe", "dry_run", "save_path", "checkpoint_interval", "keep_checkpoints"),
         *("eval_every", "eval_prompts", "eval_samples", "eval_timeout_s", "resume", "journal", "run_folder", "log_dir"),
-        *("rollouts_every", "rollouts_groups", "use_wandb", "wandb_project", "wandb_group"),
+        *("rollouts_every", "rollouts_groups", "rollouts_max_mb", "use_wandb", "wandb_project", "wandb_group"),
         *("use_tensorboard", "use_trackio", "trackio_project", "benchmark"),
         *("debug_loading", "api_timeout_s", "batch_timeout_s", "max_staleness", "max_bad_steps"),
         *("gpu_memory_utilization", "max_model_len", "vllm_gpu"),

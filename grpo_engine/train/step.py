@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ class StepResult:
     """(B, T) in the batch's order; 0 where not trained."""
     logprobs: Tensor
     """(B, T) of the policy before the first update, in the batch's order; 0 where not trained."""
+    entropies: Tensor
+    """(B, T) of its next-token distributions, likewise."""
+
+
+class Scores(NamedTuple):
+    """What the model says of a micro-batch, (b, t) each, without graph."""
+
+    logprobs: Tensor
+    entropies: Tensor
 
 
 def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: int) -> StepResult:
@@ -75,7 +85,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
     )
     advantages = torch.where(is_trained[:, None], advantages, 0.0)
     metrics = {"train/loss": 0.0, "train/grad_norm": 0.0, "train/lr": rate, **rollout_metrics(batch, policy_version)}
-    logprobs = torch.zeros_like(batch.rollout_logprobs)
+    logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
     applied = False
 
     if is_trained.any():
@@ -83,7 +93,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         parts = _split(batch.rows(rows), trainee)
         advantages_of = [part.part_of(advantages[rows]).to(trainee.device) for part in parts]
         references = _references(trainee, parts)
-        before: list[Tensor] = []  # log-probabilities before the first update, (b, t) of each part
+        before: list[Scores] = []  # of each part, before the first update
         updates: list[dict[str, float]] = []
         with trainee.unseen() if config.num_iterations > 1 else nullcontext():
             for iteration in range(config.num_iterations):
@@ -96,13 +106,22 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
                 if not has_moved:
                     break  # the weights are what they were, and would give the same again
                 applied = True
-        for part, values in zip(parts, before, strict=True):
-            logprobs[rows[part.row_numbers], : values.shape[1]] = values.to(logprobs)
+        for part, scores in zip(parts, before, strict=True):
+            width = scores.logprobs.shape[1]
+            logprobs[rows[part.row_numbers], :width] = scores.logprobs.to(logprobs)
+            entropies[rows[part.row_numbers], :width] = scores.entropies.to(entropies)
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         metrics |= _initial_metrics(logprobs, batch, is_trained)
     else:
         log.warning("step %d: %s; the weights stay as they are", step + 1, _why_none_is_trained(batch, config))
-    return StepResult(applied=applied, metrics=metrics, is_trained=is_trained, advantages=advantages, logprobs=logprobs)
+    return StepResult(
+        applied=applied,
+        metrics=metrics,
+        is_trained=is_trained,
+        advantages=advantages,
+        logprobs=logprobs,
+        entropies=entropies,
+    )
 
 
 def shaped_rewards(batch: Batch, config: TrainConfig) -> Tensor:
@@ -167,22 +186,21 @@ def _backward(
     parts: Sequence[MicroBatch],
     advantages_of: Sequence[Tensor],
     references: Sequence[Tensor | None],
-    before: Sequence[Tensor],
-) -> tuple[dict[str, float], list[Tensor]]:
-    """Add up the gradients of all micro-batches; returns what was measured, and the log-probabilities (b, t) of each.
+    before: Sequence[Scores],
+) -> tuple[dict[str, float], list[Scores]]:
+    """Add up the gradients of all micro-batches; returns what was measured, and the scores of each.
 
     Args:
-        before: log-probabilities before the first update on this batch; empty until then, when they are the present
-            ones.
+        before: scores before the first update on this batch; empty until then, when they are the present ones.
     """
     has_old = trainee.config.num_iterations > 1 or trainee.config.correction != "none"  # else the sampler's are old
     measured: list[LossOutputs] = []
-    scored: list[Tensor] = []
+    scored: list[Scores] = []
     for number, (part, advantages, reference) in enumerate(zip(parts, advantages_of, references, strict=True)):
         logprobs, entropy = trainee.logprobs(part.batch)
         rows = part.batch.to(trainee.device)
-        present = logprobs.detach()
-        old = before[number] if before else present
+        present = Scores(logprobs.detach(), entropy.detach())
+        old = before[number].logprobs if before else present.logprobs
         outputs = policy_loss(
             LossInputs(
                 logprobs=logprobs,

@@ -88,7 +88,9 @@ class SampledCompletion(Message):
     policy_versions: list[int]
     token_texts: list[str] = []
     """What each token adds to the text, so that a reader needs no tokenizer. A character that several tokens make
-    together stands at the last of them. Empty in files of earlier versions, as the two below."""
+    together stands at the last of them. Empty in files of earlier versions, as the others below."""
+    read_before: dict[int, str] = {}
+    """In several turns, what the model read before it generated the token of that number."""
     entropies: list[float] = []
     """In nats, of the trainer's next-token distribution where each token was sampled; empty where not trained on."""
     is_truncated: bool | None = None

@@ -87,4 +87,5 @@ def test_a_sampled_conversation_is_shown_with_what_was_read_between_its_turns() 
     assert [completion.text for completion in line.completions] == ["7 2 11 12 8 4 2", "8 2 13 7 2"]
     assert [completion.token_ids for completion in line.completions] == [[7, 2, 8, 4, 2], [8, 2, 7, 2]]
     assert [len(completion.training_logprobs) for completion in line.completions] == [5, 4]
+    assert [completion.read_before for completion in line.completions] == [{2: "11 12"}, {2: "13"}]
     assert line.completions[0].advantage == pytest.approx(0.707, abs=1e-3)

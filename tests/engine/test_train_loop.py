@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model, weights_of
+from training import VOCABULARY, ListedSource, ListeningBridge, made_up_groups, settings, small_model, weights_of
 
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import CheckpointError, DataError, PeerUnavailable
@@ -80,6 +81,10 @@ def test_sampled_groups_hold_both_log_probabilities_of_every_token(tmp_path: Pat
         assert completion.reward == pytest.approx(score)
         assert len(completion.inference_logprobs) == len(completion.training_logprobs) == len(completion.token_ids)
         assert all(value < 0 for value in completion.training_logprobs)
+        assert "".join(completion.token_texts) == completion.text
+        assert len(completion.entropies) == len(completion.token_texts) == len(completion.token_ids)
+        assert all(0 < value <= math.log(VOCABULARY) for value in completion.entropies)
+        assert completion.is_truncated is False
 
 
 def test_a_run_that_was_cut_off_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.train.checkpoints import claimed, require_place, set_aside
 from grpo_engine.train.journal import Journal
 from grpo_engine.train.recorder import Recorder
+from grpo_engine.wire.metrics import RolloutLine
 
 
 @contextmanager
@@ -61,6 +62,7 @@ def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, outlet: str) -
     code = f"""
 from pathlib import Path
 from grpo_engine.train.recorder import Recorder
+from grpo_engine.wire.metrics import RolloutLine
 with Recorder(Path({str(tmp_path)!r}), total_steps=2, show_times=False) as recorder:
     recorder.step(1, 1, {{}})
     recorder.step(2, 2, {{}})
@@ -95,6 +97,32 @@ def test_lines_that_no_recorder_wrote_hold_nobody_up(tmp_path: Path) -> None:
         assert recorder.has(1)
         assert not recorder.has(2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == strangers + b'{"step":1}\n'
+
+
+def test_a_bounded_file_of_groups_gets_sparser_where_it_is_old(tmp_path: Path) -> None:
+    def line(step: int, part: int) -> RolloutLine:
+        return RolloutLine(time=float(step), step=step, environment="sort6", prompt=str(part) * 400, completions=[])
+
+    with Recorder(tmp_path, total_steps=90, show_times=False, max_rollout_bytes=20_000) as recorder:
+        for step in range(1, 91):
+            recorder.rollouts([line(step, 0), line(step, 1)])
+    written = (tmp_path / "rollouts.jsonl").read_bytes()
+    steps = [json.loads(text)["step"] for text in written.splitlines()]
+    assert 5_000 < len(written) <= 20_000
+    assert steps[::2] == steps[1::2] == sorted(set(steps))  # of a step both groups or none
+    assert steps[-4:] == [89, 89, 90, 90]
+    assert steps[2] - steps[0] > steps[-1] - steps[-3] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]
+
+
+def test_a_file_that_cannot_be_made_shorter_grows_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / f".rollouts.jsonl.{os.getpid()}.tmp").mkdir()
+    line = RolloutLine(time=1.0, step=1, environment=None, prompt="p" * 400, completions=[])
+    with Recorder(tmp_path, total_steps=9, show_times=False, max_rollout_bytes=1000) as recorder:
+        for _ in range(4):
+            recorder.rollouts([line])
+    assert len((tmp_path / "rollouts.jsonl").read_bytes().splitlines()) == 4
+    assert caplog.text.count("rollouts.jsonl: cannot be made shorter: Is a directory; it grows on") == 1
 
 
 def test_a_journal_removes_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
