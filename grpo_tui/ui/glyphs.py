@@ -41,7 +41,7 @@ RUN_GLYPHS = {
 }
 SEVERITY_GLYPHS = {"error": "✗", "warning": "▲", "info": "·"}
 SPARK_BARS = "▁▂▃▄▅▆▇█"
-SHARE_FILLS = "█▓▒▚▞▤▥▦"
+SHARE_FILLS = "█▓▒▚▞▤▥▦▧▨▩▣"
 """One a service, beside its colour, so that a bar can be read without colours."""
 OTHERS_FILL = "╳"
 REST_FILL = "░"
@@ -53,13 +53,31 @@ _ASCII = str.maketrans(
         "○": "o", "◐": "(", "●": "*", "▲": "!", "↻": "@", "◑": ")", "■": "#", "✓": "+", "✗": "x", "▼": "v",
         "◆": "*", "×": "x",
         "▁": "_", "▂": ".", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "%", "█": "#",
-        "▓": "=", "▒": "+", "▚": "%", "▞": "$", "▤": "-", "▥": ":", "▦": "&", "╳": "x", "░": "~", "·": ".",
+        "▓": "=", "▒": "+", "▚": "%", "▞": "$", "▤": "-", "▥": ":", "▦": "&", "▧": "/", "▨": "\\", "▩": "@", "▣": "H",
+        "°": "'", "╳": "x", "░": "~", "·": ".",
         "–": "-", "—": "-", "−": "-", "…": "~", "→": ">", "←": "<", "↑": "^", "↓": "v", "≤": "<", "≥": ">", "±": "~",
         "─": "-", "━": "-", "│": "|", "┃": "|", "▌": "|", "▎": "|", "▊": "|",
         "┌": "+", "┐": "+", "└": "+", "┘": "+", "╭": "+", "╮": "+", "╰": "+", "╯": "+", "├": "+", "┤": "+",
+        "┄": "-", "┈": "-", "┬": "+", "┴": "+", "┼": "+", "⇧": "^",
         "“": '"', "”": '"', "‘": "'", "’": "'",
     }
 )  # fmt: skip
+
+_DOTS_BY_ROW = (0x09, 0x12, 0x24, 0xC0)
+"""Of a braille character, from its top."""
+
+
+def _likeness_of_dots(dots: int) -> str:
+    """An ASCII character with ink at about the same height."""
+    rows = [row for row, mask in enumerate(_DOTS_BY_ROW) if dots & mask]
+    if not rows:
+        return " "
+    if rows[-1] - rows[0] >= 2:
+        return "|"
+    return {0: "'", 1: "-", 2: "-"}.get(rows[0], ".")
+
+
+_ASCII.update({0x2800 + dots: _likeness_of_dots(dots) for dots in range(256)})
 
 
 def wants_ascii(environ: Mapping[str, str]) -> bool:
