@@ -88,8 +88,9 @@ class Lines(Widget):
         for y in range(max(len(before), len(self._lines))):
             old = before[y] if y < len(before) else None
             new = self._lines[y] if y < len(self._lines) else None
-            if old is None or new is None or not old.is_same(new):
-                self.refresh(Region(0, y, width, 1))
+            start, end = (0, width) if old is None or new is None else differing_cells(old, new)
+            if start < end:
+                self.refresh(Region(start, y, end - start, 1))
 
     def on_resize(self, event: events.Resize) -> None:
         """Say the lines anew for the new size."""
@@ -118,6 +119,22 @@ class Lines(Widget):
     def plain_lines(self) -> list[str]:
         """The lines as text, for tests."""
         return [line.plain for line in self._lines]
+
+
+def differing_cells(old: Content, new: Content) -> tuple[int, int]:
+    """From which cell up to which two lines differ; a clock that ticks is two cells, not a line of two hundred."""
+    before, after = old.plain, new.plain
+    spans = set(old.spans) ^ set(new.spans)
+    shorter = min(len(before), len(after))
+    first = next((place for place in range(shorter) if before[place] != after[place]), shorter)
+    first = min([first, *(span.start for span in spans)])
+    if len(before) != len(after):
+        return cell_len(after[:first]), max(old.cell_length, new.cell_length)
+    last = next((place for place in range(shorter, first, -1) if before[place - 1] != after[place - 1]), first)
+    last = max([last, *(span.end for span in spans)])
+    end = max(cell_len(before[:last]), cell_len(after[:last]))
+    is_shifted = cell_len(before[:last]) != cell_len(after[:last])
+    return cell_len(after[:first]), max(old.cell_length, new.cell_length) if is_shifted else end
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
