@@ -1,7 +1,8 @@
 """What is wrong with a run, in plain words, with its cause and the flag that mends it. Pure.
 
 The rules are in `training_rules.py` (from metrics) and `service_rules.py` (from the status document); each yields wire
-`Warning`s with an id that stays the same while the trouble lasts.
+`Warning`s with an id that stays the same while the trouble lasts. Those of `alignment_rules.py` look at the recorded
+tokens themselves, and yield findings that say how sure they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import RunStatus, Warning
+from grpo_tui.view.alignment_rules import ALIGNMENT_RULES, CERTAINTY_RANK, Evidence, Finding, otherwise
 from grpo_tui.view.service_rules import SERVICE_RULES
 from grpo_tui.view.training_rules import TRAINING_RULES, Measurements
 
@@ -32,3 +34,9 @@ def diagnose(history: Sequence[MetricsLine], status: RunStatus | None) -> list[W
         for training_rule in TRAINING_RULES:
             found += training_rule(measured)
     return sorted(found, key=lambda warning: GRAVITY[warning.severity])
+
+
+def diagnose_alignment(known: Evidence) -> tuple[Finding, ...]:
+    """What makes trainer and inference disagree, the surest cause first; where they agree, a finding that says so."""
+    found = [finding for rule in ALIGNMENT_RULES for finding in rule(known)]
+    return tuple(sorted(found, key=lambda finding: CERTAINTY_RANK[finding.certainty])) or (otherwise(known),)

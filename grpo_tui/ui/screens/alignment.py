@@ -1,0 +1,144 @@
+"""The alignment screen: how far trainer and inference are apart on the same tokens, where, and why."""
+
+from __future__ import annotations
+
+import asyncio
+
+from textual.app import ComposeResult
+
+from grpo_tui.ui.keys import Key, bindings
+from grpo_tui.ui.messages import Came
+from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.widgets.alignment_body import AlignmentBody
+from grpo_tui.view.alignment_reader import AlignmentReader
+from grpo_tui.view.alignment_view import (
+    AlignmentChange,
+    AlignmentView,
+    GroupsMeasured,
+    NewestWanted,
+    PageTurned,
+    StepMoved,
+    TokensScrolled,
+    WindowTurned,
+)
+from grpo_tui.view.state import ViewState
+
+LOOK_PAUSE_S = 1.0
+"""Between two looks at the file, while the screen is in sight."""
+
+ON_ALIGNMENT = (
+    Key(key="w", shown="w", action="screen.turn_window", label="steps",
+        help="look at the last 10 steps, one step, or all of them"),
+    Key(key="left,h", shown="←", action="screen.move_step(-1)", label="step back",
+        help="end one step earlier"),
+    Key(key="right,l", shown="→", action="screen.move_step(1)", label="on",
+        help="end one step later"),
+    Key(key="shift+left,H", shown="H", action="screen.move_step(-10)", label="10 back", is_in_footer=False,
+        help="end ten steps earlier (shift and ← do the same)"),
+    Key(key="shift+right,L", shown="L", action="screen.move_step(10)", label="10 on", is_in_footer=False,
+        help="end ten steps later (shift and → do the same)"),
+    Key(key="end", shown="End", action="screen.newest", label="newest", is_in_footer=False,
+        help="end at the newest step, and follow"),
+    Key(key="p", shown="p", action="screen.turn_page", label="page",
+        help="charts, worst tokens, position and version (all at once on a wide screen)"),
+    Key(key="up,k", shown="↑ k", action="screen.scroll_tokens(-1)", label="up", is_in_footer=False,
+        help="towards the worst of the worst tokens"),
+    Key(key="down,j", shown="↓ j", action="screen.scroll_tokens(1)", label="down", is_in_footer=False,
+        help="further down the worst tokens"),
+    Key(key="pageup", shown="PgUp", action="screen.scroll_tokens(-8)", label="up", is_in_footer=False,
+        help="eight tokens up"),
+    Key(key="pagedown", shown="PgDn", action="screen.scroll_tokens(8)", label="down", is_in_footer=False,
+        help="eight tokens down"),
+)  # fmt: skip
+
+
+class AlignmentScreen(RunScreen):
+    """Verdict, histogram, ratios, worst tokens, position and version."""
+
+    PLACE = "alignment"
+    KEYS = ON_ALIGNMENT
+    BINDINGS = bindings(ON_ALIGNMENT)
+
+    def __init__(self, state: ViewState) -> None:
+        super().__init__(state)
+        self._reader = AlignmentReader(state.run_folder)
+        self._wanted = asyncio.Event()
+        self._is_in_sight = False
+
+    def body(self) -> ComposeResult:
+        """One part, which arranges itself."""
+        yield AlignmentBody()
+
+    def on_mount(self) -> None:
+        """Begin to read; the screen is in sight whenever it is mounted first."""
+        self.run_worker(self._look(), name="alignment")
+
+    def on_screen_resume(self) -> None:
+        """Look again."""
+        self._is_in_sight = True
+        self._wanted.set()
+
+    def on_screen_suspend(self) -> None:
+        """Read no more while another screen is shown."""
+        self._is_in_sight = False
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state, and look at other groups where it asks for them."""
+        if _asked(self._state) != _asked(state):
+            self._wanted.set()
+        super().draw(state)
+
+    async def _look(self) -> None:
+        """Measure the groups that the state asks for: at once after a key, else every second."""
+        while True:
+            await self._until_wanted()
+            state = self._state
+            view = state.alignment
+            measured = await asyncio.to_thread(
+                self._reader.look, view.window, view.until_step, state.history.lines, until_time=_until(state)
+            )
+            if measured is not None:
+                self._change(GroupsMeasured(measured=measured, settings=self._reader.settings))
+
+    async def _until_wanted(self) -> None:
+        """Return when something was asked for, or after a while in sight."""
+        try:
+            async with asyncio.timeout(LOOK_PAUSE_S if self._is_in_sight else None):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        self._wanted.clear()
+
+    def _change(self, change: AlignmentChange) -> None:
+        self.app.post_message(Came(change))
+
+    def action_turn_window(self) -> None:
+        """The next kind of window."""
+        self._change(WindowTurned())
+
+    def action_move_step(self, by: int) -> None:
+        """End the window so many steps later."""
+        self._change(StepMoved(by=by))
+
+    def action_newest(self) -> None:
+        """End the window at the newest step."""
+        self._change(NewestWanted())
+
+    def action_turn_page(self) -> None:
+        """The next page of a narrow screen."""
+        self._change(PageTurned())
+
+    def action_scroll_tokens(self, by: int) -> None:
+        """Move along the worst tokens."""
+        self._change(TokensScrolled(by=by))
+
+
+def _asked(state: ViewState) -> tuple[object, ...]:
+    view: AlignmentView = state.alignment
+    return view.window, view.until_step, _until(state)
+
+
+def _until(state: ViewState) -> float | None:
+    """Up to when data counts; None while the screen shows the newest."""
+    until: float | None = getattr(state, "until", None)
+    return until

@@ -1,0 +1,84 @@
+"""What a run was started with, as far as trainer and inference must agree on it; read from its `resolved.json`.
+
+A run of plain commands, or one whose file is missing or damaged, says nothing: then every setting is unknown, and the
+clip is the usual one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from grpo_engine.algo.loss_config import LossConfig, Preset
+from grpo_tui.paths import RESOLVED_FILE
+
+USUAL_CLIP = 0.2
+PRESETS_WITH_BANDS = ("dapo", "gspo")
+"""Their papers give a band, which `clip_eps` does not change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """None is unknown."""
+
+    clip_low: float = USUAL_CLIP
+    clip_high: float = USUAL_CLIP
+    """Ratios outside `1 − clip_low … 1 + clip_high` are clipped."""
+    is_clip_known: bool = False
+    """Whether the run says so; else it is the usual band."""
+    clips_sequences: bool = False
+    """Whether the ratio of a whole completion is clipped, as GSPO does, and not that of each token."""
+    temperatures: tuple[float, ...] = ()
+    """At which the environments sample."""
+    top_ps: tuple[float, ...] = ()
+    logprobs_mode: str | None = None
+    """`raw` or `processed`, of the inference server."""
+    bridge_mode: str | None = None
+    dtypes: tuple[str, ...] = ()
+    """Of the trainer and of inference, each once."""
+    model: str | None = None
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether a LoRA adapter is trained."""
+        return self.bridge_mode is not None and self.bridge_mode.startswith("lora")
+
+
+def read_settings(run_folder: Path) -> RunSettings:
+    """Settings of a run; unknown ones where its file does not tell them."""
+    try:
+        resolved = json.loads((run_folder / RESOLVED_FILE).read_bytes())
+        return settings_of(resolved)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return RunSettings()
+
+
+def settings_of(resolved: dict[str, Any]) -> RunSettings:
+    """Settings in a profile as a run writes it out."""
+    services = [one for one in (resolved.get("services") or {}).values() if isinstance(one, dict)]
+    trainer: dict[str, Any] = next((one for one in services if one.get("kind") == "trainer"), {})
+    server: dict[str, Any] = next((one for one in services if one.get("kind") == "inference"), {})
+    environments = [one for one in services if one.get("kind") == "environment"]
+    loss = trainer.get("loss", "grpo")
+    preset = LossConfig.preset(loss if loss in get_args(Preset) else "grpo")
+    width = float(trainer.get("clip_eps") or USUAL_CLIP)
+    low, high = (preset.clip_low, preset.clip_high) if loss in PRESETS_WITH_BANDS else (width, width)
+    dtypes = [str(one["dtype"]) for one in (trainer, server) if one.get("dtype")]
+    return RunSettings(
+        clip_low=_number(trainer.get("clip_low"), low),
+        clip_high=_number(trainer.get("clip_high"), high),
+        is_clip_known=bool(trainer),
+        clips_sequences=preset.ratio_level == "sequence",
+        temperatures=tuple(sorted({float(one["temperature"]) for one in environments if one.get("temperature")})),
+        top_ps=tuple(sorted({float(one["top_p"]) for one in environments if one.get("top_p")})),
+        logprobs_mode=server.get("logprobs_mode"),
+        bridge_mode=(resolved.get("bridge") or trainer.get("bridge") or {}).get("mode"),
+        dtypes=tuple(dict.fromkeys(dtypes)),
+        model=(resolved.get("model") or {}).get("name") or trainer.get("model_name"),
+    )
+
+
+def _number(value: object, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) else otherwise
