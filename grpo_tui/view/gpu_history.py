@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from grpo_tui.view.gpu_view import GpuMoment
 
-COLUMN_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+COLUMN_S = (
+    1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 45, 60, 90, 120, 180, 240, 300, 450, 600, 900, 1200, 1800, 2700, 3600,
+    5400, 7200, 10800, 14400, 21600, 43200, 86400,
+)  # fmt: skip
 HELD_S = 15.0
 """How long a moment stands for what follows it: three of the pauses between samples that nobody watches."""
 

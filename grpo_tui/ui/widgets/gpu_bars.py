@@ -86,17 +86,21 @@ def legend(parts: Iterable[Part]) -> list[Content]:
 
 
 def stacked(columns: Sequence[Sequence[Part] | None], scale_bytes: int, height: int) -> list[list[Styled]]:
-    """Rows of a chart, the topmost first: each column its parts above each other; None is one without figures."""
+    """Rows of a chart, the topmost first: each column its parts above each other; None is one without figures.
+
+    Heights are true: unlike in a bar, a part of less than half a row does not show.
+    """
     cells: list[list[Styled]] = []
     for parts in columns:
         column: list[Styled] = []
-        counts = split_cells([part.num_bytes for part in parts or ()], scale_bytes, height)
-        for part, count in zip(parts or (), counts, strict=True):
-            column += [(part.fill, part.style)] * count
+        sum_so_far = 0
+        for part in parts or ():
+            sum_so_far += part.num_bytes
+            top = min(height, round(sum_so_far * height / scale_bytes))
+            column += [(part.fill, part.style)] * (top - len(column))
         cells.append(column)
-    return [
-        joined(column[row] if row < len(column) else (" ", "") for column in cells) for row in reversed(range(height))
-    ]
+    rows = reversed(range(height))
+    return [joined(column[row] if row < len(column) else (" ", "") for column in cells) for row in rows]
 
 
 def spark(values: Sequence[float | None], most: float, style: str = ".spark") -> list[Styled]:

@@ -1,0 +1,107 @@
+"""The GPU inspector: every GPU in full, who holds what, how that came, and who is to blame when one is full."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+
+from grpo_tui.ui.keys import Key, bindings
+from grpo_tui.ui.messages import Came
+from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.widgets.gpu_report import GpuReport
+from grpo_tui.view.gpu_plan import read_memory_plan
+from grpo_tui.view.gpu_view import CommandsTurned, PlanRead, SpanTurned
+from grpo_tui.view.state import ViewState
+
+KEYS = (
+    Key(key="n", shown="n", action="screen.go_to_block(1)", label="next GPU",
+        help="go to the next GPU; the memory of the machine comes last"),
+    Key(key="p", shown="p", action="screen.go_to_block(-1)", label="previous",
+        help="go to the GPU before"),
+    Key(key="h", shown="h", action="screen.turn_span", label="history",
+        help="history of the whole run, the last hour, 10 minutes, or minute"),
+    Key(key="w", shown="w", action="screen.turn_commands", label="commands",
+        help="command lines in full, or one line each"),
+    Key(key="down,j", shown="↓ j", action="screen.scroll_report(1)", label="on", is_in_footer=False,
+        help="read on"),
+    Key(key="up,k", shown="↑ k", action="screen.scroll_report(-1)", label="back", is_in_footer=False,
+        help="read back"),
+    Key(key="pagedown", shown="PgDn", action="screen.turn_page(1)", label="page on", is_in_footer=False,
+        help="a page on"),
+    Key(key="pageup", shown="PgUp", action="screen.turn_page(-1)", label="page back", is_in_footer=False,
+        help="a page back"),
+)  # fmt: skip
+LOW, HIGH = 30, 44
+"""Rows of the terminal at which charts grow."""
+
+
+class ReportScroll(VerticalScroll, can_focus=False):
+    """The room in which the report is read."""
+
+    DEFAULT_CSS = """
+    ReportScroll {
+        height: 1fr; scrollbar-size-vertical: 1;
+        scrollbar-background: $background; scrollbar-background-hover: $background;
+        scrollbar-background-active: $background; scrollbar-color: $foreground 20%;
+        scrollbar-color-hover: $foreground 40%; scrollbar-color-active: $foreground 40%;
+    }
+    """
+
+
+class GpusScreen(RunScreen):
+    """One block a GPU; it scrolls."""
+
+    PLACE = "gpus"
+    KEYS = KEYS
+    BINDINGS = bindings(KEYS)
+
+    def body(self) -> ComposeResult:
+        """The report."""
+        with ReportScroll():
+            yield GpuReport()
+
+    def on_screen_resume(self) -> None:
+        """Read what the profile planned; a daemon that came back may have written it anew."""
+        self.run_worker(self._read_plan(self._state.run_folder), name="plan", exclusive=True)
+
+    async def _read_plan(self, run_folder: Path) -> None:
+        self.post_message(Came(PlanRead(plan=await asyncio.to_thread(read_memory_plan, run_folder))))
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state."""
+        height = self.size.height
+        self.query_one(GpuReport).chart_rows = 5 if height < LOW else 8 if height < HIGH else 10
+        super().draw(state)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Charts are as high as the terminal allows."""
+        self.draw(self._state)
+
+    def action_go_to_block(self, by: int) -> None:
+        """Bring the next block, or the one before, to the top."""
+        scroll, starts = self.query_one(ReportScroll), self.query_one(GpuReport).starts
+        here = scroll.scroll_offset.y
+        further = [start for start in starts if (start > here if by > 0 else start < here)]
+        if further:
+            scroll.scroll_to(y=further[0] if by > 0 else further[-1], animate=False)
+
+    def action_turn_span(self) -> None:
+        """Show more or less of the history."""
+        self.post_message(Came(SpanTurned()))
+
+    def action_turn_commands(self) -> None:
+        """Show command lines in full, or one line each."""
+        self.post_message(Came(CommandsTurned()))
+
+    def action_scroll_report(self, rows: int) -> None:
+        """Move by a few rows."""
+        self.query_one(ReportScroll).scroll_relative(y=2 * rows, animate=False)
+
+    def action_turn_page(self, pages: int) -> None:
+        """Move by a page."""
+        scroll = self.query_one(ReportScroll)
+        scroll.scroll_relative(y=pages * max(1, scroll.size.height - 2), animate=False)

@@ -1,0 +1,396 @@
+"""Everything about every GPU: a block each with bar, plan, processes, history, and who is to blame when it is full.
+
+The machine's own memory has a block of the same kind, the only one where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from textual.content import Content
+
+from grpo_engine.wire.supervisor import GpuProcess, GpuStatus, ServiceState
+from grpo_tui.ui.widgets.gpu_bars import (
+    Part,
+    bar,
+    gpu_parts,
+    legend,
+    others_part,
+    rest_part,
+    service_parts,
+    spark,
+    stacked,
+)
+from grpo_tui.ui.widgets.gpu_panel import NO_GPU_WORDS, host_parts
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.view.bars import split_cells
+from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_text, percent_text
+from grpo_tui.view.gpu_history import Columns, laid_out, means, peaks
+from grpo_tui.view.gpu_rules import blame, compared, planned_on
+from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER, GpuMoment
+from grpo_tui.view.state import ViewState
+
+INDENT = 2
+GUTTER = 18
+"""Columns left of a chart: a name, a number, and the axis."""
+PID_WIDTH = 9
+MEMORY_WIDTH = 8
+MAX_WHO = 36
+TWO_COLUMNS = 180
+"""Width from which blocks stand in two columns."""
+COLUMN_GAP = 2
+HOTTEST = 100.0
+"""Degrees at the top of the sparkline."""
+UNTOLD_BYTES = 1 << 30
+DOWN_STATES = frozenset({ServiceState.FAILED, ServiceState.BACKOFF, ServiceState.STOPPED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """The lines of all blocks, and where each begins."""
+
+    lines: list[Content]
+    starts: list[int]
+
+
+class GpuReport(Lines):
+    """As many lines as there is to say; the screen scrolls it."""
+
+    DEFAULT_CSS = """
+    GpuReport { height: 1; padding: 0 1; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chart_rows = 6
+        self.starts: list[int] = []
+        """The row on which each block begins."""
+        self._made: tuple[tuple[object, ...], list[Content]] | None = None
+
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Made anew with each sample; the clock alone changes nothing."""
+        return (state.status, state.gpus, state.host_memory, self.chart_rows)
+
+    def draw(self, state: ViewState) -> None:
+        """Make the lines, and take the rows that they need."""
+        width = self.size.width
+        if width:
+            inputs = (*self.inputs(state), width)
+            if self._made is None or any(now is not then for now, then in zip(inputs, self._made[0], strict=True)):
+                made = report(state, width, self.chart_rows)
+                self._made, self.starts = (inputs, made.lines), made.starts
+                self.styles.height = max(1, len(made.lines))
+        super().draw(state)
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """Those that were made."""
+        return self._made[1] if self._made is not None else []
+
+
+def report(state: ViewState, width: int, chart_rows: int) -> Made:
+    """All blocks, in two columns where there is room for two."""
+    if state.status is None:
+        return Made(lines=[line(("nothing is known of this run yet", ".muted"))], starts=[0])
+    gpus = state.status.gpus
+    is_wide = width >= TWO_COLUMNS
+    block_width = (width - COLUMN_GAP) // 2 if is_wide else width
+    blocks = [_gpu_block(gpu, state, block_width, chart_rows) for gpu in gpus]
+    blocks.append(_host_block(state, block_width, chart_rows))
+    lines: list[Content] = []
+    starts: list[int] = []
+    for place in range(0, len(blocks), 2 if is_wide else 1):
+        starts.append(len(lines))
+        lines += _beside(*blocks[place : place + 2], width=block_width) if is_wide else blocks[place]
+        lines.append(Content(""))
+    return Made(lines=lines[:-1], starts=starts)
+
+
+# --- a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def _gpu_block(gpu: GpuStatus, state: ViewState, width: int, chart_rows: int) -> list[Content]:
+    rows = [rule(width, f"GPU {gpu.index} · {gpu.name}", _condition(gpu))]
+    if gpu.stale_s is not None:
+        words = f"  ▲ these figures are {clock_text(gpu.stale_s)} old: the driver does not answer"
+        rows.append(line((words, ".warning")).truncate(width, ellipsis=True))
+    rows += _memory_now(gpu, state, width)
+    rows += _mig_lines(gpu, width)
+    rows += [Content(""), *_process_table(gpu, state, width), Content("")]
+    rows += _history(gpu, state, width, chart_rows)
+    rows += _blame_lines(gpu, state, width)
+    return rows
+
+
+def _condition(gpu: GpuStatus) -> str:
+    """`97% busy · 512 of 700 W · 61°C`, of what is known."""
+    if gpu.stale_s is not None:
+        return f"stale {clock_text(gpu.stale_s)}"
+    parts = [f"{percent_text(gpu.utilization_percent)} busy"] if gpu.utilization_percent is not None else []
+    if gpu.has_mig:
+        parts.append(f"MIG, {count_text(len(gpu.mig), 'part')}")
+    if gpu.power_watts is not None:
+        most = "" if gpu.power_limit_watts is None else f" of {gpu.power_limit_watts:.0f}"
+        parts.append(f"{gpu.power_watts:.0f}{most} W")
+    if gpu.temperature_celsius is not None:
+        parts.append(f"{gpu.temperature_celsius:.0f}°C")
+    return " · ".join(parts)
+
+
+def _memory_now(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
+    """The bar, the plan under it, and whose fill is whose."""
+    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+    if used is None or not total:
+        return [line(("  the driver does not tell how much of its memory is used", ".muted"))]
+    amounts = f"  {bytes_text(used)} of {bytes_text(total)} used, {bytes_text(max(0, total - used))} free"
+    bar_width = max(0, width - INDENT - len(amounts))
+    parts = gpu_parts(gpu, state)
+    return [
+        line(" " * INDENT, *bar(parts, total, bar_width), amounts),
+        *_plan_lines(gpu, parts, state, bar_width, width),
+        *_wrapped_pieces(legend(parts), width, INDENT),
+    ]
+
+
+def _plan_lines(gpu: GpuStatus, parts: Sequence[Part], state: ViewState, bar_width: int, width: int) -> list[Content]:
+    """A mark under the bar where each planned share would end."""
+    total = gpu.memory_total_bytes or 0
+    cells = split_cells([part.num_bytes for part in parts], total, bar_width)
+    begins = {part.name: sum(cells[:place]) for place, part in enumerate(parts)}
+    rows = []
+    for name, planned in planned_on(gpu, state.gpus.plan).items():
+        held = gpu.by_service.get(name, 0) if gpu.are_shares_known else None
+        words = f"{name}: {bytes_text(planned)} planned, {compared(planned, held, total)}"
+        mark = INDENT + min(max(0, bar_width - 1), begins.get(name, 0) + round(planned * bar_width / total))
+        if mark + 2 + len(words) <= width:
+            rows.append(line(" " * mark, ("↑ ", ".accent"), (words, ".muted")))
+        elif len(words) + 1 + INDENT <= mark:
+            rows.append(line(" " * (mark - len(words) - 1), (f"{words} ", ".muted"), ("↑", ".accent")))
+        else:
+            rows.append(line(" " * mark, ("↑", ".accent")))
+            rows += _wrapped(words, width, INDENT, ".muted")
+    return rows
+
+
+def _mig_lines(gpu: GpuStatus, width: int) -> list[Content]:
+    if not gpu.has_mig:
+        return []
+    if not gpu.mig:
+        return [line(("  MIG is on and the GPU has no parts yet: nvidia-smi mig -cgi makes them", ".warning"))]
+    told = [
+        line(
+            (f"{each.name.rpartition('MIG ')[2]}", ".strong"),
+            ("" if each.gpu_instance is None else f" (MIG {each.gpu_instance})", ".muted"),
+            (f" {bytes_text(each.memory_used_bytes)} of {bytes_text(each.memory_total_bytes)}", ".muted"),
+        )
+        for each in gpu.mig
+    ]
+    return _wrapped_pieces([line(("parts", ".muted")), *told], width, INDENT)
+
+
+# --- its processes -------------------------------------------------------------------------------------------------
+
+
+def _process_table(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
+    if not gpu.processes:
+        return _wrapped(_no_processes(gpu), width, INDENT, ".muted")
+    whose = [_who(process, state) for process in gpu.processes]
+    who_width = min(MAX_WHO, max(len("whose"), *(len(text) for text, _ in whose))) + 2
+    part_width = 7 if gpu.has_mig else 0
+    head = f"{'pid':<{PID_WIDTH}}{'whose':<{who_width}}{'memory':>{MEMORY_WIDTH - 1}} " + fit("  part", part_width)
+    rows = [line(" " * INDENT, (f"{head} command", ".title")).truncate(width)]
+    before = INDENT + PID_WIDTH + who_width + MEMORY_WIDTH + part_width + 1
+    room = max(0, width - before)
+    for process, (text, style) in zip(gpu.processes, whose, strict=True):
+        part = f"  MIG {process.gpu_instance}" if process.gpu_instance is not None else ""
+        command = process.command if process.is_visible else "cannot be seen from here"
+        folded = [fit(command, room)]
+        if state.gpus.has_whole_commands and room >= 20:
+            folded = textwrap.wrap(command, room) or [""]
+        rows.append(
+            line(
+                " " * INDENT,
+                (f"{process.pid:<{PID_WIDTH}}", ".muted"),
+                (fit(text, who_width), style),
+                fit(bytes_text(process.memory_bytes), MEMORY_WIDTH - 1, right=True),
+                (fit(part, part_width), ".muted"),
+                (f"  {folded[0]}", ".muted"),
+            ).truncate(width)
+        )
+        rows += [line(" " * (before + 1), (more, ".muted")).truncate(width) for more in folded[1:]]
+    if not gpu.are_shares_known:
+        words = "▲ the driver does not tell which of these are ours: it lists pids of the machine outside, or no memory"
+        rows += _wrapped(words, width, INDENT, ".warning")
+    return rows
+
+
+def _no_processes(gpu: GpuStatus) -> str:
+    if not gpu.are_shares_known:
+        return "the driver lists no processes here, so whose memory it is cannot be told"
+    if (gpu.memory_used_bytes or 0) >= UNTOLD_BYTES:
+        return "the driver lists no process; those of another container are not told, and may hold what is used"
+    return "no process is on this GPU"
+
+
+def _who(process: GpuProcess, state: ViewState) -> tuple[str, str]:
+    """Whose a process is, and the style of that."""
+    if process.run is not None and process.run != state.run:
+        return f"run {process.run}: {process.service or 'a service'}", ".others"
+    if process.service is not None:
+        status = state.service(process.service)
+        attempt = process.attempt if process.attempt is not None else (status.attempt if status else None)
+        if process.run is not None:  # it has our marker and is not below its keeper any more
+            return f"{process.service}, left over", ".warning"
+        return f"{process.service}" + (f", attempt {attempt}" if attempt else ""), ".strong"
+    if not process.is_visible:
+        return "another container, or outside", ".others"
+    return f"user {process.user or 'not known'}", ".others"
+
+
+# --- its history ---------------------------------------------------------------------------------------------------
+
+
+def _history(gpu: GpuStatus, state: ViewState, width: int, height: int) -> list[Content]:
+    columns = laid_out(state.gpus.moments, width - GUTTER, state.gpus.span_s)
+    if not any(figures for column in columns.moments for moment in column if (figures := moment.gpu(gpu.index))):
+        return [line(("  no history yet: it grows by a sample a second while the run is watched", ".muted"))]
+
+    def used(moment: GpuMoment) -> int | None:
+        figures = moment.gpu(gpu.index)
+        return None if figures is None else figures.used_bytes
+
+    shown = [
+        None if moment is None or (figures := moment.gpu(gpu.index)) is None else _held_parts(figures.by_holder, state)
+        for moment in peaks(columns, used)
+    ]
+    rows = _chart(shown, gpu.memory_total_bytes or 0, height) if gpu.memory_total_bytes else []
+    for name, now, most, value in (
+        ("busy", percent_text(gpu.utilization_percent), 100.0, "utilization_percent"),
+        ("power", _with_unit(gpu.power_watts, "W"), gpu.power_limit_watts, "power_watts"),
+        ("heat", _with_unit(gpu.temperature_celsius, "°C"), HOTTEST, "temperature_celsius"),
+    ):
+        values = means(columns, _figure_of(gpu.index, value))
+        known = [each for each in values if each is not None]
+        if known:
+            rows.append(_gutter(name, now, spark(values, most or max(*known, 1.0))))
+    return [*rows, _time_axis(columns, state)]
+
+
+def _held_parts(by_holder: Mapping[str, int], state: ViewState) -> list[Part]:
+    parts = service_parts(by_holder, state)
+    parts += [others_part(OTHERS, by_holder[OTHERS])] if OTHERS in by_holder else []
+    return [*parts, *([rest_part(UNKNOWN_HOLDER, by_holder[UNKNOWN_HOLDER])] if UNKNOWN_HOLDER in by_holder else [])]
+
+
+def _figure_of(index: int, name: str) -> Callable[[GpuMoment], float | None]:
+    def value(moment: GpuMoment) -> float | None:
+        figures = moment.gpu(index)
+        return None if figures is None else getattr(figures, name)
+
+    return value
+
+
+def _chart(columns: Sequence[Sequence[Part] | None], scale_bytes: int, height: int) -> list[Content]:
+    """Memory by holder over time, the scale at the left."""
+    rows = []
+    for row, pieces in enumerate(stacked(columns, scale_bytes, height)):
+        number = bytes_text(scale_bytes * (height - row) // height) if row in (0, height // 2) else ""
+        rows.append(_gutter("memory" if row == 0 else "", number, pieces))
+    return rows
+
+
+def _gutter(name: str, number: str, pieces: list[Styled]) -> Content:
+    stroke = "┤" if number else "│"
+    return line(" " * INDENT, (f"{name:<7}", ".muted"), fit(number, 7, right=True), (f" {stroke}", ".faint"), *pieces)
+
+
+def _time_axis(columns: Columns, state: ViewState) -> Content:
+    """When the columns begin and end, and what one is."""
+    span_s = state.gpus.span_s
+    what = "the whole run" if span_s is None else f"the last {_span_text(span_s)}"
+    begin, end = (time.strftime("%H:%M:%S", time.localtime(each)) for each in (columns.start, columns.end))
+    words = f"{what}: {begin} to {end}, a column is {duration_text(columns.column_s).removesuffix('.0s')}"
+    words += "s" if columns.column_s < 10 else ""
+    return line(" " * (GUTTER - 2), ("└ ", ".faint"), (words, ".muted"))
+
+
+def _span_text(span_s: float) -> str:
+    return {3600.0: "hour", 600.0: "10 minutes", 60.0: "minute"}.get(span_s, duration_text(span_s))
+
+
+def _blame_lines(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
+    ended_at = {
+        name: transitions[-1].time
+        for name, transitions in state.transitions.items()
+        if transitions and transitions[-1].state in DOWN_STATES
+    }
+    found = blame(gpu, state.gpus.moments, state.services, state.gpus.plan, ended_at)
+    sign, style = ("✗ ", ".error") if found.has_happened else ("", ".muted")
+    rows = _wrapped(f"{sign}{found.text}", width, INDENT, style)
+    return rows + (_wrapped(f"→ {found.hint}", width, INDENT, "") if found.hint else [])
+
+
+# --- the machine ---------------------------------------------------------------------------------------------------
+
+
+def _host_block(state: ViewState, width: int, chart_rows: int) -> list[Content]:
+    """Memory of the machine by service, and why there is no GPU where there is none."""
+    assert state.status is not None
+    rows = [rule(width, "memory of the machine")]
+    if not state.status.gpus:
+        rows += _wrapped(f"no GPU figures: {state.status.gpu_note or NO_GPU_WORDS}", width, INDENT, ".warning")
+        rows += _wrapped("→ `grpo-tui doctor` says what a GPU needs here", width, INDENT, ".muted")
+    parts = host_parts(state)
+    memory = state.host_memory
+    if memory is not None:
+        used = memory.total_bytes - memory.available_bytes
+        amounts = (
+            f"  {bytes_text(used)} of {bytes_text(memory.total_bytes)} used, {bytes_text(memory.available_bytes)} free"
+        )
+        drawn = bar(parts, memory.total_bytes, max(0, width - INDENT - len(amounts)))
+        rows.append(line(" " * INDENT, *drawn, amounts))
+    rows += _wrapped_pieces(legend(parts), width, INDENT)
+    rows.append(Content(""))
+    columns = laid_out(state.gpus.moments, width - GUTTER, state.gpus.span_s)
+    moments = peaks(columns, lambda moment: sum(moment.rss_bytes.values()))
+    shown = [None if moment is None else service_parts(moment.rss_bytes, state) for moment in moments]
+    most = max((sum(part.num_bytes for part in parts) for parts in shown if parts), default=0)
+    if not most:
+        return [*rows, line(("  no history yet: it grows by a sample a second while the run is watched", ".muted"))]
+    rows += _chart(shown, most, chart_rows)
+    return [*rows, _time_axis(columns, state)]
+
+
+# --- lines ---------------------------------------------------------------------------------------------------------
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    return "–" if value is None else f"{value:.0f}{unit}"
+
+
+def _wrapped(text: str, width: int, indent: int, style: str) -> list[Content]:
+    folded = textwrap.wrap(text, max(10, width - indent), break_on_hyphens=False)
+    return [line(" " * indent, (each, style)) for each in folded]
+
+
+def _wrapped_pieces(pieces: Sequence[Content], width: int, indent: int) -> list[Content]:
+    """Pieces two spaces apart, on as many lines as they need."""
+    rows: list[Content] = []
+    for piece in pieces:
+        if rows and rows[-1].cell_length + 2 + piece.cell_length <= width:
+            rows[-1] = rows[-1] + Content("  ") + piece
+        else:
+            rows.append((Content(" " * indent) + piece).truncate(width, ellipsis=True))
+    return rows
+
+
+def _beside(left: Sequence[Content], right: Sequence[Content] = (), *, width: int) -> list[Content]:
+    """Two blocks in two columns."""
+    rows = []
+    for row in range(max(len(left), len(right))):
+        first = left[row] if row < len(left) else Content("")
+        second = right[row] if row < len(right) else Content("")
+        rows.append(first.pad_right(max(0, width + COLUMN_GAP - first.cell_length)) + second)
+    return rows
