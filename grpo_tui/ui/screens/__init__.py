@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.screens.gpus import GpusScreen
 from grpo_tui.ui.screens.main import MainScreen
 
-SCREENS: Mapping[str, type[RunScreen]] = MappingProxyType({screen.PLACE: screen for screen in (MainScreen,)})
+SCREENS: Mapping[str, type[RunScreen]] = MappingProxyType({screen.PLACE: screen for screen in (MainScreen, GpusScreen)})
