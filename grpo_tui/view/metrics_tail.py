@@ -70,7 +70,7 @@ class MetricsTail:
             num_bad = 0
         self._offset += len(taken)
         self._mark = (self._mark + taken)[-NUM_MARK_BYTES:]
-        read = [_read_line(line) for line in lines if line.strip()]
+        read = [read_line(line) for line in lines if line.strip()]
         good = tuple(line for line in read if line is not None)
         return MetricsChunk(
             lines=good,
@@ -98,7 +98,8 @@ class MetricsTail:
         self._offset, self._identity, self._mark, self._is_in_long_line = 0, None, b"", False
 
 
-def _read_line(line: bytes) -> MetricsLine | None:
+def read_line(line: bytes) -> MetricsLine | None:
+    """A line of the file, without what is no finite number in it; None for what is no line of metrics."""
     try:
         return MetricsLine.model_validate_json(line)
     except ValidationError:

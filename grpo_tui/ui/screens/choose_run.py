@@ -1,0 +1,101 @@
+"""Choose another run of the same folder to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from grpo_tui.ui.widgets.lines import fit
+from grpo_tui.view.format import UNKNOWN, age_text, number_text
+from grpo_tui.view.other_runs import OtherRun, other_runs
+
+NOBODY = ""
+"""Chosen to end a comparison."""
+COLUMNS = (("run", 32), ("profile", 16), ("state", 9), ("steps", 7), ("reward", 8), ("age", 6))
+
+
+class ChooseRunScreen(ModalScreen[str]):
+    """Runs with profile, state, steps and last reward; yields the folder's name, `NOBODY`, or None."""
+
+    BINDINGS = [
+        Binding("escape,q,c,ctrl+c", "dismiss", "cancel", tooltip="change nothing"),
+        Binding("j", "move(1)", "down", show=False),
+        Binding("k", "move(-1)", "up", show=False),
+    ]
+    DEFAULT_CSS = """
+    ChooseRunScreen { align: center middle; }
+    ChooseRunScreen > Vertical {
+        width: 94; max-width: 96%; height: auto; max-height: 90%;
+        padding: 0 1; background: $surface; border: round $primary;
+        border-title-color: $foreground; border-subtitle-color: $foreground;
+    }
+    ChooseRunScreen OptionList {
+        height: auto; max-height: 100%; border: none; padding: 0; background: $surface; text-wrap: nowrap;
+        text-overflow: ellipsis;
+    }
+    ChooseRunScreen Static { height: 1; padding: 0 1; text-wrap: nowrap; }
+    """
+
+    def __init__(self, run_folder: Path, compared: str | None, now: float) -> None:
+        super().__init__()
+        self._run_folder = run_folder
+        self._compared = compared
+        self._now = now
+
+    def compose(self) -> ComposeResult:
+        """A title line over the list."""
+        frame = Vertical(Static("looking …"), OptionList())
+        frame.border_title = "compare with"
+        frame.border_subtitle = "enter chooses · esc leaves it"
+        yield frame
+
+    def on_mount(self) -> None:
+        """Look for runs, in a thread: a network folder may take its time."""
+        self.run_worker(self._look())
+
+    async def _look(self) -> None:
+        runs = await asyncio.to_thread(other_runs, self._run_folder)
+        header, options = self.query_one(Static), self.query_one(OptionList)
+        if not runs:
+            header.update(f"no other run in {self._run_folder.parent} has metrics yet")
+        else:
+            header.update(Content.styled(_row([title for title, _ in COLUMNS]), "bold"))
+        choices = [Option("none: end the comparison", id=NOBODY)] if self._compared else []
+        choices += [Option(_text_of(run, self._now), id=run.run) for run in runs]
+        options.add_options(choices)
+        if choices:
+            options.highlighted = 0
+            options.focus()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Take it."""
+        self.dismiss(event.option_id)
+
+    def action_move(self, by: int) -> None:
+        """Up or down."""
+        options = self.query_one(OptionList)
+        if by > 0:
+            options.action_cursor_down()
+        else:
+            options.action_cursor_up()
+
+
+def _text_of(run: OtherRun, now: float) -> Content:
+    steps = UNKNOWN if run.last_step is None else f"{run.last_step:,}"
+    age = age_text(max(0.0, now - run.changed_at))
+    return Content(_row([run.run, run.profile, run.state, steps, number_text(run.last_reward), age]))
+
+
+def _row(texts: list[str]) -> str:
+    return " ".join(
+        fit(text or UNKNOWN, width, right=title in ("steps", "reward", "age"))
+        for text, (title, width) in zip(texts, COLUMNS, strict=True)
+    )

@@ -1,0 +1,238 @@
+"""The metrics screen: every metric in a list, and those that are marked over each other in one plot."""
+
+from __future__ import annotations
+
+import asyncio
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Input
+
+from grpo_tui.ui.keys import Key, bindings
+from grpo_tui.ui.messages import Came
+from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.screens.choose_run import NOBODY, ChooseRunScreen
+from grpo_tui.ui.widgets.metric_list import MetricList
+from grpo_tui.ui.widgets.plot_panel import PAN, ZOOM, PlotPanel
+from grpo_tui.view import plot_view
+from grpo_tui.view.curves import listed
+from grpo_tui.view.other_runs import read_history
+from grpo_tui.view.plot_view import MAX_MARKED, ComparedRun, PlotChange
+from grpo_tui.view.state import Told, ViewState
+
+LIST_SHARE = 0.3
+MIN_LIST_COLUMNS, MAX_LIST_COLUMNS = 30, 46
+CURSOR_JUMP = 10
+
+KEYS = (
+    Key(key="space", shown="space", action="screen.mark", label="mark",
+        help=f"mark the selected metric, at most {MAX_MARKED}: marked ones are drawn over each other"),
+    Key(key="slash", shown="/", action="screen.search", label="search",
+        help="search by parts of names, or by what TRL, verl, prime-rl and OpenRLHF call it"),
+    Key(key="x", shown="x", action="screen.turn('XAxisTurned')", label="x axis",
+        help="along steps, time since the first step, or policy versions"),
+    Key(key="y", shown="y", action="screen.turn('YAxisTurned')", label="y axis",
+        help="several metrics: as fits, on one axis, in panes, or each from its least to its most"),
+    Key(key="s", shown="s", action="screen.turn('SmoothingTurned')", label="smooth",
+        help="exponential mean (0.6, 0.9, 0.98); the raw curve stays faintly behind it"),
+    Key(key="l", shown="l", action="screen.turn('LogScaleTurned')", label="log",
+        help="logarithmic height; values of 0 and below cannot be shown then"),
+    Key(key="c", shown="c", action="screen.compare", label="compare",
+        help="draw another run of the same folder beside this one, dashed"),
+    Key(key="z", shown="z", action="screen.turn('WidthTurned')", label="wide", is_in_footer=False,
+        help="give the plot the whole width, and back"),
+    Key(key="b", shown="b", action="screen.turn('BandTurned')", label="band", is_in_footer=False,
+        help="let the height reach the whole healthy band, however far away it is"),
+    Key(key="u", shown="u", action="screen.turn('MarksCleared')", label="unmark", is_in_footer=False,
+        help="take all marks away"),
+    Key(key="up,k", shown="↑ k", action="screen.select(-1)", label="up", is_in_footer=False,
+        help="select the metric above; without marks, it is drawn"),
+    Key(key="down,j", shown="↓ j", action="screen.select(1)", label="down", is_in_footer=False,
+        help="select the metric below"),
+    Key(key="left,h", shown="← h", action="screen.move(-1)", label="cursor left", is_in_footer=False,
+        help="move the cursor to an earlier measurement; the first key sets it"),
+    Key(key="right", shown="→", action="screen.move(1)", label="cursor right", is_in_footer=False,
+        help="move the cursor to a later measurement"),
+    Key(key="pageup", shown="PgUp", action=f"screen.move({-CURSOR_JUMP})", label="back", is_in_footer=False,
+        help=f"move the cursor back by {CURSOR_JUMP} columns"),
+    Key(key="pagedown", shown="PgDn", action=f"screen.move({CURSOR_JUMP})", label="on", is_in_footer=False,
+        help=f"move the cursor on by {CURSOR_JUMP} columns"),
+    Key(key="plus,equals_sign", shown="+", action="screen.zoom(True)", label="in", is_in_footer=False,
+        help="see half as much, around the cursor or the middle (or the mouse wheel)"),
+    Key(key="minus", shown="-", action="screen.zoom(False)", label="out", is_in_footer=False,
+        help="see twice as much"),
+    Key(key="0", shown="0", action="screen.whole", label="all", is_in_footer=False,
+        help="see the whole run again"),
+    Key(key="shift+left,less_than_sign", shown="⇧← <", action="screen.pan(-1)", label="earlier", is_in_footer=False,
+        help="move a zoomed plot to earlier times (or shift and the wheel)"),
+    Key(key="shift+right,greater_than_sign", shown="⇧→ >", action="screen.pan(1)", label="later", is_in_footer=False,
+        help="move a zoomed plot to later times"),
+    Key(key="escape", shown="esc", action="screen.leave", label="leave", is_in_footer=False,
+        help="take away the search, then the cursor, then the zoom"),
+)  # fmt: skip
+
+
+class SearchInput(Input, can_focus=False):
+    """One line for the query; it can have the focus only while it is open, or it would take every letter."""
+
+    BINDINGS = [Binding("escape", "screen.leave", "leave the search", show=False)]
+    DEFAULT_CSS = """
+    SearchInput { height: 1; margin: 0 1; display: none; }
+    SearchInput.-open { display: block; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(placeholder="name, or ppo_kl, clipfrac …", compact=True)
+
+
+class MetricsScreen(RunScreen):
+    """A list on the left, the plot on the right."""
+
+    PLACE = "metrics"
+    KEYS = KEYS
+    BINDINGS = bindings(KEYS)
+    DEFAULT_CSS = """
+    MetricsScreen { layout: vertical; background: $background; }
+    MetricsScreen #metrics-body { height: 1fr; }
+    MetricsScreen PlotPanel { height: 1fr; }
+    MetricsScreen.-wide #metrics-list { display: none; }
+    """
+
+    def body(self) -> ComposeResult:
+        """The search stands over the list while it is open."""
+        with Horizontal(id="metrics-body"):
+            with Vertical(id="metrics-list"):
+                yield SearchInput()
+                yield MetricList()
+            yield PlotPanel()
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state."""
+        plots = state.plots
+        self.set_class(plots.is_wide and not plots.is_searching, "-wide")
+        for search in self.query(SearchInput):  # none before it is composed
+            if plots.is_searching != search.has_class("-open"):
+                search.set_class(plots.is_searching, "-open")
+                search.value, search.can_focus = plots.query, plots.is_searching
+                self.set_focus(search if plots.is_searching else None)
+        super().draw(state)
+
+    def on_mount(self) -> None:
+        """Share out the columns."""
+        self._share_columns(self.size.width)
+
+    def on_resize(self, event: object) -> None:
+        """Share out the columns anew."""
+        self._share_columns(self.size.width)
+
+    def _share_columns(self, width: int) -> None:
+        columns = min(max(int(width * LIST_SHARE), MIN_LIST_COLUMNS), MAX_LIST_COLUMNS)
+        self.query_one("#metrics-list").styles.width = columns
+
+    # --- keys ------------------------------------------------------------------------------------------------------
+
+    def action_turn(self, change: str) -> None:
+        """What a key changes without more ado."""
+        turned: PlotChange = getattr(plot_view, change)()
+        self._tell(turned)
+
+    def action_select(self, by: int) -> None:
+        """The metric so many rows further."""
+        names = listed(self._state.history, self._state.plots.query)
+        if not names:
+            return
+        selected = self._state.plots.selected
+        place = names.index(selected) + by if selected in names else max(0, by)
+        self._tell(plot_view.MetricSelected(name=names[min(max(place, 0), len(names) - 1)]))
+
+    def action_mark(self) -> None:
+        """Mark the selected metric, or take its mark away."""
+        plots = self._state.plots
+        names = listed(self._state.history, plots.query)
+        name = plots.selected if plots.selected in names else next(iter(names), None)
+        if name is None:
+            return
+        if len(plots.marked) == MAX_MARKED and name not in plots.marked:
+            text = f"{MAX_MARKED} metrics are marked, and more cannot be told apart: space or u takes marks away"
+            self.post_message(Came(Told(severity="info", text=text, time=self._state.now)))
+            return
+        self._tell(plot_view.MetricMarked(name=name))
+
+    def action_search(self) -> None:
+        """Type a query."""
+        self._tell(plot_view.SearchChanged(query=self._state.plots.query, is_searching=True))
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        if self._state.plots.is_searching and event.value != self._state.plots.query:
+            self._tell(plot_view.SearchChanged(query=event.value, is_searching=True))
+            best = listed(self._state.history, event.value)[:1]
+            if best:
+                self._tell(plot_view.MetricSelected(name=best[0]))
+
+    @on(Input.Submitted)
+    def _taken(self) -> None:
+        self._tell(plot_view.SearchChanged(query=self._state.plots.query))
+
+    def action_leave(self) -> None:
+        """Take away the search, then the cursor, then the zoom."""
+        plots = self._state.plots
+        if plots.is_searching or plots.query:
+            self._tell(plot_view.SearchChanged(query=""))
+        elif plots.cursor is not None:
+            self._tell(plot_view.CursorSet(cursor=None))
+        else:
+            self._tell(plot_view.WindowSet(window=None))
+
+    def action_move(self, columns: int) -> None:
+        """Move the cursor."""
+        self._tell(self._plot.cursor_moved(columns))
+
+    def action_zoom(self, is_in: bool) -> None:
+        """See less, or more."""
+        self._tell(self._plot.zoomed(ZOOM if is_in else 1 / ZOOM))
+
+    def action_pan(self, by: int) -> None:
+        """See another part."""
+        self._tell(self._plot.panned(by * PAN))
+
+    def action_whole(self) -> None:
+        """See everything."""
+        self._tell(plot_view.WindowSet(window=None))
+
+    def action_compare(self) -> None:
+        """Choose another run."""
+        compared = self._state.plots.compared
+        chooser = ChooseRunScreen(self._state.run_folder, compared.run if compared else None, self._state.now)
+        self.app.push_screen(chooser, self._compare_with)
+
+    def _compare_with(self, run: str | None) -> None:
+        if run is None:
+            return
+        if run == NOBODY:
+            self._tell(plot_view.ComparisonRead(compared=None))
+            return
+        self._tell(plot_view.ComparisonBegan(run=run))
+        self.run_worker(self._read(run), name="compare", exclusive=True, group="compare")
+
+    async def _read(self, run: str) -> None:
+        """Read the other run in a thread; a long one takes a second or two."""
+        folder = self._state.run_folder.parent / run
+        try:
+            history = await asyncio.to_thread(read_history, folder)
+        except OSError as error:
+            self._tell(plot_view.ComparisonRead(compared=None))
+            text = f"the metrics of {run} cannot be read: {error}"
+            self.post_message(Came(Told(severity="error", text=text, time=self._state.now)))
+            return
+        self._tell(plot_view.ComparisonRead(compared=ComparedRun(run=run, history=history)))
+
+    @property
+    def _plot(self) -> PlotPanel:
+        return self.query_one(PlotPanel)
+
+    def _tell(self, change: PlotChange | None) -> None:
+        if change is not None:
+            self.post_message(Came(change))
