@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from grpo_tui.ui.screens.alignment import AlignmentScreen
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.screens.gpus import GpusScreen
 from grpo_tui.ui.screens.main import MainScreen
+from grpo_tui.ui.screens.metrics import MetricsScreen
 
-SCREENS: Mapping[str, type[RunScreen]] = MappingProxyType({screen.PLACE: screen for screen in (MainScreen, GpusScreen)})
+SCREENS: Mapping[str, type[RunScreen]] = MappingProxyType(
+    {screen.PLACE: screen for screen in (MainScreen, GpusScreen, AlignmentScreen, MetricsScreen)}
+)
