@@ -72,14 +72,23 @@ class Terminal:
         """How the terminal is set: echo, line by line or key by key."""
         return termios.tcgetattr(self._theirs)
 
-    def listen(self, limit_s: float) -> bytes:
-        """Take in what the program writes within the limit; returns as soon as there is something."""
+    def take(self, limit_s: float) -> bytes:
+        """What the program writes within the limit, as soon as there is something; it is not on the screen yet."""
         if not select.select([self._ours], [], [], max(0.0, limit_s))[0]:
             return b""
         data = os.read(self._ours, 1 << 16)
         self.last_heard_at = time.monotonic()
         self.written += data
+        return data
+
+    def put(self, data: bytes) -> None:
+        """Put on the screen what was taken."""
         self._stream.feed(data)
+
+    def listen(self, limit_s: float) -> bytes:
+        """Put on the screen what the program writes within the limit; returns as soon as there is something."""
+        data = self.take(limit_s)
+        self.put(data)
         return data
 
     def until(self, is_so: Callable[[], bool]) -> None:
