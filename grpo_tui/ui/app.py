@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -41,12 +42,13 @@ from grpo_tui.ui.screens.reading import ReadingScreen, help_page, warnings_page
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 from grpo_tui.view import state as view
-from grpo_tui.view import viewer
+from grpo_tui.view import travel, viewer
 from grpo_tui.view.crash_files import newest_report
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.log_tail import LogTail
 from grpo_tui.view.metrics_tail import MetricsTail
 from grpo_tui.view.time_travel import as_seen
+from grpo_tui.view.timeline_file import TimelineFile
 
 TICK_S = 1.0
 RECONNECT_S = 1.0
@@ -56,6 +58,7 @@ LOG_POLL_BUSY_S = 0.1
 LOG_POLL_QUIET_S = 0.5
 MIN_COLUMNS, MIN_ROWS = 40, 10
 """Below this a terminal is told to be too small."""
+NO_TIMELINE = "this run kept no events.jsonl: services are shown as they stood last, metrics as at the moment"
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -104,6 +107,7 @@ class GrpoScreen(ThemedApp[None]):
         self._clock = clock
         self._is_draw_due = False
         self._log_wanted = asyncio.Event()
+        self._travel_wanted = asyncio.Event()
         self._screens_of_run: dict[str, RunScreen] = {}
 
     def get_default_screen(self) -> Screen[None]:
@@ -122,6 +126,7 @@ class GrpoScreen(ThemedApp[None]):
         self.run_worker(self._listen(), name="listen")
         self.run_worker(self._read_metrics(), name="metrics")
         self.run_worker(self._read_log(), name="log")
+        self.run_worker(self._read_past(), name="past")
         self.set_interval(TICK_S, self._tick)
         self._tick()
 
@@ -148,6 +153,8 @@ class GrpoScreen(ThemedApp[None]):
             return
         self.post_message(messages.StatusArrived(view.StatusRead(status=status)))
         is_over = status.state in ENDED_RUN_STATES
+        if is_over and self.state.status is None:  # it was over before anybody looked: there is only its past to see
+            self.call_later(self._apply, travel.Opened())
         words = f"the run is over: {status.state}; q leaves" if is_over else f"last known state, trying again: {note}"
         self.post_message(messages.RunFellSilent(view.ConnectionLost(note=words, is_over=is_over)))
 
@@ -189,6 +196,39 @@ class GrpoScreen(ThemedApp[None]):
             if self.state.selected == service:
                 await self._until_log_wanted(pause_s)
 
+    async def _read_past(self) -> None:
+        """While somebody travels in time, read on in the timeline, and how everything stood at the moment."""
+        timeline = TimelineFile(self.state.run_folder)
+        read: tuple[object, ...] = ()
+        while True:
+            self._travel_wanted.clear()
+            if self.state.travel.is_open:
+                while await asyncio.to_thread(timeline.read):
+                    self._learn_from(timeline)
+                self._learn_from(timeline)
+                moment, selected = self.state.travel.moment, self.state.selected
+                newest = timeline.num_lines if moment >= (timeline.ends or 0.0) else 0
+                if read != (moment, selected, newest):
+                    read = (moment, selected, newest)
+                    past = await asyncio.to_thread(timeline.past, moment, selected)
+                    self.post_message(messages.TimelineArrived(travel.PastRead(past=past)))
+            else:
+                read = ()
+            await self._until_travelled(TICK_S if self.state.travel.is_open else None)
+
+    def _learn_from(self, timeline: TimelineFile) -> None:
+        note = "" if timeline.num_lines else NO_TIMELINE
+        marks = timeline.marks()
+        before = self.state.travel
+        if (timeline.begins, timeline.ends, marks) != (before.begins, before.ends, before.marks) or not before.begins:
+            learned = travel.Learned(begins=timeline.begins, ends=timeline.ends, marks=marks, note=note)
+            self.post_message(messages.TimelineArrived(learned))
+
+    async def _until_travelled(self, at_most_s: float | None) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._travel_wanted.wait()
+
     def _open_log(self, service: str | None) -> LogTail | None:
         known = self.state.service(service)
         if known is None:
@@ -220,6 +260,8 @@ class GrpoScreen(ThemedApp[None]):
         self.state = view.reduce(self.state, change)
         if self.state.selected != selected:
             self._log_wanted.set()
+        if isinstance(change, travel.TravelChange) or self.state.selected != selected:
+            self._travel_wanted.set()
         if not self._is_draw_due:
             self._is_draw_due = True
             self.call_later(self._draw)
@@ -327,6 +369,10 @@ class GrpoScreen(ThemedApp[None]):
             return
         self._confirm(questions.about_ending_the_run(self.state), "down", [None])
 
+    def action_travel(self) -> None:
+        """Go back in time, or come back to the present."""
+        self._apply(travel.Closed() if self.state.travel.is_open else travel.Opened())
+
     def action_detach(self) -> None:
         """Leave the screen; the run goes on."""
         self.exit()
@@ -417,6 +463,10 @@ class GrpoScreen(ThemedApp[None]):
 
     def _is_only_watching(self) -> bool:
         """Whether this screen may not act; says so if it may not."""
+        if self.state.travel.is_open and not self.state.has_ended:
+            at = travel.clock_at(self.state.travel.moment)
+            self._tell("warning", f"you look at {at}: press t to come back to now, then act")
+            return True
         if self.state.viewer.is_read_only:
             self._tell("warning", "this screen is read-only: it was opened with --read-only and changes nothing")
         return self.state.viewer.is_read_only

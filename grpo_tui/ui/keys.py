@@ -51,6 +51,8 @@ LAST_EVERYWHERE = (
             help=PLACE_WORDS[place])
         for number, place in enumerate(PLACES, start=1)
     ),
+    Key(key="t", shown="t", action="app.travel", label="past",
+        help="go back in time: the whole screen shows the run as it was at a moment"),
     Key(key="question_mark", shown="?", action="app.help", label="help",
         help="every key, sign and healthy band in words"),
     Key(key="q", shown="q", action="app.detach", label="detach",
@@ -62,6 +64,32 @@ LAST_EVERYWHERE = (
 )  # fmt: skip
 
 EVERYWHERE = (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)
+
+ON_TRAVEL = (
+    Key(key="left", shown="←", action="screen.travel_move(-1)", label="back", help="a little back in time"),
+    Key(key="right", shown="→", action="screen.travel_move(1)", label="on", help="a little on"),
+    Key(key="shift+left,ctrl+left", shown="⇧←", action="screen.travel_move(-10)", label="far", is_in_footer=False,
+        help="ten times as far back (ctrl+← too)"),
+    Key(key="shift+right,ctrl+right", shown="⇧→", action="screen.travel_move(10)", label="far", is_in_footer=False,
+        help="ten times as far on (ctrl+→ too)"),
+    Key(key="left_square_bracket", shown="[", action="screen.travel_jump('event', -1)", label="event",
+        help="the event before: a state changed, a warning, an evaluation, a checkpoint"),
+    Key(key="right_square_bracket", shown="]", action="screen.travel_jump('event', 1)", label="event",
+        help="the next event"),
+    Key(key="comma", shown=",", action="screen.travel_jump('step', -1)", label="step",
+        help="the optimizer step before"),
+    Key(key="full_stop", shown=".", action="screen.travel_jump('step', 1)", label="step",
+        help="the next optimizer step"),
+    Key(key="home", shown="Home", action="screen.travel_jump('end', -1)", label="start", is_in_footer=False,
+        help="where the run began"),
+    Key(key="end", shown="End", action="screen.travel_jump('end', 1)", label="end", is_in_footer=False,
+        help="where it ended, or now"),
+    Key(key="colon", shown=":", action="screen.travel_type", label="type",
+        help="type a time (14:03:05), a step (120), or how long ago (-5m)"),
+    Key(key="t,escape", shown="t", action="screen.travel_close", label="now",
+        help="back to the present (esc too)"),
+)  # fmt: skip
+"""Those of the line of time, while it is there."""
 
 ON_MAIN = (
     Key(key="r", shown="r", action="app.restart_chosen", label="restart", acts=True,

@@ -51,6 +51,14 @@ class SecondPassed(Came):
         return isinstance(message, SecondPassed)
 
 
+class Travelled(Came):
+    """Somebody moved in the time of the run."""
+
+
+class TimelineArrived(Came):
+    """More is known of the time of the run, or of the moment that is looked at."""
+
+
 class ServiceClicked(Came):
     """A row of the table was clicked."""
 

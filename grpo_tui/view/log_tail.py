@@ -88,7 +88,7 @@ class LogTail:
         part = read_part(descriptor, start, end - start)
         if not part.data:
             self._offset = part.offset
-            return LogChunk(is_restarted=is_restarted, has_changed=is_restarted, open_line=_as_text(self._rest))
+            return LogChunk(is_restarted=is_restarted, has_changed=is_restarted, open_line=as_text(self._rest))
         is_continuous = self._offset is not None and part.follows(self._offset)
         skipped = 0 if self._offset is None else part.offset - self._offset
         self._offset = part.end
@@ -96,10 +96,10 @@ class LogTail:
         data = self._rest + part.data if is_continuous else _from_first_whole_line(part.data, at_start=part.is_start)
         lines = data.split(b"\n")
         self._rest = lines.pop()[-4 * MAX_LINE_CHARACTERS :]
-        texts = [_as_text(line) for line in lines]
+        texts = [as_text(line) for line in lines]
         if skipped > 0:
             texts.insert(0, f"··· {bytes_text(skipped)} went by too fast to show; {self._path} has the newest of it")
-        return LogChunk(lines=tuple(texts), open_line=_as_text(self._rest), is_restarted=is_restarted, has_changed=True)
+        return LogChunk(lines=tuple(texts), open_line=as_text(self._rest), is_restarted=is_restarted, has_changed=True)
 
     def _continues(self, descriptor: int, identity: tuple[int, int]) -> bool:
         """Whether the file still holds what was read of it last, as far as it was not dropped."""
@@ -128,7 +128,7 @@ def on_terminal(line: bytes) -> str:
     return _CONTROL.sub("", _NOT_A_COLOUR.sub("", latest.decode("utf-8", errors="replace")))
 
 
-def _as_text(line: bytes) -> str:
+def as_text(line: bytes) -> str:
     """The same, cut where it is too long for a screen, and without tabs."""
     text = on_terminal(line.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_LINE_CHARACTERS])
     if "\t" in text:

@@ -38,7 +38,7 @@ def as_seen(state: ViewState) -> ViewState:
         outcome=_outcome(state, past),
         host_memory=None,
         log=past.log if past.log.service == state.selected else LogView(service=state.selected),
-        travel=replace(state.travel, begins=begin, ends=end, marks=cut.marks),
+        travel=replace(state.travel, begins=begin, ends=end, marks=cut.marks, is_run_over=state.has_ended),
     )
 
 

@@ -78,6 +78,8 @@ class Travel:
     """Of the whole run, as far as it is known."""
     marks: tuple[Mark, ...] = ()
     """What happened, in rising order of time."""
+    is_run_over: bool = False
+    """Whether the end of the line is the end of the run, and not now."""
     is_typing: bool = False
     """Whether a time or a step is being typed."""
     note: str = ""
@@ -232,6 +234,11 @@ def step_at(steps: Sequence[MetricsLine], moment: float) -> MetricsLine | None:
 def clock_at(moment: float) -> str:
     """The time of day there, on this machine's clock: `14:03:05`."""
     return clock.strftime("%H:%M:%S", clock.localtime(moment))
+
+
+def date_at(moment: float) -> str:
+    """The day there: `22 Nov`."""
+    return clock.strftime("%-d %b", clock.localtime(moment))
 
 
 def _at(travel: Travel, moment: float, known: Known) -> Travel:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from textual import events
 from textual.app import ComposeResult
 from textual.screen import Screen
 
 from grpo_tui.ui.keys import Key
+from grpo_tui.ui.messages import Travelled
 from grpo_tui.ui.widgets.activity_line import ActivityLine
 from grpo_tui.ui.widgets.header import HeaderLine
 from grpo_tui.ui.widgets.keys_bar import KeysBar
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.tabs_line import TabsLine
+from grpo_tui.ui.widgets.travel_bar import TravelBar, TravelInput
 from grpo_tui.view.state import ViewState
+from grpo_tui.view.travel import Closed, Jumped, Moved, TypingBegan
 
 
 class RunScreen(Screen[None]):
@@ -40,6 +43,8 @@ class RunScreen(Screen[None]):
         yield HeaderLine()
         yield TabsLine(self.PLACE)
         yield from self.body()
+        yield TravelInput()
+        yield TravelBar()
         yield ActivityLine()
         yield KeysBar(self.KEYS)
 
@@ -52,6 +57,24 @@ class RunScreen(Screen[None]):
         self._state = state
         for part in self.query(Lines):
             part.draw(state)
+
+    # --- the keys of the line of time ------------------------------------------------------------------------------
+
+    def action_travel_move(self, by: int) -> None:
+        """So many small steps on, or back."""
+        self.post_message(Travelled(Moved(by=by)))
+
+    def action_travel_jump(self, to: Literal["event", "step", "end"], direction: Literal[-1, 1]) -> None:
+        """To the next or the previous event or step, or to an end of the run."""
+        self.post_message(Travelled(Jumped(to=to, direction=direction)))
+
+    def action_travel_type(self) -> None:
+        """Ask for a time or a step."""
+        self.post_message(Travelled(TypingBegan()))
+
+    def action_travel_close(self) -> None:
+        """Back to the present."""
+        self.post_message(Travelled(Closed()))
 
     def on_resize(self, event: events.Resize) -> None:
         """Parts say their lines anew by themselves; a screen that shares out rows does it here."""

@@ -17,6 +17,7 @@ from grpo_tui.ui.widgets.log_panel import LogLines, LogPanel, LogTitle
 from grpo_tui.ui.widgets.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
 from grpo_tui.ui.widgets.services_table import ServicesTable
 from grpo_tui.ui.widgets.tabs_line import TabsLine
+from grpo_tui.ui.widgets.travel_bar import rows_taken
 from grpo_tui.ui.widgets.warnings_bar import WarningsBar
 from grpo_tui.view.state import ViewState
 
@@ -61,7 +62,8 @@ class MainScreen(RunScreen):
 
     def toggle_zoom(self) -> None:
         """Give the log the whole body, or share it again."""
-        self.toggle_class("-zoomed")
+        left = self.query_one("#left")
+        left.display = not left.display  # not a class of the screen: that would style every part anew
 
     @property
     def log_lines(self) -> LogLines:
@@ -75,6 +77,7 @@ class MainScreen(RunScreen):
             return
         names = tuple(state.history.last.metrics) if state.history.last else ()
         num_gpus = len(state.status.gpus) if state.status else 0
+        height -= rows_taken(state, height)
         asked = (width, height, len(state.services), num_gpus, names, state.warnings)
         if asked == self._arranged_for:
             return

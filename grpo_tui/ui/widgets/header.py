@@ -10,6 +10,7 @@ from grpo_tui.ui.glyphs import RUN_GLYPHS
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, spread
 from grpo_tui.view.format import clock_text
 from grpo_tui.view.state import Connection, ViewState
+from grpo_tui.view.travel import clock_at
 
 RUN_STYLES = {
     RunState.STARTING: ".busy",
@@ -32,7 +33,9 @@ class HeaderLine(Lines):
 
     DEFAULT_CSS = """
     HeaderLine { height: 1; background: $panel; padding: 0 1; }
+    HeaderLine > .past { color: $text-accent; text-style: bold; }
     """
+    COMPONENT_CLASSES = {"past"}
 
     @property
     def _is_too_small(self) -> bool:
@@ -48,6 +51,8 @@ class HeaderLine(Lines):
             columns, rows = self.screen.size
             return [line((f"{columns}x{rows} is too small: 40x10 shows the run", ".warning")).truncate(width)]
         stands: list[str | Styled] = [CONNECTION_WORDS[state.connection]]
+        if state.travel.is_open:
+            stands.append((f"  {_moment_words(state)}", ".past"))
         if state.viewer.is_read_only:
             stands.append(("  read-only", ".accent"))
         right: list[str | Styled] = []
@@ -63,6 +68,13 @@ class HeaderLine(Lines):
         if cell_len(run) + cell_len(profile) <= room:
             names.append((profile, ".muted"))
         return [spread(width, [*names, *stands], right)]
+
+
+def _moment_words(state: ViewState) -> str:
+    """That this is not the present: `◀ PAST 14:03:05`."""
+    if state.until is None:
+        return "◀ PAST …"
+    return f"◀ PAST {clock_at(state.until)}"
 
 
 def _age_s(state: ViewState) -> float | None:

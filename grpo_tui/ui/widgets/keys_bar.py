@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.style import Style
 
 from grpo_engine.wire.supervisor import ServiceState
-from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
+from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, ON_TRAVEL, PLACES, Key
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.view.state import ViewState
 
@@ -34,7 +34,7 @@ class KeysBar(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Only the word of the start and stop key depends on the run."""
-        return (self._is_stopped(state), self.tells_screens, state.viewer.is_read_only)
+        return (self._is_stopped(state), self.tells_screens, state.viewer.is_read_only, state.travel.is_open)
 
     @staticmethod
     def _is_stopped(state: ViewState) -> bool:
@@ -44,8 +44,10 @@ class KeysBar(Lines):
         """As many keys as fit, two spaces apart, or one where that is what it takes."""
         items = [
             _item(key, is_stopped=self._is_stopped(state))
-            for key in self._keys
-            if key.is_in_footer and not (key.acts and state.viewer.is_read_only)
+            for key in ((*ON_TRAVEL, *LAST_EVERYWHERE) if state.travel.is_open else self._keys)
+            if key.is_in_footer
+            and not (key.acts and (state.viewer.is_read_only or state.travel.is_open))
+            and not (key.action == "app.travel" and state.travel.is_open)
         ]
         if self.tells_screens:
             items.append(Content.assemble((f"1-{len(PLACES)}", ".key"), " ", ("more", ".muted")))

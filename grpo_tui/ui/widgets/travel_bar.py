@@ -1,0 +1,224 @@
+"""The line of time: the whole run as one line with what happened in it, and the moment that the screen shows.
+
+It is there while somebody travels in time (`t`), and has the keys then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from textual import events
+from textual.binding import Binding
+from textual.content import Content
+from textual.widgets import Input
+
+from grpo_tui.ui.keys import ON_TRAVEL, bindings
+from grpo_tui.ui.messages import Travelled
+from grpo_tui.ui.widgets.lines import Lines, Styled, line, spread
+from grpo_tui.view.format import clock_text, duration_text
+from grpo_tui.view.state import ViewState
+from grpo_tui.view.travel import (
+    SAME_MOMENT_S,
+    Mark,
+    MarkKind,
+    Travel,
+    Typed,
+    WentTo,
+    clock_at,
+    date_at,
+)
+
+MARK_SIGNS: dict[MarkKind, tuple[str, str]] = {
+    MarkKind.STATE: ("·", ".muted"),
+    MarkKind.CHECKPOINT: ("▪", ".muted"),
+    MarkKind.EVALUATION: ("◆", ".accent"),
+    MarkKind.READY: ("●", ".ok"),
+    MarkKind.RESTART: ("↻", ".busy"),
+    MarkKind.SUPERVISOR: ("■", ".busy"),
+    MarkKind.WARNING: ("▲", ".warning"),
+    MarkKind.FAILURE: ("✗", ".error"),
+}
+"""The gravest is drawn where several fall on one cell."""
+GRAVITY = {kind: place for place, kind in enumerate(MarkKind)}
+CURSOR, TRACK, PASSED = "█", "─", "━"
+ROOMY_ROWS = 30
+"""Of the terminal, from which on what happened gets a line of its own."""
+DAY_S = 86400
+
+
+class TravelBar(Lines):
+    """Two or three lines."""
+
+    DEFAULT_CSS = """
+    TravelBar { display: none; height: 2; padding: 0 1; background: $panel; }
+    TravelBar.-open { display: block; }
+    TravelBar.-roomy { height: 3; }
+    """
+    BINDINGS = bindings(ON_TRAVEL)
+
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """The moment that is asked for, and what is known of the run's time."""
+        travel = state.travel
+        return (travel.is_open, travel.moment, travel.past, travel.marks, travel.begins, travel.ends, travel.note)
+
+    def draw(self, state: ViewState) -> None:
+        """Be there while somebody travels, with the keys unless another part of the screen has them."""
+        is_open = state.travel.is_open
+        self.can_focus = is_open
+        self.set_class(is_open, "-open")
+        self.set_class(self.screen.size.height >= ROOMY_ROWS, "-roomy")
+        if is_open and self.screen.is_current and self.screen.focused is None:
+            self.focus(scroll_visible=False)
+        elif not is_open and self.has_focus:
+            self.screen.set_focus(None)
+        super().draw(state)
+        self.screen.query_one(TravelInput).draw(state)
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """When, how long ago and at which step; the line; what happened last and what comes next."""
+        travel = state.travel
+        if travel.begins is None or travel.ends is None:
+            return [line((" reading the run's timeline …", ".muted"))]
+        last, after = _around(travel)
+        what = [*_told("", last)] if height < 3 else []
+        first = spread(width, _moment(state), what or _extent(travel))
+        rows = [first, _track(travel, width)]
+        if height >= 3:
+            note: list[str | Styled] = [(travel.note, ".warning")] if travel.note else _told("", last)
+            rows.append(spread(width, note, _told("then ", after)))
+        elif travel.note:
+            rows[0] = line((travel.note, ".warning")).truncate(width, ellipsis=True)
+        return rows
+
+    # --- mouse ------------------------------------------------------------------------------------------------------
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        """Take hold of the moment."""
+        self.capture_mouse()
+        self._go_to(event.x)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Drag it."""
+        if self.app.mouse_captured is self:
+            self._go_to(event.x)
+
+    def on_mouse_up(self) -> None:
+        """Let go."""
+        self.release_mouse()
+
+    def _go_to(self, x: int) -> None:
+        if self._state is None or self._state.travel.begins is None or self._state.travel.ends is None:
+            return
+        travel, last = self._state.travel, max(1, self.size.width - 1)
+        assert travel.begins is not None and travel.ends is not None  # noqa: PT018
+        share = min(max(0, x - self.styles.padding.left), last) / last
+        self.post_message(Travelled(WentTo(moment=travel.begins + share * (travel.ends - travel.begins))))
+
+
+class TravelInput(Input):
+    """A time or a step, typed; there while it is."""
+
+    DEFAULT_CSS = """
+    TravelInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    TravelInput:focus { border: none; }
+    TravelInput.-open { display: block; }
+    """
+    BINDINGS = [Binding("escape", "give_up", "back", show=False)]
+
+    def __init__(self) -> None:
+        super().__init__(
+            placeholder="a time (14:03 or 14:03:05), a step (120), or how long ago (-5m); enter goes there",
+            compact=True,
+        )
+        self.can_focus = False
+
+    def draw(self, state: ViewState) -> None:
+        """Be there while something is to be typed."""
+        is_wanted = state.travel.is_open and state.travel.is_typing
+        if is_wanted and not self.has_class("-open") and self.screen.is_current:
+            self.can_focus = True
+            self.add_class("-open")
+            self.value = ""
+            self.focus(scroll_visible=False)
+        elif not is_wanted and self.has_class("-open"):
+            self.can_focus = False
+            self.remove_class("-open")
+            if self.has_focus:
+                self.screen.set_focus(None)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Go there."""
+        event.stop()
+        self.post_message(Travelled(Typed(text=event.value)))
+
+    def action_give_up(self) -> None:
+        """Go nowhere."""
+        self.post_message(Travelled(Typed(text="")))
+
+
+def rows_taken(state: ViewState, screen_rows: int) -> int:
+    """Rows that the line of time takes from the rest of a screen."""
+    if not state.travel.is_open:
+        return 0
+    return (3 if screen_rows >= ROOMY_ROWS else 2) + state.travel.is_typing
+
+
+def _moment(state: ViewState) -> list[str | Styled]:
+    travel = state.travel
+    assert travel.begins is not None and travel.ends is not None  # noqa: PT018
+    before_s = travel.ends - travel.moment
+    is_long = travel.ends - travel.begins >= DAY_S
+    day = f"{date_at(travel.moment)} " if is_long else ""
+    if before_s < SAME_MOMENT_S:
+        ago = "the end" if state.travel.is_run_over else "now, held"
+    else:
+        ago = f"{clock_text(before_s)} {'before the end' if state.travel.is_run_over else 'ago'}"
+    pieces: list[str | Styled] = [(f"{day}{clock_at(travel.moment)}", ".strong"), f"  {ago}"]
+    if state.history.last is not None and travel.past is not None:
+        pieces += [("  step ", ".muted"), f"{state.history.last.step:,}"]
+    return pieces
+
+
+def _extent(travel: Travel) -> list[str | Styled]:
+    assert travel.begins is not None and travel.ends is not None  # noqa: PT018
+    words = f"{duration_text(travel.moment - travel.begins)} of {duration_text(travel.ends - travel.begins)}"
+    return [(f"  {words} ", ".muted")]
+
+
+def _track(travel: Travel, width: int) -> Content:
+    """The run from its beginning to its end, or to now."""
+    assert travel.begins is not None and travel.ends is not None  # noqa: PT018
+    span = max(travel.ends - travel.begins, SAME_MOMENT_S)
+    here = _cell(travel.moment, travel.begins, span, width)
+    shown: dict[int, MarkKind] = {}
+    for mark in travel.marks:
+        cell = _cell(mark.time, travel.begins, span, width)
+        if cell not in shown or GRAVITY[mark.kind] > GRAVITY[shown[cell]]:
+            shown[cell] = mark.kind
+    pieces: list[str | Styled] = []
+    for cell in range(width):
+        if cell == here:
+            pieces.append((CURSOR, ".strong"))
+        elif cell in shown:
+            pieces.append(MARK_SIGNS[shown[cell]])
+        else:
+            pieces.append((PASSED, ".accent") if cell < here else (TRACK, ".rule"))
+    return line(*pieces)
+
+
+def _cell(time: float, begins: float, span: float, width: int) -> int:
+    return min(max(0, round((time - begins) / span * (width - 1))), width - 1)
+
+
+def _around(travel: Travel) -> tuple[Mark | None, Mark | None]:
+    """What happened last, and what comes next."""
+    place = bisect_right(travel.marks, travel.moment + SAME_MOMENT_S, key=lambda mark: mark.time)
+    last = travel.marks[place - 1] if place else None
+    return last, travel.marks[place] if place < len(travel.marks) else None
+
+
+def _told(before: str, mark: Mark | None) -> list[str | Styled]:
+    if mark is None:
+        return []
+    sign, style = MARK_SIGNS[mark.kind]
+    return [(f" {before}", ".muted"), (f"{sign} ", style), (f"{clock_at(mark.time)} ", ".muted"), mark.words]

@@ -1,0 +1,364 @@
+"""Read a run's `events.jsonl`: what happened when, and how everything stood at any moment.
+
+The file grows, may be replaced by a shorter one, may hold half a line where a daemon was killed, and may be missing.
+In memory are the times and places of its lines, and every so often how everything stood there; the lines themselves
+are read again for a moment that is asked for, so that a moment of a run of weeks costs some milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    Event,
+    Notice,
+    RunChanged,
+    RunStatus,
+    ServiceChanged,
+    ServiceState,
+    ServiceStatus,
+    Snapshot,
+    UsageSampled,
+    read_from_daemon,
+)
+from grpo_tui.paths import TIMELINE_FILE
+from grpo_tui.supervisor.capped_log import place, read_part
+from grpo_tui.supervisor.timeline import USAGE_START, after_event
+from grpo_tui.view.format import bytes_text
+from grpo_tui.view.log_tail import FIRST_BYTES, as_text
+from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling
+from grpo_tui.view.state import LogView
+from grpo_tui.view.travel import Mark, MarkKind, Past
+
+MAX_BYTES_A_READ = 2 << 20
+CHECKPOINT_LINES = 256
+"""So many lines are read again at most for a moment."""
+MAX_MARKS = 5000
+"""The newest; a run that falls over for weeks has more."""
+MAX_NOTICES = 20
+LOG_SLACK_S = 0.5
+"""A change of state is followed by a sample that says how far the logs went: a crash is shown with its last words."""
+STEP_FOLDER = re.compile(r"step_(\d+)")
+MARK_KINDS = {
+    ServiceState.READY: MarkKind.READY,
+    ServiceState.UNHEALTHY: MarkKind.WARNING,
+    ServiceState.BACKOFF: MarkKind.WARNING,
+    ServiceState.FAILED: MarkKind.FAILURE,
+}
+_TIME = re.compile(rb'"time":([\d.eE+]+)')
+_NONE: Mapping[str, tuple[Transition, ...]] = MappingProxyType({})
+_NO_PHASES: Mapping[str, tuple[StartPhase, ...]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How everything stood after a line, but for samples of usage."""
+
+    status: RunStatus | None = None
+    transitions: Mapping[str, tuple[Transition, ...]] = field(default_factory=lambda: _NONE)
+    start_phases: Mapping[str, tuple[StartPhase, ...]] = field(default_factory=lambda: _NO_PHASES)
+    notices: tuple[Notice, ...] = ()
+
+
+class TimelineFile:
+    """Follows the timeline of one run; used by one thread at a time."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = run_folder
+        self._path = run_folder / TIMELINE_FILE
+        self._forget()
+
+    def _forget(self) -> None:
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+        self._times = array("d")
+        self._places = array("q")
+        self._usage_lines = array("q")
+        self._snapshot_line = -1
+        self._snapshot_lines = array("q")
+        self._now = Replay()
+        self._checkpoints: list[Replay] = []
+        self._marks: list[Mark] = []
+
+    @property
+    def begins(self) -> float | None:
+        """Unix time of the first line."""
+        return self._times[0] if self._times else None
+
+    @property
+    def ends(self) -> float | None:
+        """Unix time of the last line."""
+        return self._times[-1] if self._times else None
+
+    @property
+    def num_lines(self) -> int:
+        """How many there are so far."""
+        return len(self._times)
+
+    def marks(self) -> tuple[Mark, ...]:
+        """What happened, and the checkpoints that the trainer still keeps."""
+        return (*self._marks, *self._saved())
+
+    def read(self) -> bool:
+        """Take up what was added, at most some megabytes; whether there is more."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
+                    self._forget()
+                    self._identity = (status.st_dev, status.st_ino)
+                file.seek(self._offset)
+                block = file.read(MAX_BYTES_A_READ)
+                if b"\n" not in block and len(block) == MAX_BYTES_A_READ:
+                    block += file.readline()
+        except FileNotFoundError:
+            self._forget()
+            return False
+        for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._take(line)
+            self._offset += len(line)
+        return self._offset < status.st_size and b"\n" in block
+
+    def past(self, moment: float, service: str | None) -> Past:
+        """How everything stood at a moment, with the log of a service as it was then."""
+        replay, ends = self._replayed(moment)
+        log = LogView(service=service)
+        if service is not None:
+            known = next(
+                (each for each in (replay.status.services if replay.status else ()) if each.name == service), None
+            )
+            log = log_until(self._log_path(known, service), service, ends.get(service) if ends is not None else None)
+        return Past(
+            moment=moment,
+            status=replay.status,
+            transitions=replay.transitions,
+            start_phases=replay.start_phases,
+            notices=replay.notices,
+            log=log,
+        )
+
+    def _log_path(self, known: ServiceStatus | None, service: str) -> Path:
+        """Where the log is, wherever the run's folder has been moved to."""
+        name = Path(known.log).name if known is not None else f"{service}.log"
+        return self._folder / name
+
+    # --- index -----------------------------------------------------------------------------------------------------
+
+    def _take(self, line: bytes) -> None:
+        """Add one line to the index; one that cannot be read takes no place in it."""
+        number = len(self._times)
+        if line.startswith(USAGE_START):
+            found = _TIME.search(line)
+            if found is None:
+                return
+            self._usage_lines.append(number)
+            self._note(float(found[1]), number)
+            return
+        event = _event(line)
+        if event is None:
+            return
+        time = event.time
+        if time is None:
+            assert isinstance(event, Snapshot)
+            time = self._times[-1] if self._times else event.status.started_at or 0.0
+        if isinstance(event, Snapshot):
+            self._snapshot_lines.append(number)
+        self._mark(event, time)
+        self._note(time, number)
+        self._now = replayed(self._now, event, time)
+
+    def _note(self, time: float, number: int) -> None:
+        if number % CHECKPOINT_LINES == 0:
+            self._checkpoints.append(self._now)
+        self._times.append(max(time, self._times[-1]) if self._times else time)  # the clock may have been set back
+        self._places.append(self._offset)
+
+    def _mark(self, event: Snapshot | Event, time: float) -> None:
+        before = self._now.status
+        mark = None
+        match event:
+            case Snapshot():
+                if before is not None and event.status.supervisor != before.supervisor:
+                    words = "a new supervisor took the run over"
+                    mark = Mark(time=time, kind=MarkKind.SUPERVISOR, words=words)
+            case ServiceChanged(service=service):
+                known = before.services if before is not None else ()
+                was = next((each.state for each in known if each.name == service.name), None)
+                if was is not service.state:
+                    mark = Mark(time=time, kind=_kind(service), words=_words(service, was))
+            case RunChanged(state=state):
+                kind = MarkKind.STATE if state in ENDED_RUN_STATES else None
+                if kind is not None:
+                    mark = Mark(time=time, kind=kind, words=f"the run is over: {state}")
+            case Notice(severity=severity) if severity != "info":
+                subject = f"{event.service}: " if event.service else ""
+                kind = MarkKind.FAILURE if severity == "error" else MarkKind.WARNING
+                mark = Mark(time=time, kind=kind, words=subject + event.text)
+            case _:
+                pass
+        if mark is not None:
+            self._marks.append(mark)
+            del self._marks[:-MAX_MARKS]
+
+    def _saved(self) -> list[Mark]:
+        """The checkpoints that are there."""
+        marks = []
+        try:
+            folders = list((self._folder / "checkpoints").iterdir())
+        except OSError:
+            return []
+        for folder in folders:
+            if step := STEP_FOLDER.fullmatch(folder.name):
+                words = f"checkpoint of step {step[1]} saved"
+                marks.append(Mark(time=folder.stat().st_mtime, kind=MarkKind.CHECKPOINT, words=words))
+        return sorted(marks, key=lambda mark: mark.time)
+
+    # --- a moment --------------------------------------------------------------------------------------------------
+
+    def _replayed(self, moment: float) -> tuple[Replay, dict[str, int] | None]:
+        """Everything as it stood, and how far each log went; None where that is not known."""
+        first = min(1, len(self._times))  # before the first line everything stood as it tells
+        count = max(first, bisect_right(self._times, moment))
+        later = max(first, bisect_right(self._times, moment + LOG_SLACK_S))
+        usage = self._usage_line(count)
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._identity:
+                    return Replay(), None  # it was replaced: the next `read` takes it up
+                replay = self._fold(file.fileno(), count)
+                sample = self._usage_at(file.fileno(), usage)
+                ends = self._usage_at(file.fileno(), self._usage_line(later))
+        except FileNotFoundError:
+            return Replay(), None
+        if sample is not None and replay.status is not None and usage > self._last_snapshot(count):
+            replay = replace(replay, status=after_event(replay.status, sample))
+        return replay, ends.log_bytes if ends is not None else None
+
+    def _fold(self, descriptor: int, count: int) -> Replay:
+        if count == 0:
+            return Replay()
+        first = (count - 1) // CHECKPOINT_LINES * CHECKPOINT_LINES
+        replay = self._checkpoints[first // CHECKPOINT_LINES]
+        begin = self._places[first]
+        end = self._places[count] if count < len(self._places) else self._offset
+        lines = os.pread(descriptor, end - begin, begin).splitlines(keepends=True)
+        place_of = begin
+        number = first
+        for line in lines:
+            is_indexed = number < count and self._places[number] == place_of
+            place_of += len(line)
+            if not is_indexed:
+                continue
+            if not line.startswith(USAGE_START) and (event := _event(line)) is not None:
+                replay = replayed(replay, event, self._times[number])
+            number += 1
+        return replay
+
+    def _usage_line(self, count: int) -> int:
+        """The number of the last sample among the first so many lines; -1 for none."""
+        found = bisect_right(self._usage_lines, count - 1)
+        return self._usage_lines[found - 1] if found else -1
+
+    def _last_snapshot(self, count: int) -> int:
+        found = bisect_right(self._snapshot_lines, count - 1)
+        return self._snapshot_lines[found - 1] if found else -1
+
+    def _usage_at(self, descriptor: int, number: int) -> UsageSampled | None:
+        if number < 0:
+            return None
+        begin = self._places[number]
+        end = self._places[number + 1] if number + 1 < len(self._places) else self._offset
+        event = _event(os.pread(descriptor, end - begin, begin).splitlines(keepends=True)[0])
+        return event if isinstance(event, UsageSampled) else None
+
+
+def replayed(replay: Replay, event: Snapshot | Event, time: float) -> Replay:
+    """How everything stands after an event."""
+    match event:
+        case Snapshot():
+            after = replace(replay, status=event.status)
+            for service in event.status.services:
+                since = time
+                if not replay.transitions.get(service.name):
+                    known = service.ready_at if service.state is ServiceState.READY else service.started_at
+                    since = known or time
+                after = _with_service(after, service, since, told_at=None)
+            return after
+        case ServiceChanged():
+            if replay.status is None:
+                return replay
+            after = replace(replay, status=after_event(replay.status, event))
+            return _with_service(after, event.service, time, told_at=time)
+        case RunChanged():
+            return replace(replay, status=replay.status and after_event(replay.status, event))
+        case Notice():
+            return replace(replay, notices=(*replay.notices, event)[-MAX_NOTICES:])
+        case UsageSampled():
+            return replay
+
+
+def _with_service(replay: Replay, service: ServiceStatus, since: float, told_at: float | None) -> Replay:
+    name, phases = service.name, replay.start_phases
+    past = replay.transitions.get(name, ())
+    entered = after_entering(past, service.state, since)
+    if entered is not past and service.state is ServiceState.STARTING:
+        phases = {**phases, name: ()}
+    if service.state is ServiceState.STARTING and service.phase is not None:
+        phases = {**phases, name: after_telling(phases.get(name, ()), service.phase, told_at)}
+    return replace(replay, transitions={**replay.transitions, name: entered}, start_phases=phases)
+
+
+def _event(line: bytes) -> Snapshot | Event | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        event = read_from_daemon(line)
+    except PeerError:
+        return None
+    return event if isinstance(event, Snapshot | Event) else None
+
+
+def _kind(service: ServiceStatus) -> MarkKind:
+    if service.state is ServiceState.STARTING and service.attempt > 1:
+        return MarkKind.RESTART
+    return MARK_KINDS.get(service.state, MarkKind.STATE)
+
+
+def _words(service: ServiceStatus, was: ServiceState | None) -> str:
+    why = f": {service.why}" if service.why and service.state in MARK_KINDS else ""
+    came = f"{was} → " if was is not None else ""
+    return f"{service.name} {came}{service.state}{why}"
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def log_until(path: Path, service: str, end: int | None) -> LogView:
+    """The last lines of a log, up to an absolute offset; None: it is not known how long the log was."""
+    if end is None:
+        return LogView(service=service, lines=("··· how long this log was at that moment was not kept",))
+    try:
+        with path.open("rb") as file:
+            now = place(file.fileno())
+            if end <= now.content and now.dropped:
+                words = f"··· what this log held then was dropped: it begins {bytes_text(now.content - end)} later now"
+                return LogView(service=service, lines=(words,))
+            start = max(0, now.content if now.dropped else 0, end - FIRST_BYTES)
+            part = read_part(file.fileno(), start, end - start, with_header=False)
+    except OSError as error:
+        return LogView(service=service, lines=(f"··· {path.name} cannot be read: {error.strerror or error}",))
+    data = part.data[: max(0, end - part.offset)]
+    if not part.is_start:
+        data = data[data.find(b"\n") + 1 :]
+    *lines, rest = data.split(b"\n")
+    return LogView(service=service, lines=tuple(map(as_text, lines)), open_line=as_text(rest))

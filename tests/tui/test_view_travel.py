@@ -1,0 +1,256 @@
+"""Going back in the time of a run, without a terminal: moments, jumps, and how everything stood."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from screen_fakes import STARTED, changed, metrics_line, run_status, service
+
+from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.supervisor import Event, Notice, RunChanged, RunState, ServiceState, Snapshot, UsageSampled
+from grpo_tui.supervisor.timeline import shorten
+from grpo_tui.view.state import LogRead, MetricsRead, Ticked, ViewState, reduce
+from grpo_tui.view.time_travel import as_seen
+from grpo_tui.view.timeline_file import CHECKPOINT_LINES, TimelineFile, log_until
+from grpo_tui.view.travel import (
+    Closed,
+    Jumped,
+    Known,
+    Learned,
+    MarkKind,
+    Moved,
+    Opened,
+    PastRead,
+    Travel,
+    Typed,
+    WentTo,
+    after,
+    read_target,
+)
+
+STEPS = tuple(metrics_line(step) for step in range(1, 101))
+KNOWN = Known(now=STARTED + 600, started_at=STARTED, steps=STEPS)
+
+
+def usage(at: float, rss_bytes: int, **log_bytes: int) -> UsageSampled:
+    """A sample `at` seconds into the run."""
+    return UsageSampled(
+        number=1, time=STARTED + at, cpu_percent={"vllm": at}, rss_bytes={"vllm": rss_bytes}, gpu_memory_bytes={},
+        gpus=[], log_bytes=log_bytes,
+    )  # fmt: skip
+
+
+def vllm(at: float, state: ServiceState, **changes: object) -> Event:
+    return changed(1, STARTED + at, service("vllm", state=state, **changes))
+
+
+def write(folder: Path, events: Sequence[Snapshot | Event], end: bytes = b"") -> TimelineFile:
+    """A timeline of these events, read whole."""
+    (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)) + end)
+    timeline = TimelineFile(folder)
+    while timeline.read():
+        pass
+    return timeline
+
+
+def begins() -> Snapshot:
+    return Snapshot(number=0, time=STARTED, status=run_status(services=[service("vllm", state=ServiceState.WAITING)]))
+
+
+CRASH = [
+    begins(),
+    vllm(10, ServiceState.STARTING, phase="loading weights"),
+    vllm(30, ServiceState.READY),
+    usage(40, 1000, vllm=12),
+    vllm(100, ServiceState.FAILED, why="out of memory"),
+    usage(100.1, 0, vllm=23),
+    Notice(number=1, time=STARTED + 101, severity="error", service="vllm", text="failed"),
+    vllm(200, ServiceState.STARTING, attempt=2),
+    RunChanged(number=1, time=STARTED + 300, state=RunState.STOPPED),
+]
+
+
+# --- where to -------------------------------------------------------------------------------------------------------
+
+
+def test_time_is_entered_at_its_end_and_held_within_the_run() -> None:
+    opened = after(Travel(), Opened(), KNOWN)
+    assert (opened.is_open, opened.moment) == (True, KNOWN.now)
+    assert after(opened, Moved(by=1), KNOWN).moment == KNOWN.now
+    assert after(opened, Moved(by=-1), KNOWN).moment == KNOWN.now - 2
+    assert after(opened, WentTo(moment=0), KNOWN).moment == STARTED
+    assert not after(opened, Closed(), KNOWN).is_open
+
+
+def test_steps_and_events_are_jumped_to_one_after_the_other() -> None:
+    at = after(Travel(), Opened(), KNOWN)
+    back = after(at, Jumped(to="step", direction=-1), KNOWN)
+    assert back.moment == STEPS[-1].time
+    assert after(back, Jumped(to="step", direction=-1), KNOWN).moment == STEPS[-2].time
+    assert after(back, Jumped(to="step", direction=1), KNOWN).moment == KNOWN.now
+    start = after(back, Jumped(to="end", direction=-1), KNOWN)
+    assert start.moment == STARTED
+    assert after(start, Jumped(to="event", direction=1), KNOWN).moment == KNOWN.now  # nothing has happened yet
+
+
+def test_evaluations_are_events_though_the_metrics_tell_them() -> None:
+    evaluated = STEPS[49].model_copy(update={"metrics": {"eval/avg@4": 0.5}})
+    known = Known(now=KNOWN.now, started_at=STARTED, steps=(*STEPS[:49], evaluated, *STEPS[50:]))
+    at = after(Travel(), Opened(), known)
+    assert after(at, Jumped(to="event", direction=-1), known).moment == evaluated.time
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("50", STEPS[49].time),
+        ("step 1", STEPS[0].time),
+        ("-5m", KNOWN.now - 300),
+        ("-1m30s", KNOWN.now - 90),
+        (time.strftime("%H:%M:%S", time.localtime(STARTED + 77)), STARTED + 77),
+    ],
+)
+def test_a_time_a_step_or_how_long_ago_can_be_typed(text: str, moment: float) -> None:
+    assert read_target(text, KNOWN.now, KNOWN) == pytest.approx(moment, abs=1)
+
+
+def test_a_time_of_day_is_looked_for_on_the_days_of_the_run() -> None:
+    day_later = Known(now=STARTED + 86400 * 1.5, started_at=STARTED, steps=())
+    typed = time.strftime("%H:%M:%S", time.localtime(STARTED + 77))
+    assert read_target(typed, STARTED + 86400 * 1.2, day_later) == pytest.approx(STARTED + 77 + 86400, abs=1)
+    assert read_target(typed, STARTED + 100, day_later) == pytest.approx(STARTED + 77, abs=1)
+
+
+@pytest.mark.parametrize(("text", "words"), [("soon", "is no moment"), ("999", "no step 999 yet: the newest is 100")])
+def test_what_leads_nowhere_is_told_in_words_and_moves_nothing(text: str, words: str) -> None:
+    at = after(Travel(), Opened(), KNOWN)
+    there = after(at, Typed(text=text), KNOWN)
+    assert words in there.note
+    assert there.moment == at.moment
+
+
+# --- how it stood ---------------------------------------------------------------------------------------------------
+
+
+def test_states_figures_and_the_log_are_those_of_the_moment(tmp_path: Path) -> None:
+    timeline = write(tmp_path, CRASH, b'{"type":"notice","num')
+    (tmp_path / "vllm.log").write_text("hello world\ntraceback!\nsecond try\n")
+    past = timeline.past(STARTED + 50, "vllm")
+    assert past.status is not None
+    (then,) = past.status.services
+    assert (then.state, then.rss_bytes, past.log.lines) == (ServiceState.READY, 1000, ("hello world",))
+    assert [each.state for each in past.transitions["vllm"]][1:] == [ServiceState.STARTING, ServiceState.READY]
+    assert past.start_phases["vllm"][-1].words == "loading weights"
+    crash = timeline.past(STARTED + 100, "vllm")
+    assert crash.status is not None
+    assert crash.status.services[0].why == "out of memory"
+    assert crash.log.lines == ("hello world", "traceback!")  # its last words, though the sample came after it
+    end = timeline.past(STARTED + 1000, None)
+    assert end.status is not None
+    assert (end.status.state, end.status.ended_at) == (RunState.STOPPED, STARTED + 300)
+
+
+def test_what_happened_is_marked_with_its_gravity(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_40").mkdir(parents=True)
+    kinds = [mark.kind for mark in write(tmp_path, CRASH).marks()]
+    assert kinds == [
+        MarkKind.STATE, MarkKind.READY, MarkKind.FAILURE, MarkKind.FAILURE, MarkKind.RESTART, MarkKind.STATE,
+        MarkKind.CHECKPOINT,
+    ]  # fmt: skip
+
+
+def test_any_moment_of_a_long_timeline_is_as_if_it_were_played_to_there(tmp_path: Path) -> None:
+    """Checkpoints, half lines and a second daemon change nothing in what stood."""
+    chance = random.Random(1)
+    states = [ServiceState.READY, ServiceState.UNHEALTHY]
+    events: list[Snapshot | Event] = [begins()]
+    for n in range(1, 4 * CHECKPOINT_LINES):
+        events.append(usage(n, n) if chance.random() < 0.6 else vllm(n, states[n % 2], restarts=n))
+    lines = [to_line(event) for event in events]
+    lines.insert(700, b'{"type":"service","num\n')
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+    timeline = TimelineFile(tmp_path)
+    while timeline.read():
+        pass
+    for at in chance.sample(range(1, len(events)), 60):
+        told = events[: at + 1]
+        changes = [event.service.restarts for event in told if event.type == "service"]
+        samples = [event.rss_bytes["vllm"] for event in told if event.type == "usage"]
+        past = timeline.past(STARTED + at + 0.5, None).status
+        assert past is not None
+        assert past.services[0].restarts == (changes[-1] if changes else 0)
+        if samples:
+            assert past.services[0].rss_bytes == samples[-1]
+
+
+def test_a_timeline_that_grows_or_is_made_shorter_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    timeline = TimelineFile(tmp_path)
+    assert not timeline.read()
+    timeline = write(tmp_path, [begins(), *(usage(n, n) for n in range(1, 200))])
+    with path.open("ab") as file:
+        file.write(to_line(vllm(300, ServiceState.READY)))
+    timeline.read()
+    assert timeline.ends == STARTED + 300
+    shorten(path, path.stat().st_size // 2, 1000)
+    assert timeline.past(STARTED + 300, None).status is None  # until it is read again
+    timeline.read()
+    status = timeline.past(STARTED + 300, None).status
+    assert status is not None
+    assert status.services[0].state is ServiceState.READY
+    path.unlink()
+    timeline.read()
+    assert (timeline.ends, timeline.past(STARTED, None).status) == (None, None)
+
+
+def test_a_log_that_is_gone_or_of_unknown_length_says_so(tmp_path: Path) -> None:
+    assert "cannot be read" in log_until(tmp_path / "a.log", "a", 10).lines[0]
+    assert "was not kept" in log_until(tmp_path / "a.log", "a", None).lines[0]
+
+
+# --- what is drawn --------------------------------------------------------------------------------------------------
+
+
+def looking_at(folder: Path, at: float) -> ViewState:
+    """A live run, looked at some seconds after its start."""
+    timeline = write(folder, CRASH[:-1])
+    state = ViewState(run_folder=folder, now=STARTED + 600)
+    ready = run_status(services=[service("vllm", attempt=2, restarts=1)])
+    state = reduce(state, Snapshot(number=9, status=ready))
+    state = reduce(state, MetricsRead(lines=STEPS))
+    state = reduce(state, LogRead(service="vllm", lines=("the newest line",)))
+    state = reduce(state, Opened())
+    state = reduce(state, Learned(begins=timeline.begins, ends=timeline.ends, marks=timeline.marks()))
+    state = reduce(state, WentTo(moment=STARTED + at))
+    return reduce(state, PastRead(past=timeline.past(STARTED + at, "vllm")))
+
+
+def test_the_screen_is_drawn_as_it_was_and_the_present_comes_back_untouched(tmp_path: Path) -> None:
+    state = looking_at(tmp_path, 150)
+    seen = as_seen(state)
+    assert (seen.now, seen.until, state.until) == (STARTED + 150, STARTED + 150, STARTED + 150)
+    assert seen.services[0].state is ServiceState.FAILED
+    assert seen.history.last is not None
+    assert seen.history.last.step == 62
+    assert any("vllm" in warning.text for warning in seen.warnings)
+    assert seen.outcome is not None
+    assert seen.outcome.text == "vllm: failed"
+    assert seen.log.lines != ("the newest line",)
+    assert (seen.travel.begins, seen.travel.ends) == (STARTED, STARTED + 600)
+    back = reduce(state, Closed())
+    assert as_seen(back) is back
+    assert back.until is None
+    assert (back.services[0].state, back.log.lines) == (ServiceState.READY, ("the newest line",))
+
+
+def test_the_past_stands_still_while_the_run_goes_on(tmp_path: Path) -> None:
+    state = looking_at(tmp_path, 50)
+    before = as_seen(state)
+    later = as_seen(reduce(state, Ticked(now=STARTED + 700)))
+    assert (later.now, later.status, later.log) == (before.now, before.status, before.log)
+    assert later.history is before.history
+    assert later.travel.ends == STARTED + 700
