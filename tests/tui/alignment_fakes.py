@@ -75,6 +75,8 @@ def healthy_group(
 
 
 def write_groups(run_folder: Path, groups: Sequence[RolloutLine]) -> None:
-    """Append them to `rollouts.jsonl` of a run."""
+    """Append them to `rollouts.jsonl` of a run; without any there is no such file."""
+    if not groups:
+        return
     with (run_folder / "rollouts.jsonl").open("ab") as file:
         file.writelines(to_line(one) for one in groups)

@@ -95,7 +95,7 @@ class AlignmentScreen(RunScreen):
             state = self._state
             view = state.alignment
             measured = await asyncio.to_thread(
-                self._reader.look, view.window, view.until_step, state.history.lines, until_time=_until(state)
+                self._reader.look, view.window, view.until_step, state.history.lines, until_time=state.until
             )
             if measured is not None:
                 self._change(GroupsMeasured(measured=measured, settings=self._reader.settings))
@@ -135,10 +135,4 @@ class AlignmentScreen(RunScreen):
 
 def _asked(state: ViewState) -> tuple[object, ...]:
     view: AlignmentView = state.alignment
-    return view.window, view.until_step, _until(state)
-
-
-def _until(state: ViewState) -> float | None:
-    """Up to when data counts; None while the screen shows the newest."""
-    until: float | None = getattr(state, "until", None)
-    return until
+    return view.window, view.until_step, state.until

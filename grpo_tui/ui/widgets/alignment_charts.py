@@ -62,7 +62,7 @@ def differences_chart(numbers: AlignmentNumbers, width: int, height: int) -> lis
     plot_rows = max(1, height - 5)
     sizes = QUANTILES if width >= NARROW else QUANTILES[1:3]
     told = "  ".join(f"{name} {number_text(numbers.quantile(share))}" for name, share in sizes)
-    mean = f"mean {_signed(numbers.all.mean)}  abs mean {number_text(numbers.all.abs_mean)}"
+    mean = f"mean {_signed(numbers.all.mean)}  {'abs mean' if width >= NARROW else 'abs'} {number_text(numbers.all.abs_mean)}"
     mean += f"  {short_count(beyond)} beyond" if beyond else ""
     return [
         rule(width, title, "tokens (log scale)" if width >= NARROW + 10 else "tokens"),

@@ -59,18 +59,19 @@ def columns_chart(
 
 
 def axis_lines(num_columns: int, ticks: Mapping[int, str]) -> list[Content]:
-    """The axis below columns, and the words at its ticks, each centred; words that would meet are left out."""
+    """The axis below columns, and the words at its ticks, each centred; one that would meet an end's is left out."""
     strokes = "".join("┴" if place in ticks else "─" for place in range(num_columns))
-    words = [" "] * (AXIS_WIDTH + num_columns)
-    taken = -1
-    for place, text in sorted(ticks.items()):
-        start = min(max(0, AXIS_WIDTH + place - len(text) // 2), len(words) - len(text))
-        if start > taken and start >= 0:
-            words[start : start + len(text)] = text
-            taken = start + len(text)
+    words = " " * (AXIS_WIDTH + num_columns)
+    ends = (min(ticks, default=0), max(ticks, default=0))
+    for place in sorted(ticks, key=lambda place: (place not in ends, place)):
+        text = ticks[place]
+        start = max(0, min(AXIS_WIDTH + place - len(text) // 2, len(words) - len(text)))
+        end = start + len(text)
+        if not words[max(0, start - 1) : end + 1].strip() and end <= len(words):
+            words = words[:start] + text + words[end:]
     return [
         line((" " * (AXIS_WIDTH - 1) + "└" + strokes, ".faint")),
-        line(("".join(words), ".muted")),
+        line((words, ".muted")),
     ]
 
 
