@@ -23,12 +23,12 @@ MAX_BYTES_A_REFRESH = 64 << 20
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 """A longer line is no group of ours."""
-MAX_HEADS = 20_000
+MAX_HEADS = 10_000
 MAX_CACHED_BYTES = 8 << 20
 """Of lines whose groups are kept; as Python's objects they take some four times as much."""
 CHECKED_BYTES = 64
 """As many bytes at the end of what was indexed are compared, to notice a file that was cut and regrew."""
-PROMPT_START_CHARACTERS = 240
+PROMPT_START_CHARACTERS = 800
 NUMBER_LISTS = ("inference_logprobs", "training_logprobs", "entropies")
 
 

@@ -1,0 +1,280 @@
+"""One group: its prompt, its completions, and the text of one of them with its tokens coloured.
+
+What a colour says is said in numbers too: the legend tells the ranges, the ends of a scale are underlined and bold, and
+the last line tells everything of the token under the cursor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.content import Content
+
+from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.rollout_list import wrapped_words
+from grpo_tui.view.rollout_text import (
+    SCALES,
+    Piece,
+    line_of,
+    pieces_of,
+    token_at,
+    token_words,
+    value_of,
+    visible,
+    wrapped,
+)
+from grpo_tui.view.rollout_view import RolloutView, Tint
+from grpo_tui.view.state import ViewState
+
+TONES = frozenset({"cool-end", "cool", "warm", "warm-end", "bad-end", "bad", "good", "good-end", "cursor", "read"})
+MAX_PROMPT_CHARACTERS = 4000
+"""As much of it stands above the completions at most; `o` shows all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a pane shows."""
+
+    index: int
+    group: RolloutLine
+    place: int
+    """The number of the completion."""
+    is_marked: bool = False
+
+    @property
+    def completion(self) -> SampledCompletion | None:
+        """None in a group that has none."""
+        return self.group.completions[self.place] if self.group.completions else None
+
+
+class RolloutGroup(Lines):
+    """A pane with the chosen group, or with the one that was marked to be compared with it."""
+
+    COMPONENT_CLASSES = set(TONES)
+    DEFAULT_CSS = """
+    RolloutGroup { height: 1fr; padding: 0 1; }
+    RolloutGroup > .cool { color: $text-primary; }
+    RolloutGroup > .cool-end { color: $text-primary; text-style: underline; }
+    RolloutGroup > .warm { color: $text-warning; }
+    RolloutGroup > .warm-end { color: $text-error; text-style: bold; }
+    RolloutGroup > .bad { color: $text-error; }
+    RolloutGroup > .bad-end { color: $text-error; text-style: underline; }
+    RolloutGroup > .good { color: $text-success; }
+    RolloutGroup > .good-end { color: $text-success; text-style: bold; }
+    RolloutGroup > .cursor { text-style: reverse; }
+    RolloutGroup > .read { color: $muted; text-style: italic; }
+    """
+
+    def __init__(self, *, id: str | None = None, is_marked: bool = False) -> None:
+        """Make a pane.
+
+        Args:
+            is_marked: for the completion that was marked, not the chosen one.
+        """
+        super().__init__(id=id)
+        self._is_marked = is_marked
+        self._wrapped: list[list[Piece]] = []
+        self._wrapped_for: tuple[object, ...] = ()
+        self._num_body_lines = 1
+
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Not the clock."""
+        return (state.rollouts,)
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """From top to bottom: title, prompt, completions, text, token, legend."""
+        view = state.rollouts
+        subject = self._subject(view)
+        if subject is None:
+            return self._words_for_nothing(view, width)
+        title = rule(width, _title(subject), _place(view, subject))
+        prompt = self._prompt_lines(subject.group.prompt, width, max(1, height // 8))
+        completion = subject.completion
+        if completion is None:
+            return [title, *prompt, line(("the group has no completions", ".warning"))]
+        table = _table(subject, width, max(3, min(len(subject.group.completions), height // 4)))
+        words = wrapped_words(token_words(completion, view.token), width)[:3]
+        words += [""] * (2 - len(words))
+        below = [line(text) for text in words]
+        below.append(_legend(view.tint, width))
+        head = [title, *prompt, *table]
+        self._num_body_lines = max(1, height - len(head) - 1 - len(below))
+        if view.shows_prompt:
+            body_title, body = self._prompt_body(view, subject, width)
+            below = []
+            self._num_body_lines = max(1, height - len(head) - 1)
+        else:
+            body_title, body = self._completion_body(view, subject, completion, width)
+        body += [Content("")] * (self._num_body_lines - len(body))
+        return [*head, body_title, *body, *below]
+
+    def page(self, view: RolloutView, pages: int) -> int:
+        """The token (or line of the prompt) so many pages further on."""
+        by = pages * max(1, self._num_body_lines - 1)
+        return self._moved(view, by)
+
+    def _moved(self, view: RolloutView, by_lines: int) -> int:
+        if view.shows_prompt:
+            return max(0, min(view.token + by_lines, len(self._wrapped) - self._num_body_lines))
+        token = token_at(self._wrapped, line_of(self._wrapped, view.token) + by_lines)
+        return view.token if token is None else token
+
+    def _subject(self, view: RolloutView) -> Subject | None:
+        if self._is_marked:
+            marked = view.marked
+            if marked is None:
+                return None
+            return Subject(index=marked.index, group=marked.line, place=marked.completion, is_marked=True)
+        if view.group is None or view.chosen is None:
+            return None
+        place = max(0, min(view.completion, len(view.group.completions) - 1))
+        return Subject(index=view.chosen, group=view.group, place=place)
+
+    def _words_for_nothing(self, view: RolloutView, width: int) -> list[Content]:
+        title = rule(width, "group")
+        if view.chosen is None or view.read is None:
+            return [title]
+        if view.read.chosen != view.chosen:
+            return [title, line(("reading …", ".muted"))]
+        words = (
+            f"Line {view.chosen + 1:,} of rollouts.jsonl cannot be read: it is damaged, or written by something else. "
+            "n and p go on to others."
+        )
+        return [title, *(line((text, ".warning")) for text in wrapped_words(words, width))]
+
+    def _prompt_lines(self, prompt: str, width: int, most: int) -> list[Content]:
+        if not prompt:
+            return [line(("prompt: empty", ".muted"))]
+        shown = wrapped([Piece(prompt[:MAX_PROMPT_CHARACTERS], None)], width - 8)
+        rows = [line(("prompt: " if number == 0 else " " * 8, ".muted"), _plain(row))
+                for number, row in enumerate(shown[:most])]  # fmt: skip
+        if len(shown) > most:
+            rows[-1] = rows[-1].truncate(width - 13, ellipsis=True, pad=True) + Content.styled(" (o: all)", ".muted")
+        return rows
+
+    def _prompt_body(self, view: RolloutView, subject: Subject, width: int) -> tuple[Content, list[Content]]:
+        lines = self._layout(("prompt", subject.group, width), [Piece(subject.group.prompt, None)], width)
+        first = max(0, min(view.token, len(lines) - self._num_body_lines))
+        note = _lines_note(first, self._num_body_lines, len(lines))
+        return rule(width, "the whole prompt", f"{note}o shows the completion"), [
+            line(_plain(row)) for row in lines[first : first + self._num_body_lines]
+        ]
+
+    def _completion_body(
+        self, view: RolloutView, subject: Subject, completion: SampledCompletion, width: int
+    ) -> tuple[Content, list[Content]]:
+        lines = self._layout(("completion", completion, width), pieces_of(completion), width)
+        at = line_of(lines, view.token)
+        first = max(0, min(at - self._num_body_lines // 2, len(lines) - self._num_body_lines))
+        note = _lines_note(first, self._num_body_lines, len(lines))
+        title = rule(width, f"completion {subject.place + 1}", f"{note}coloured by {view.tint}, c: next")
+        if not completion.text and not any(completion.token_texts):
+            return title, [line(("empty: the model ended at once, without a character", ".warning"))]
+        rows = [
+            _coloured(row, completion, view, is_cursor_shown=not subject.is_marked)
+            for row in lines[first : first + self._num_body_lines]
+        ]
+        if not completion.token_texts:
+            rows.append(line(("recorded without texts of tokens, so they have no colours", ".muted")))
+        return title, rows
+
+    def _layout(self, key: tuple[object, ...], pieces: list[Piece], width: int) -> list[list[Piece]]:
+        """Lines of the text, made anew for another text or width alone."""
+        known = self._wrapped_for
+        if len(known) != len(key) or any(
+            now is not then and not (isinstance(now, int | str) and now == then)
+            for now, then in zip(key, known, strict=True)
+        ):
+            self._wrapped, self._wrapped_for = wrapped(pieces, max(1, width)), key
+        return self._wrapped
+
+
+def _title(subject: Subject) -> str:
+    environment = f" · {visible(subject.group.environment)}" if subject.group.environment else ""
+    compared = "compared with: " if subject.is_marked else ""
+    return f"{compared}step {subject.group.step:,}{environment}"
+
+
+def _place(view: RolloutView, subject: Subject) -> str:
+    if subject.is_marked:
+        return "m lets go"
+    if subject.index not in view.found:
+        return ""
+    return f"group {view.found.index(subject.index) + 1:,} of {len(view.found):,}"
+
+
+def _lines_note(first: int, num_shown: int, total: int) -> str:
+    if total <= num_shown:
+        return ""
+    return f"lines {first + 1:,}–{min(total, first + num_shown):,} of {total:,} · "
+
+
+def _plain(row: list[Piece]) -> str:
+    return "".join(piece.text for piece in row)
+
+
+def _table(subject: Subject, width: int, num_rows: int) -> list[Content]:
+    """The completions around the chosen one, a row each."""
+    completions = subject.group.completions
+    first = max(0, min(subject.place - num_rows // 2, len(completions) - num_rows))
+    text = f"{'no.':>5} {'reward':>8} {'advantage':>9} {'tokens':>7} {'policy':>9}  ended"
+    heading = line((fit(text, width), ".title"))
+    rows = []
+    for number, one in enumerate(completions[first : first + num_rows], start=first):
+        is_chosen = number == subject.place
+        pieces: list[str | Styled] = [
+            ("▌" if is_chosen else " ", ".accent"),
+            (f"{number + 1:>4}", ".strong" if is_chosen else ""),
+            f" {one.reward:>8.3f} ",
+            (f"{one.advantage:>+9.3f}", SCALES[Tint.ADVANTAGE].tone(one.advantage)),
+            f" {len(one.token_ids):>7,} {_versions(one):>9}  ",
+            (_ended(one), ".warning" if one.is_truncated else ".muted"),
+            ("  " if width > 76 else "", ""),
+            (visible(one.text[: 2 * width]) if width > 76 else "", ".muted"),
+        ]
+        row = line(*pieces).truncate(width, ellipsis=True, pad=True)
+        rows.append(row.stylize(".selected") if is_chosen else row)
+    hidden = len(completions) - len(rows)
+    if hidden > 0:
+        heading = line((fit(f"{text} ({hidden} more: ↑ ↓)", width), ".title"))
+    return [heading, *rows]
+
+
+def _versions(completion: SampledCompletion) -> str:
+    known = [version for version in completion.policy_versions if version >= 0]
+    if not known:
+        return "-"
+    low, high = min(known), max(known)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
+
+
+def _ended(completion: SampledCompletion) -> str:
+    state = {True: "truncated", False: "by itself", None: "-"}[completion.is_truncated]
+    return state if completion.training_logprobs else f"{state}, not trained"
+
+
+def _coloured(row: list[Piece], completion: SampledCompletion, view: RolloutView, *, is_cursor_shown: bool) -> Content:
+    scale = SCALES[view.tint]
+    pieces: list[Styled] = []
+    for piece in row:
+        if piece.token is None:
+            style = ".read" if completion.token_texts else ""
+        elif is_cursor_shown and piece.token == min(view.token, len(completion.token_ids) - 1):
+            style = ".cursor"
+        else:
+            style = scale.tone(value_of(completion, piece.token, view.tint))
+        if pieces and pieces[-1][1] == style:
+            pieces[-1] = (pieces[-1][0] + piece.text, style)
+        else:
+            pieces.append((piece.text, style))
+    return line(*pieces)
+
+
+def _legend(tint: Tint, width: int) -> Content:
+    """The ranges in their own colours."""
+    scale = SCALES[tint]
+    pieces: list[str | Styled] = [(f"{scale.name}: ", ".muted")]
+    for number, (label, tone) in enumerate(zip(scale.labels, scale.tones, strict=True)):
+        pieces += [(" · " if number else "", ".muted"), (label, tone)]
+    return line(*pieces).truncate(width, ellipsis=True)
