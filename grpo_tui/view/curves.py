@@ -154,11 +154,11 @@ def clipped(
             before = None
             continue
         if before is not None:
-            for edge in sorted((low, high), reverse=x < before[0]):
-                if min(before[0], x) < edge < max(before[0], x):
-                    pieces[-1].append((edge, before[1] + (y - before[1]) * (edge - before[0]) / (x - before[0])))
-                    if not (min(low, high) <= x <= high):
-                        pieces.append([])
+            crossed = [edge for edge in (low, high) if min(before[0], x) < edge < max(before[0], x)]
+            if crossed and not low <= before[0] <= high:
+                pieces.append([])
+            for edge in sorted(crossed, reverse=x < before[0]):
+                pieces[-1].append((edge, before[1] + (y - before[1]) * (edge - before[0]) / (x - before[0])))
         if low <= x <= high:
             pieces[-1].append((x, y))
         before = (x, y)

@@ -32,8 +32,8 @@ class OtherRun:
     state: str = ""
     last_step: int | None = None
     last_reward: float | None = None
-    changed_at: float = 0.0
-    """When its metrics were last written, in Unix seconds."""
+    last_time: float | None = None
+    """When its last step ended, in Unix seconds."""
 
     @property
     def run(self) -> str:
@@ -50,7 +50,7 @@ def other_runs(run_folder: Path) -> list[OtherRun]:
                 found.append((path.stat().st_mtime, path.parent))
         except OSError:  # ended and deleted meanwhile
             continue
-    return [_look_at(folder, changed_at) for changed_at, folder in sorted(found, reverse=True)[:MAX_RUNS]]
+    return [_look_at(folder) for _, folder in sorted(found, reverse=True)[:MAX_RUNS]]
 
 
 def read_history(run_folder: Path) -> MetricHistory:
@@ -84,7 +84,7 @@ def _some_lines(path: Path, stride: int) -> Iterator[MetricsLine]:
                     yield line
 
 
-def _look_at(folder: Path, changed_at: float) -> OtherRun:
+def _look_at(folder: Path) -> OtherRun:
     status = _read_status(folder / STATE_FILE)
     last = _last_line(folder / METRICS_FILE)
     name = measured_as("reward/mean", last.metrics) if last else None
@@ -94,7 +94,7 @@ def _look_at(folder: Path, changed_at: float) -> OtherRun:
         state=str(status.get("state") or ""),
         last_step=last.step if last else None,
         last_reward=last.metrics[name] if last and name else None,
-        changed_at=changed_at,
+        last_time=last.time if last else None,
     )
 
 

@@ -19,7 +19,7 @@ from grpo_tui.view.other_runs import OtherRun, other_runs
 
 NOBODY = ""
 """Chosen to end a comparison."""
-COLUMNS = (("run", 32), ("profile", 16), ("state", 9), ("steps", 7), ("reward", 8), ("age", 6))
+COLUMNS = (("run", 32), ("profile", 16), ("state", 9), ("steps", 7), ("reward", 8), ("ago", 6))
 
 
 class ChooseRunScreen(ModalScreen[str]):
@@ -41,6 +41,7 @@ class ChooseRunScreen(ModalScreen[str]):
         height: auto; max-height: 100%; border: none; padding: 0; background: $surface; text-wrap: nowrap;
         text-overflow: ellipsis;
     }
+    ChooseRunScreen OptionList:focus { border: none; }
     ChooseRunScreen Static { height: 1; padding: 0 1; text-wrap: nowrap; }
     """
 
@@ -90,12 +91,12 @@ class ChooseRunScreen(ModalScreen[str]):
 
 def _text_of(run: OtherRun, now: float) -> Content:
     steps = UNKNOWN if run.last_step is None else f"{run.last_step:,}"
-    age = age_text(max(0.0, now - run.changed_at))
-    return Content(_row([run.run, run.profile, run.state, steps, number_text(run.last_reward), age]))
+    ago = UNKNOWN if run.last_time is None else age_text(max(0.0, now - run.last_time))
+    return Content(_row([run.run, run.profile, run.state, steps, number_text(run.last_reward), ago]))
 
 
 def _row(texts: list[str]) -> str:
     return " ".join(
-        fit(text or UNKNOWN, width, right=title in ("steps", "reward", "age"))
+        fit(text or UNKNOWN, width, right=title in ("steps", "reward", "ago"))
         for text, (title, width) in zip(texts, COLUMNS, strict=True)
     )

@@ -76,6 +76,7 @@ class PlotPanel(Lines):
     DEFAULT_CSS = """
     PlotPanel { padding: 0 1; }
     PlotPanel > .band { background: $success 12%; }
+    PlotPanel:ansi > .band { background: ansi_default; }
     PlotPanel > .band-edge { color: $text-success; }
     """
     COMPONENT_CLASSES = {"band", "band-edge"}
@@ -244,7 +245,7 @@ def _pane_rows(pane: Pane, plots: PlotView, geometry: Geometry, height: int, *, 
             _put_band(pane.band, pane.scale, row, height, text, spans)
         for column in range(geometry.columns):
             sign, style = marks.get((column, row)) or canvas.cell(column, row)
-            if sign == " " and column == cursor:
+            if sign == " " and column == cursor and text[column] in " ┈":
                 sign, style = "│", ".accent"
             if sign != " ":
                 text[column] = sign
@@ -324,7 +325,12 @@ def _cell_of(x: float, y: float, scale: Scale, geometry: Geometry, height: int) 
     place = scale.place(y)
     if place is None or not 0 <= place <= 1:
         return None
-    return _column(x, geometry) or 0, round((1 - place) * (height * ROWS - 1)) // ROWS
+    return _column(x, geometry) or 0, _row(place, height)
+
+
+def _row(place: float, height: int) -> int:
+    """The row of cells in which the dot of a place is."""
+    return round((1 - place) * (height * ROWS - 1)) // ROWS
 
 
 def _column(x: float, geometry: Geometry) -> int | None:
@@ -336,20 +342,17 @@ def _column(x: float, geometry: Geometry) -> int | None:
 
 def _put_band(band: Band, scale: Scale, row: int, height: int, text: list[str], spans: list[Span]) -> None:
     """The healthy values of a row behind the curve; their ends as dotted lines, the upper one named."""
-    top, bottom = 1 - row / height, 1 - (row + 1) / height
+    middle = 1 - (row + 0.5) / height
     low = None if band.low is None else scale.place(band.low)
     high = None if band.high is None else scale.place(band.high)
-    middle = (top + bottom) / 2
     if (low is None or middle >= low) and (high is None or middle <= high):
         spans.append(Span(0, len(text), ".band"))
-    is_last = row == height - 1
-    ends = [end for end in (high, low) if end is not None and 0 <= end <= 1]
-    here = [end for end in ends if bottom < end <= top or (is_last and end == 0)]
-    if here:
+    rows = [_row(end, height) for end in (high, low) if end is not None and 0 <= end <= 1]
+    if row in rows:
         text[:] = ["┈"] * len(text)
         spans.append(Span(0, len(text), ".band-edge"))
     words = f" healthy {band_text(band)} "
-    if here and here[0] == ends[0] and len(text) > len(words) + 4:
+    if rows and row == rows[0] and len(text) > len(words) + 4:
         text[-len(words) :] = words
     far = beyond(band, scale)
     if far and row == (0 if far == "above" else height - 1):
@@ -383,7 +386,7 @@ def _labels(pane: Pane, height: int) -> dict[int, str]:
     for value, text in zip(values, texts, strict=True):
         place = pane.scale.place(value)
         if place is not None:
-            labels[min(height - 1, round((1 - place) * (height * ROWS - 1)) // ROWS)] = text
+            labels[_row(place, height)] = text
     return labels
 
 
