@@ -86,6 +86,8 @@ def compared(planned_bytes: int, held_bytes: int | None, total_bytes: int) -> st
     """How real memory stands to the plan: `holds 36.1G, 12.1G more than planned`."""
     if held_bytes is None:
         return "what it holds is not known"
+    if not held_bytes:
+        return "it holds nothing"
     beyond = held_bytes - planned_bytes
     if abs(beyond) <= ON_PLAN_SHARE * total_bytes:
         return f"it holds {bytes_text(held_bytes)}, as planned"
@@ -164,17 +166,14 @@ def _of_now(gpu: GpuStatus, moments: Sequence[GpuMoment], services: Sequence[Ser
         return Blame(text="if it runs out of memory: nobody holds any now", hint="")
     most = next(iter(holders))
     grown = growth(moments, gpu.index)
-    parts = []
+    holds = f"{'hold' if most == OTHERS else 'holds'} most ({bytes_text(holders[most])})"
+    words = f"{_named(most)} {holds}; nobody grew lately" if moments else f"{_named(most)} {holds}"
     if grown is not None:
-        parts.append(
-            f"{_named(grown.holder)} grew last (+{bytes_text(grown.num_bytes)} in {duration_text(grown.over_s)})"
-        )
-    elif moments:
-        parts.append("nobody grew lately")
-    parts.append(f"{_named(most)} {'hold' if most == OTHERS else 'holds'} most ({bytes_text(holders[most])})")
+        words = f"{_named(grown.holder)} grew last (+{bytes_text(grown.num_bytes)} in {duration_text(grown.over_s)})"
+        words += f" and {holds}" if grown.holder == most else f", {_named(most)} {holds}"
     first = [grown.holder] if grown is not None else []
     return Blame(
-        text=f"if it runs out of memory: {', '.join(parts)}",
+        text=f"if it runs out of memory: {words}",
         hint=_remedies(services, plan, list(dict.fromkeys([*first, *holders])), gpu),
     )
 

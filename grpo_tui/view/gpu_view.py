@@ -85,6 +85,8 @@ class GpuView:
     """How much of the history is shown, back from its end; None: all of it."""
     has_whole_commands: bool = False
     plan: MemoryPlan = MemoryPlan()
+    has_past: bool = False
+    """Whether what was sampled before the screen was there has been read."""
 
 
 class GpuChange:
@@ -126,7 +128,7 @@ def after(gpus: GpuView, change: GpuChange) -> GpuView:
         case PlanRead():
             return replace(gpus, plan=change.plan)
         case PastRead():
-            return replace(gpus, moments=_with_past(gpus.moments, change.samples))
+            return replace(gpus, moments=_with_past(gpus.moments, change.samples), has_past=True)
         case GpuChange():
             return gpus
         case _:

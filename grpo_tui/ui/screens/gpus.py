@@ -13,14 +13,15 @@ from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.widgets.gpu_report import GpuReport
+from grpo_tui.view.gpu_past import read_samples
 from grpo_tui.view.gpu_plan import read_memory_plan
-from grpo_tui.view.gpu_view import CommandsTurned, PlanRead, SpanTurned
+from grpo_tui.view.gpu_view import CommandsTurned, PastRead, PlanRead, SpanTurned
 from grpo_tui.view.state import ViewState
 
 KEYS = (
-    Key(key="n", shown="n", action="screen.go_to_block(1)", label="next GPU",
+    Key(key="n", shown="n", action="screen.go_to_block(1)", label="next",
         help="go to the next GPU; the memory of the machine comes last"),
-    Key(key="p", shown="p", action="screen.go_to_block(-1)", label="previous",
+    Key(key="p", shown="p", action="screen.go_to_block(-1)", label="previous", is_in_footer=False,
         help="go to the GPU before"),
     Key(key="h", shown="h", action="screen.turn_span", label="history",
         help="history of the whole run, the last hour, 10 minutes, or minute"),
@@ -65,11 +66,13 @@ class GpusScreen(RunScreen):
             yield GpuReport()
 
     def on_screen_resume(self) -> None:
-        """Read what the profile planned; a daemon that came back may have written it anew."""
-        self.run_worker(self._read_plan(self._state.run_folder), name="plan", exclusive=True)
+        """Read what the profile planned, which a new daemon may have written anew, and once what was sampled before."""
+        self.run_worker(self._read_files(self._state.run_folder), name="gpu files", exclusive=True)
 
-    async def _read_plan(self, run_folder: Path) -> None:
+    async def _read_files(self, run_folder: Path) -> None:
         self.post_message(Came(PlanRead(plan=await asyncio.to_thread(read_memory_plan, run_folder))))
+        if not self._state.gpus.has_past:
+            self.post_message(Came(PastRead(samples=await asyncio.to_thread(read_samples, run_folder))))
 
     def draw(self, state: ViewState) -> None:
         """Show another state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,19 +89,30 @@ def legend(parts: Iterable[Part]) -> list[Content]:
 def stacked(columns: Sequence[Sequence[Part] | None], scale_bytes: int, height: int) -> list[list[Styled]]:
     """Rows of a chart, the topmost first: each column its parts above each other; None is one without figures.
 
-    Heights are true: unlike in a bar, a part of less than half a row does not show.
+    Heights are true: unlike in a bar, a part of less than half a row does not show. The topmost block of a column is as
+    high as all parts together, to an eighth of a row.
     """
-    cells: list[list[Styled]] = []
-    for parts in columns:
-        column: list[Styled] = []
-        sum_so_far = 0
-        for part in parts or ():
-            sum_so_far += part.num_bytes
-            top = min(height, round(sum_so_far * height / scale_bytes))
-            column += [(part.fill, part.style)] * (top - len(column))
-        cells.append(column)
+    cells = [_column(parts or (), scale_bytes, height) for parts in columns]
     rows = reversed(range(height))
     return [joined(column[row] if row < len(column) else (" ", "") for column in cells) for row in rows]
+
+
+def _column(parts: Sequence[Part], scale_bytes: int, height: int) -> list[Styled]:
+    """The cells of one column from below."""
+    cells: list[Styled] = []
+    sum_so_far = 0
+    for part in parts:
+        sum_so_far += part.num_bytes
+        top = min(height, round(sum_so_far * height / scale_bytes))
+        cells += [(part.fill, part.style)] * (top - len(cells))
+    eighths = min(height * len(SPARK_BARS), round(sum_so_far * height * len(SPARK_BARS) / scale_bytes))
+    whole, rest = divmod(eighths, len(SPARK_BARS))
+    if not rest:
+        return cells[:whole]
+    middle = (whole + rest / len(SPARK_BARS) / 2) * scale_bytes / height
+    ends = itertools.accumulate(part.num_bytes for part in parts)
+    style = next((part.style for part, end in zip(parts, ends, strict=True) if end >= middle), parts[-1].style)
+    return [*cells[:whole], (SPARK_BARS[rest - 1], style)]
 
 
 def spark(values: Sequence[float | None], most: float, style: str = ".spark") -> list[Styled]:

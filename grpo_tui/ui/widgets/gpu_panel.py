@@ -14,7 +14,7 @@ from grpo_tui.ui.widgets.gpu_bars import Part, bar, gpu_parts, legend, rest_part
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line
 from grpo_tui.view.format import bytes_text, clock_text, count_text, percent_text
 from grpo_tui.view.gpu_history import laid_out, means
-from grpo_tui.view.gpu_view import GpuMoment
+from grpo_tui.view.gpu_view import GpuMoment, moments_until
 from grpo_tui.view.state import ViewState
 
 LABEL_WIDTH = 7
@@ -35,7 +35,7 @@ class GpuPanel(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Made anew with each sample of memory."""
-        return (state.status, state.host_memory, state.gpus.moments)
+        return (state.status, state.host_memory, state.gpus.moments, state.until)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Bars, then the legend with what each service holds on all of them together."""
@@ -90,7 +90,7 @@ def _activity(gpu: GpuStatus, state: ViewState, *, has_history: bool) -> list[st
 
 
 def _history(state: ViewState, value: Callable[[GpuMoment], float | None], most: float) -> list[Styled]:
-    values = means(laid_out(state.gpus.moments, SPARK_WIDTH), value)
+    values = means(laid_out(moments_until(state.gpus, state.until), SPARK_WIDTH), value)
     [(text, style)] = spark(values, most)
     return [(fit(text, SPARK_WIDTH), style)]
 

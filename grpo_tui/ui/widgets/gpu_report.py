@@ -30,7 +30,7 @@ from grpo_tui.view.bars import split_cells
 from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_text, percent_text
 from grpo_tui.view.gpu_history import Columns, laid_out, means, peaks
 from grpo_tui.view.gpu_rules import blame, compared, planned_on
-from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER, GpuMoment
+from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER, GpuMoment, moments_until
 from grpo_tui.view.state import ViewState
 
 INDENT = 2
@@ -45,6 +45,8 @@ COLUMN_GAP = 2
 HOTTEST = 100.0
 """Degrees at the top of the sparkline."""
 UNTOLD_BYTES = 1 << 30
+IDLE_SHARE = 0.02
+"""Of a GPU: a history that never held more needs no chart."""
 DOWN_STATES = frozenset({ServiceState.FAILED, ServiceState.BACKOFF, ServiceState.STOPPED})
 
 
@@ -72,7 +74,7 @@ class GpuReport(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Made anew with each sample; the clock alone changes nothing."""
-        return (state.status, state.gpus, state.host_memory, self.chart_rows)
+        return (state.status, state.gpus, state.host_memory, state.until, self.chart_rows)
 
     def draw(self, state: ViewState) -> None:
         """Make the lines, and take the rows that they need."""
@@ -196,7 +198,7 @@ def _mig_lines(gpu: GpuStatus, width: int) -> list[Content]:
 def _process_table(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
     if not gpu.processes:
         return _wrapped(_no_processes(gpu), width, INDENT, ".muted")
-    whose = [_who(process, state) for process in gpu.processes]
+    whose = [_who(process, state, are_shares_known=gpu.are_shares_known) for process in gpu.processes]
     who_width = min(MAX_WHO, max(len("whose"), *(len(text) for text, _ in whose))) + 2
     part_width = 7 if gpu.has_mig else 0
     head = f"{'pid':<{PID_WIDTH}}{'whose':<{who_width}}{'memory':>{MEMORY_WIDTH - 1}} " + fit("  part", part_width)
@@ -234,7 +236,7 @@ def _no_processes(gpu: GpuStatus) -> str:
     return "no process is on this GPU"
 
 
-def _who(process: GpuProcess, state: ViewState) -> tuple[str, str]:
+def _who(process: GpuProcess, state: ViewState, *, are_shares_known: bool) -> tuple[str, str]:
     """Whose a process is, and the style of that."""
     if process.run is not None and process.run != state.run:
         return f"run {process.run}: {process.service or 'a service'}", ".others"
@@ -245,7 +247,7 @@ def _who(process: GpuProcess, state: ViewState) -> tuple[str, str]:
             return f"{process.service}, left over", ".warning"
         return f"{process.service}" + (f", attempt {attempt}" if attempt else ""), ".strong"
     if not process.is_visible:
-        return "another container, or outside", ".others"
+        return "another container, or outside" if are_shares_known else "not told, maybe ours", ".others"
     return f"user {process.user or 'not known'}", ".others"
 
 
@@ -253,7 +255,7 @@ def _who(process: GpuProcess, state: ViewState) -> tuple[str, str]:
 
 
 def _history(gpu: GpuStatus, state: ViewState, width: int, height: int) -> list[Content]:
-    columns = laid_out(state.gpus.moments, width - GUTTER, state.gpus.span_s)
+    columns = laid_out(moments_until(state.gpus, state.until), width - GUTTER, state.gpus.span_s)
     if not any(figures for column in columns.moments for moment in column if (figures := moment.gpu(gpu.index))):
         return [line(("  no history yet: it grows by a sample a second while the run is watched", ".muted"))]
 
@@ -265,11 +267,16 @@ def _history(gpu: GpuStatus, state: ViewState, width: int, height: int) -> list[
         None if moment is None or (figures := moment.gpu(gpu.index)) is None else _held_parts(figures.by_holder, state)
         for moment in peaks(columns, used)
     ]
-    rows = _chart(shown, gpu.memory_total_bytes or 0, height) if gpu.memory_total_bytes else []
+    rows: list[Content] = []
+    total = gpu.memory_total_bytes
+    if total and any(sum(part.num_bytes for part in parts) >= IDLE_SHARE * total for parts in shown if parts):
+        rows = _chart(shown, total, height)
+    elif total:
+        rows = [_gutter("memory", bytes_text(gpu.memory_used_bytes), [("hardly any was held in this time", ".muted")])]
     for name, now, most, value in (
         ("busy", percent_text(gpu.utilization_percent), 100.0, "utilization_percent"),
         ("power", _with_unit(gpu.power_watts, "W"), gpu.power_limit_watts, "power_watts"),
-        ("heat", _with_unit(gpu.temperature_celsius, "°C"), HOTTEST, "temperature_celsius"),
+        ("temp", _with_unit(gpu.temperature_celsius, "°C"), HOTTEST, "temperature_celsius"),
     ):
         values = means(columns, _figure_of(gpu.index, value))
         known = [each for each in values if each is not None]
@@ -321,12 +328,13 @@ def _span_text(span_s: float) -> str:
 
 
 def _blame_lines(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
-    ended_at = {
-        name: transitions[-1].time
-        for name, transitions in state.transitions.items()
-        if transitions and transitions[-1].state in DOWN_STATES
-    }
-    found = blame(gpu, state.gpus.moments, state.services, state.gpus.plan, ended_at)
+    ended_at = {}
+    for service in state.services:
+        transitions = state.transitions.get(service.name, ())
+        # A service that was down when the screen came is noted with its start: when it ended is not known then.
+        if transitions and transitions[-1].state in DOWN_STATES and transitions[-1].time > (service.started_at or 0.0):
+            ended_at[service.name] = transitions[-1].time
+    found = blame(gpu, moments_until(state.gpus, state.until), state.services, state.gpus.plan, ended_at)
     sign, style = ("✗ ", ".error") if found.has_happened else ("", ".muted")
     rows = _wrapped(f"{sign}{found.text}", width, INDENT, style)
     return rows + (_wrapped(f"→ {found.hint}", width, INDENT, "") if found.hint else [])
@@ -353,7 +361,7 @@ def _host_block(state: ViewState, width: int, chart_rows: int) -> list[Content]:
         rows.append(line(" " * INDENT, *drawn, amounts))
     rows += _wrapped_pieces(legend(parts), width, INDENT)
     rows.append(Content(""))
-    columns = laid_out(state.gpus.moments, width - GUTTER, state.gpus.span_s)
+    columns = laid_out(moments_until(state.gpus, state.until), width - GUTTER, state.gpus.span_s)
     moments = peaks(columns, lambda moment: sum(moment.rss_bytes.values()))
     shown = [None if moment is None else service_parts(moment.rss_bytes, state) for moment in moments]
     most = max((sum(part.num_bytes for part in parts) for parts in shown if parts), default=0)
