@@ -1,7 +1,7 @@
 """What the GPU screen knows beyond the status document: memory over the run, what the profile planned, the span shown.
 
-The newest moments are kept one by one; older ones are thinned to the fuller of each two, so that a peak stays to be
-seen and a day costs what an hour does. Pure.
+The newest moments are kept one by one; older ones are thinned evenly to the fullest of each few, so that a peak
+stays to be seen and a day costs what an hour does. Pure.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
 MAX_MOMENTS = 800
 RECENT_MOMENTS = 200
 """Never thinned; with a sample a second, three minutes."""
+NUM_OLD = 300
+"""Of the older ones, after they were thinned."""
 SPANS_S: tuple[float | None, ...] = (None, 3600.0, 600.0, 60.0)
 """What the history may show, the whole run first."""
 OTHERS = "others"
@@ -186,5 +188,9 @@ def _bounded(moments: tuple[GpuMoment, ...]) -> tuple[GpuMoment, ...]:
     if len(moments) <= MAX_MOMENTS:
         return moments
     old, recent = moments[:-RECENT_MOMENTS], moments[-RECENT_MOMENTS:]
-    fuller = [max(old[place : place + 2], key=lambda each: each.fullness) for place in range(0, len(old), 2)]
-    return (*fuller, *recent)
+    begin, end = old[0].time, old[-1].time
+    fullest: dict[int, GpuMoment] = {}
+    for moment in old:  # evenly over the run, however often it was thinned before
+        place = int((moment.time - begin) / max(end - begin, 1.0) * NUM_OLD)
+        fullest[place] = max(fullest.get(place, moment), moment, key=lambda each: each.fullness)
+    return (*fullest.values(), *recent)

@@ -1,0 +1,276 @@
+"""GPU memory over a run, the plan, and who is to blame: functions of their arguments, worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from screen_fakes import GIB, gpu, run_status, service
+
+from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.supervisor import GpuStatus, ServiceState, Snapshot, UsageSampled
+from grpo_tui.view import gpu_view
+from grpo_tui.view import state as view
+from grpo_tui.view.gpu_history import laid_out, means, peaks
+from grpo_tui.view.gpu_past import read_samples
+from grpo_tui.view.gpu_plan import read_memory_plan
+from grpo_tui.view.gpu_rules import blame, compared, growth, memory_plan, planned_on
+from grpo_tui.view.gpu_view import (
+    MAX_MOMENTS,
+    NUM_OLD,
+    OTHERS,
+    RECENT_MOMENTS,
+    UNKNOWN_HOLDER,
+    GpuMoment,
+    GpuView,
+    MemoryPlan,
+    PastRead,
+    SpanTurned,
+    after,
+    moment_of,
+    moments_until,
+    sampled,
+)
+from grpo_tui.view.state import ViewState, reduce
+
+PROFILE: dict[str, Any] = {
+    "services": {
+        "vllm": {"kind": "inference", "engine": "vllm", "device": "cuda", "gpu_memory_utilization": 0.3, "gpus": [0]},
+        "trainer": {"kind": "trainer", "micro_batch_tokens": 4096, "seq_len": 2048, "gpus": [0]},
+        "api": {"kind": "rollout_api", "gpus": []},
+    }
+}
+VLLM, TRAINER = service("vllm"), service("trainer")
+
+
+def on_gpu(vllm: int = 0, trainer: int = 0, others: int = 0, **changes: Any) -> GpuStatus:
+    """An 80 GB GPU; arguments in GiB."""
+    held = {name: size * GIB for name, size in (("vllm", vllm), ("trainer", trainer)) if size}
+    values: dict[str, Any] = {
+        "memory_used_bytes": (vllm + trainer + others) * GIB,
+        "by_service": held,
+        "other_bytes": others * GIB,
+        **changes,
+    }
+    return gpu().model_copy(update=values)
+
+
+def sample(time: float, *gpus: GpuStatus, **rss: int) -> UsageSampled:
+    return UsageSampled(
+        number=int(time), time=time, cpu_percent={}, rss_bytes=rss, gpu_memory_bytes={}, gpus=list(gpus)
+    )
+
+
+def moments(*samples: UsageSampled) -> list[GpuMoment]:
+    return [moment_of(each) for each in samples]
+
+
+# --- history ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_sample_is_remembered_with_what_every_holder_has() -> None:
+    state = reduce(ViewState(run_folder=Path("r"), now=0), Snapshot(number=0, status=run_status()))
+    state = reduce(state, sample(5, on_gpu(vllm=24, trainer=10, others=3), vllm=7))
+    [moment] = state.gpus.moments
+    assert moment.gpus[0].by_holder == {"vllm": 24 * GIB, "trainer": 10 * GIB, OTHERS: 3 * GIB}
+    assert moment.rss_bytes == {"vllm": 7}
+
+
+def test_memory_that_the_driver_gives_to_nobody_is_of_a_holder_that_is_not_known() -> None:
+    figures = moment_of(sample(1, on_gpu(vllm=0, others=9, other_bytes=None, are_shares_known=False))).gpus[0]
+    assert figures.by_holder == {UNKNOWN_HOLDER: 9 * GIB}
+
+
+def test_stale_figures_are_not_remembered_as_if_they_were_new() -> None:
+    assert moment_of(sample(1, on_gpu(vllm=24, stale_s=7.0))).gpus == ()
+
+
+def test_a_day_of_samples_is_bounded_keeps_its_newest_one_by_one_and_its_peak() -> None:
+    seen = GpuView()
+    for second in range(20_000):
+        seen = sampled(seen, sample(second, on_gpu(vllm=70 if second == 5000 else 24)))
+    assert len(seen.moments) <= MAX_MOMENTS
+    assert [each.time for each in seen.moments[-RECENT_MOMENTS:]] == list(range(20_000 - RECENT_MOMENTS, 20_000))
+    assert seen.moments[0].time < 1000
+    assert max(each.fullness for each in seen.moments) == 70 * GIB
+    gaps = [later.time - earlier.time for earlier, later in itertools.pairwise(seen.moments)]
+    assert max(gaps) <= 4 * 20_000 / NUM_OLD
+
+
+def test_a_clock_that_was_set_back_leaves_the_history_in_order() -> None:
+    seen = GpuView()
+    for time in (10, 11, 12, 11):
+        seen = sampled(seen, sample(time, on_gpu(vllm=time)))
+    assert [each.time for each in seen.moments] == [10, 11]
+
+
+def test_what_was_sampled_before_the_screen_came_goes_before_what_it_saw() -> None:
+    seen = sampled(GpuView(), sample(10, on_gpu(vllm=3)))
+    seen = after(seen, PastRead(samples=(sample(4, on_gpu(vllm=1)), sample(7, on_gpu(vllm=2)), sample(10, on_gpu()))))
+    assert [each.time for each in seen.moments] == [4, 7, 10]
+    assert seen.moments[-1].fullness == 3 * GIB
+    assert [each.time for each in moments_until(seen, 8.0)] == [4, 7]
+
+
+def test_the_span_goes_round_from_the_whole_run_to_a_minute() -> None:
+    seen, spans = GpuView(), []
+    for _ in range(5):
+        spans.append(seen.span_s)
+        seen = after(seen, SpanTurned())
+    assert spans == [None, 3600.0, 600.0, 60.0, None]
+
+
+def test_samples_are_read_from_a_timeline_past_damage_and_half_a_last_line(tmp_path: Path) -> None:
+    lines = [to_line(sample(time, on_gpu(vllm=time))) for time in range(1, 9)]
+    lines.insert(3, b'{"type":"usage", garbage\n')
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines)[:-20])
+    assert [each.time for each in read_samples(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [each.time for each in read_samples(tmp_path, most=3)] == [1, 6]
+    assert read_samples(tmp_path / "missing") == ()
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_round_seconds_that_hold_still_while_the_run_goes_on() -> None:
+    seen = moments(*(sample(100 + second, on_gpu(vllm=1)) for second in range(70)))
+    columns = laid_out(seen, 20)
+    assert (columns.column_s, columns.start, columns.end) == (4, 100, 172)
+    assert laid_out(seen[:-5], 20).moments[:16] == columns.moments[:16]
+
+
+def test_a_column_shows_the_peak_of_memory_and_the_mean_of_the_rest() -> None:
+    seen = moments(
+        *(
+            sample(second, on_gpu(vllm=1 + second % 2, utilization_percent=50.0 * (second % 2)))
+            for second in range(0, 40)
+        )
+    )
+    columns = laid_out(seen, 10)
+    fullest = peaks(columns, lambda moment: moment.fullness)
+    assert {moment.fullness for moment in fullest if moment} == {2 * GIB}
+    busy = means(columns, lambda moment: moment.gpus[0].utilization_percent)
+    assert busy[0] == pytest.approx(25, abs=5)
+
+
+def test_a_pause_between_samples_is_bridged_and_a_gap_is_not() -> None:
+    columns = laid_out(moments(sample(0, on_gpu(vllm=1)), sample(4, on_gpu(vllm=1)), sample(40, on_gpu(vllm=1))), 80)
+    is_known = [bool(column) for column in columns.moments]
+    assert columns.column_s == 1
+    assert all(is_known[:20])
+    assert not any(is_known[20:40])
+    assert is_known[40]
+
+
+def test_a_span_shows_the_end_alone() -> None:
+    columns = laid_out(moments(*(sample(second, on_gpu(vllm=1)) for second in range(500))), 30, 60.0)
+    assert columns.end >= 500
+    assert columns.start >= 500 - 60 - columns.column_s
+    assert laid_out([], 30).moments == ()
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_what_the_resolved_profile_gives_vllm_of_each_gpu() -> None:
+    plan = memory_plan(PROFILE)
+    assert planned_on(gpu(0), plan) == {"vllm": 24 * GIB}
+    assert planned_on(gpu(1), plan) == {}
+    assert plan.remedies["vllm"] == "--gpu-memory-utilization (now 0.3)"
+    assert plan.remedies["trainer"] == "--micro-batch-tokens (now 4096), or set --gradient-checkpointing"
+
+
+def test_a_cache_of_a_fixed_size_has_no_share_and_another_flag() -> None:
+    vllm = {**PROFILE["services"]["vllm"], "kv_cache_memory_bytes": 4 << 30}
+    plan = memory_plan({"services": {"vllm": vllm}})
+    assert (plan.shares, plan.remedies) == ({}, {"vllm": "--kv-cache-memory-bytes (now 4.0G)"})
+
+
+def test_real_memory_is_compared_with_the_plan_in_words() -> None:
+    assert compared(24 * GIB, 24 * GIB + (1 << 29), 80 * GIB) == "it holds 24.5G, as planned"
+    assert compared(24 * GIB, 36 * GIB, 80 * GIB) == "it holds 36.0G, 12.0G more"
+    assert compared(24 * GIB, 10 * GIB, 80 * GIB) == "it holds 10.0G, 14.0G less"
+    assert compared(24 * GIB, None, 80 * GIB) == "what it holds is not known"
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", '{"services": 3}', '{"services": {"a": 1, "b": {"gpus": 3}}}', "\0"]
+)
+def test_a_resolved_profile_that_is_missing_or_damaged_plans_nothing(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "resolved.json").write_text(text)
+    plan = read_memory_plan(tmp_path)
+    assert (plan.shares, plan.remedies) == ({}, {})
+    assert plan.note or (text is not None and '"b"' in text)
+
+
+def test_the_plan_is_read_from_the_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text(json.dumps(PROFILE))
+    assert read_memory_plan(tmp_path) == memory_plan(PROFILE)
+
+
+# --- who is to blame -------------------------------------------------------------------------------------------------
+
+
+def test_who_grew_last_is_named_with_how_much_and_who_holds_most() -> None:
+    seen = moments(sample(0, on_gpu(vllm=40, trainer=10)), sample(30, on_gpu(vllm=40, trainer=14)))
+    grown = growth(seen, 0)
+    assert grown is not None
+    assert (grown.holder, grown.num_bytes, grown.over_s) == ("trainer", 4 * GIB, 30)
+    found = blame(on_gpu(vllm=40, trainer=14), seen, [VLLM, TRAINER], memory_plan(PROFILE), {})
+    assert found.text == "if it runs out of memory: trainer grew last (+4.0G in 30s), vllm holds most (40.0G)"
+    assert found.hint.startswith("for trainer lower --micro-batch-tokens (now 4096)")
+    assert "for vllm lower --gpu-memory-utilization (now 0.3)" in found.hint
+    assert not found.has_happened
+
+
+def test_growth_of_long_ago_and_noise_are_nobodys() -> None:
+    old = sample(0, on_gpu(vllm=1))
+    seen = moments(old, sample(1000, on_gpu(vllm=40)), sample(1100, on_gpu(vllm=40)))
+    assert growth(seen, 0) is None
+    assert growth(seen, 7) is None
+    assert growth([], 0) is None
+
+
+def test_a_crash_names_the_victim_who_held_what_just_before_and_the_flag() -> None:
+    why = "exit code 1; last lines:\n  torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 …"
+    victim = service("trainer", state=ServiceState.FAILED, why=why, gpus=[0])
+    seen = moments(
+        sample(100, on_gpu(vllm=36, trainer=40, others=3)),
+        sample(110, on_gpu(vllm=36, others=3)),
+    )
+    found = blame(on_gpu(vllm=36, others=3), seen, [VLLM, victim], memory_plan(PROFILE), {"trainer": 109.0})
+    assert found.has_happened
+    assert "trainer ran out of memory" in found.text
+    assert "asking for 2.00G more" in found.text
+    assert "trainer held 40.0G, vllm held 36.0G, processes outside this run held 3.0G, 1.0G were free" in found.text
+    assert found.hint.startswith("move to other GPUs")
+    assert "for trainer lower --micro-batch-tokens" in found.hint
+
+
+def test_a_crash_on_another_gpu_is_not_told_here() -> None:
+    victim = service("trainer", state=ServiceState.FAILED, why="CUDA out of memory", gpus=[1])
+    found = blame(on_gpu(vllm=36), moments(sample(1, on_gpu(vllm=36))), [VLLM, victim], MemoryPlan(), {})
+    assert not found.has_happened
+
+
+def test_where_shares_are_not_known_nobody_is_blamed() -> None:
+    hidden = on_gpu(other_bytes=None, are_shares_known=False, memory_used_bytes=60 * GIB)
+    found = blame(hidden, moments(sample(1, hidden)), [VLLM, TRAINER], memory_plan(PROFILE), {})
+    assert "not known" in found.text
+    assert "--gpu-memory-utilization" in found.hint
+
+
+def test_an_empty_gpu_has_nobody_to_blame() -> None:
+    found = blame(on_gpu(), moments(sample(1, on_gpu())), [VLLM], MemoryPlan(), {})
+    assert (found.text, found.hint) == ("if it runs out of memory: nobody holds any now", "")
+
+
+def test_the_history_is_part_of_the_one_state() -> None:
+    state = reduce(ViewState(run_folder=Path("r"), now=0), Snapshot(number=0, status=run_status()))
+    assert isinstance(SpanTurned(), gpu_view.GpuChange)
+    assert reduce(state, SpanTurned()).gpus.span_s == 3600.0
+    assert view.reduce(state, gpu_view.CommandsTurned()).gpus.has_whole_commands
