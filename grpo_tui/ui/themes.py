@@ -21,7 +21,7 @@ OWN_THEMES = (
         success="#4cc27a", warning="#e3b341", error="#ff7a70",
         foreground="#d9dfe7", background="#0e1217", surface="#161c24", panel="#1c242f",
         variables={
-            "muted": "#9fabb8", "faint": "#7f8b98", "rule": "#3d4855", "spark": "#5aa2e6", "selected": "#1d3048",
+            "muted": "#9fabb8", "faint": "#8b97a5", "rule": "#3d4855", "spark": "#5aa2e6", "selected": "#1d3048",
             "scrollbar": "#3d4855", "scrollbar-hover": "#6b7785", "scrollbar-active": "#6b7785",
             "scrollbar-background": "#0e1217", "scrollbar-background-hover": "#0e1217",
             "scrollbar-background-active": "#0e1217",
@@ -36,7 +36,7 @@ OWN_THEMES = (
         success="#1a7f37", warning="#8f5b00", error="#c4222c",
         foreground="#1f2328", background="#fcfcfa", surface="#f1f2f0", panel="#e4e8ee",
         variables={
-            "muted": "#4f5863", "faint": "#626b76", "rule": "#c3c9d1", "spark": "#2f74c8", "selected": "#d3e4fa",
+            "muted": "#4f5863", "faint": "#59626d", "rule": "#c3c9d1", "spark": "#2f74c8", "selected": "#d3e4fa",
             "scrollbar": "#c3c9d1", "scrollbar-hover": "#8d96a1", "scrollbar-active": "#8d96a1",
             "scrollbar-background": "#fcfcfa", "scrollbar-background-hover": "#fcfcfa",
             "scrollbar-background-active": "#fcfcfa",

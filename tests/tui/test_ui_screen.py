@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -89,9 +90,10 @@ async def shown(
     *,
     is_ascii: bool = False,
     num_steps: int = 0,
+    options: Mapping[str, Any] = MappingProxyType({}),
     **last_steps: float | None,
 ) -> AsyncIterator[Shown]:
-    """Open a screen on a run whose daemon has said its snapshot."""
+    """Open a screen on a run whose daemon has said its snapshot; `options` are more of `GrpoScreen`'s."""
     status = status or run_status(run=run_folder.name)
     if num_steps:
         write_metrics(run_folder, num_steps, **last_steps)
@@ -99,7 +101,7 @@ async def shown(
         write_log(run_folder, one.name)
     connection = FakeConnection()
     connection.say(Snapshot(number=1, status=status))
-    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, is_ascii=is_ascii)
+    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, is_ascii=is_ascii, **options)
     async with app.run_test(size=size) as pilot:
         screen = Shown(app, pilot, connection)
         await screen.until(lambda: isinstance(app.screen, MainScreen) and app.screen.is_mounted)

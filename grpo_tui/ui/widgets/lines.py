@@ -84,7 +84,9 @@ class Lines(Widget):
         if self._inputs is not None and all(now is then for now, then in zip(inputs, self._inputs, strict=True)):
             return
         self._inputs = inputs
-        before, self._lines = self._lines, self.lines(state, width, height)[:height]
+        told = self.lines(state, width, height)[:height]
+        fitting = [each if each.cell_length <= width else each.truncate(width, ellipsis=True) for each in told]
+        before, self._lines = self._lines, fitting
         for y in range(max(len(before), len(self._lines))):
             old = before[y] if y < len(before) else None
             new = self._lines[y] if y < len(self._lines) else None

@@ -1,0 +1,130 @@
+"""`grpo-tui` without a profile: what is offered, narrowed down, shown and taken."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import OptionList, Static
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.wire.supervisor import RunState
+from grpo_tui.exit_codes import ExitCode
+from grpo_tui.ui.choices import Choice, ProfileChoice, RunChoice, matching, profile_choices
+from grpo_tui.ui.screens.picker import PickerApp
+from grpo_tui.ui.screens.reading import ReadingScreen
+
+LIVE = RunChoice(
+    folder=Path("logs/tiny-1"), is_live=True, state=RunState.RUNNING, words=("profile tiny", "for 5 min", "api ready")
+)
+ENDED = RunChoice(folder=Path("logs/big-1"), is_live=False, state=RunState.FAILED, words=("profile big", "lasted 3 h"))
+TINY = ProfileChoice(name="tiny", path=Path("tiny.toml"), description="in a minute", words=("Hardware: two cores.",))
+BIG = ProfileChoice(name="big", path=Path("big.toml"), description="on one GPU", words=("Hardware: one GPU.",))
+BROKEN = ProfileChoice(name="broken", path=Path("b.toml"), description="cannot be read", words=("line 3",), error="3")
+CHOICES: list[Choice] = [LIVE, ENDED, TINY, BIG, BROKEN]
+
+
+def told_plan(name: str) -> str:
+    if name == "big":
+        raise ConfigError("big.toml: model.name: missing")
+    return f"1. api of {name}"
+
+
+@asynccontextmanager
+async def offered(choices: list[Choice] = CHOICES) -> AsyncIterator[tuple[PickerApp, Pilot[Choice]]]:
+    app = PickerApp(choices, told_plan)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        yield app, pilot
+
+
+async def until(pilot: Pilot[Choice], is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await pilot.pause(0.01)
+
+
+def rows(app: PickerApp) -> list[str]:
+    return [str(option.prompt) for option in app.query_one(OptionList).options]
+
+
+@pytest.mark.slow
+async def test_live_runs_come_first_then_ended_ones_then_profiles_each_under_a_heading() -> None:
+    async with offered() as (app, _):
+        assert [row.split()[0] for row in rows(app)] == ["runs", "●", "runs", "✗", "profiles:", "tiny", "big", "✗"]
+        assert "profile tiny" in str(app.query_one("#about", Static).content)
+
+
+@pytest.mark.slow
+async def test_enter_joins_the_run_that_is_marked() -> None:
+    async with offered() as (app, pilot):
+        await pilot.press("enter")
+        await until(pilot, lambda: app._exit)
+        assert app.return_value is LIVE
+
+
+@pytest.mark.slow
+async def test_typing_narrows_the_list_down_and_enter_starts_the_profile() -> None:
+    async with offered() as (app, pilot):
+        await pilot.press(*"gpu")
+        await until(pilot, lambda: len(rows(app)) == 2)
+        assert "Hardware: one GPU." in str(app.query_one("#about", Static).content)
+        await pilot.press("enter")
+        await until(pilot, lambda: app._exit)
+        assert app.return_value is BIG
+
+
+@pytest.mark.slow
+async def test_what_a_profile_would_start_is_shown_and_so_is_what_is_wrong_with_it() -> None:
+    async with offered([TINY, BIG]) as (app, pilot):
+        for words in ("1. api of tiny", "big.toml: model.name: missing"):
+            await pilot.press("ctrl+e")
+            await until(pilot, lambda: isinstance(app.screen, ReadingScreen))
+            assert words in app.export_screenshot().replace("&#160;", " ")
+            await pilot.press("escape")
+            await until(pilot, lambda: not isinstance(app.screen, ReadingScreen))
+            await pilot.press("down")
+        assert not app._exit
+
+
+@pytest.mark.slow
+async def test_a_profile_that_cannot_be_read_is_not_started_and_escape_leaves_with_nothing() -> None:
+    async with offered([BROKEN]) as (app, pilot):
+        await pilot.press("enter")
+        await pilot.pause()
+        assert not app._exit
+        await pilot.press("x", "escape")
+        await until(pilot, lambda: len(rows(app)) == 2)
+        assert not app._exit
+        await pilot.press("escape")
+        await until(pilot, lambda: app._exit)
+        assert app.return_value is None
+
+
+def test_every_word_that_was_typed_must_be_there_in_any_order_and_case() -> None:
+    assert matching(CHOICES, "GPU hardware") == [BIG]
+    assert matching(CHOICES, "") == CHOICES
+    assert matching(CHOICES, "nothing like it") == []
+
+
+def test_every_profile_of_ours_says_its_hardware_memory_and_when_to_choose_it() -> None:
+    for profile in profile_choices():
+        told = "\n".join(profile.words)
+        assert profile.error is None
+        for word in ("Hardware", "Memory", "Choose it"):
+            assert word in told, profile.name
+
+
+@pytest.mark.slow
+def test_without_a_terminal_nothing_is_offered_and_the_usage_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_tui"], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == ExitCode.USAGE
+    assert "--profile" in done.stdout
