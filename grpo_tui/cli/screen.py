@@ -80,8 +80,8 @@ def pick_and_show(overrides: list[str], *, theme: str | None = None, is_read_onl
 
 
 def has_terminal() -> bool:
-    """Whether somebody would see a screen."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    """Whether somebody would see a screen: a terminal, or a browser that `textual serve` draws for."""
+    return "TEXTUAL_DRIVER" in os.environ or (sys.stdin.isatty() and sys.stdout.isatty())
 
 
 def require_terminal() -> None:
