@@ -1,11 +1,13 @@
 """What our reader says of the real driver, while a child process holds some memory of the first GPU.
 
-In a container the driver may list pids of the machine outside, or none: then it must be said, and nothing made up.
+In a container the driver may list pids of the machine outside, or none: then it must be said, and nothing made up. What
+it told is in the log (`-o log_cli=true --log-cli-level=INFO`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 
@@ -27,6 +29,8 @@ sys.stdin.read()
 """
 READ_LIMIT_S = 10.0
 
+logger = logging.getLogger(__name__)
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
@@ -46,7 +50,7 @@ async def test_the_driver_tells_the_memory_of_a_child_or_that_it_does_not_tell_a
         assert await child.stdout.readline() == b"holding\n"
         sample = await reader.sample({"trainer": {child.pid}}, {"trainer": 2})
         during = first_gpu(sample)
-        print(during.model_dump_json(indent=1), sample.note)
+        logger.info("%s %s", during.model_dump_json(indent=1), sample.note)
         assert during.memory_used_bytes is not None
         assert before.memory_used_bytes is not None
         assert during.memory_used_bytes - before.memory_used_bytes >= HELD_BYTES
