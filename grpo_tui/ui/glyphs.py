@@ -86,6 +86,8 @@ def wants_ascii(environ: Mapping[str, str]) -> bool:
 
     Python itself sets `LC_CTYPE=C.UTF-8` where it found the C locale, so that alone is not the user's word.
     """
+    if "TEXTUAL_DRIVER" in environ:
+        return False  # a browser, whatever the server's locale is
     spoken = environ.get("LC_ALL") or environ.get("LC_CTYPE") or environ.get("LANG") or ""
     if spoken in ("C.UTF-8", "C.utf8", "UTF-8") and not environ.get("LC_ALL"):
         spoken = environ.get("LANG") or ""

@@ -112,7 +112,6 @@ def theme_to_open(asked: str | None, remembered: str | None, environ: Mapping[st
         if name in known_themes():
             return str(name)
     term = environ.get("TERM", "")
-    has_many_colours = environ.get("COLORTERM") in ("truecolor", "24bit") or any(
-        each in term for each in RICH_TERMINALS
-    )
+    colours = {environ.get("COLORTERM"), environ.get("TEXTUAL_COLOR_SYSTEM")}  # the second is of `textual serve`
+    has_many_colours = bool({"truecolor", "24bit"} & colours) or any(each in term for each in RICH_TERMINALS)
     return DARK if has_many_colours or not term else ANSI

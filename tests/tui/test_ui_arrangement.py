@@ -63,6 +63,7 @@ def test_the_parts_never_take_more_rows_than_there_are(
         ({"LC_CTYPE": "C.UTF-8"}, False),
         ({"LC_CTYPE": "C.UTF-8", "LANG": "C"}, True),
         ({"LC_ALL": "de_DE.UTF-8", "LANG": "C"}, False),
+        ({"LANG": "C", "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver"}, False),
     ],
 )
 def test_the_locale_decides_about_plain_characters(environ: dict[str, str], is_ascii: bool) -> None:

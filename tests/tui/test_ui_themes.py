@@ -108,6 +108,7 @@ def test_every_sign_that_the_screen_can_draw_has_a_plain_character_as_wide() -> 
         (None, None, {"TERM": "xterm", "COLORTERM": "truecolor"}, DARK),
         (None, None, {"TERM": "screen"}, ANSI),
         (None, None, {"TERM": "linux"}, ANSI),
+        (None, None, {"TERM": "dumb", "TEXTUAL_COLOR_SYSTEM": "truecolor"}, DARK),
     ],
 )
 def test_the_theme_is_what_was_asked_for_then_what_was_chosen_then_what_the_terminal_can_show(
