@@ -17,7 +17,7 @@ from typing import Literal
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_engine.wire.supervisor import Warning
-from grpo_tui.view.alignment_numbers import AlignmentNumbers, Part, PartAt
+from grpo_tui.view.alignment_numbers import MIN_FRESH, AlignmentNumbers, Part, PartAt
 from grpo_tui.view.format import count_text, number_text
 from grpo_tui.view.run_settings import RunSettings
 
@@ -37,7 +37,9 @@ MIN_AT_EDGE = 4
 EDGE_LIMIT = 0.3
 EDGE_FACTOR = 5
 SCALED_LOW, SCALED_HIGH = 0.9, 1.11
-"""A slope outside is a scaling."""
+"""A slope outside is a scaling …"""
+FAR_SCALED_LOW, FAR_SCALED_HIGH = 0.8, 1.25
+"""… and one outside these is also where no token is fresh."""
 TIGHT = 0.93
 """Correlation from which the trainer's log-probabilities lie on a line."""
 SHIFTED = 0.4
@@ -88,10 +90,15 @@ class Evidence:
         return self.began is not None and self.began < SMALL
 
     @property
+    def has_fresh(self) -> bool:
+        """Whether enough tokens are fresh to be judged alone; all count as fresh where ages are not known."""
+        return self.numbers.fresh is not None and self.numbers.fresh.num >= MIN_FRESH
+
+    @property
     def judged(self) -> Part:
         """The fresh tokens where there are enough, else all: what the weights' age does not explain."""
         fresh = self.numbers.fresh
-        return fresh if fresh is not None and fresh.num >= MIN_TOKENS else self.numbers.all
+        return fresh if fresh is not None and self.has_fresh else self.numbers.all
 
 
 Rule = Callable[[Evidence], Iterator[Finding]]
@@ -238,11 +245,14 @@ def temperature(known: Evidence) -> Iterator[Finding]:
     other = [one for one in settings.temperatures if one != 1]
     fits = any(_is_near(line.slope, one) or _is_near(line.slope, 1 / one) for one in other)
     processed = settings.logprobs_mode == "processed"
+    if not fits and not known.has_fresh and FAR_SCALED_LOW <= line.slope <= FAR_SCALED_HIGH:
+        return  # old weights stretch log-probabilities too, if less
     if fits:
         certainty = Certainty.SURE
         sampled = f"; the environment samples at temperature {', '.join(f'{one:g}' for one in other)}"
     else:
-        certainty = Certainty.POSSIBLE if settings.temperatures and not other else Certainty.LIKELY
+        is_doubtful = not known.has_fresh or (settings.temperatures and not other)
+        certainty = Certainty.POSSIBLE if is_doubtful else Certainty.LIKELY
         sampled = ""
     mode = f", and the server says {settings.logprobs_mode} log-probs" if settings.logprobs_mode else ""
     turn = "raw" if processed else "processed"
@@ -417,7 +427,7 @@ def _healthy(known: Evidence) -> Finding:
         evidence = (
             f"tokens of the newest weights agree ({number_text(fresh.abs_mean)} nats); what differs "
             f"({number_text(size)} on average) is the age of the others, up to "
-            f"{count_text(numbers.by_age[-1].high, 'version')}, which the ratio is there for"
+            f"{count_text(numbers.by_age[-1].high, 'version')}, and the ratio accounts for that"
         )
     elif size < EQUAL:
         evidence = f"both sides compute the same to the last digits: {number_text(size)} nats a token on average"

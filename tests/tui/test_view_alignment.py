@@ -191,6 +191,15 @@ def test_raw_logprobs_at_another_temperature_are_pointed_at_the_processed_ones()
     assert "--logprobs-mode processed" in hint
 
 
+def test_a_slight_stretch_of_old_tokens_is_no_temperature_and_a_wide_one_is_doubted() -> None:
+    def stretched(factor: float) -> RolloutLine:
+        return healthy_group(change=lambda logprob, place: factor * logprob)
+
+    assert "temperature" not in {finding.id for finding in found(stretched(1.15), version=2)}
+    doubted = next(finding for finding in found(stretched(1.4), version=2) if finding.id == "temperature")
+    assert doubted.certainty is Certainty.POSSIBLE
+
+
 def test_noise_however_large_is_no_scaling() -> None:
     assert "temperature" not in {finding.id for finding in found(healthy_group(noise=0.8))}
 

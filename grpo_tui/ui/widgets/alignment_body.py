@@ -70,7 +70,7 @@ def _two_columns(
     series_rows = 9 if height >= 40 else 0
     first = (height - series_rows) // 2
     left = [
-        *differences_chart(numbers, left_width, first),
+        *differences_chart(numbers, view.settings, left_width, first),
         *ratios_chart(numbers, measured.ratios, view.settings, left_width, height - series_rows - first),
         *(series_lines(state.history, left_width, series_rows) if series_rows else []),
     ]
@@ -101,7 +101,7 @@ def _one_page(
         case Page.CHARTS:
             half = (width - GAP) // 2
             page = side_by_side(
-                differences_chart(numbers, half, rest),
+                differences_chart(numbers, view.settings, half, rest),
                 ratios_chart(numbers, measured.ratios, view.settings, width - GAP - half, rest),
                 half,
                 GAP,

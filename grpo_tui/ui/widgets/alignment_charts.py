@@ -42,8 +42,8 @@ SERIES = (
 """What the metrics alone say of the alignment, the most telling first."""
 
 
-def differences_chart(numbers: AlignmentNumbers, width: int, height: int) -> list[Content]:
-    """How many tokens differ by how much."""
+def differences_chart(numbers: AlignmentNumbers, settings: RunSettings, width: int, height: int) -> list[Content]:
+    """How many tokens differ by how much; those whose ratio is outside the clip look as they do there."""
     title = "trainer − inference" if width < NARROW else "difference: trainer − inference, nats"
     rising = numbers.differences
     reach = round_up(max(numbers.quantile(SHOWN_SHARE), 1e-7))
@@ -53,7 +53,7 @@ def differences_chart(numbers: AlignmentNumbers, width: int, height: int) -> lis
     counts = counts_between(rising, edges)
     counts[0] += bisect_left(rising, -reach)
     counts[-1] += len(rising) - bisect_right(rising, reach)
-    styles = styles_of(edges, lambda value: ".spark" if abs(value) <= LIMIT else ".warning")
+    styles = styles_of(edges, lambda value: ".spark" if _is_inside(value, settings) else ".warning")
     middle = num_columns // 2
     ticks = {0: f"{-reach:g}", middle // 2: f"{-reach / 2:g}", middle: "0"}
     ticks |= {num_columns - 1 - middle // 2: f"{reach / 2:g}", num_columns - 1: f"{reach:g} nats"}
@@ -62,7 +62,8 @@ def differences_chart(numbers: AlignmentNumbers, width: int, height: int) -> lis
     plot_rows = max(1, height - 5)
     sizes = QUANTILES if width >= NARROW else QUANTILES[1:3]
     told = "  ".join(f"{name} {number_text(numbers.quantile(share))}" for name, share in sizes)
-    mean = f"mean {_signed(numbers.all.mean)}  {'abs mean' if width >= NARROW else 'abs'} {number_text(numbers.all.abs_mean)}"
+    size_name = "abs mean" if width >= NARROW else "abs"
+    mean = f"mean {_signed(numbers.all.mean)}  {size_name} {number_text(numbers.all.abs_mean)}"
     mean += f"  {short_count(beyond)} beyond" if beyond else ""
     return [
         rule(width, title, "tokens (log scale)" if width >= NARROW + 10 else "tokens"),
@@ -194,6 +195,13 @@ def series_lines(history: MetricHistory, width: int, height: int) -> list[Conten
     if len(rows) == 1:
         rows.append(line((fit("  no metric of the alignment yet", width), ".muted")))
     return rows[:height]
+
+
+def _is_inside(difference: float, settings: RunSettings) -> bool:
+    """Whether the ratio of a token lies in its clip; where completions are clipped, a token has none."""
+    return (
+        settings.clips_sequences or 1 - settings.clip_low <= math.exp(min(difference, 50.0)) <= 1 + settings.clip_high
+    )
 
 
 def _odd(width: int) -> int:
