@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,6 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
     """One run, and a line about it."""
     spec, used_before_mb, began = Spec.read(text), bench.gpu.used_mb(), time.monotonic()
     folder = _bring_up(spec, bench)
-    threading.Thread(target=record_run.listen_until_over, args=[folder], daemon=True).start()
     try:
         _follow(folder, spec, began + bench.options.run_limit)
         status = _grpo(bench, "status", folder.name, "--json")

@@ -1,17 +1,15 @@
-"""A run as a small recording for the screen's tests: what its daemon said, and its folder, thinned and without names.
+"""A run that is over as a small recording for the screen's tests: its folder, thinned and without names.
 
-    python benchmarks/record_run.py listen RUN_FOLDER            beside a run: keeps its events until it is over
-    python benchmarks/record_run.py pack RUN_FOLDER FILE.tar.gz  afterwards
+    python benchmarks/record_run.py RUN_FOLDER FILE.tar.gz
 
-The archive holds one folder with all that `grpo-tui attach` and the command line read of a run that is over, and
-`events.jsonl`: the daemon's lines in the protocol of `grpo_engine.wire.supervisor`, for a test to play.
-Paths, the machine's and the user's name, addresses and the GPUs' numbers are replaced.
+The archive holds one folder with all that `grpo-tui attach` and the command line read of such a run. Paths, the
+machine's and the user's name, addresses and the GPUs' numbers are replaced; where that or thinning moves the lines of
+a log, the ends of logs that the timeline tells are moved with them.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import getpass
 import gzip
 import io
@@ -19,25 +17,22 @@ import json
 import re
 import socket
 import tarfile
-import time
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.metrics import RolloutLine
-from grpo_engine.wire.supervisor import Bye, Event, RunStatus, Snapshot, UsageSampled, read_from_daemon
-from grpo_tui.client.local import is_over, look_at, stored_status
-from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import METRICS_FILE, PLAN_FILE, ROLLOUTS_FILE, STATE_FILE
+from grpo_engine.wire.supervisor import Event, RunStatus, Snapshot, UsageSampled, read_from_daemon
+from grpo_tui.client.local import look_at, stored_status
+from grpo_tui.paths import METRICS_FILE, PLAN_FILE, RESOLVED_FILE, ROLLOUTS_FILE, STATE_FILE, TIMELINE_FILE
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.supervisor.capped_log import place
 
-EVENTS_FILE = "events.jsonl"
-MAX_BYTES = 300_000
-MAX_METRICS, MAX_USAGE, MAX_ROLLOUTS, MAX_COMPLETIONS = 400, 120, 8, 4
-FIRST_LOG_LINES, LAST_LOG_LINES = 120, 160
-RETRY_S = 0.1
+MAX_BYTES = 400_000
+MAX_METRICS, MAX_USAGE, MAX_ROLLOUTS, MAX_COMPLETIONS = 400, 240, 120, 8
+FIRST_LOG_LINES, LAST_LOG_LINES = 400, 1200
 
 _PATH = re.compile(
     r"(?<![\w./~:-])/(?:work|root|home|tmp|mnt|opt|usr|var|data|srv|run|dev|etc|proc)/(?:[\w.@%+~=-]+/)*"
@@ -48,39 +43,12 @@ _GPU = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ThingT = TypeVar("ThingT")
 
 
-# --- while it runs --------------------------------------------------------------------------------------------------
-
-
-def listen_until_over(run_folder: Path) -> None:
-    """Keep what the daemon says in the run's folder; returns when the run is over."""
-    asyncio.run(_listen(run_folder))
-
-
-async def _listen(run_folder: Path) -> None:
-    with (run_folder / EVENTS_FILE).open("ab") as file:
-        while True:
-            try:
-                async for message in Daemon(run_folder).events():
-                    file.write(to_line(message))
-                    file.flush()
-                    if isinstance(message, Bye):
-                        return
-            except PeerError:  # not there yet, or lost: its successor goes on
-                pass
-            if is_over(run_folder):
-                return
-            await asyncio.sleep(RETRY_S)
-
-
-def read_events(run_folder: Path) -> list[Snapshot | Event | Bye]:
-    """What was kept, the oldest first."""
-    path = run_folder / EVENTS_FILE
+def read_events(run_folder: Path) -> list[Snapshot | Event]:
+    """What its daemons said, the oldest first."""
+    path = run_folder / TIMELINE_FILE
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     messages = (read_from_daemon(line) for line in lines if line.endswith(b"\n"))
-    return [message for message in messages if isinstance(message, Snapshot | Event | Bye)]
-
-
-# --- afterwards -----------------------------------------------------------------------------------------------------
+    return [message for message in messages if isinstance(message, Snapshot | Event)]
 
 
 def pack(run_folder: Path, archive: Path) -> int:
@@ -108,6 +76,10 @@ def _archive(run_folder: Path, share: float) -> bytes:
             entry = tarfile.TarInfo(f"{run_folder.name}/{name}")
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
+        for checkpoint in sorted((run_folder / "checkpoints").glob("step_*")):  # that there was one, and when
+            entry = tarfile.TarInfo(f"{run_folder.name}/checkpoints/{checkpoint.name}")
+            entry.type, entry.mode, entry.mtime = tarfile.DIRTYPE, 0o755, checkpoint.stat().st_mtime
+            tar.addfile(entry)
     return packed.getvalue()
 
 
@@ -122,12 +94,64 @@ def _files(run_folder: Path, share: float) -> dict[str, str]:
         ROLLOUTS_FILE: _lines(
             _fewer_completions(line) for line in thinned(_read_lines(run_folder / ROLLOUTS_FILE), MAX_ROLLOUTS)
         ),
-        EVENTS_FILE: _lines(_with_own_log_lines(read_events(run_folder), int(MAX_USAGE * share))),
+        RESOLVED_FILE: (run_folder / RESOLVED_FILE).read_text(),
     }
-    for service in status.services:
-        files[f"{service.name}.log"] = _lines(_ends(_read_lines(run_folder / f"{service.name}.log"), share))
-    files["supervisor.log"] = _lines(_ends(_read_lines(run_folder / "supervisor.log"), share))
+    logs = {name: _packed_log(run_folder / f"{name}.log", share) for name in _names(status)}
+    files |= {f"{name}.log": log.text for name, log in logs.items()}
+    files[TIMELINE_FILE] = _lines(_with_own_log_lines(read_events(run_folder), int(MAX_USAGE * share), logs))
     return files
+
+
+def _names(status: RunStatus) -> list[str]:
+    return [*(service.name for service in status.services), "supervisor"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLog:
+    """A log as it is in the recording."""
+
+    text: str
+    ends_before: list[int]
+    """Absolute offsets in the run's own log, of the ends of its lines."""
+    ends_after: list[int]
+    """Offsets in `text` of the ends of the same lines, or of what stands in their place."""
+
+    def moved(self, offset: int) -> int:
+        """Where the line that ended before an offset ends in the recording."""
+        found = bisect_right(self.ends_before, offset)
+        return self.ends_after[found - 1] if found else 0
+
+
+def _packed_log(path: Path, share: float) -> PackedLog:
+    """The beginning and the end of a log, without names."""
+    raw = path.read_bytes() if path.exists() else b""
+    before = _dropped(path) if raw else 0
+    pieces = raw.decode("utf-8", errors="replace").split("\n")
+    plain = without_names("\n".join(pieces)).split("\n")
+    sizes = [len(piece) + 1 for piece in raw.split(b"\n")]
+    first, last = int(FIRST_LOG_LINES * share), int(LAST_LOG_LINES * share)
+    num_left_out = max(0, len(plain) - first - last)
+    text, size, ends_before, ends_after = [], 0, [], []
+    for number, (line, raw_bytes) in enumerate(zip(plain, sizes, strict=True)):
+        before += raw_bytes
+        if line.startswith("=== capped"):
+            continue
+        if number == first and num_left_out:
+            text.append(f"··· {num_left_out} lines are not in this recording\n")
+            size += len(text[-1].encode())
+        if not num_left_out or number < first or number >= first + num_left_out:
+            text.append(f"{line}\n")
+            size += len(text[-1].encode())
+        ends_before.append(before)
+        ends_after.append(size)
+    if text and text[-1] == "\n":
+        text.pop()  # behind the last end of a line is no line
+    return PackedLog("".join(text), ends_before, ends_after)
+
+
+def _dropped(path: Path) -> int:
+    with path.open("rb") as file:
+        return place(file.fileno()).dropped
 
 
 def _with_own_logs(status: RunStatus) -> RunStatus:
@@ -136,13 +160,18 @@ def _with_own_logs(status: RunStatus) -> RunStatus:
     return status.model_copy(update={"services": services})
 
 
-def _with_own_log_lines(messages: Sequence[Snapshot | Event | Bye], num_usage: int) -> list[str]:
-    """Events as lines, with the samples of usage thinned."""
+def _with_own_log_lines(
+    messages: Sequence[Snapshot | Event], num_usage: int, logs: Mapping[str, PackedLog]
+) -> list[str]:
+    """Events as lines, with the samples of usage thinned, and logs as they are in the recording."""
     kept = {id(sample) for sample in thinned([each for each in messages if isinstance(each, UsageSampled)], num_usage)}
     lines = []
     for message in messages:
         if isinstance(message, UsageSampled) and id(message) not in kept:
             continue
+        if isinstance(message, UsageSampled):
+            ends = {name: logs[name].moved(offset) for name, offset in message.log_bytes.items() if name in logs}
+            message = message.model_copy(update={"log_bytes": ends})
         if isinstance(message, Snapshot):
             message = message.model_copy(update={"status": _with_own_logs(message.status)})
         elif (service := getattr(message, "service", None)) is not None and not isinstance(service, str):
@@ -164,17 +193,8 @@ def _fewer_completions(line: str) -> str:
     return rollout.model_copy(update={"completions": rollout.completions[:MAX_COMPLETIONS]}).model_dump_json()
 
 
-def _ends(lines: list[str], share: float) -> list[str]:
-    """The beginning and the end of a log."""
-    first, last = int(FIRST_LOG_LINES * share), int(LAST_LOG_LINES * share)
-    if len(lines) <= first + last:
-        return lines
-    return [*lines[:first], f"··· {len(lines) - first - last} lines are not in this recording", *lines[-last:]]
-
-
 def _read_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return [line for line in text.splitlines() if not line.startswith("=== capped")]
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _lines(lines: Iterable[str]) -> str:
@@ -198,18 +218,10 @@ def without_names(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    does = parser.add_subparsers(dest="do", required=True)
-    does.add_parser("listen").add_argument("run_folder", type=Path)
-    packing = does.add_parser("pack")
-    packing.add_argument("run_folder", type=Path)
-    packing.add_argument("archive", type=Path)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("archive", type=Path)
     options = parser.parse_args()
-    if options.do == "listen":
-        began = time.monotonic()
-        listen_until_over(options.run_folder)
-        print(json.dumps({"events": len(read_events(options.run_folder)), "s": round(time.monotonic() - began)}))
-    else:
-        print(json.dumps({"bytes": pack(options.run_folder, options.archive)}))
+    print(json.dumps({"bytes": pack(options.run_folder, options.archive)}))
 
 
 if __name__ == "__main__":

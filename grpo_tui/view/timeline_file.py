@@ -47,6 +47,8 @@ MAX_MARKS = 5000
 MAX_NOTICES = 20
 LOG_SLACK_S = 0.5
 """A change of state is followed by a sample that says how far the logs went: a crash is shown with its last words."""
+WHOLE = 1 << 62
+"""As the end of a log: wherever it ends."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
 MARK_KINDS = {
     ServiceState.READY: MarkKind.READY,
@@ -120,7 +122,7 @@ class TimelineFile:
                 block = file.read(MAX_BYTES_A_READ)
                 if b"\n" not in block and len(block) == MAX_BYTES_A_READ:
                     block += file.readline()
-        except FileNotFoundError:
+        except OSError:
             self._forget()
             return False
         for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
@@ -133,10 +135,9 @@ class TimelineFile:
         replay, ends = self._replayed(moment)
         log = LogView(service=service)
         if service is not None:
-            known = next(
-                (each for each in (replay.status.services if replay.status else ()) if each.name == service), None
-            )
-            log = log_until(self._log_path(known, service), service, ends.get(service) if ends is not None else None)
+            path = self._folder / f"{service}.log"
+            is_over = replay.status is not None and replay.status.state in ENDED_RUN_STATES
+            log = log_until(path, service, WHOLE if is_over else ends.get(service))
         return Past(
             moment=moment,
             status=replay.status,
@@ -145,11 +146,6 @@ class TimelineFile:
             notices=replay.notices,
             log=log,
         )
-
-    def _log_path(self, known: ServiceStatus | None, service: str) -> Path:
-        """Where the log is, wherever the run's folder has been moved to."""
-        name = Path(known.log).name if known is not None else f"{service}.log"
-        return self._folder / name
 
     # --- index -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +220,8 @@ class TimelineFile:
 
     # --- a moment --------------------------------------------------------------------------------------------------
 
-    def _replayed(self, moment: float) -> tuple[Replay, dict[str, int] | None]:
-        """Everything as it stood, and how far each log went; None where that is not known."""
+    def _replayed(self, moment: float) -> tuple[Replay, dict[str, int]]:
+        """Everything as it stood, and how far each log went, as far as that is known."""
         first = min(1, len(self._times))  # before the first line everything stood as it tells
         count = max(first, bisect_right(self._times, moment))
         later = max(first, bisect_right(self._times, moment + LOG_SLACK_S))
@@ -234,15 +230,15 @@ class TimelineFile:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._identity:
-                    return Replay(), None  # it was replaced: the next `read` takes it up
+                    return Replay(), {}  # it was replaced: the next `read` takes it up
                 replay = self._fold(file.fileno(), count)
                 sample = self._usage_at(file.fileno(), usage)
                 ends = self._usage_at(file.fileno(), self._usage_line(later))
-        except FileNotFoundError:
-            return Replay(), None
+        except OSError:
+            return Replay(), {}
         if sample is not None and replay.status is not None and usage > self._last_snapshot(count):
             replay = replace(replay, status=after_event(replay.status, sample))
-        return replay, ends.log_bytes if ends is not None else None
+        return replay, ends.log_bytes if ends is not None else {}
 
     def _fold(self, descriptor: int, count: int) -> Replay:
         if count == 0:
@@ -350,6 +346,7 @@ def log_until(path: Path, service: str, end: int | None) -> LogView:
     try:
         with path.open("rb") as file:
             now = place(file.fileno())
+            end = min(end, now.end)
             if end <= now.content and now.dropped:
                 words = f"··· what this log held then was dropped: it begins {bytes_text(now.content - end)} later now"
                 return LogView(service=service, lines=(words,))

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from grpo_engine.wire.supervisor import Bye, Event, ServiceChanged, ServiceState, Snapshot, read_from_daemon
+from grpo_engine.wire.metrics import RolloutLine
+from grpo_engine.wire.supervisor import Event, RunState, ServiceChanged, ServiceState, Snapshot, read_from_daemon
 from grpo_tui.client.local import find_run, latest_metrics, stored_status
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.connection import LocalRun
 from grpo_tui.ui.widgets.log_panel import LogLines
 from grpo_tui.ui.widgets.services_table import ServicesTable
 from grpo_tui.view.metrics_tail import MetricsTail
-from grpo_tui.view.state import Connection, ViewState, reduce
+from grpo_tui.view.state import ViewState, reduce
+from grpo_tui.view.timeline_file import TimelineFile
+from grpo_tui.view.travel import MarkKind
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.tar.gz"))
 EVERY_RECORDING = pytest.mark.parametrize("archive", RECORDED, ids=lambda path: path.name.partition(".")[0])
@@ -31,10 +34,10 @@ def unpacked(archive: Path, logs: Path) -> Path:
     return folder
 
 
-def told(folder: Path) -> list[Snapshot | Event | Bye]:
+def told(folder: Path) -> list[Snapshot | Event]:
     """All that the daemon said."""
     messages = map(read_from_daemon, (folder / "events.jsonl").read_bytes().splitlines())
-    return [message for message in messages if isinstance(message, Snapshot | Event | Bye)]
+    return [message for message in messages if isinstance(message, Snapshot | Event)]
 
 
 def test_there_is_a_recorded_run() -> None:
@@ -63,8 +66,39 @@ def test_a_recorded_run_played_event_by_event_comes_up_trains_and_ends(archive: 
         num_warned += any(warning.severity == "error" for warning in state.warnings)
     assert were_ready == {service.name for service in state.services}
     assert state.has_ended
-    assert state.connection is Connection.ENDED
     assert num_warned == 0
+
+
+@EVERY_RECORDING
+def test_every_moment_of_a_recorded_run_can_be_gone_back_to(archive: Path, tmp_path: Path) -> None:
+    folder = unpacked(archive, tmp_path / "logs")
+    timeline = TimelineFile(folder)
+    while timeline.read():
+        pass
+    assert timeline.begins is not None
+    assert timeline.ends is not None
+    kinds = {mark.kind for mark in timeline.marks()}
+    assert kinds >= {MarkKind.READY, MarkKind.RESTART, MarkKind.CHECKPOINT}
+    lasted, restarts, lengths = timeline.ends - timeline.begins, [], []
+    for part in range(51):
+        past = timeline.past(timeline.begins + lasted * part / 50, "trainer")
+        assert past.status is not None
+        restarts.append(next(each.restarts for each in past.status.services if each.name == "vllm"))
+        lengths.append(0 if "was not kept" in past.log.lines[:1] else len(past.log.lines))
+    assert (restarts, lengths) == (sorted(restarts), sorted(lengths))
+    assert restarts[-1] == 1
+    assert past.status.state is RunState.FINISHED
+    assert lengths[-1] == (folder / "trainer.log").read_bytes().count(b"\n")
+    assert len(set(lengths)) > 20
+
+
+@EVERY_RECORDING
+def test_a_recorded_run_has_groups_for_every_screen_that_shows_them(archive: Path, tmp_path: Path) -> None:
+    folder = unpacked(archive, tmp_path / "logs")
+    lines = [RolloutLine.model_validate_json(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
+    assert len(lines) >= 40
+    trained = [each for line in lines for each in line.completions if each.training_logprobs]
+    assert all(len(each.token_texts) == len(each.token_ids) == len(each.entropies) for each in trained)
 
 
 @EVERY_RECORDING
@@ -91,7 +125,8 @@ def shown(app: GrpoScreen, part: type[ServicesTable] | type[LogLines]) -> str:
 
 @EVERY_RECORDING
 def test_a_recording_tells_no_path_and_no_address_of_the_machine_it_was_made_on(archive: Path, tmp_path: Path) -> None:
-    assert archive.stat().st_size <= 300_000
+    assert archive.stat().st_size <= 400_000
     folder = unpacked(archive, tmp_path / "logs")
-    found = {path.name: NAMES.findall(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    found = {path.name: NAMES.findall(path.read_text(encoding="utf-8")) for path in files}
     assert not any(found.values()), found

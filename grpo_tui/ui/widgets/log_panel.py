@@ -16,6 +16,7 @@ from grpo_tui.ui.messages import FollowingChanged
 from grpo_tui.ui.widgets.lines import Lines, rule
 from grpo_tui.view.log_tail import without_colours
 from grpo_tui.view.state import FollowChanged, LogView, ViewState
+from grpo_tui.view.travel import clock_at
 
 SHIFT_COLUMNS = 20
 
@@ -29,13 +30,15 @@ class LogTitle(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Not the lines of the log."""
-        return (state.selected, state.is_following)
+        return (state.selected, state.is_following, state.until)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """`─ log vllm ──────────────── following ─`."""
         if state.selected is None:
             return [rule(width, "log")]
         note = "following" if state.is_following else "held: f follows again"
+        if state.until is not None:
+            note = f"until {clock_at(state.until)}"
         return [rule(width, f"log {state.selected}", note)]
 
 
