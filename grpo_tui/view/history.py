@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.metrics import Band, MetricsLine
 from grpo_tui.view.metric_names import is_evaluation
 
 MAX_LINES = 2000
@@ -122,3 +122,21 @@ def bar_heights(values: Sequence[float | None], num_heights: int, *, shown: Sequ
         return [None if value is None else 0 for value in values]
     top = num_heights - 1
     return [None if value is None else round((value - low) / extent * top) for value in values]
+
+
+def band_heights(values: Sequence[float | None], band: Band, num_heights: int) -> list[int | None]:
+    """Map values onto 0 … num_heights − 1 from the low end of a band to its high end; −1 below it, num_heights above.
+
+    A band that is open below begins at 0; one that is open above reaches to the greatest value.
+    """
+    known = [value for value in values if value is not None]
+    low = 0.0 if band.low is None else band.low
+    high = max([*known, low]) if band.high is None else band.high
+    extent = max(high - low, 1e-12)
+
+    def height(value: float) -> int:
+        if not band.holds(value):
+            return num_heights if value > high else -1
+        return min(max(int((value - low) / extent * num_heights), 0), num_heights - 1)
+
+    return [None if value is None else height(value) for value in values]

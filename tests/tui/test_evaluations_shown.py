@@ -58,3 +58,28 @@ def test_readers_of_the_file_take_step_0_as_they_take_any_other(tmp_path: Path) 
         ("eval/avg@4", "0.25", ""),
         ("eval/pass@1", "0.125", ""),
     ]
+
+
+def test_rewards_of_each_environment_are_shown(state: ViewState) -> None:
+    line = metrics_line(8, reward__sort6__mean=0.25, reward__sums__mean=0.5)
+    several = replace(state, history=extended(state.history, [line]))
+    rows = [str(row) for row in MetricsPanel().lines(several, 120, 40)]
+    assert "0.2500" in next(row for row in rows if "reward/sort6/mean" in row)
+    assert "0.5000" in next(row for row in rows if "reward/sums/mean" in row)
+
+
+def test_what_a_trainer_calls_by_names_of_its_own_stands_where_ours_would(tmp_path: Path) -> None:
+    metrics = {"actor/pg_clipfrac": 0.45, "critic/score/mean": 0.75, "actor/ppo_kl": 0.01}
+    history = extended(MetricHistory(), [MetricsLine(time=1.0, step=1, policy_version=1, metrics=metrics)])
+    panel = MetricsPanel()
+    rows = [str(row) for row in panel.lines(ViewState(run_folder=tmp_path, now=0.0, history=history), 60, 40)]
+    assert "0.7500" in next(row for row in rows if row.startswith("score"))
+    assert "0.4500 ▲" in next(row for row in rows if row.startswith("pg_clipfrac"))
+
+
+def test_a_sparkline_with_a_band_is_that_band_and_signs_what_lies_outside(tmp_path: Path) -> None:
+    values = {1: 0.8, 2: 1.0, 3: 1.5, 4: 0.1}
+    lines = [metrics_line(step, grpo__mean_ratio=value) for step, value in values.items()]
+    state = ViewState(run_folder=tmp_path, now=0.0, history=extended(MetricHistory(), lines))
+    [row] = [str(row) for row in MetricsPanel().lines(state, 60, 40) if str(row).startswith("mean_ratio")]
+    assert row.rstrip().endswith("▁▅▲▼")

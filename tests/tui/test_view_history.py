@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from screen_fakes import metrics_line
 
-from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.metrics import Band, MetricsLine
 from grpo_tui.view import metrics_tail
-from grpo_tui.view.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, extended
+from grpo_tui.view.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, band_heights, extended
 from grpo_tui.view.metrics_tail import MetricsTail
 
 BARE = {"reward/mean": 0.5}
@@ -110,3 +110,15 @@ def test_a_file_that_was_written_anew_and_is_longer_is_noticed(tmp_path: Path) -
 def test_a_file_that_cannot_be_read_leaves_what_was_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     assert MetricsTail(tmp_path / "metrics.jsonl").read() == metrics_tail.MetricsChunk()
+
+
+@pytest.mark.parametrize(
+    ("band", "heights"),
+    [
+        (Band(0.8, 1.2), [-1, 0, 4, 7, 8, None]),
+        (Band(None, 1.2), [0, 5, 6, 7, 8, None]),
+        (Band(0.8, None), [-1, 0, 2, 4, 7, None]),
+    ],
+)
+def test_bars_of_a_band_rise_from_its_low_end_to_its_high_end(band: Band, heights: list[int | None]) -> None:
+    assert band_heights([-0.5, 0.8, 1.0, 1.2, 1.5, None], band, 8) == heights

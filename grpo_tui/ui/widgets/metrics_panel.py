@@ -1,7 +1,7 @@
 """The metrics of training: value, verdict against the healthy band, and a sparkline over the whole run.
 
-Bars of the sparkline that lie outside the band have the colour of a warning; the verdict is a sign too (✓, ▲ above the
-band, ▼ below it), so that nothing is said by colour alone.
+Where a metric has a healthy band, its sparkline is that band: a bar rises from the low end to the high end, before a
+ground of its own, and what lies outside is a sign (▲ above, ▼ below) in the colour of a warning.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
-from grpo_engine.wire.metrics import EVALUATION_PREFIX, HEALTHY_BANDS, Band, is_evaluated_score
+from grpo_engine.wire.metrics import EVALUATION_PREFIX, Band, is_evaluated_score
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
 from grpo_tui.view.format import duration_text, number_text
-from grpo_tui.view.history import MetricHistory, bar_heights, bucketed
+from grpo_tui.view.history import RECENT_LINES, MetricHistory, band_heights, bar_heights, bucketed
+from grpo_tui.view.metric_names import band_of, measured_as, unit_of
 from grpo_tui.view.state import ViewState
 
 PRIMARY_METRICS = (
@@ -30,8 +31,6 @@ OTHER_METRICS = (
 )  # fmt: skip
 """Shown as far as there is room, where they are measured."""
 SHORT_NAMES = {
-    "reward/mean": "reward/mean",
-    "reward/std": "reward/std",
     "reward/frac_zero_std": "equal_rewards",
     "train/tokens_per_second": "tokens/s",
     "rollout/truncated_fraction": "truncated",
@@ -46,6 +45,8 @@ FULL_NAME_COLUMNS = 64
 """Width of a column from which names are written out and bands stand in numbers."""
 LONGEST_NAME = max(len(name) for name in (*PRIMARY_METRICS, *OTHER_METRICS))
 LONGEST_SHORT_NAME = 16
+TOLD_SPARK_COLUMNS = 28
+"""Columns for a sparkline from which some are given away, for the band in numbers or the unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,10 @@ class MetricsPanel(Lines):
 
     DEFAULT_CSS = """
     MetricsPanel { padding: 0 1; }
+    MetricsPanel > .band { color: $spark; background: $success 15%; }
+    MetricsPanel:ansi > .band { background: ansi_default; }
     """
+    COMPONENT_CLASSES = {"band"}
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -87,11 +91,18 @@ class MetricsPanel(Lines):
 
 
 def shown_metrics(state: ViewState) -> list[str]:
-    """Names in the order of the panel: the primary ones always, evaluations and the others where measured."""
+    """Names in the order of the panel: the primary ones always, evaluations and the others where measured.
+
+    What a trainer measures under a name of its own stands where ours would.
+    """
     history = state.history
     evaluated = next((line for line in reversed(history.lines) if "eval/time" in line.metrics), None)
     scores = [name for name in evaluated.metrics if is_evaluated_score(name)] if evaluated else []
-    return [*PRIMARY_METRICS, *scores, *(name for name in OTHER_METRICS if history.has(name))]
+    measured = {name for line in history.lines[-RECENT_LINES:] for name in line.metrics}
+    primary = [measured_as(name, measured) or name for name in PRIMARY_METRICS]
+    environments = sorted(name for name in measured if name.startswith("reward/") and name.count("/") == 2)
+    others = [found for name in OTHER_METRICS if (found := measured_as(name, measured))]
+    return list(dict.fromkeys([*primary, *scores, *environments, *others]))
 
 
 def judge(value: float | None, band: Band | None) -> Verdict:
@@ -115,7 +126,7 @@ def band_text(band: Band | None) -> str:
 
 def _cell(name: str, history: MetricHistory, width: int) -> Content:
     assert history.last is not None
-    band = HEALTHY_BANDS.get(name)
+    band = band_of(name)
     series = history.series(name)
     # Between two evaluations the last one still holds.
     is_lasting = name.startswith(EVALUATION_PREFIX) and series
@@ -129,37 +140,40 @@ def _cell(name: str, history: MetricHistory, width: int) -> Content:
         (" " + fit(number_text(value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
         (f" {verdict.sign} ", verdict.style),
     ]
-    if is_roomy:
-        pieces.append((fit(band_text(band), BAND_WIDTH), ".muted"))
-    spark_width = width - name_width - VALUE_WIDTH - 4 - (BAND_WIDTH if is_roomy else 0)
+    spark_width = width - name_width - VALUE_WIDTH - 4
+    if is_roomy or spark_width >= TOLD_SPARK_COLUMNS:
+        unit = unit_of(name)
+        pieces.append((fit(band_text(band) or (unit if unit != shown_name else ""), BAND_WIDTH), ".muted"))
+        spark_width -= BAND_WIDTH
     pieces += _sparkline(series, spark_width, band)
     return line(*pieces).truncate(width, pad=True)
 
 
 def _short_name(name: str) -> str:
-    return SHORT_NAMES.get(name, name.rpartition("/")[-1])
+    """`diff_mean` of `alignment/diff_mean`; a mean is named for what it is of: `reward/sort6`."""
+    bare = name.removesuffix("/mean")
+    if name in SHORT_NAMES or not name.startswith("reward/"):
+        return SHORT_NAMES.get(name, bare.rpartition("/")[-1])
+    return bare if name.count("/") == 2 else name
 
 
 def _sparkline(series: list[tuple[int, float]], width: int, band: Band | None) -> list[Styled]:
     values = bucketed(series, width)
-    heights = bar_heights(values, len(SPARK_BARS), shown=_ends(band))
+    top = len(SPARK_BARS)
+    heights = bar_heights(values, top) if band is None else band_heights(values, band, top)
     pieces: list[Styled] = []
-    for value, height in zip(values, heights, strict=True):
-        bar = " " if height is None else SPARK_BARS[height]
-        is_outside = band is not None and value is not None and not band.holds(value)
-        style = ".warning" if is_outside else ".spark"
+    for height in heights:
+        if height is None:
+            bar, style = " ", "" if band is None else ".band"
+        elif 0 <= height < top:
+            bar, style = SPARK_BARS[height], ".spark" if band is None else ".band"
+        else:
+            bar, style = "▲" if height >= top else "▼", ".warning"
         if pieces and pieces[-1][1] == style:
             pieces[-1] = (pieces[-1][0] + bar, style)
         else:
             pieces.append((bar, style))
     return pieces
-
-
-def _ends(band: Band | None) -> list[float]:
-    """What the scale of a sparkline reaches at least: a band open below begins at 0."""
-    if band is None:
-        return []
-    return [band.low if band.low is not None else 0.0, *([band.high] if band.high is not None else [])]
 
 
 def _joined(cells: list[Content]) -> Content:
