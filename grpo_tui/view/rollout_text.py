@@ -53,22 +53,22 @@ class Scale:
 
 SCALES = {
     Tint.RATIO: Scale(
-        name="trainer/inference",
+        name="ratio",
         edges=(0.8, 0.95, 1.05, 1.2),
         tones=(".cool-end", ".cool", "", ".warm", ".warm-end"),
-        labels=("below 0.8", "0.8–0.95", "0.95–1.05", "1.05–1.2", "above 1.2"),
+        labels=("<0.8", "0.8–0.95", "0.95–1.05", "1.05–1.2", ">1.2"),
     ),
     Tint.ADVANTAGE: Scale(
         name="advantage",
         edges=(-1.0, -0.05, 0.05, 1.0),
         tones=(".bad-end", ".bad", "", ".good", ".good-end"),
-        labels=("below -1", "-1 to -0.05", "about 0", "0.05 to 1", "above 1"),
+        labels=("<-1", "-1 to -0.05", "about 0", "0.05 to 1", ">1"),
     ),
     Tint.ENTROPY: Scale(
-        name="nats",
+        name="entropy, nats",
         edges=(0.02, 0.5, 1.0, 2.0),
         tones=(".cool-end", ".cool", "", ".warm", ".warm-end"),
-        labels=("below 0.02", "0.02–0.5", "0.5–1", "1–2", "above 2"),
+        labels=("<0.02", "0.02–0.5", "0.5–1", "1–2", ">2"),
     ),
 }
 
@@ -192,6 +192,9 @@ def value_of(completion: SampledCompletion, token: int, tint: Tint) -> float | N
 
 def token_words(completion: SampledCompletion, token: int) -> str:
     """All that is known of one token: `token 3 of 64 "foo": ratio 1.02, log-prob -0.11 trainer -0.13 inference …`."""
+    if not completion.token_ids:
+        return ""
+    token = min(token, len(completion.token_ids) - 1)
     text = _at(completion.token_texts, token)
     shown = "" if text is None else f' "{visible(text)}"' if text else " (part of a character)"
     said = f"token {token + 1:,} of {len(completion.token_ids):,}{shown}"

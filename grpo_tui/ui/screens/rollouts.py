@@ -100,8 +100,8 @@ ON_ROLLOUTS = (
 )  # fmt: skip
 
 
-class Question(Input):
-    """A line to type a filter into; it is there only while something is asked."""
+class Question(Input, can_focus=False):
+    """A line to type a filter into; it is there, and has the keys, only while something is asked."""
 
     BINDINGS = [("escape", "screen.drop_question", "back")]
     DEFAULT_CSS = """
@@ -284,11 +284,14 @@ class RolloutsScreen(RunScreen):
         question.value = self._state.rollouts.filter.text if what == "text" else ""
         question.border_title = f"{QUESTIONS[what]} (Enter takes it, Esc drops it)"
         question.add_class("-asked")
+        question.can_focus = True
         question.focus()
 
     def action_drop_question(self) -> None:
         """Ask no more."""
-        self.query_one(Question).remove_class("-asked")
+        question = self.query_one(Question)
+        question.remove_class("-asked")
+        question.can_focus = False
         self.set_focus(None)
 
     @on(Input.Submitted, "#question")

@@ -93,7 +93,7 @@ class RolloutGroup(Lines):
         completion = subject.completion
         if completion is None:
             return [title, *prompt, line(("the group has no completions", ".warning"))]
-        table = _table(subject, width, max(3, min(len(subject.group.completions), height // 4)))
+        table = _table(subject, width, max(3, min(len(subject.group.completions), height // 3 - 1)))
         words = wrapped_words(token_words(completion, view.token), width)[:3]
         words += [""] * (2 - len(words))
         below = [line(text) for text in words]
@@ -237,7 +237,7 @@ def _table(subject: Subject, width: int, num_rows: int) -> list[Content]:
         rows.append(row.stylize(".selected") if is_chosen else row)
     hidden = len(completions) - len(rows)
     if hidden > 0:
-        heading = line((fit(f"{text} ({hidden} more: ↑ ↓)", width), ".title"))
+        heading = line((fit(f"{text} +{hidden} ↑↓", width), ".title"))
     return [heading, *rows]
 
 

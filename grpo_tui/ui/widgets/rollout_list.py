@@ -61,9 +61,7 @@ class RolloutList(Lines):
         look = Look(
             width=width,
             scale=_scale(known),
-            starts=dict(
-                zip((head.index for head in known), telling_starts([h.prompt_start for h in known]), strict=True)
-            ),
+            starts={head.index: start for head, start in zip(known, starts, strict=True)},
             environment_width=ENVIRONMENT_WIDTH if len(view.read.environments) > 1 else 0,
         )
         environment = f"{'env':<{look.environment_width}} " if look.environment_width else ""
