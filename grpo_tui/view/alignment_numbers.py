@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -145,6 +145,8 @@ class AlignmentNumbers:
     by_position: tuple[PartAt, ...]
     by_age: tuple[PartAt, ...]
     """Empty where ages are not known."""
+    age_last_steps: Mapping[int, int]
+    """The last step that had tokens of an age: those of a run's first steps alone say nothing of its present."""
     by_step: tuple[PartAt, ...]
     fresh: Part | None
     """Tokens of age 0; where ages are not known, all."""
@@ -285,7 +287,10 @@ def alignment_numbers(groups: Sequence[GroupTokens]) -> AlignmentNumbers | None:
     judged = fresh if len(fresh) >= MIN_FRESH else range(len(tokens.differences))
     steps = [group.step for group in groups]
     by_step: dict[int, list[float]] = {}
+    age_last_steps: dict[int, int] = {}
     for group in groups:
+        for age in set(group.ages or ()):
+            age_last_steps[age] = max(group.step, age_last_steps.get(age, group.step))
         by_step.setdefault(group.step, []).extend(map(_minus, group.training, group.inference))
     return AlignmentNumbers(
         num_groups=len(groups),
@@ -307,6 +312,7 @@ def alignment_numbers(groups: Sequence[GroupTokens]) -> AlignmentNumbers | None:
         ),
         by_position=_by_position(tokens),
         by_age=_by_number(zip(tokens.ages, tokens.differences, strict=True)) if has_ages else (),
+        age_last_steps=age_last_steps,
         by_step=tuple(
             PartAt(low=step, high=step, part=_certain_part(values))
             for step, values in sorted(by_step.items())

@@ -46,6 +46,8 @@ SHIFTED = 0.4
 """What remains of the differences when a shift explains them."""
 ONE_SIDED = 0.97
 GROWTH = 2.5
+BIAS = 0.3
+"""Share of the differences' magnitude that is on one side, from which they are not noise."""
 OLD_VERSIONS = 4
 MIXTURE = re.compile(r"moe|mixtral|\d+x\d+b|-a\d+(\.\d+)?b|deepseek-v|gpt-oss", re.IGNORECASE)
 """Names of mixtures of experts."""
@@ -90,9 +92,18 @@ class Evidence:
         return self.began is not None and self.began < SMALL
 
     @property
+    def ages(self) -> list[PartAt]:
+        """Ages with enough tokens that are not of the first steps alone, when trainer and inference still agreed."""
+        numbers = self.numbers
+        middle = (numbers.first_step + numbers.last_step) / 2
+        return [at for at in numbers.by_age if at.part.num >= MIN_TOKENS and numbers.age_last_steps[at.low] >= middle]
+
+    @property
     def has_fresh(self) -> bool:
         """Whether enough tokens are fresh to be judged alone; all count as fresh where ages are not known."""
-        return self.numbers.fresh is not None and self.numbers.fresh.num >= MIN_FRESH
+        fresh, by_age = self.numbers.fresh, self.numbers.by_age
+        is_of_now = not by_age or (bool(self.ages) and self.ages[0].low == 0)
+        return is_of_now and fresh is not None and fresh.num >= MIN_FRESH
 
     @property
     def judged(self) -> Part:
@@ -298,7 +309,7 @@ def position_drift(known: Evidence) -> Iterator[Finding]:
 def old_weights(known: Evidence) -> Iterator[Finding]:
     """Differences grow with the age of the weights that sampled."""
     numbers = known.numbers
-    ages = [at for at in numbers.by_age if at.part.num >= MIN_TOKENS]
+    ages = known.ages
     if not ages or numbers.all.abs_mean < LIMIT:
         return
     youngest, oldest = ages[0], ages[-1]
@@ -340,14 +351,21 @@ def old_weights(known: Evidence) -> Iterator[Finding]:
 
 
 def weights_not_applied(known: Evidence) -> Iterator[Finding]:
-    """Fresh tokens differ more and more, as training goes on without inference."""
-    fresh, settings = known.numbers.fresh, known.settings
-    if fresh is None or fresh.num < MIN_TOKENS or fresh.abs_mean < LIMIT or not known.began_well:
+    """The newest tokens differ more and more, as training goes on without inference."""
+    settings = known.settings
+    youngest = next(iter(known.ages), None)
+    part = known.numbers.fresh if youngest is None else youngest.part
+    age = 0 if youngest is None else youngest.low
+    if part is None or part.num < MIN_TOKENS or age > 1 or not known.began_well:
         return
-    is_biased = fresh.mean < 0  # sampled from other weights, tokens are less likely for the trainer: −KL
+    # Sampled from other weights, tokens are less likely for the trainer: the mean is −KL. One update has a small one.
+    is_biased = part.mean <= -BIAS * part.abs_mean
+    if part.abs_mean < LIMIT or (age == 1 and not (is_biased and part.abs_mean >= 2 * LIMIT)):
+        return
+    newest = "tokens of the newest version" if age == 0 else "tokens of one version before"
     grown = (
-        f"the first steps agreed ({number_text(known.began)} nats), and tokens of the newest version now differ by "
-        f"{number_text(fresh.abs_mean)} (mean {fresh.mean:+.3f})"
+        f"the first steps agreed ({number_text(known.began)} nats), and {newest} now differ by "
+        f"{number_text(part.abs_mean)} (mean {part.mean:+.3f})"
     )
     if settings.trains_adapter:
         yield Finding(

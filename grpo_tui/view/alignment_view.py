@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from statistics import median
 from typing import TypeVar
 
 from grpo_engine.wire.metrics import MetricsLine
@@ -155,6 +154,6 @@ def trained_version(step: int, lines: Sequence[MetricsLine]) -> int | None:
 
 
 def began_with(lines: Sequence[MetricsLine]) -> float | None:
-    """Mean magnitude of the differences in the first steps of a run."""
+    """Mean magnitude of the differences when a run began: the least of its first steps, before training moved it."""
     values = [line.metrics["alignment/diff_abs_mean"] for line in lines if "alignment/diff_abs_mean" in line.metrics]
-    return median(values[:3]) if values else None
+    return min(values[:3], default=None)

@@ -292,6 +292,23 @@ def test_fresh_tokens_that_drifted_since_the_start_are_an_adapter_that_is_not_ap
     assert first(biased, began=0.001, bridge_mode="shared_vllm").id == "not-arriving"
 
 
+def test_tokens_of_one_version_before_must_differ_more_to_blame_the_adapter() -> None:
+    for bias, cause in ((0.02, "stale"), (0.6, "lora")):
+        biased = healthy_group(noise=0.3, change=lambda logprob, place, by=bias: logprob - by)  # type: ignore[misc]
+        assert first(biased, version=1, began=0.001, bridge_mode="lora_only").id == cause
+
+
+def test_fresh_tokens_of_the_first_steps_alone_do_not_make_the_later_ones_stale() -> None:
+    later = [
+        healthy_group(step=step, noise=0.3, change=lambda logprob, place: logprob - 0.6, seed=step)
+        for step in range(2, 8)
+    ]
+    numbers = alignment_numbers([group_tokens(healthy_group(), 0), *(group_tokens(one, 1) for one in later)])
+    assert numbers is not None
+    known = Evidence(numbers=numbers, settings=RunSettings(bridge_mode="lora_only"), began=0.001)
+    assert diagnose_alignment(known)[0].id == "lora"
+
+
 def test_a_disagreement_without_a_sign_is_put_down_to_the_weights() -> None:
     finding = first(healthy_group(noise=0.5), dtypes=("bfloat16", "float16"))
     assert (finding.id, finding.certainty) == ("weights", Certainty.POSSIBLE)
