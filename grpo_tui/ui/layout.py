@@ -16,6 +16,8 @@ TWO_COLUMN_METRICS = 70
 NUM_FRAME_ROWS = 3
 """Header, the line of what happens, keys; where there is room, the names of the other screens as well."""
 MIN_LOG_ROWS = 4
+MIN_GPU_ROWS = 3
+"""One bar of several, how many more there are, and the legend."""
 ROOMY_ROWS = 32
 """From here on the parts stand apart."""
 NUM_GAPS = 3
@@ -62,7 +64,7 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
 
     services = min(wanted.num_services + 1, max(3, rows // 2))
     rows -= services
-    gpu = min(wanted.gpu_rows, max(0, rows // 3))
+    gpu = min(wanted.gpu_rows, max(MIN_GPU_ROWS if rows >= 2 * MIN_GPU_ROWS else 0, rows // 3))
     rows -= gpu
     warnings = min(max(1, wanted.num_warnings), max(1, rows // 3))
     rows -= warnings

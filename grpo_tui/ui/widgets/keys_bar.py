@@ -41,22 +41,31 @@ class KeysBar(Lines):
         return bool(state.chosen) and all(service.state in STOPPED_STATES for service in state.chosen)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """As many keys as fit, two spaces apart, or one where that is what it takes."""
-        items = [
-            _item(key, is_stopped=self._is_stopped(state))
+        """The keys, two spaces apart, or one where that is what it takes; the last of the screen's own give way."""
+        keys = [
+            key
             for key in ((*ON_TRAVEL, *LAST_EVERYWHERE) if state.travel.is_open else self._keys)
             if key.is_in_footer
             and not (key.acts and (state.viewer.is_read_only or state.travel.is_open))
             and not (key.action == "app.travel" and state.travel.is_open)
         ]
+        everywhere = {key.key for key in (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)}
+        items = self._items(keys, state)
+        while _length(items, 1) > width and (own := [key for key in keys if key.key not in everywhere]):
+            keys.remove(own[-1])
+            items = self._items(keys, state)
+        gap = 2 if _length(items, 2) <= width else 1
+        return [Content(" " * gap).join(items).truncate(width)]
+
+    def _items(self, keys: Sequence[Key], state: ViewState) -> list[Content]:
+        items = [_item(key, is_stopped=self._is_stopped(state)) for key in keys]
         if self.tells_screens:
             items.append(Content.assemble((f"1-{len(PLACES)}", ".key"), " ", ("more", ".muted")))
-        total = sum(item.cell_length for item in items)
-        gap = 2 if total + 2 * (len(items) - 1) <= width else 1
-        row = items[0]
-        for item in items[1:]:
-            row = row + Content(" " * gap) + item
-        return [row.truncate(width)]
+        return items
+
+
+def _length(items: Sequence[Content], gap: int) -> int:
+    return sum(item.cell_length for item in items) + gap * (len(items) - 1)
 
 
 def _item(key: Key, *, is_stopped: bool) -> Content:

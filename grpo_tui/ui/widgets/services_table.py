@@ -36,7 +36,9 @@ PASSING_STATES = frozenset({ServiceState.STARTING, ServiceState.STOPPING, Servic
 """States that a person waits for: they show their seconds."""
 DOWN_STATES = frozenset({ServiceState.WAITING, ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
 TAG = "◆"
-MIN_NAME, MAX_NAME = 7, 16
+MIN_NAME, MAX_NAME, MAX_WIDE_NAME = 7, 16, 26
+WIDE_TABLE = 100
+"""Width from which long names get more room."""
 MIN_NOTE = 14
 """Narrowest last column that is worth more than another number."""
 
@@ -76,7 +78,8 @@ class ServicesTable(Lines):
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """The titles, then the rows around the selected one."""
-        name_width = min(MAX_NAME, max([MIN_NAME, *(cell_len(service.name) for service in state.services)]))
+        longest = MAX_WIDE_NAME if width >= WIDE_TABLE else MAX_NAME
+        name_width = min(longest, max([MIN_NAME, *(cell_len(service.name) for service in state.services)]))
         columns = _columns_for(width - name_width - STATE_WIDTH - 4, has_gpus=bool(state.status and state.status.gpus))
         note_width = width - name_width - STATE_WIDTH - 4 - sum(column.width + 1 for column in columns) - 1
         titles = [("  " + fit("service", name_width) + " " + fit("state", STATE_WIDTH), ".title")]
@@ -130,7 +133,9 @@ class ServicesTable(Lines):
         return row.pad_right(max(0, self.size.width - row.cell_length)).stylize(".selected") if is_selected else row
 
 
-STATE_WIDTH = 15
+STATE_WIDTH = 16
+LONG_WAIT_S = 600
+"""From here on the seconds of a passing state are left out."""
 
 
 def state_text(service: ServiceStatus, state: ViewState) -> str:
@@ -140,7 +145,8 @@ def state_text(service: ServiceStatus, state: ViewState) -> str:
     text = f"{SERVICE_GLYPHS[service.state]} {service.state}"
     transitions = state.transitions.get(service.name, ())
     if service.state in PASSING_STATES and transitions:
-        return f"{text} {clock_text(state.now - transitions[-1].time)}"
+        waited_s = state.now - transitions[-1].time
+        return f"{text} {clock_text(waited_s) if waited_s < LONG_WAIT_S else age_text(waited_s)}"
     if service.state is ServiceState.FAILED and service.exit_code is not None:
         return f"{text} ({service.exit_code})"
     return text
