@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Literal
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS
@@ -93,10 +93,14 @@ class Evidence:
 
     @property
     def ages(self) -> list[PartAt]:
-        """Ages with enough tokens that are not of the first steps alone, when trainer and inference still agreed."""
+        """Ages with enough tokens, from the youngest that is not of the first steps alone.
+
+        At the beginning of a run trainer and inference agree whatever is wrong with handing weights over.
+        """
         numbers = self.numbers
         middle = (numbers.first_step + numbers.last_step) / 2
-        return [at for at in numbers.by_age if at.part.num >= MIN_TOKENS and numbers.age_last_steps[at.low] >= middle]
+        known = [at for at in numbers.by_age if at.part.num >= MIN_TOKENS]
+        return list(dropwhile(lambda at: numbers.age_last_steps[at.low] < middle, known))
 
     @property
     def has_fresh(self) -> bool:

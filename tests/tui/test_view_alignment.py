@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from grpo_tui.view.alignment_view import (
     trained_version,
 )
 from grpo_tui.view.diagnosis import diagnose_alignment
+from grpo_tui.view.metrics_tail import MetricsTail
 from grpo_tui.view.run_settings import RunSettings, read_settings, settings_of
 
 
@@ -483,3 +485,23 @@ def test_the_clip_follows_the_trainers_own_settings(tmp_path: Path) -> None:
     written = json.loads(TrainConfig(model_name="local/tiny", loss="dapo").model_dump_json())
     (tmp_path / "resolved.json").write_text(json.dumps({"services": {"t": {**written, "kind": "trainer"}}}))
     assert read_settings(tmp_path).clip_high == pytest.approx(0.28)
+
+
+# --- runs that were really trained so ---------------------------------------------------------------------------------
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "alignment" / "runs.tar.gz"
+"""The last ten steps of six runs of tiny-cpu, each started with the fault that it is named for: an environment that
+kept its temperature of 0.7 to itself, top_p 0.7, eight batches ahead at a high rate, log-probabilities posted a token
+late, a server that ignored its adapter; and one without a fault."""
+
+
+@pytest.mark.parametrize("fault", ["healthy", "temperature", "cut-vocabulary", "stale", "shifted", "lora"])
+@pytest.mark.parametrize("window", [Window.LAST, Window.ALL])
+def test_the_fault_of_a_real_run_is_named_first(tmp_path: Path, fault: str, window: Window) -> None:
+    with tarfile.open(RECORDED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run_folder = tmp_path / fault
+    seen = AlignmentReader(run_folder).look(window, None, MetricsTail(run_folder / "metrics.jsonl").read().lines)
+    assert seen is not None
+    assert seen.findings[0].id == fault
+    assert seen.findings[0].certainty is not Certainty.POSSIBLE
