@@ -38,7 +38,7 @@ from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
-from grpo_tui.ui.screens.reading import ReadingScreen, help_page, warnings_page
+from grpo_tui.ui.screens.reading import ReadingScreen, help_page, page_width, warnings_page
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 from grpo_tui.view import state as view
@@ -418,11 +418,11 @@ class GrpoScreen(ThemedApp[None]):
     def action_help(self) -> None:
         """Open the page of keys and signs."""
         shown = self.shown or self.main
-        self.push_screen(ReadingScreen("grpo-tui", help_page(shown.PLACE, shown.KEYS)))
+        self.push_screen(ReadingScreen("grpo-tui", help_page(shown.PLACE, shown.KEYS, page_width(self.size.width))))
 
     def action_warnings(self) -> None:
         """Open every warning in full."""
-        self.push_screen(ReadingScreen("warnings", warnings_page(self.state)))
+        self.push_screen(ReadingScreen("warnings", warnings_page(as_seen(self.state), page_width(self.size.width))))
 
     async def action_crash_report(self) -> None:
         """Open the newest crash report of the selected service, or say that there is none."""

@@ -16,11 +16,14 @@ from textual.widgets import Static
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
-from grpo_tui.ui.keys import EVERYWHERE, Key
+from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
 from grpo_tui.ui.widgets.metrics_panel import band_text
+from grpo_tui.ui.widgets.travel_bar import MARKS_TOLD
+from grpo_tui.ui.widgets.warnings_bar import wrapped
 from grpo_tui.view.state import ViewState
 
-KEY_WIDTH = 6
+KEY_WIDTH = 7
+PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
 BAND_NAME_WIDTH = 25
 
 
@@ -65,18 +68,29 @@ class ReadingScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
 
-def help_page(place: str, keys: Sequence[Key]) -> Content:
+def page_width(columns: int) -> int:
+    """Of a terminal so wide, what a page has for its text: without frame, padding and scrollbar."""
+    return min(PAGE_COLUMNS, int(PAGE_SHARE * columns)) - 7
+
+
+def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
     """Every key in a sentence, those of this screen first, then what the signs mean, then the healthy bands."""
     rows: list[Content] = []
-    for heading, told in ((f"keys of this screen ({place})", keys), ("keys everywhere", EVERYWHERE)):
+    along_time = [key for key in ON_TRAVEL if key.label]
+    for heading, told in (
+        (f"keys of this screen ({place})", keys),
+        ("keys everywhere", EVERYWHERE),
+        ("keys of the line of time, while it is there (t)", along_time),
+    ):
         rows += [_heading(heading)]
-        rows += [Content.assemble((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help) for key in told]
+        rows += [row for key in told for row in _told(key, width)]
         rows += [Content("")]
     rows.pop()
     rows += [Content(""), _heading("services")]
     signs = [*((glyph, str(state)) for state, glyph in SERVICE_GLYPHS.items()), *PROBE_SIGNS.values()]
     for start in range(0, len(signs), 3):
         rows.append(Content("  " + "".join(f"{glyph} {word:<18}" for glyph, word in signs[start : start + 3])))
+    rows += [Content(""), _heading("the line of time"), Content(f"  {MARKS_TOLD}")]
     rows += [Content(""), _heading("healthy bands: ✓ inside, ▲ above, ▼ below")]
     rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
     rows += [
@@ -87,18 +101,28 @@ def help_page(place: str, keys: Sequence[Key]) -> Content:
     return Content("\n").join(rows)
 
 
-def warnings_page(state: ViewState) -> Content:
+def warnings_page(state: ViewState, width: int) -> Content:
     """Every warning with its cause and hint."""
     if not state.warnings:
         return Content("Nothing to worry about: every service and metric is as it should be.")
     rows: list[Content] = []
     for warning in state.warnings:
-        rows += [
-            Content.assemble((f"{SEVERITY_GLYPHS[warning.severity]} {warning.text}", "bold")),
-            *([Content.assemble("  → ", warning.hint)] if warning.hint else []),
-            Content(""),
-        ]
+        rows += _hanging((f"{SEVERITY_GLYPHS[warning.severity]} ", "bold"), warning.text, width, "bold")
+        rows += _hanging("  → ", warning.hint, width) if warning.hint else []
+        rows.append(Content(""))
     return Content("\n").join(rows[:-1])
+
+
+def _told(key: Key, width: int) -> list[Content]:
+    return _hanging((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help, width)
+
+
+def _hanging(start: str | tuple[str, str], text: str, width: int, style: str = "") -> list[Content]:
+    """A paragraph whose rows begin below its first word."""
+    first = Content.assemble(start)
+    rows = wrapped(text, width - first.cell_length)
+    starts = [first, *(Content(" " * first.cell_length) for _ in rows[1:])]
+    return [begin + Content.styled(row, style) for begin, row in zip(starts, rows, strict=False)]
 
 
 def _heading(text: str) -> Content:
