@@ -7,15 +7,17 @@ goes on, and only the last ones are painted anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from grpo_tui.view.gpu_view import GpuMoment
+from grpo_tui.view.gpu_view import GpuFigures, GpuMoment
 
 COLUMN_S = (
     1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 45, 60, 90, 120, 180, 240, 300, 450, 600, 900, 1200, 1800, 2700, 3600,
     5400, 7200, 10800, 14400, 21600, 43200, 86400,
 )  # fmt: skip
+Figures = TypeVar("Figures")
 HELD_S = 15.0
 """How long a moment stands for what follows it: three of the pauses between samples that nobody watches."""
 
@@ -61,19 +63,24 @@ def laid_out(moments: Sequence[GpuMoment], num_columns: int, span_s: float | Non
     return Columns(start=start, column_s=column_s, moments=tuple(map(tuple, columns)))
 
 
-def means(columns: Columns, value: Callable[[GpuMoment], float | None]) -> list[float | None]:
+def figures_of(columns: Columns, index: int) -> list[list[GpuFigures]]:
+    """What each column has of one GPU."""
+    return [[figures for moment in column if (figures := moment.gpu(index))] for column in columns.moments]
+
+
+def means(columns: Iterable[Sequence[Figures]], value: Callable[[Figures], float | None]) -> list[float | None]:
     """The mean of a figure in each column; None where it was not told."""
     found: list[float | None] = []
-    for column in columns.moments:
-        known = [told for moment in column if (told := value(moment)) is not None]
+    for column in columns:
+        known = [told for each in column if (told := value(each)) is not None]
         found.append(sum(known) / len(known) if known else None)
     return found
 
 
-def peaks(columns: Columns, size: Callable[[GpuMoment], int | None]) -> list[GpuMoment | None]:
-    """The moment of each column at which `size` was greatest; None where it was never told."""
-    found: list[GpuMoment | None] = []
-    for column in columns.moments:
-        known = [moment for moment in column if size(moment) is not None]
-        found.append(max(known, key=lambda moment: size(moment) or 0, default=None))
+def peaks(columns: Iterable[Sequence[Figures]], size: Callable[[Figures], int | None]) -> list[Figures | None]:
+    """What each column has where `size` was greatest; None where it was never told."""
+    found: list[Figures | None] = []
+    for column in columns:
+        known = [(told, place) for place, each in enumerate(column) if (told := size(each)) is not None]
+        found.append(column[max(known)[1]] if known else None)
     return found

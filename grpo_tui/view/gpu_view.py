@@ -13,9 +13,9 @@ from typing import assert_never
 
 from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
 
-MAX_MOMENTS = 800
-RECENT_MOMENTS = 200
-"""Never thinned; with a sample a second, three minutes."""
+MAX_MOMENTS = 600
+RECENT_MOMENTS = 150
+"""Never thinned; with a sample a second, two and a half minutes."""
 NUM_OLD = 300
 """Of the older ones, after they were thinned."""
 SPANS_S: tuple[float | None, ...] = (None, 3600.0, 600.0, 60.0)
@@ -49,6 +49,8 @@ class GpuMoment:
 
     def gpu(self, index: int) -> GpuFigures | None:
         """The figures of one GPU, if it was there."""
+        if index < len(self.gpus) and self.gpus[index].index == index:  # nearly always, and asked thousands of times
+            return self.gpus[index]
         return next((gpu for gpu in self.gpus if gpu.index == index), None)
 
     @property

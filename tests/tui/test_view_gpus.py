@@ -150,9 +150,9 @@ def test_a_column_shows_the_peak_of_memory_and_the_mean_of_the_rest() -> None:
         )
     )
     columns = laid_out(seen, 10)
-    fullest = peaks(columns, lambda moment: moment.fullness)
+    fullest = peaks(columns.moments, lambda moment: moment.fullness)
     assert {moment.fullness for moment in fullest if moment} == {2 * GIB}
-    busy = means(columns, lambda moment: moment.gpus[0].utilization_percent)
+    busy = means(columns.moments, lambda moment: moment.gpus[0].utilization_percent)
     assert busy[0] == pytest.approx(25, abs=5)
 
 

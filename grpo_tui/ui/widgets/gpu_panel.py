@@ -5,7 +5,8 @@ On a machine without a driver: the host's memory by service, and why there is no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Sequence
 
 from textual.content import Content
 
@@ -13,8 +14,8 @@ from grpo_engine.wire.supervisor import GpuStatus
 from grpo_tui.ui.widgets.gpu_bars import Part, bar, gpu_parts, legend, rest_part, service_parts, spark
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line
 from grpo_tui.view.format import bytes_text, clock_text, count_text, percent_text
-from grpo_tui.view.gpu_history import laid_out, means
-from grpo_tui.view.gpu_view import GpuMoment, moments_until
+from grpo_tui.view.gpu_history import Columns, figures_of, laid_out, means
+from grpo_tui.view.gpu_view import GpuFigures, moments_until
 from grpo_tui.view.state import ViewState
 
 LABEL_WIDTH = 7
@@ -45,12 +46,13 @@ class GpuPanel(Lines):
         if not gpus:
             return _host_lines(state, width)
         shown = gpus[: max(1, height - 1)]
-        bars = [_gpu_line(gpu, state, width) for gpu in shown]
+        parts = [gpu_parts(gpu, state) for gpu in gpus]
+        columns = laid_out(moments_until(state.gpus, state.until), SPARK_WIDTH) if width >= HISTORY_WIDTH else None
+        bars = [_gpu_line(gpu, width, bar_parts, columns) for gpu, bar_parts in zip(shown, parts, strict=False)]
         if len(shown) < len(gpus):
             bars[-1] = line((f"  … and {len(gpus) - len(shown) + 1} more GPUs: 2 shows them all", ".muted"))
-        parts = [part for gpu in gpus for part in gpu_parts(gpu, state)]
         is_known = all(gpu.are_shares_known for gpu in gpus)
-        return [*bars, _legend(parts, width, "" if is_known else SHARES_UNKNOWN)]
+        return [*bars, _legend(list(itertools.chain(*parts)), width, "" if is_known else SHARES_UNKNOWN)]
 
 
 def rows_wanted(state: ViewState) -> int:
@@ -58,21 +60,22 @@ def rows_wanted(state: ViewState) -> int:
     return 1 + max(1, len(state.status.gpus) if state.status else 0)
 
 
-def _gpu_line(gpu: GpuStatus, state: ViewState, width: int) -> Content:
+def _gpu_line(gpu: GpuStatus, width: int, parts: list[Part], columns: Columns | None) -> Content:
+    """One GPU; its history stands beside its figures where there are columns for it."""
     label = (fit(f"GPU {gpu.index}", LABEL_WIDTH), ".strong")
-    has_history = width >= HISTORY_WIDTH
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+    history = None if columns is None else figures_of(columns, gpu.index)
     if used is None or not total:
-        return line(label, ("memory unknown  ", ".muted"), *_activity(gpu, state, has_history=has_history))
+        return line(label, ("memory unknown  ", ".muted"), *_activity(gpu, history))
     amounts: list[str | Styled] = [f"  {bytes_text(used)} of {bytes_text(total)}"]
-    if has_history:
-        amounts += [" ", *_history(state, lambda moment: _used(moment, gpu.index), total)]
-    figures = line(*amounts, *_activity(gpu, state, has_history=has_history))
+    if history is not None:
+        amounts += [" ", _spark(means(history, lambda figures: figures.used_bytes), total)]
+    figures = line(*amounts, *_activity(gpu, history))
     bar_width = min(MAX_BAR, width - LABEL_WIDTH - figures.cell_length)
-    return line(label, *bar(gpu_parts(gpu, state), total, bar_width)) + figures
+    return line(label, *bar(parts, total, bar_width)) + figures
 
 
-def _activity(gpu: GpuStatus, state: ViewState, *, has_history: bool) -> list[str | Styled]:
+def _activity(gpu: GpuStatus, history: Sequence[Sequence[GpuFigures]] | None) -> list[str | Styled]:
     """`97% busy  512W  61°C`, or since when the driver says nothing."""
     if gpu.stale_s is not None:
         return [(f"  stale {clock_text(gpu.stale_s)}: the driver hangs", ".warning")]
@@ -80,8 +83,8 @@ def _activity(gpu: GpuStatus, state: ViewState, *, has_history: bool) -> list[st
     if gpu.has_mig and gpu.utilization_percent is None:
         busy = count_text(len(gpu.mig), "MIG part")
     pieces: list[str | Styled] = [(f"  {busy}", ".muted")]
-    if has_history:
-        pieces += [" ", *_history(state, lambda moment: _busy(moment, gpu.index), 100)]
+    if history is not None:
+        pieces += [" ", _spark(means(history, lambda figures: figures.utilization_percent), 100)]
     if gpu.power_watts is not None:
         pieces.append((f"  {fit(f'{gpu.power_watts:.0f}W', 5, right=True)}", ".muted"))
     if gpu.temperature_celsius is not None:
@@ -89,20 +92,9 @@ def _activity(gpu: GpuStatus, state: ViewState, *, has_history: bool) -> list[st
     return pieces
 
 
-def _history(state: ViewState, value: Callable[[GpuMoment], float | None], most: float) -> list[Styled]:
-    values = means(laid_out(moments_until(state.gpus, state.until), SPARK_WIDTH), value)
+def _spark(values: Sequence[float | None], most: float) -> Styled:
     [(text, style)] = spark(values, most)
-    return [(fit(text, SPARK_WIDTH), style)]
-
-
-def _used(moment: GpuMoment, index: int) -> float | None:
-    figures = moment.gpu(index)
-    return None if figures is None else figures.used_bytes
-
-
-def _busy(moment: GpuMoment, index: int) -> float | None:
-    figures = moment.gpu(index)
-    return None if figures is None else figures.utilization_percent
+    return fit(text, SPARK_WIDTH), style
 
 
 def _host_lines(state: ViewState, width: int) -> list[Content]:

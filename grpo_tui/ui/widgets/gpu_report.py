@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -28,9 +28,9 @@ from grpo_tui.ui.widgets.gpu_panel import NO_GPU_WORDS, host_parts
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
 from grpo_tui.view.bars import split_cells
 from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_text, percent_text
-from grpo_tui.view.gpu_history import Columns, laid_out, means, peaks
+from grpo_tui.view.gpu_history import Columns, figures_of, laid_out, means, peaks
 from grpo_tui.view.gpu_rules import blame, compared, planned_on
-from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER, GpuMoment, moments_until
+from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER, GpuFigures, GpuMoment, moments_until
 from grpo_tui.view.state import ViewState
 
 INDENT = 2
@@ -47,6 +47,7 @@ HOTTEST = 100.0
 UNTOLD_BYTES = 1 << 30
 IDLE_SHARE = 0.02
 """Of a GPU: a history that never held more needs no chart."""
+NO_HISTORY = "  no history yet: it grows by a sample a second while the run is watched"
 DOWN_STATES = frozenset({ServiceState.FAILED, ServiceState.BACKOFF, ServiceState.STOPPED})
 
 
@@ -99,8 +100,10 @@ def report(state: ViewState, width: int, chart_rows: int) -> Made:
     gpus = state.status.gpus
     is_wide = width >= TWO_COLUMNS
     block_width = (width - COLUMN_GAP) // 2 if is_wide else width
-    blocks = [_gpu_block(gpu, state, block_width, chart_rows) for gpu in gpus]
-    blocks.append(_host_block(state, block_width, chart_rows))
+    moments = moments_until(state.gpus, state.until)
+    columns = laid_out(moments, block_width - GUTTER, state.gpus.span_s)
+    blocks = [_gpu_block(gpu, state, block_width, chart_rows, columns, moments) for gpu in gpus]
+    blocks.append(_host_block(state, block_width, chart_rows, columns))
     lines: list[Content] = []
     starts: list[int] = []
     for place in range(0, len(blocks), 2 if is_wide else 1):
@@ -113,16 +116,24 @@ def report(state: ViewState, width: int, chart_rows: int) -> Made:
 # --- a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def _gpu_block(gpu: GpuStatus, state: ViewState, width: int, chart_rows: int) -> list[Content]:
+def _gpu_block(
+    gpu: GpuStatus, state: ViewState, width: int, chart_rows: int, columns: Columns, moments: Sequence[GpuMoment]
+) -> list[Content]:
     rows = [rule(width, f"GPU {gpu.index} · {gpu.name}", _condition(gpu))]
     if gpu.stale_s is not None:
         words = f"  ▲ these figures are {clock_text(gpu.stale_s)} old: the driver does not answer"
         rows.append(line((words, ".warning")).truncate(width, ellipsis=True))
-    rows += _memory_now(gpu, state, width)
+    history = figures_of(columns, gpu.index)
+    fullest = peaks(history, lambda figures: figures.used_bytes)
+    held = [None if figures is None else _held_parts(figures.by_holder, state) for figures in fullest]
+    rows += _memory_now(gpu, state, width, held)
     rows += _mig_lines(gpu, width)
     rows += [Content(""), *_process_table(gpu, state, width), Content("")]
-    rows += _history(gpu, state, width, chart_rows)
-    rows += _blame_lines(gpu, state, width)
+    if any(history):
+        rows += [*_history(gpu, history, held, chart_rows), _time_axis(columns, state)]
+    else:
+        rows.append(line((NO_HISTORY, ".muted")).truncate(width, ellipsis=True))
+    rows += _blame_lines(gpu, state, width, moments)
     return rows
 
 
@@ -141,7 +152,7 @@ def _condition(gpu: GpuStatus) -> str:
     return " · ".join(parts)
 
 
-def _memory_now(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
+def _memory_now(gpu: GpuStatus, state: ViewState, width: int, held: Sequence[Sequence[Part] | None]) -> list[Content]:
     """The bar, the plan under it, and whose fill is whose."""
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
     if used is None or not total:
@@ -152,8 +163,15 @@ def _memory_now(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
     return [
         line(" " * INDENT, *bar(parts, total, bar_width), amounts),
         *_plan_lines(gpu, parts, state, bar_width, width),
-        *_wrapped_pieces(legend(parts), width, INDENT),
+        *_wrapped_pieces(_whole_legend(parts, held), width, INDENT),
     ]
+
+
+def _whole_legend(now: Sequence[Part], history: Iterable[Sequence[Part] | None]) -> list[Content]:
+    """Everybody in the bar with what they hold, and those whom the chart shows and who hold nothing any more."""
+    shown = {part.name: part for parts in history for part in parts or ()}
+    gone = [part for name, part in shown.items() if name not in {each.name for each in now} | {OTHERS}]
+    return [*legend(now), *(line((part.fill, part.style), f" {part.name} ", ("none now", ".muted")) for part in gone)]
 
 
 def _plan_lines(gpu: GpuStatus, parts: Sequence[Part], state: ViewState, bar_width: int, width: int) -> list[Content]:
@@ -254,49 +272,32 @@ def _who(process: GpuProcess, state: ViewState, *, are_shares_known: bool) -> tu
 # --- its history ---------------------------------------------------------------------------------------------------
 
 
-def _history(gpu: GpuStatus, state: ViewState, width: int, height: int) -> list[Content]:
-    columns = laid_out(moments_until(state.gpus, state.until), width - GUTTER, state.gpus.span_s)
-    if not any(figures for column in columns.moments for moment in column if (figures := moment.gpu(gpu.index))):
-        return [line(("  no history yet: it grows by a sample a second while the run is watched", ".muted"))]
-
-    def used(moment: GpuMoment) -> int | None:
-        figures = moment.gpu(gpu.index)
-        return None if figures is None else figures.used_bytes
-
-    shown = [
-        None if moment is None or (figures := moment.gpu(gpu.index)) is None else _held_parts(figures.by_holder, state)
-        for moment in peaks(columns, used)
-    ]
+def _history(
+    gpu: GpuStatus, history: Sequence[Sequence[GpuFigures]], held: Sequence[Sequence[Part] | None], height: int
+) -> list[Content]:
+    """Memory by holder as a chart, then how busy, how loaded and how hot it was."""
     rows: list[Content] = []
     total = gpu.memory_total_bytes
-    if total and any(sum(part.num_bytes for part in parts) >= IDLE_SHARE * total for parts in shown if parts):
-        rows = _chart(shown, total, height)
+    if total and any(sum(part.num_bytes for part in parts) >= IDLE_SHARE * total for parts in held if parts):
+        rows = _chart(held, total, height)
     elif total:
         rows = [_gutter("memory", bytes_text(gpu.memory_used_bytes), [("hardly any was held in this time", ".muted")])]
     for name, now, most, value in (
-        ("busy", percent_text(gpu.utilization_percent), 100.0, "utilization_percent"),
-        ("power", _with_unit(gpu.power_watts, "W"), gpu.power_limit_watts, "power_watts"),
-        ("temp", _with_unit(gpu.temperature_celsius, "°C"), HOTTEST, "temperature_celsius"),
+        ("busy", percent_text(gpu.utilization_percent), 100.0, lambda figures: figures.utilization_percent),
+        ("power", _with_unit(gpu.power_watts, "W"), gpu.power_limit_watts, lambda figures: figures.power_watts),
+        ("temp", _with_unit(gpu.temperature_celsius, "°C"), HOTTEST, lambda figures: figures.temperature_celsius),
     ):
-        values = means(columns, _figure_of(gpu.index, value))
+        values = means(history, value)
         known = [each for each in values if each is not None]
         if known:
             rows.append(_gutter(name, now, spark(values, most or max(*known, 1.0))))
-    return [*rows, _time_axis(columns, state)]
+    return rows
 
 
 def _held_parts(by_holder: Mapping[str, int], state: ViewState) -> list[Part]:
     parts = service_parts(by_holder, state)
     parts += [others_part(OTHERS, by_holder[OTHERS])] if OTHERS in by_holder else []
     return [*parts, *([rest_part(UNKNOWN_HOLDER, by_holder[UNKNOWN_HOLDER])] if UNKNOWN_HOLDER in by_holder else [])]
-
-
-def _figure_of(index: int, name: str) -> Callable[[GpuMoment], float | None]:
-    def value(moment: GpuMoment) -> float | None:
-        figures = moment.gpu(index)
-        return None if figures is None else getattr(figures, name)
-
-    return value
 
 
 def _chart(columns: Sequence[Sequence[Part] | None], scale_bytes: int, height: int) -> list[Content]:
@@ -327,14 +328,14 @@ def _span_text(span_s: float) -> str:
     return {3600.0: "hour", 600.0: "10 minutes", 60.0: "minute"}.get(span_s, duration_text(span_s))
 
 
-def _blame_lines(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
+def _blame_lines(gpu: GpuStatus, state: ViewState, width: int, moments: Sequence[GpuMoment]) -> list[Content]:
     ended_at = {}
     for service in state.services:
         transitions = state.transitions.get(service.name, ())
         # A service that was down when the screen came is noted with its start: when it ended is not known then.
         if transitions and transitions[-1].state in DOWN_STATES and transitions[-1].time > (service.started_at or 0.0):
             ended_at[service.name] = transitions[-1].time
-    found = blame(gpu, moments_until(state.gpus, state.until), state.services, state.gpus.plan, ended_at)
+    found = blame(gpu, moments, state.services, state.gpus.plan, ended_at)
     sign, style = ("✗ ", ".error") if found.has_happened else ("", ".muted")
     rows = _wrapped(f"{sign}{found.text}", width, INDENT, style)
     return rows + (_wrapped(f"→ {found.hint}", width, INDENT, "") if found.hint else [])
@@ -343,7 +344,7 @@ def _blame_lines(gpu: GpuStatus, state: ViewState, width: int) -> list[Content]:
 # --- the machine ---------------------------------------------------------------------------------------------------
 
 
-def _host_block(state: ViewState, width: int, chart_rows: int) -> list[Content]:
+def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns) -> list[Content]:
     """Memory of the machine by service, and why there is no GPU where there is none."""
     assert state.status is not None
     rows = [rule(width, "memory of the machine")]
@@ -359,14 +360,12 @@ def _host_block(state: ViewState, width: int, chart_rows: int) -> list[Content]:
         )
         drawn = bar(parts, memory.total_bytes, max(0, width - INDENT - len(amounts)))
         rows.append(line(" " * INDENT, *drawn, amounts))
-    rows += _wrapped_pieces(legend(parts), width, INDENT)
-    rows.append(Content(""))
-    columns = laid_out(moments_until(state.gpus, state.until), width - GUTTER, state.gpus.span_s)
-    moments = peaks(columns, lambda moment: sum(moment.rss_bytes.values()))
-    shown = [None if moment is None else service_parts(moment.rss_bytes, state) for moment in moments]
+    fullest = peaks(columns.moments, lambda moment: sum(moment.rss_bytes.values()))
+    shown = [None if moment is None else service_parts(moment.rss_bytes, state) for moment in fullest]
+    rows += [*_wrapped_pieces(_whole_legend(parts, shown), width, INDENT), Content("")]
     most = max((sum(part.num_bytes for part in parts) for parts in shown if parts), default=0)
     if not most:
-        return [*rows, line(("  no history yet: it grows by a sample a second while the run is watched", ".muted"))]
+        return [*rows, line((NO_HISTORY, ".muted")).truncate(width, ellipsis=True)]
     rows += _chart(shown, most, chart_rows)
     return [*rows, _time_axis(columns, state)]
 
