@@ -229,6 +229,13 @@ class TokenSet(RolloutChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMoved(RolloutChange):
+    """So many tokens further on."""
+
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TintTurned(RolloutChange):
     """Tokens are coloured by the next thing."""
 
@@ -294,11 +301,17 @@ def after(rollouts: RolloutView, change: RolloutChange) -> RolloutView:
         case NewestFollowed():
             return _fresh(replace(rollouts, selected=None))
         case CompletionMoved(by=by):
-            count = len(rollouts.group.completions) if rollouts.group else 0
-            place = max(0, min(count - 1, min(rollouts.completion, count - 1) + by))
+            last = len(rollouts.group.completions) - 1 if rollouts.group else rollouts.completion + abs(by)
+            place = max(0, min(last, min(rollouts.completion, last) + by))
             return replace(_holding(rollouts), completion=place, token=0, shows_prompt=False)
         case TokenSet(token=token):
             return replace(_holding(rollouts), token=max(0, token))
+        case TokenMoved(by=by):
+            completion = rollouts.chosen_completion
+            if completion is None or rollouts.shows_prompt:
+                return rollouts
+            last = max(0, len(completion.token_ids) - 1)
+            return replace(_holding(rollouts), token=max(0, min(last, min(rollouts.token, last) + by)))
         case TintTurned():
             tints = list(Tint)
             return replace(rollouts, tint=tints[(tints.index(rollouts.tint) + 1) % len(tints)])

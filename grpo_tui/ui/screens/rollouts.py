@@ -34,6 +34,7 @@ from grpo_tui.view.rollout_view import (
     SamePromptToggled,
     SteppedBack,
     TintTurned,
+    TokenMoved,
     TokenSet,
 )
 from grpo_tui.view.state import Told, ViewState
@@ -211,12 +212,8 @@ class RolloutsScreen(RunScreen):
         self._change(GroupMoved(by=by) if self._shows_list_alone else CompletionMoved(by=by))
 
     def action_move_token(self, by: int) -> None:
-        """So many tokens on; of the whole prompt, lines."""
-        view = self._state.rollouts
-        if view.shows_prompt or view.chosen_completion is None:
-            return
-        last = max(0, len(view.chosen_completion.token_ids) - 1)
-        self._change(TokenSet(token=max(0, min(last, min(view.token, last) + by))))
+        """So many tokens on."""
+        self._change(TokenMoved(by=by))
 
     def action_to_token(self, number: int) -> None:
         """To a token, counted from the end where negative."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 
@@ -13,7 +14,7 @@ from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
-from grpo_tui.view.format import count_text
+from grpo_tui.view.format import count_text, shortened
 from grpo_tui.view.rollout_file import GroupHead
 from grpo_tui.view.rollout_text import telling_starts, visible
 from grpo_tui.view.rollout_view import GroupChosen, RolloutView
@@ -22,6 +23,8 @@ from grpo_tui.view.state import ViewState
 BAR_WIDTH = 8
 ENVIRONMENT_WIDTH = 8
 NUM_HEADINGS = 2
+NOTE_MARGIN = 14
+"""Cells of a title beside its note."""
 TRAINER_KIND = "trainer"
 
 
@@ -52,7 +55,7 @@ class RolloutList(Lines):
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """A title that tells the filter, the names of the columns, and a row for each group."""
         view = state.rollouts
-        title = rule(width, "groups", _note(view))
+        title = rule(width, "groups", _note(view, width - NOTE_MARGIN))
         if view.read is None or not view.found:
             return [title, *(line((text, ".muted")) for text in wrapped_words(_words_for_nothing(state), width))]
         heads = view.read.heads
@@ -104,7 +107,8 @@ def _has_groups(view: RolloutView) -> bool:
     return view.read is not None and view.read.total > 0
 
 
-def _note(view: RolloutView) -> str:
+def _note(view: RolloutView, width: int) -> str:
+    """What is listed, and how; the last of it where that is what fits."""
     if view.read is None:
         return ""
     parts = []
@@ -112,13 +116,15 @@ def _note(view: RolloutView) -> str:
         parts.append(f"{view.filter.words}: {len(view.found):,} of {view.read.total:,}")
     elif view.read.total:
         parts.append(f"{view.read.total:,} recorded")
-    if view.read.is_searching and view.found is not view.read.found:
-        parts.append("looking")
-    elif view.read.is_searching:
+    if view.read.is_searching:
         parts.append(f"looked at {view.read.num_looked_at:,}")
+    elif view.found and view.filter.prompt_key is not None:
+        parts.append("oldest first; s goes back")
     elif view.found:
-        parts.append("newest first, following" if view.is_following else "held: f follows")
-    return " · ".join(parts)
+        parts += ["newest first", "following" if view.is_following else "held: f follows"]
+    while len(parts) > 1 and cell_len(" · ".join(parts)) > width:
+        parts.pop(0 if view.filter.is_open else 1)
+    return shortened(" · ".join(parts), max(1, width))
 
 
 def _row(index: int, head: GroupHead | None, is_read: bool, look: Look, *, is_chosen: bool) -> Content:
