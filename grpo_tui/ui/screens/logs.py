@@ -1,0 +1,505 @@
+"""The log screen: one log or all by time, followed or held, searched, narrowed, copied, opened in a pager.
+
+A worker reads what the state says is missing and posts it; keys change the state at once. Searches run in pieces, so
+that a newer one, or leaving the screen, ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from textual import on
+from textual.app import ComposeResult, SuspendNotSupported
+from textual.widgets import Input
+
+from grpo_tui.ui.keys import Key, bindings
+from grpo_tui.ui.messages import Came
+from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.widgets.activity_line import ActivityLine
+from grpo_tui.ui.widgets.log_page import (
+    PLACEHOLDERS,
+    LogNarrowing,
+    LogPage,
+    LogPrompt,
+    LogServices,
+    LogsTitle,
+    narrowing,
+)
+from grpo_tui.view import log_view
+from grpo_tui.view.format import bytes_text
+from grpo_tui.view.log_reader import Cut, Extent, LogFile, LogLine, LogReader, MatchCount
+from grpo_tui.view.log_search import ERRORS, LineTest, line_test
+from grpo_tui.view.log_tail import without_colours
+from grpo_tui.view.log_time import NoTime, typed_time
+from grpo_tui.view.log_view import LogChange, LogsView, Prompt, Side
+from grpo_tui.view.state import Told, ViewState
+
+SUPERVISOR = "supervisor"
+"""The daemon's own log in the run's folder, shown beside those of the services."""
+POLL_BUSY_S, POLL_QUIET_S = 0.1, 0.5
+"""Between two looks at logs that are being written, and at others."""
+LINES_A_READ = 400
+
+KEYS = (
+    Key(key="slash", shown="/", action="screen.prompt('/')", label="search",
+        help="look for a text or a regular expression; case counts once there is a capital"),
+    Key(key="n", shown="n", action="screen.find_searched(1)", label="next", is_in_footer=False,
+        help="the next match below"),
+    Key(key="N", shown="N", action="screen.find_searched(-1)", label="previous", is_in_footer=False,
+        help="the next match above"),
+    Key(key="ampersand", shown="&", action="screen.prompt('&')", label="filter",
+        help="show only lines with a text or a regular expression"),
+    Key(key="l", shown="l", action="screen.level", label="level",
+        help="show errors only, warnings too, or all lines"),
+    Key(key="e", shown="e", action="screen.find_error(1)", label="error", is_in_footer=False,
+        help="the next error below"),
+    Key(key="E", shown="E", action="screen.find_error(-1)", label="error", is_in_footer=False,
+        help="the next error above"),
+    Key(key="tab", shown="tab", action="screen.step(1)", label="log",
+        help="the next log; the first choice is all of them by time"),
+    Key(key="shift+tab", shown="⇧tab", action="screen.step(-1)", label="log before", is_in_footer=False,
+        help="the log before"),
+    Key(key="a", shown="a", action="screen.choose(None)", label="all", is_in_footer=False,
+        help="all logs in one, by time"),
+    Key(key="colon", shown=":", action="screen.prompt(':')", label="time",
+        help="go to a time: 14:03:05, 14:03, or -10m"),
+    Key(key="f", shown="f", action="screen.follow", label="follow",
+        help="follow the end, or hold still to read"),
+    Key(key="w", shown="w", action="screen.wrap", label="fold", is_in_footer=False,
+        help="fold long lines, or cut them at the edge"),
+    Key(key="m", shown="m", action="screen.mark", label="mark", is_in_footer=False,
+        help="begin to select lines at the cursor, or give that up"),
+    Key(key="y", shown="y", action="screen.copy", label="copy",
+        help="copy the selected lines to the clipboard of your terminal"),
+    Key(key="o", shown="o", action="screen.open_pager", label="pager", is_in_footer=False,
+        help="open the log at this place in $PAGER (less)"),
+    Key(key="up,k", shown="↑ k", action="screen.move(-1)", label="up", is_in_footer=False,
+        help="the line above; following stops"),
+    Key(key="down,j", shown="↓ j", action="screen.move(1)", label="down", is_in_footer=False,
+        help="the line below"),
+    Key(key="pageup", shown="PgUp", action="screen.page(-1)", label="back", is_in_footer=False,
+        help="a page back"),
+    Key(key="pagedown", shown="PgDn", action="screen.page(1)", label="on", is_in_footer=False,
+        help="a page on"),
+    Key(key="g,home", shown="g Home", action="screen.to_start", label="start", is_in_footer=False,
+        help="the oldest line that is kept"),
+    Key(key="G,end", shown="G End", action="screen.to_end", label="end of log", is_in_footer=False,
+        help="the newest line, and follow"),
+    Key(key="left", shown="←", action="screen.shift(-1)", label="left", is_in_footer=False,
+        help="shift long lines back"),
+    Key(key="right", shown="→", action="screen.shift(1)", label="right", is_in_footer=False,
+        help="see the rest of long lines"),
+    Key(key="escape", shown="esc", action="screen.leave", label="leave", is_in_footer=False,
+        help="leave the line that is typed, then a selection, a search, the filter and the level"),
+)  # fmt: skip
+
+
+class LogsScreen(RunScreen):
+    """Everything that the services wrote."""
+
+    PLACE = "logs"
+    KEYS = KEYS
+    BINDINGS = bindings(KEYS)
+
+    def __init__(self, state: ViewState) -> None:
+        super().__init__(state)
+        self._drawn = asyncio.Event()
+        self._reader = LogReader(())
+        self._reads: tuple[LogFile, ...] = ()
+        self._until: float | None = None
+        self._limits: tuple[float, Cut] | None = None
+        self._counter: MatchCount | None = None
+
+    def body(self) -> ComposeResult:
+        """The lines have the free rows; what is typed stands below them."""
+        yield LogServices()
+        yield LogsTitle()
+        yield LogPage()
+        yield LogNarrowing()
+        yield LogPrompt()
+
+    def on_mount(self) -> None:
+        """Read from now on, while the screen is in sight."""
+        self.run_worker(self._read(), name="logs")
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state, and say whose logs there are."""
+        self._state = state
+        names = tuple(service.name for service in state.services)
+        if names and state.logs.services != (*names, SUPERVISOR):
+            self._tell(log_view.ServicesKnown(names=(*names, SUPERVISOR)))
+        if state.until != self._until:
+            self._until, self._limits = state.until, None
+            self._tell(log_view.Reopened())
+        for prompt in self.query(LogPrompt):
+            self._draw_prompt(prompt, state.logs)
+            self.query_one(ActivityLine).display = state.logs.prompt is None
+            self.query_one(LogNarrowing).display = bool(narrowing(state.logs))
+        super().draw(state)
+        self._drawn.set()
+
+    def _draw_prompt(self, prompt: LogPrompt, logs: LogsView) -> None:
+        is_open = logs.prompt is not None
+        if is_open == prompt.has_class("-open"):
+            return
+        prompt.set_class(is_open, "-open")
+        prompt.can_focus = is_open
+        if logs.prompt is not None:
+            prompt.placeholder = PLACEHOLDERS[logs.prompt]
+            prompt.value = {Prompt.SEARCH: logs.searched, Prompt.FILTER: logs.pattern, Prompt.TIME: ""}[logs.prompt]
+        self.set_focus(prompt if is_open else None)
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Bring the lines that are missing, and look whether the logs have grown."""
+        pause_s = POLL_BUSY_S
+        while True:
+            self._drawn.clear()
+            if not self.is_current or not self._state.logs.services:
+                await self._drawn.wait()
+                continue
+            logs, reader = self._state.logs, self._reader_for(self._state)
+            change: LogChange | None
+            if logs.low is None:
+                change = await asyncio.to_thread(self._opened, reader, logs)
+            elif (side := log_view.wanted(logs)) is not None:
+                change = await asyncio.to_thread(_lines_read, reader, logs, side)
+            else:
+                change = await asyncio.to_thread(self._grown, reader, logs)
+                pause_s = POLL_BUSY_S if change is not None else min(POLL_QUIET_S, 1.5 * pause_s)
+            if change is not None:
+                self._drawn.clear()
+                self._tell(change)
+                await self._drawn.wait()
+            else:
+                await self._until_drawn(pause_s)
+
+    async def _until_drawn(self, pause_s: float) -> None:
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._drawn.wait()
+        except TimeoutError:
+            return
+
+    def _reader_for(self, state: ViewState) -> LogReader:
+        """The reader of the logs that are shown; the same while they are."""
+        files = tuple(LogFile(name=name, path=_path(state, name)) for name in state.logs.shown_services)
+        if files != self._reads:
+            self._reads, self._reader, self._limits = files, LogReader(files), None
+        return self._reader
+
+    def _extent(self, reader: LogReader) -> Extent:
+        """How far the logs reach, or reached at the moment that is travelled to."""
+        extent, until = reader.extent(), self._until
+        if until is None:
+            return extent
+        if self._limits is None or self._limits[0] != until or len(self._limits[1]) != len(extent.ends):
+            self._limits = until, reader.at_time(until, extent.ends)
+        return replace(extent, ends=tuple(min(*pair) for pair in zip(self._limits[1], extent.ends, strict=True)))
+
+    def _opened(self, reader: LogReader, logs: LogsView) -> LogChange:
+        extent = self._extent(reader)
+        if isinstance(logs.aim, float):
+            cut = reader.at_time(logs.aim, extent.ends)
+        elif logs.aim is not None and len(logs.aim) == len(extent.ends):
+            cut = logs.aim
+        else:
+            cut = reader.last_lines_begin(extent.ends)
+        bounds = zip(extent.starts, cut, extent.ends, strict=True)
+        cut = tuple(min(max(start, place), end) for start, place, end in bounds)
+        return log_view.Opened(generation=logs.generation, cut=cut, extent=extent)
+
+    def _grown(self, reader: LogReader, logs: LogsView) -> LogChange | None:
+        extent = self._extent(reader)
+        return None if extent == logs.extent else log_view.Grown(generation=logs.generation, extent=extent)
+
+    # --- searching -------------------------------------------------------------------------------------------------
+
+    def action_find_searched(self, direction: int) -> None:
+        """Go to the next match."""
+        searched = self._state.logs.searched
+        if not searched:
+            self._say("nothing is searched yet: / asks for what")
+            return
+        self._find(line_test(searched), f"“{searched}”", direction)
+
+    def action_find_error(self, direction: int) -> None:
+        """Go to the next error."""
+        self._find(ERRORS, "an error", direction)
+
+    def _find(self, test: LineTest, words: str, direction: int, *, then_above: bool = False) -> None:
+        finding = self._go_to_found(test, words, direction, then_above)
+        self.run_worker(finding, name="find", group="find", exclusive=True)
+
+    async def _go_to_found(self, test: LineTest, words: str, direction: int, then_above: bool) -> None:
+        logs, reader = self._state.logs, self._reader_for(self._state)
+        # Right after something was typed, a match in sight is as good as one further on.
+        place = logs.top if then_above else logs.cursor + (direction > 0)
+        cut = log_view.cut_at(logs, place)
+        if logs.extent is None or cut is None:
+            return
+        tests, ends, searched_bytes = (*logs.tests, test), logs.extent.ends, 0
+        while True:
+            if direction > 0:
+                found = await asyncio.to_thread(reader.after, cut, 1, ends, tests)
+            else:
+                found = await asyncio.to_thread(reader.before, cut, 1, tests)
+            if found.lines or found.is_all or found.cut == cut:
+                break
+            cut, searched_bytes = found.cut, searched_bytes + found.num_bytes
+            self._tell(log_view.Busy(words=f"looking for {words}: {bytes_text(searched_bytes)} searched; esc stops"))
+        self._tell(log_view.Busy())
+        if found.lines:
+            await self._go_to(reader, found.lines[0], ends)
+        elif then_above:
+            await self._go_to_found(test, words, -1, False)
+        else:
+            self._say(f"no line {'below' if direction > 0 else 'above'} with {words}")
+
+    async def _go_to(self, reader: LogReader, line: LogLine, ends: Cut) -> None:
+        logs = self._state.logs
+        cut = list(ends)
+        if len(ends) > 1 and line.time is not None:
+            cut = list(await asyncio.to_thread(reader.at_time, line.time, ends))
+        cut[line.source] = line.offset
+        if self._counter is not None and logs.count is not None:
+            number = self._counter.number_at(tuple(cut))
+            count = replace(logs.count, number=None if number is None or not logs.count.is_done else number + 1)
+            self._tell(log_view.Counted(pattern=logs.searched, count=count))
+        for place, each in enumerate(logs.lines):
+            if (each.source, each.offset) == (line.source, line.offset):
+                self._tell(log_view.CursorSet(place=place))
+                return
+        self._tell(log_view.Reopened(aim=tuple(cut), line=(line.source, line.offset)))
+
+    async def _count(self, pattern: str) -> None:
+        """Count the matches in everything that is shown, a piece at a time."""
+        logs, reader = self._state.logs, self._reader_for(self._state)
+        if logs.extent is None or not pattern:
+            return
+        extent = logs.extent
+        self._counter = counter = MatchCount(reader, (*logs.tests, line_test(pattern)), extent)
+        is_done = False
+        while not is_done:
+            is_done = await asyncio.to_thread(counter.go_on, extent.ends)
+            number = None
+            if is_done and (cut := log_view.cut_at(self._state.logs, self._state.logs.cursor)) is not None:
+                line = self._state.logs.line
+                is_match = line is not None and line_test(pattern).accepts(without_colours(line.text).encode())
+                above = counter.number_at(cut) if len(cut) == len(extent.ends) and is_match else None
+                number = None if above is None else above + 1
+            count = log_view.Count(
+                num_matches=counter.num_matches, number=number, num_bytes=counter.num_bytes, is_done=is_done
+            )
+            self._tell(log_view.Counted(pattern=pattern, count=count))
+
+    def _recount(self) -> None:
+        """Count anew, because other lines are shown or looked for."""
+        self._counter = None
+        if self._state.logs.searched:
+            self.call_later(self._start_count)
+
+    def _start_count(self) -> None:
+        counting = self._count(self._state.logs.searched)
+        self.run_worker(counting, name="count", group="count", exclusive=True)
+
+    # --- the line that is typed in ---------------------------------------------------------------------------------
+
+    def action_prompt(self, what: str) -> None:
+        """Ask for a text, a filter or a time."""
+        self._tell(log_view.Prompted(prompt=Prompt(what)))
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        logs = self._state.logs
+        if not isinstance(event.input, LogPrompt):
+            return
+        if logs.prompt is Prompt.FILTER and event.value != logs.pattern:
+            self._tell(log_view.Filtered(pattern=event.value))
+        elif logs.prompt is Prompt.SEARCH and event.value != logs.searched:
+            self._tell(log_view.Searched(pattern=event.value))
+
+    @on(Input.Submitted)
+    def _taken(self, event: Input.Submitted) -> None:
+        logs = self._state.logs
+        if not isinstance(event.input, LogPrompt) or logs.prompt is None:
+            return
+        if logs.prompt is Prompt.TIME:
+            self._go_to_time(event.value)
+            return
+        if logs.fault:
+            return  # it says what is wrong; there is nothing to look for yet
+        self._tell(log_view.Prompted(prompt=None))
+        if logs.prompt is Prompt.SEARCH and logs.searched:
+            self._find(line_test(logs.searched), f"“{logs.searched}”", 1, then_above=True)
+        self._recount()
+
+    def _go_to_time(self, text: str) -> None:
+        if not text.strip():
+            self._tell(log_view.Prompted(prompt=None))
+            return
+        try:
+            time = typed_time(text, self._last_time())
+        except NoTime as wrong:
+            self._tell(log_view.Prompted(prompt=Prompt.TIME, fault=str(wrong)))
+            return
+        self._tell(log_view.Prompted(prompt=None))
+        self._tell(log_view.Reopened(aim=time))
+
+    def _last_time(self) -> float:
+        """What `-10m` counts from: the end of an ended run, else now."""
+        status = self._state.status
+        ended = status.ended_at if status is not None else None
+        return ended if ended is not None and self._until is None else self._state.now
+
+    def action_leave(self) -> None:
+        """Give up what is nearest: what is typed, a search that goes on, a selection, the search, the filter."""
+        logs = self._state.logs
+        if logs.prompt is not None:
+            if logs.prompt is Prompt.SEARCH and logs.fault:
+                self._tell(log_view.Searched(pattern=""))
+            self._tell(log_view.Prompted(prompt=None))
+        elif logs.busy:
+            self.workers.cancel_group(self, "find")
+            self._tell(log_view.Busy())
+        elif logs.mark is not None:
+            self._tell(log_view.MarkChanged())
+        elif logs.searched:
+            self.workers.cancel_group(self, "count")
+            self._tell(log_view.Searched(pattern=""))
+        elif logs.pattern:
+            self._tell(log_view.Filtered(pattern=""))
+        elif logs.tests:
+            while_narrow = [log_view.LevelMoved()] * ((-log_view.LEVELS.index(logs.level)) % len(log_view.LEVELS))
+            for change in while_narrow:
+                self._tell(change)
+
+    # --- other keys ------------------------------------------------------------------------------------------------
+
+    def action_choose(self, service: str | None) -> None:
+        """Show one log, or all."""
+        self._tell(log_view.Chosen(service=service))
+        self._recount()
+
+    def action_step(self, by: int) -> None:
+        """The next log, or the one before."""
+        self._tell(log_view.ChoiceMoved(by=by))
+        self._recount()
+
+    def action_level(self) -> None:
+        """The next level."""
+        self._tell(log_view.LevelMoved())
+        self._recount()
+
+    def action_follow(self) -> None:
+        """Follow the end, or hold still."""
+        self._tell(log_view.Followed())
+
+    def action_wrap(self) -> None:
+        """Fold long lines, or not."""
+        self._tell(log_view.WrapChanged())
+
+    def action_mark(self) -> None:
+        """Begin a selection, or give it up."""
+        self._tell(log_view.MarkChanged())
+
+    def action_move(self, by: int) -> None:
+        """Move the cursor."""
+        self._tell(log_view.CursorMoved(by=by))
+
+    def action_page(self, by: int) -> None:
+        """Move by pages."""
+        step = by * max(1, self._state.logs.rows - 1)
+        self._tell(log_view.Scrolled(by=step))
+        self._tell(log_view.CursorMoved(by=step))
+
+    def action_to_start(self) -> None:
+        """Go to the oldest line."""
+        logs = self._state.logs
+        if logs.extent is not None:
+            self._tell(log_view.Reopened(aim=logs.extent.starts))
+
+    def action_to_end(self) -> None:
+        """Go to the newest line, and follow."""
+        self._tell(log_view.Followed(is_following=True))
+
+    def action_shift(self, by: int) -> None:
+        """Move sideways."""
+        self._tell(log_view.Shifted(by=by))
+
+    def action_copy(self) -> None:
+        """Copy the selected lines as they are read, without colours."""
+        logs = self._state.logs
+        lines = [logs.lines[place] for place in logs.selection]
+        if not lines:
+            self._say("there is no line to copy")
+            return
+        names = logs.shown_services
+        prefixed = [f"{names[line.source]}: " if len(names) > 1 else "" for line in lines]
+        text = "\n".join(name + without_colours(line.text) for name, line in zip(prefixed, lines, strict=True))
+        self.app.copy_to_clipboard(text)
+        if logs.mark is not None:
+            self._tell(log_view.MarkChanged())
+        self._say(f"copied {len(lines)} line{'s' * (len(lines) != 1)} ({len(text):,} characters)")
+
+    def action_open_pager(self) -> None:
+        """Leave the screen for a pager at this place, and come back when it is closed."""
+        line = self._state.logs.line
+        if line is None:
+            self._say("there is no line to open")
+            return
+        file = self._reader_for(self._state).files[line.source]
+        extent = LogReader((file,)).extent()
+        command = pager_command(os.environ.get("PAGER", ""), file.path, line.offset - extent.starts[0])
+        try:
+            with self.app.suspend():
+                subprocess.run(command, check=False)
+        except SuspendNotSupported:
+            self._say("this terminal cannot be lent to a pager")
+        except OSError as error:
+            self._say(f"{command[0]} cannot be started: {error.strerror}; set PAGER to another program")
+        self.refresh()
+
+    def _tell(self, change: LogChange) -> None:
+        self.post_message(Came(change))
+
+    def _say(self, words: str) -> None:
+        self.post_message(Came(Told(severity="info", text=words, time=self._state.now)))
+
+
+def pager_command(pager: str, path: Path, offset: int) -> list[str]:
+    """The command that shows a file, at a byte offset in it where the pager can.
+
+    Args:
+        pager: `$PAGER`; empty is less.
+    """
+    command = shlex.split(pager) or ["less"]
+    if Path(command[0]).name == "less":
+        command += ["-R", f"+{max(0, offset)}P"]
+    return [*command, str(path)]
+
+
+def _lines_read(reader: LogReader, logs: LogsView, side: Side) -> LogChange | None:
+    start = logs.high if side is Side.AFTER else logs.low
+    if start is None or logs.extent is None:
+        return None
+    num_lines = max(LINES_A_READ, 3 * logs.rows)
+    if side is Side.AFTER:
+        found = reader.after(start, num_lines, logs.extent.ends, logs.tests)
+    else:
+        found = reader.before(start, num_lines, logs.tests)
+    return log_view.LinesRead(
+        generation=logs.generation, side=side, start=start, lines=found.lines, cut=found.cut, is_all=found.is_all
+    )
+
+
+def _path(state: ViewState, name: str) -> Path:
+    service = state.service(name)
+    path = Path(service.log) if service is not None else Path(f"{SUPERVISOR}.log")
+    return path if path.is_absolute() else state.run_folder / path.name
