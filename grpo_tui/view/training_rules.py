@@ -18,6 +18,7 @@ RECENT = 5
 YOUNG = 10
 """Steps before which nothing is said about trends."""
 DIFF_LIMIT = HEALTHY_BANDS["alignment/diff_abs_mean"].high or 0.1
+LOOK_CLOSER = "; the screen `alignment` (3) looks at the tokens, and says which it is"
 SAME_REWARDS = 0.9
 """Share of groups without a difference in reward: at 0.9 only a tenth of the work teaches anything."""
 COLLAPSED_ENTROPY = 0.05
@@ -88,13 +89,13 @@ def _misaligned_from_the_start(measured: Measurements, now: float) -> Warning:
         hint = (
             "agree on one convention: --logprobs-mode processed on the server if the environment's --temperature is "
             "not 1; "
-            "check that both have the same --model-name and that the adapter is loaded"
+            f"check that both have the same --model-name and that the adapter is loaded{LOOK_CLOSER}"
         )
     else:
         cause = "in both directions, as with other weights, shifted tokens or another dtype"
         hint = (
             "check --weight-bridge-mode and that both have the same --model-name and --dtype; with shared_vllm try "
-            "--enforce-eager; with LoRA set --lora-dropout 0"
+            f"--enforce-eager; with LoRA set --lora-dropout 0{LOOK_CLOSER}"
         )
     return Warning(
         id="alignment",
@@ -114,7 +115,7 @@ def _drifted_apart(measured: Measurements, began: float, now: float) -> Warning:
         cause = "new weights do not reach inference, or training moves too fast for it"
         hint = (
             "press v to restart vLLM with the newest weights; if that helps, lower --vllm-restart-interval or change "
-            "--weight-bridge-mode; if not, lower --lr"
+            f"--weight-bridge-mode; if not, lower --lr{LOOK_CLOSER}"
         )
     return Warning(
         id="alignment",

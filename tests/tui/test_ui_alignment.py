@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from alignment_fakes import completion, group, healthy_group, write_groups
-from screen_fakes import metrics_line
+from screen_fakes import NOW, metrics_line
 from test_ui_screen import Shown, shown
 
 from grpo_engine.wire.metrics import RolloutLine
 from grpo_tui.ui.glyphs import as_ascii
 from grpo_tui.ui.widgets.alignment_body import AlignmentBody, visible
 from grpo_tui.ui.widgets.charts import LEVELS, axis_lines, bar, columns_chart, count_labels, short_count
-from grpo_tui.view.alignment_view import Page, Window
+from grpo_tui.view.alignment_reader import AlignmentReader
+from grpo_tui.view.alignment_view import AlignmentView, Page, Window
+from grpo_tui.view.state import ViewState
 
 SMALL, MIDDLE, LARGE = (80, 24), (120, 36), (200, 50)
 SIZES = pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE], ids=["80x24", "120x36", "200x50"])
@@ -185,6 +189,25 @@ async def test_odd_text_and_odd_files_do_no_harm(tmp_path: Path) -> None:
 def metrics_group() -> RolloutLine:
     """A group of which nothing was trained."""
     return group(completion([], [-1.0]), step=metrics_line(7).step)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize(
+    "groups",
+    [healthy(3), [group(completion([-1.0], [-1.0]))], [group(completion([-1.0, -900.0], [-700.0, -0.0]))], []],
+    ids=["healthy", "one token", "extreme", "none"],
+)
+def test_any_numbers_are_drawn_in_any_room(tmp_path: Path, groups: list[RolloutLine], loss: str) -> None:
+    write_groups(tmp_path, groups)
+    (tmp_path / "resolved.json").write_text(json.dumps({"services": {"t": {"kind": "trainer", "loss": loss}}}))
+    reader = AlignmentReader(tmp_path)
+    measured = reader.look(Window.ALL, None, ())
+    for page in Page:
+        view = AlignmentView(measured=measured, page=page, settings=reader.settings, first_token=3)
+        state = ViewState(run_folder=tmp_path, now=NOW, alignment=view)
+        for width, height in itertools.product((1, 20, 61, 80, 110, 200), (1, 3, 8, 20, 46)):
+            for row in AlignmentBody().lines(state, width, height):
+                assert width < 61 or row.cell_length <= width, (width, height, row.plain)
 
 
 # --- charts ----------------------------------------------------------------------------------------------------------

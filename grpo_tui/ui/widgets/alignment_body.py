@@ -124,7 +124,7 @@ def _without_tokens(state: ViewState, measured: Measured, width: int, height: in
     )
     rows = [
         rule(width, "alignment"),
-        *(line((f" {text}", ".muted")) for text in textwrap.wrap(words, width - 2, break_on_hyphens=False)),
+        *(line((f" {text}", ".muted")) for text in textwrap.wrap(words, max(10, width - 2), break_on_hyphens=False)),
     ]
     for warning in state.warnings:
         if warning.id in ALIGNMENT_WARNINGS:
@@ -196,7 +196,8 @@ def token_lines(worst: Sequence[WorstToken], first: int, width: int, height: int
         figures = f" {token.difference:>+6.2f}  {_chances(token):<11}  {token.step:>5} {_place(token):>9} "
         age, alike = "–" if token.age is None else str(token.age), f"×{token.num}" if token.num > 1 else ""
         figures += f"{age:>3} {alike:>5}  " if is_wide else " "
-        rows.append(line((figures, "" if abs(token.difference) < 1 else ".strong"), *_context(token, text_width)))
+        row = line((figures, "" if abs(token.difference) < 1 else ".strong"), *_context(token, text_width))
+        rows.append(row.truncate(width, ellipsis=True))
     return rows[:height]
 
 

@@ -55,6 +55,7 @@ def differences_chart(numbers: AlignmentNumbers, settings: RunSettings, width: i
     counts[-1] += len(rising) - bisect_right(rising, reach)
     styles = styles_of(edges, lambda value: ".spark" if _is_inside(value, settings) else ".warning")
     middle = num_columns // 2
+    marks = {middle: ".faint"} | _clip_marks(settings, reach, num_columns)
     ticks = {0: f"{-reach:g}", middle // 2: f"{-reach / 2:g}", middle: "0"}
     ticks |= {num_columns - 1 - middle // 2: f"{reach / 2:g}", num_columns - 1: f"{reach:g} nats"}
     most = max(counts)
@@ -65,9 +66,10 @@ def differences_chart(numbers: AlignmentNumbers, settings: RunSettings, width: i
     size_name = "abs mean" if width >= NARROW else "abs"
     mean = f"mean {_signed(numbers.all.mean)}  {size_name} {number_text(numbers.all.abs_mean)}"
     mean += f"  {short_count(beyond)} beyond" if beyond else ""
+    mean += "  (│ the clip)" if len(marks) > 1 and width >= NARROW else ""
     return [
         rule(width, title, "tokens (log scale)" if width >= NARROW + 10 else "tokens"),
-        *columns_chart(shares, styles, plot_rows, count_labels(most, plot_rows), marks={middle: ".faint"}),
+        *columns_chart(shares, styles, plot_rows, count_labels(most, plot_rows), marks=marks),
         *axis_lines(num_columns, ticks),
         line((fit(f" {mean}", width), ".muted")),
         line((fit(f" abs: {told}", width), ".muted")),
@@ -195,6 +197,15 @@ def series_lines(history: MetricHistory, width: int, height: int) -> list[Conten
     if len(rows) == 1:
         rows.append(line((fit("  no metric of the alignment yet", width), ".muted")))
     return rows[:height]
+
+
+def _clip_marks(settings: RunSettings, reach: float, num_columns: int) -> dict[int, str]:
+    """The columns of a histogram from −reach to reach in which the clip of tokens has its edges."""
+    if settings.clips_sequences:
+        return {}
+    low, high = 1 - settings.clip_low, math.log1p(settings.clip_high)
+    edges = [math.log(low) if low > 0 else -math.inf, high]
+    return {place_of(edge, -reach, reach, num_columns): ".accent" for edge in edges if abs(edge) < reach}
 
 
 def _is_inside(difference: float, settings: RunSettings) -> bool:
