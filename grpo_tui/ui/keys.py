@@ -66,19 +66,20 @@ LAST_EVERYWHERE = (
 EVERYWHERE = (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)
 
 ON_TRAVEL = (
-    Key(key="left", shown="←", action="screen.travel_move(-1)", label="back", help="a little back in time"),
-    Key(key="right", shown="→", action="screen.travel_move(1)", label="on", help="a little on"),
+    Key(key="left", shown="← →", action="screen.travel_move(-1)", label="move",
+        help="a little back in time, or on"),
+    Key(key="right", shown="→", action="screen.travel_move(1)", label="", is_in_footer=False, help="a little on"),
     Key(key="shift+left,ctrl+left", shown="⇧←", action="screen.travel_move(-10)", label="far", is_in_footer=False,
         help="ten times as far back (ctrl+← too)"),
     Key(key="shift+right,ctrl+right", shown="⇧→", action="screen.travel_move(10)", label="far", is_in_footer=False,
         help="ten times as far on (ctrl+→ too)"),
-    Key(key="left_square_bracket", shown="[", action="screen.travel_jump('event', -1)", label="event",
-        help="the event before: a state changed, a warning, an evaluation, a checkpoint"),
-    Key(key="right_square_bracket", shown="]", action="screen.travel_jump('event', 1)", label="event",
+    Key(key="left_square_bracket", shown="[ ]", action="screen.travel_jump('event', -1)", label="event",
+        help="the event before or after: a state changed, a warning, an evaluation"),
+    Key(key="right_square_bracket", shown="]", action="screen.travel_jump('event', 1)", label="", is_in_footer=False,
         help="the next event"),
-    Key(key="comma", shown=",", action="screen.travel_jump('step', -1)", label="step",
-        help="the optimizer step before"),
-    Key(key="full_stop", shown=".", action="screen.travel_jump('step', 1)", label="step",
+    Key(key="comma", shown=", .", action="screen.travel_jump('step', -1)", label="step",
+        help="the optimizer step before or after"),
+    Key(key="full_stop", shown=".", action="screen.travel_jump('step', 1)", label="", is_in_footer=False,
         help="the next optimizer step"),
     Key(key="home", shown="Home", action="screen.travel_jump('end', -1)", label="start", is_in_footer=False,
         help="where the run began"),
@@ -89,7 +90,7 @@ ON_TRAVEL = (
     Key(key="t,escape", shown="t", action="screen.travel_close", label="now",
         help="back to the present (esc too)"),
 )  # fmt: skip
-"""Those of the line of time, while it is there."""
+"""Those of the line of time, while it is there; a pair is told at its first."""
 
 ON_MAIN = (
     Key(key="r", shown="r", action="app.restart_chosen", label="restart", acts=True,

@@ -132,12 +132,13 @@ class TimelineFile:
 
     def past(self, moment: float, service: str | None) -> Past:
         """How everything stood at a moment, with the log of a service as it was then."""
-        replay, ends = self._replayed(moment)
+        replay, ends, is_guessed = self._replayed(moment)
         log = LogView(service=service)
         if service is not None:
             path = self._folder / f"{service}.log"
             is_over = replay.status is not None and replay.status.state in ENDED_RUN_STATES
-            log = log_until(path, service, WHOLE if is_over else ends.get(service))
+            end = WHOLE if is_over else ends.get(service)
+            log = log_until(path, service, end, whole_lines=is_guessed and not is_over)
         return Past(
             moment=moment,
             status=replay.status,
@@ -220,8 +221,8 @@ class TimelineFile:
 
     # --- a moment --------------------------------------------------------------------------------------------------
 
-    def _replayed(self, moment: float) -> tuple[Replay, dict[str, int]]:
-        """Everything as it stood, and how far each log went, as far as that is known."""
+    def _replayed(self, moment: float) -> tuple[Replay, dict[str, int], bool]:
+        """Everything as it stood, how far each log went, as far as that is known, and whether that is guessed."""
         first = min(1, len(self._times))  # before the first line everything stood as it tells
         count = max(first, bisect_right(self._times, moment))
         later = max(first, bisect_right(self._times, moment + LOG_SLACK_S))
@@ -230,15 +231,20 @@ class TimelineFile:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._identity:
-                    return Replay(), {}  # it was replaced: the next `read` takes it up
+                    return Replay(), {}, False  # it was replaced: the next `read` takes it up
                 replay = self._fold(file.fileno(), count)
                 sample = self._usage_at(file.fileno(), usage)
-                ends = self._usage_at(file.fileno(), self._usage_line(later))
+                latest = self._usage_line(later)
+                before, after = self._usage_at(file.fileno(), latest), self._usage_at(file.fileno(), self._next(latest))
         except OSError:
-            return Replay(), {}
+            return Replay(), {}, False
         if sample is not None and replay.status is not None and usage > self._last_snapshot(count):
             replay = replace(replay, status=after_event(replay.status, sample))
-        return replay, ends.log_bytes if ends is not None else {}
+        if before is None:
+            return replay, {}, False
+        if after is None or moment <= before.time:
+            return replay, before.log_bytes, False
+        return replay, _grown(before, after, moment), True
 
     def _fold(self, descriptor: int, count: int) -> Replay:
         if count == 0:
@@ -264,6 +270,11 @@ class TimelineFile:
         """The number of the last sample among the first so many lines; -1 for none."""
         found = bisect_right(self._usage_lines, count - 1)
         return self._usage_lines[found - 1] if found else -1
+
+    def _next(self, usage_line: int) -> int:
+        """The number of the sample after one; -1 for none."""
+        found = bisect_right(self._usage_lines, usage_line)
+        return self._usage_lines[found] if usage_line >= 0 and found < len(self._usage_lines) else -1
 
     def _last_snapshot(self, count: int) -> int:
         found = bisect_right(self._snapshot_lines, count - 1)
@@ -314,6 +325,15 @@ def _with_service(replay: Replay, service: ServiceStatus, since: float, told_at:
     return replace(replay, transitions={**replay.transitions, name: entered}, start_phases=phases)
 
 
+def _grown(before: UsageSampled, after: UsageSampled, moment: float) -> dict[str, int]:
+    """How far logs went between two samples, if they grew evenly."""
+    share = (moment - before.time) / max(after.time - before.time, 1e-9)
+    ends = before.log_bytes
+    return {
+        name: end + int(max(0, after.log_bytes.get(name, end) - end) * min(share, 1.0)) for name, end in ends.items()
+    }
+
+
 def _event(line: bytes) -> Snapshot | Event | None:
     if not line.endswith(b"\n"):
         return None
@@ -339,8 +359,12 @@ def _words(service: ServiceStatus, was: ServiceState | None) -> str:
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 
-def log_until(path: Path, service: str, end: int | None) -> LogView:
-    """The last lines of a log, up to an absolute offset; None: it is not known how long the log was."""
+def log_until(path: Path, service: str, end: int | None, *, whole_lines: bool = False) -> LogView:
+    """The last lines of a log, up to an absolute offset; None: it is not known how long the log was.
+
+    Args:
+        whole_lines: leave the last line out where the offset is in the midst of it.
+    """
     if end is None:
         return LogView(service=service, lines=("··· how long this log was at that moment was not kept",))
     try:
@@ -358,4 +382,4 @@ def log_until(path: Path, service: str, end: int | None) -> LogView:
     if not part.is_start:
         data = data[data.find(b"\n") + 1 :]
     *lines, rest = data.split(b"\n")
-    return LogView(service=service, lines=tuple(map(as_text, lines)), open_line=as_text(rest))
+    return LogView(service=service, lines=tuple(map(as_text, lines)), open_line="" if whole_lines else as_text(rest))

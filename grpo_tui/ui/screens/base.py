@@ -70,6 +70,7 @@ class RunScreen(Screen[None]):
 
     def action_travel_type(self) -> None:
         """Ask for a time or a step."""
+        self.query_one(TravelInput).open()
         self.post_message(Travelled(TypingBegan()))
 
     def action_travel_close(self) -> None:

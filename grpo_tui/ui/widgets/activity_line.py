@@ -26,6 +26,7 @@ WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 """States in the middle of a restart: waiting for the services that it needs is one of them."""
 QUIET_WORDS = "↑↓ choose a service, space tags it · ^p finds everything · ? explains"
 WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds everything · ? explains"
+TRAVEL_WORDS = "⇧← ⇧→ move ten times as far · a click or a drag on the line goes there · ? explains its signs"
 FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
 """Until the first key that a person ever presses here."""
 
@@ -61,6 +62,8 @@ def _hint(state: ViewState) -> Styled:
     """What the next key may be, while there is nothing else to tell."""
     if state.viewer.is_new:
         return FIRST_WORDS, ".accent"
+    if state.travel.is_open:
+        return TRAVEL_WORDS, ".faint"
     tagged = [service.name for service in state.chosen] if state.viewer.tagged else []
     if tagged:
         names = ", ".join(tagged)

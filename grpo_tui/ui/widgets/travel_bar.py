@@ -39,6 +39,7 @@ MARK_SIGNS: dict[MarkKind, tuple[str, str]] = {
     MarkKind.FAILURE: ("✗", ".error"),
 }
 """The gravest is drawn where several fall on one cell."""
+MARKS_TOLD = "  ".join(f"{sign} {kind}" for kind, (sign, _) in MARK_SIGNS.items())
 GRAVITY = {kind: place for place, kind in enumerate(MarkKind)}
 CURSOR, TRACK, PASSED = "█", "─", "━"
 ROOMY_ROWS = 30
@@ -136,15 +137,19 @@ class TravelInput(Input):
         """Be there while something is to be typed."""
         is_wanted = state.travel.is_open and state.travel.is_typing
         if is_wanted and not self.has_class("-open") and self.screen.is_current:
-            self.can_focus = True
-            self.add_class("-open")
-            self.value = ""
-            self.focus(scroll_visible=False)
+            self.open()
         elif not is_wanted and self.has_class("-open"):
             self.can_focus = False
             self.remove_class("-open")
             if self.has_focus:
                 self.screen.set_focus(None)
+
+    def open(self) -> None:
+        """Take the keys at once: what is typed next may be here already."""
+        self.can_focus = True
+        self.add_class("-open")
+        self.value = ""
+        self.screen.set_focus(self, scroll_visible=False)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Go there."""
