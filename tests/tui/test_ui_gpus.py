@@ -156,7 +156,11 @@ async def test_twelve_services_have_twelve_looks(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"are_shares_known": False, "other_bytes": None, "by_service": {}, "other_by_user": {}},
-         ["holder not known", "▲ the driver does not tell which of these are ours", "who holds what is not known"]),
+         ["holder not known", "▲ the driver does not tell how much memory each of these holds",
+          "who holds what is not known"]),
+        ({"are_shares_known": False, "other_bytes": None, "by_service": {}, "other_by_user": {},
+          "processes": [GpuProcess(pid=4_000_000, is_visible=False, memory_bytes=GIB)]},
+         ["not told, maybe ours", "▲ the driver lists pids of the machine outside"]),
         ({"stale_s": 37.0}, ["stale 37s", "▲ these figures are 37s old: the driver does not answer"]),
         ({"has_mig": True, "utilization_percent": None, "mig": [MigInstance(
             name="NVIDIA H100 80GB HBM3 MIG 3g.40gb", uuid="MIG-1", gpu_instance=1, memory_used_bytes=24 * GIB,
@@ -167,7 +171,7 @@ async def test_twelve_services_have_twelve_looks(tmp_path: Path) -> None:
         ({"processes": []}, ["the driver lists no process; those of another container are not told"]),
         ({"processes": [], "memory_used_bytes": 0, "by_service": {}, "other_bytes": 0}, ["no process is on this GPU"]),
     ],
-    ids=["foreign pids", "hanging", "mig", "mig without parts", "no memory figures", "no processes", "idle"],
+    ids=["no shares", "foreign pids", "hanging", "mig", "mig without parts", "no figures", "unlisted", "idle"],
 )  # fmt: skip
 async def test_what_the_driver_does_not_tell_is_said(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     async with shown(tmp_path, SMALL, run_status(run=tmp_path.name)) as screen:
@@ -223,6 +227,18 @@ async def test_the_strip_shows_power_temperature_and_a_short_history_where_there
         await screen.pilot.resize_terminal(*SMALL)
         await screen.until(lambda: "█" not in screen.lines(GpuPanel)[0].partition("busy")[2])
         assert screen.lines(GpuPanel)[0].rstrip().endswith("97% busy   512W  61°C")
+
+
+async def test_eight_gpus_share_the_few_rows_of_a_small_terminal(tmp_path: Path) -> None:
+    status = run_status(run=tmp_path.name, gpus=[full_gpu(index) for index in range(8)])
+    async with shown(tmp_path, SMALL, status) as screen:
+        *bars, legend = screen.lines(GpuPanel)
+        assert [word for bar in bars for word in bar.split() if word.isdigit()] == [str(index) for index in range(8)]
+        assert sum(bar.count("97%") for bar in bars) == 8
+        assert "vllm 288.8G" in legend
+        await screen.pilot.resize_terminal(*LARGE)
+        await screen.until(lambda: len(screen.lines(GpuPanel)) == 9)
+        assert all("97% busy" in bar for bar in screen.lines(GpuPanel)[:8])
 
 
 @SIZES

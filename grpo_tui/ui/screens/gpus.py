@@ -12,7 +12,7 @@ from textual.containers import VerticalScroll
 from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.screens.base import RunScreen
-from grpo_tui.ui.widgets.gpu_report import GpuReport
+from grpo_tui.ui.widgets.gpu_report import TWO_COLUMNS, GpuReport
 from grpo_tui.view.gpu_past import read_samples
 from grpo_tui.view.gpu_plan import read_memory_plan
 from grpo_tui.view.gpu_view import CommandsTurned, PastRead, PlanRead, SpanTurned
@@ -38,6 +38,8 @@ KEYS = (
 )  # fmt: skip
 LOW, HIGH = 30, 44
 """Rows of the terminal at which charts grow."""
+NUM_OTHER_ROWS = 28
+"""Those of a usual block and of the frame, without the chart."""
 
 
 class ReportScroll(VerticalScroll, can_focus=False):
@@ -76,9 +78,14 @@ class GpusScreen(RunScreen):
 
     def draw(self, state: ViewState) -> None:
         """Show another state."""
-        height = self.size.height
-        self.query_one(GpuReport).chart_rows = 5 if height < LOW else 8 if height < HIGH else 10
+        self.query_one(GpuReport).chart_rows = self._chart_rows(state)
         super().draw(state)
+
+    def _chart_rows(self, state: ViewState) -> int:
+        width, height = self.size
+        if width >= TWO_COLUMNS and state.status is not None and len(state.status.gpus) <= 1:
+            return min(20, max(8, height - NUM_OTHER_ROWS))  # all blocks stand beside each other
+        return 5 if height < LOW else 8 if height < HIGH else 10
 
     def on_resize(self, event: events.Resize) -> None:
         """Charts are as high as the terminal allows."""

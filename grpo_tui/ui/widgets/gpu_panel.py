@@ -25,6 +25,9 @@ SHARES_UNKNOWN = "who holds what is not known: the driver does not tell"
 HISTORY_WIDTH = 100
 """From here on the figures have their history beside them."""
 SPARK_WIDTH = 10
+NARROWEST_CELL = 16
+GAP = 2
+"""Columns of a GPU, and between two of them, where several share a row."""
 
 
 class GpuPanel(Lines):
@@ -45,12 +48,12 @@ class GpuPanel(Lines):
         gpus = state.status.gpus
         if not gpus:
             return _host_lines(state, width)
-        shown = gpus[: max(1, height - 1)]
         parts = [gpu_parts(gpu, state) for gpu in gpus]
-        columns = laid_out(moments_until(state.gpus, state.until), SPARK_WIDTH) if width >= HISTORY_WIDTH else None
-        bars = [_gpu_line(gpu, width, bar_parts, columns) for gpu, bar_parts in zip(shown, parts, strict=False)]
-        if len(shown) < len(gpus):
-            bars[-1] = line((f"  … and {len(gpus) - len(shown) + 1} more GPUs: 2 shows them all", ".muted"))
+        if len(gpus) < height:
+            columns = laid_out(moments_until(state.gpus, state.until), SPARK_WIDTH) if width >= HISTORY_WIDTH else None
+            bars = [_gpu_line(gpu, width, held, columns) for gpu, held in zip(gpus, parts, strict=True)]
+        else:
+            bars = _packed(gpus, parts, width, max(1, height - 1))
         is_known = all(gpu.are_shares_known for gpu in gpus)
         return [*bars, _legend(list(itertools.chain(*parts)), width, "" if is_known else SHARES_UNKNOWN)]
 
@@ -73,6 +76,29 @@ def _gpu_line(gpu: GpuStatus, width: int, parts: list[Part], columns: Columns | 
     figures = line(*amounts, *_activity(gpu, history))
     bar_width = min(MAX_BAR, width - LABEL_WIDTH - figures.cell_length)
     return line(label, *bar(parts, total, bar_width)) + figures
+
+
+def _packed(gpus: Sequence[GpuStatus], parts: Sequence[list[Part]], width: int, num_rows: int) -> list[Content]:
+    """Several GPUs a row where there are fewer rows: number, bar and how busy each is."""
+    a_row = -(-len(gpus) // num_rows)
+    cell_width = (width - GAP * (a_row - 1)) // a_row
+    if cell_width < NARROWEST_CELL:
+        a_row, cell_width = (width + GAP) // (NARROWEST_CELL + GAP), NARROWEST_CELL
+    cells = [_cell(gpu, held, cell_width) for gpu, held in zip(gpus, parts, strict=True)]
+    rows = [Content(" " * GAP).join(cells[place : place + a_row]) for place in range(0, len(cells), a_row)]
+    if len(rows) > num_rows:
+        rows[num_rows - 1] = line((f"  … {len(gpus)} GPUs: 2 shows them all", ".muted"))
+    return rows[:num_rows]
+
+
+def _cell(gpu: GpuStatus, parts: list[Part], width: int) -> Content:
+    figure = "stale" if gpu.stale_s is not None else percent_text(gpu.utilization_percent)
+    label, end = f"{gpu.index} ", f" {fit(figure, 5, right=True)}"
+    end_style = ".warning" if gpu.stale_s is not None else ".muted"
+    room = width - len(label) - len(end)
+    total = gpu.memory_total_bytes
+    drawn: list[Styled] = bar(parts, total, room) if total else [(fit("unknown", room), ".muted")]
+    return line((label, ".strong"), *drawn, (end, end_style))
 
 
 def _activity(gpu: GpuStatus, history: Sequence[Sequence[GpuFigures]] | None) -> list[str | Styled]:

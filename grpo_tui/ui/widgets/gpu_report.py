@@ -241,7 +241,9 @@ def _process_table(gpu: GpuStatus, state: ViewState, width: int) -> list[Content
         )
         rows += [line(" " * (before + 1), (more, ".muted")).truncate(width) for more in folded[1:]]
     if not gpu.are_shares_known:
-        words = "▲ the driver does not tell which of these are ours: it lists pids of the machine outside, or no memory"
+        words = "▲ the driver lists pids of the machine outside: which of these are ours it does not tell"
+        if any(process.is_visible for process in gpu.processes):
+            words = "▲ the driver does not tell how much memory each of these holds"
         rows += _wrapped(words, width, INDENT, ".warning")
     return rows
 
