@@ -11,6 +11,7 @@ from screen_fakes import NOW, changed, four_services, gpu, run_status, service
 from test_ui_screen import shown
 from textual.command import CommandList, CommandPalette
 from textual.content import Content
+from textual.geometry import Region
 
 from grpo_tui.ui.keys import EVERYWHERE, ON_MAIN
 from grpo_tui.ui.preferences import Preferences
@@ -24,6 +25,7 @@ from grpo_tui.ui.widgets.lines import Lines, differing_cells
 from grpo_tui.ui.widgets.log_panel import LogLines
 from grpo_tui.ui.widgets.services_table import TAG, ServicesTable
 from grpo_tui.ui.widgets.warnings_bar import WarningsBar
+from grpo_tui.view.state import Ticked
 
 pytestmark = pytest.mark.slow
 SMALL, LARGE = (80, 24), (200, 50)
@@ -249,6 +251,17 @@ def test_of_a_line_only_the_cells_that_differ_are_sent(old: str, new: str, cells
 
 def test_a_word_that_only_changes_its_colour_is_sent_too() -> None:
     assert differing_cells(Content.assemble("a ", ("b", ".ok"), " c"), Content("a b c")) == (2, 3)
+
+
+async def test_a_second_that_passes_paints_the_digits_of_the_clock_and_nothing_else(tmp_path: Path) -> None:
+    async with shown(tmp_path, LARGE, num_steps=40) as screen:
+        painted: list[Region] = []
+        for part in screen.app.main.query(Lines):
+            part.refresh = lambda *regions, **_: painted.extend(regions)  # type: ignore[method-assign]
+        screen.app._apply(Ticked(now=NOW + 1))
+        await screen.until(lambda: "12m06s" in screen.text(HeaderLine))
+        assert painted
+        assert all(region.width <= 2 for region in painted), painted
 
 
 async def test_two_viewers_of_one_run_both_follow_and_either_may_leave(tmp_path: Path) -> None:
