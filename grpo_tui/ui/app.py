@@ -41,6 +41,7 @@ from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, page_width, warnings_page
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
+from grpo_tui.ui.widgets.travel_bar import TravelBar
 from grpo_tui.view import state as view
 from grpo_tui.view import travel, viewer
 from grpo_tui.view.crash_files import newest_report
@@ -372,6 +373,8 @@ class GrpoScreen(ThemedApp[None]):
     def action_travel(self) -> None:
         """Go back in time, or come back to the present."""
         self._apply(travel.Closed() if self.state.travel.is_open else travel.Opened())
+        if self.state.travel.is_open and self.shown is not None and self.shown.is_mounted:
+            self.shown.query_one(TravelBar).take_keys()
 
     def action_detach(self) -> None:
         """Leave the screen; the run goes on."""

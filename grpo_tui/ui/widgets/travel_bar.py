@@ -75,6 +75,11 @@ class TravelBar(Lines):
         super().draw(state)
         self.screen.query_one(TravelInput).draw(state)
 
+    def take_keys(self) -> None:
+        """Have the keys at once: the next may be here already."""
+        self.can_focus = True
+        self.screen.set_focus(self, scroll_visible=False)
+
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """When, how long ago and at which step; the line; what happened last and what comes next."""
         travel = state.travel
@@ -132,17 +137,15 @@ class TravelInput(Input):
             compact=True,
         )
         self.can_focus = False
+        self._is_wanted = False
 
     def draw(self, state: ViewState) -> None:
         """Be there while something is to be typed."""
-        is_wanted = state.travel.is_open and state.travel.is_typing
-        if is_wanted and not self.has_class("-open") and self.screen.is_current:
+        was_wanted, self._is_wanted = self._is_wanted, state.travel.is_open and state.travel.is_typing
+        if self._is_wanted and not self.has_class("-open") and self.screen.is_current:
             self.open()
-        elif not is_wanted and self.has_class("-open"):
-            self.can_focus = False
-            self.remove_class("-open")
-            if self.has_focus:
-                self.screen.set_focus(None)
+        elif was_wanted and not self._is_wanted:
+            self.close()
 
     def open(self) -> None:
         """Take the keys at once: what is typed next may be here already."""
@@ -151,13 +154,23 @@ class TravelInput(Input):
         self.value = ""
         self.screen.set_focus(self, scroll_visible=False)
 
+    def close(self) -> None:
+        """Give the keys back."""
+        if not self.has_class("-open"):
+            return
+        self.can_focus = False
+        self.remove_class("-open")
+        self.screen.query_one(TravelBar).take_keys()
+
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Go there."""
         event.stop()
+        self.close()
         self.post_message(Travelled(Typed(text=event.value)))
 
     def action_give_up(self) -> None:
         """Go nowhere."""
+        self.close()
         self.post_message(Travelled(Typed(text="")))
 
 
