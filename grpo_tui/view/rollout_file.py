@@ -157,6 +157,16 @@ class RolloutFile:
                 low = head.index + 1
         return low
 
+    def may_hold(self, index: int, needle: str) -> bool:
+        """Whether `texts` may hold a text, in whatever case: a quick look at the bytes, before they are read as JSON.
+
+        Args:
+            needle: in lower case.
+        """
+        if not needle.isascii() or not needle.isprintable() or '"' in needle or "\\" in needle:
+            return True  # it may stand there in several ways
+        return needle.encode() in self._line(index).lower()
+
     def texts(self, index: int) -> list[str]:
         """Prompt and completions of a group, to be searched; none of a broken line."""
         try:

@@ -10,11 +10,13 @@ import time
 from collections import deque
 from pathlib import Path
 
-from grpo_tui.view.rollout_file import RolloutFile
+from grpo_tui.view.rollout_file import GroupHead, RolloutFile
 from grpo_tui.view.rollout_view import GroupFilter, GroupsRead
 
 SEARCH_S = 0.15
 """How long a look may search; the next one goes on."""
+HEADS_S = 0.03
+"""How long a look may read heads: groups of many megabytes take their time."""
 ROWS_AROUND = 80
 """Heads that are read before and after the chosen group."""
 
@@ -44,7 +46,7 @@ class RolloutReader:
         chosen = _nearest(found, selected, is_rising=wanted.prompt_key is not None)
         place = found.index(chosen) if chosen is not None else 0
         around = found[max(0, place - ROWS_AROUND) : place + ROWS_AROUND]
-        heads = {index: self._file.head(index) for index in around}
+        heads = self._heads_in_time(sorted(around, key=lambda index: abs(index - (chosen or 0))))
         self._environments |= {head.environment for head in heads.values() if head and head.environment}
         return GroupsRead(
             filter=wanted,
@@ -52,12 +54,23 @@ class RolloutReader:
             found=found,
             num_looked_at=self._high - self._low if not wanted.is_open else total,
             is_searching=self._file.is_behind or (not wanted.is_open and self._low > 0),
+            has_all_heads=len(heads) == len(around),
             heads=heads,
             chosen=chosen,
             group=None if chosen is None else self._file.read(chosen),
             environments=tuple(sorted(self._environments)),
             generation=self._file.generation,
         )
+
+    def _heads_in_time(self, nearest_first: list[int]) -> dict[int, GroupHead | None]:
+        """As many as can be read in a look, one at least; what was read is remembered, and the next look has more."""
+        heads: dict[int, GroupHead | None] = {}
+        deadline = time.monotonic() + HEADS_S
+        for index in nearest_first:
+            if heads and time.monotonic() > deadline:
+                break
+            heads[index] = self._file.head(index)
+        return heads
 
     def _begin_search(self, wanted: GroupFilter) -> None:
         self._filter = wanted
@@ -88,6 +101,9 @@ class RolloutReader:
                 return
 
     def _takes(self, index: int) -> bool:
+        needle = self._filter.text.casefold()
+        if not self._file.may_hold(index, needle):
+            return False
         head = self._file.head(index)
         if head is None:
             return False
@@ -95,7 +111,6 @@ class RolloutReader:
             self._environments.add(head.environment)
         if not self._filter.takes(head):
             return False
-        needle = self._filter.text.casefold()
         return not needle or any(needle in text.casefold() for text in self._file.texts(index))
 
 

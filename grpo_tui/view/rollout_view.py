@@ -115,6 +115,8 @@ class GroupsRead:
     num_looked_at: int = 0
     is_searching: bool = False
     """Whether some have not been looked at yet."""
+    has_all_heads: bool = True
+    """Whether `heads` has all that a list may show around the chosen one."""
     heads: Mapping[int, GroupHead | None] = field(default_factory=lambda: MappingProxyType({}))
     """Those around the chosen one; None for a line that cannot be read."""
     chosen: int | None = None
@@ -127,9 +129,12 @@ class GroupsRead:
 
     def is_same(self, other: GroupsRead) -> bool:
         """Whether a later look found nothing else."""
-        mine = (self.filter, self.total, self.found, self.num_looked_at, self.is_searching, self.chosen)
-        others = (other.filter, other.total, other.found, other.num_looked_at, other.is_searching, other.chosen)
-        return mine == others and self.generation == other.generation and self.environments == other.environments
+        return _outcome(self) == _outcome(other)
+
+
+def _outcome(read: GroupsRead) -> tuple[object, ...]:
+    how_far = (read.num_looked_at, read.is_searching, len(read.heads), read.environments)
+    return read.generation, read.filter, read.total, read.chosen, how_far, read.found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

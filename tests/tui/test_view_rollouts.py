@@ -10,6 +10,7 @@ from rollout_fakes import completion, group, write_groups
 from screen_fakes import STARTED
 
 from grpo_engine.wire.metrics import RolloutLine
+from grpo_tui.view import rollout_reader
 from grpo_tui.view.rollout_reader import RolloutReader
 from grpo_tui.view.rollout_text import (
     SCALES,
@@ -132,6 +133,7 @@ def test_reading_a_completion_holds_its_group(seen: Seen, tmp_path: Path) -> Non
         (Narrowed(by="text", text="ÄPFEL"), [2]),
         (Narrowed(by="text", text="answer 2 of"), [4]),
         (Narrowed(by="text", text="nowhere"), []),
+        (Narrowed(by="text", text="policy_versions"), []),  # a word of the file, and of no group
     ],
 )
 def test_a_filter_lets_through_what_it_says(seen: Seen, change: RolloutChange, expected: list[int]) -> None:
@@ -213,6 +215,15 @@ def test_a_damaged_line_is_in_the_list_and_hides_no_other(tmp_path: Path) -> Non
     assert (len(seen.view.found), seen.view.chosen, seen.view.group) == (2, 1, None)
     seen.after(GroupMoved(by=1))
     assert seen.step == 1
+
+
+def test_heads_that_take_long_come_a_few_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_reader, "HEADS_S", -1.0)
+    seen = Seen(tmp_path, *RUN)
+    assert seen.view.read is not None
+    assert list(seen.view.read.heads) == [4]
+    assert not seen.view.read.has_all_heads
+    assert seen.step == 5
 
 
 def test_an_answer_to_an_older_question_changes_nothing(seen: Seen) -> None:

@@ -185,7 +185,8 @@ class RolloutsScreen(RunScreen):
             read = await asyncio.to_thread(self._reader.look, view.filter, view.selected, until=state.until)
             if view.read is None or not view.read.is_same(read):
                 self._change(GroupsArrived(read=read))
-            pause_s = SEARCH_PAUSE_S if read.is_searching else LOOK_PAUSE_S
+            is_done = not read.is_searching and read.has_all_heads
+            pause_s = LOOK_PAUSE_S if is_done else SEARCH_PAUSE_S
 
     async def _until_wanted(self, pause_s: float | None) -> None:
         """Return when something was asked for, or after a while in sight."""
