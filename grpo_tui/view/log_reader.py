@@ -332,8 +332,8 @@ class MatchCount:
         return True
 
     def number_at(self, cut: Cut) -> int | None:
-        """How many of the lines lie above a cut; None where they are too many to be remembered."""
-        if any(len(offsets) >= MOST_REMEMBERED for offsets in self._offsets):
+        """How many of the lines lie above a cut of the same logs; None where they are too many to be remembered."""
+        if len(cut) != len(self._offsets) or any(len(offsets) >= MOST_REMEMBERED for offsets in self._offsets):
             return None
         return sum(bisect_left(offsets, end) for offsets, end in zip(self._offsets, cut, strict=True))
 

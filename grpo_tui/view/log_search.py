@@ -130,7 +130,7 @@ ERRORS = OfLevel(re.compile(_ERROR, re.MULTILINE), _ERROR_NEEDLES)
 WARNINGS = OfLevel(re.compile(_ERROR + _WARNING, re.MULTILINE), (*_ERROR_NEEDLES, b"WARN", b"Warning", b'"warn'))
 
 
-def tests_of(level: Level, *patterns: str) -> tuple[LineTest, ...]:
+def line_tests(level: Level, *patterns: str) -> tuple[LineTest, ...]:
     """All that a line has to pass, the one that is to look for candidates first.
 
     Raises:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from rich.cells import cell_len
 
 from grpo_tui.view.log_reader import Cut, Extent, LogLine
-from grpo_tui.view.log_search import BrokenPattern, Level, LineTest, line_test, tests_of
+from grpo_tui.view.log_search import BrokenPattern, Level, LineTest, line_test, line_tests
 from grpo_tui.view.log_tail import without_colours
 
 MOST_LINES = 3000
@@ -107,7 +107,7 @@ class LogsView:
     @property
     def tests(self) -> tuple[LineTest, ...]:
         """What lines have to pass."""
-        return tests_of(self.level, self.pattern)
+        return line_tests(self.level, self.pattern)
 
     @property
     def line(self) -> LogLine | None:
@@ -395,7 +395,7 @@ def _narrowed(logs: LogsView) -> LogsView:
 
 def _filtered(logs: LogsView, pattern: str) -> LogsView:
     try:
-        tests_of(logs.level, pattern)
+        line_tests(logs.level, pattern)
     except BrokenPattern as broken:
         return replace(logs, fault=str(broken))
     if pattern == logs.pattern:

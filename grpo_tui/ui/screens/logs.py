@@ -141,6 +141,7 @@ class LogsScreen(RunScreen):
             self.query_one(ActivityLine).display = state.logs.prompt is None
             self.query_one(LogNarrowing).display = bool(narrowing(state.logs))
         super().draw(state)
+        self._number_match(state.logs)
         self._drawn.set()
 
     def _draw_prompt(self, prompt: LogPrompt, logs: LogsView) -> None:
@@ -268,10 +269,6 @@ class LogsScreen(RunScreen):
         if len(ends) > 1 and line.time is not None:
             cut = list(await asyncio.to_thread(reader.at_time, line.time, ends))
         cut[line.source] = line.offset
-        if self._counter is not None and logs.count is not None:
-            number = self._counter.number_at(tuple(cut))
-            count = replace(logs.count, number=None if number is None or not logs.count.is_done else number + 1)
-            self._tell(log_view.Counted(pattern=logs.searched, count=count))
         for place, each in enumerate(logs.lines):
             if (each.source, each.offset) == (line.source, line.offset):
                 self._tell(log_view.CursorSet(place=place))
@@ -288,16 +285,19 @@ class LogsScreen(RunScreen):
         is_done = False
         while not is_done:
             is_done = await asyncio.to_thread(counter.go_on, extent.ends)
-            number = None
-            if is_done and (cut := log_view.cut_at(self._state.logs, self._state.logs.cursor)) is not None:
-                line = self._state.logs.line
-                is_match = line is not None and line_test(pattern).accepts(without_colours(line.text).encode())
-                above = counter.number_at(cut) if len(cut) == len(extent.ends) and is_match else None
-                number = None if above is None else above + 1
-            count = log_view.Count(
-                num_matches=counter.num_matches, number=number, num_bytes=counter.num_bytes, is_done=is_done
-            )
+            count = log_view.Count(num_matches=counter.num_matches, num_bytes=counter.num_bytes, is_done=is_done)
             self._tell(log_view.Counted(pattern=pattern, count=count))
+
+    def _number_match(self, logs: LogsView) -> None:
+        """Say which match the cursor is on, once all are counted."""
+        cut = log_view.cut_at(logs, logs.cursor)
+        if self._counter is None or logs.count is None or not logs.count.is_done or cut is None or logs.line is None:
+            return
+        is_match = line_test(logs.searched).accepts(without_colours(logs.line.text).encode())
+        above = self._counter.number_at(cut) if is_match else None
+        count = replace(logs.count, number=None if above is None else above + 1)
+        if count != logs.count:
+            self._tell(log_view.Counted(pattern=logs.searched, count=count))
 
     def _recount(self) -> None:
         """Count anew, because other lines are shown or looked for."""

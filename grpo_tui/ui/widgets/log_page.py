@@ -244,8 +244,8 @@ def _where(logs: LogsView, until: float | None) -> list[str]:
     cut = cut_at(logs, logs.cursor + 1)
     if logs.extent is not None and cut is not None and logs.extent.num_bytes > 0:
         share = (sum(cut) - sum(logs.extent.starts)) / logs.extent.num_bytes
-        size = bytes_text(logs.extent.num_bytes)
-        words.append(f"{100 * min(max(share, 0.0), 1.0):.0f} % of {size}")
+        at = "" if logs.is_following else f"{100 * min(max(share, 0.0), 1.0):.0f} % of "
+        words.append(at + bytes_text(logs.extent.num_bytes))
     if until is not None:
         words.append("as it was then")
     elif logs.is_following:

@@ -1,0 +1,233 @@
+"""Lines of logs from any place in either direction, merged by time, narrowed, searched and counted."""
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from grpo_tui.supervisor.capped_log import cap
+from grpo_tui.view import log_reader
+from grpo_tui.view.log_reader import Found, LogFile, LogReader, MatchCount
+from grpo_tui.view.log_search import BrokenPattern, Level, line_tests
+from grpo_tui.view.log_time import NoTime, time_of, typed_time
+
+NOON = datetime(2026, 1, 31, 12, 0, 0).timestamp()
+
+
+def reader_of(tmp_path: Path, **logs: str) -> LogReader:
+    """Put logs into files, and read them."""
+    for name, text in logs.items():
+        (tmp_path / f"{name}.log").write_text(text)
+    return LogReader([LogFile(name=name, path=tmp_path / f"{name}.log") for name in logs])
+
+
+def texts(found: Found) -> list[str]:
+    return [line.text for line in found.lines]
+
+
+# --- in either direction ---------------------------------------------------------------------------------------------
+
+
+def test_pages_back_and_pages_on_give_every_line_once(tmp_path: Path) -> None:
+    lines = [f"line {number} " + "x" * (number % 300) for number in range(5000)]
+    reader = reader_of(tmp_path, trainer="\n".join(lines) + "\n")
+    ends = reader.extent().ends
+    cut, back = ends, list[str]()
+    while True:
+        found = reader.before(cut, 333)
+        cut, back = found.cut, texts(found) + back
+        if found.is_all:
+            break
+    assert back == lines
+    on = list[str]()
+    while True:
+        found = reader.after(cut, 333, ends)
+        cut, on = found.cut, on + texts(found)
+        if found.is_all:
+            break
+    assert on == lines
+
+
+def test_a_line_longer_than_a_block_comes_in_pieces_and_the_reading_goes_on_behind_it(tmp_path: Path) -> None:
+    long = "y" * 3_000_000
+    reader = reader_of(tmp_path, trainer=f"first\n{long}\nlast\n")
+    ends = reader.extent().ends
+    on, back = reader.after((0,), 100, ends), reader.before(ends, 100)
+    for found in (on, back):
+        assert found.is_all
+        assert (texts(found)[0], texts(found)[-1]) == ("first", "last")
+        assert sum(line.end - line.offset for line in found.lines) == ends[0]
+
+
+def test_a_line_that_is_being_written_is_read_again_when_it_is_longer(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, trainer="one\ntwo is not")
+    ends = reader.extent().ends
+    assert texts(reader.before(reader.last_lines_begin(ends), 10)) == ["one"]
+    found = reader.after((0,), 10, ends)
+    assert (texts(found), found.lines[-1].is_open) == (["one", "two is not"], True)
+    with (tmp_path / "trainer.log").open("a") as file:
+        file.write(" yet there\n")
+    again = reader.after(found.cut, 10, reader.extent().ends)
+    assert (texts(again), again.lines[0].is_open) == (["two is not yet there"], False)
+
+
+def test_lines_keep_their_offsets_when_the_older_half_of_the_log_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    path.write_text("=== attempt 1 · 2026-01-31 12:00:00 · python\n" + "".join(f"line {n:06}\n" for n in range(40_000)))
+    reader = LogReader([LogFile(name="trainer", path=path)])
+    before = reader.before(reader.extent().ends, 50)
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    assert cap(path, 200_000) > 0
+    extent = reader.extent()
+    assert extent.starts[0] > 0
+    assert reader.after(before.cut, 50, extent.ends).lines == before.lines
+    oldest = reader.after((0,), 3, extent.ends)
+    assert oldest.lines[0].text.startswith("=== capped")
+
+
+def test_a_log_that_is_not_there_holds_nothing_and_keeps_no_other_from_being_read(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, api="12:00:00 here\n", vllm="")
+    (tmp_path / "vllm.log").unlink()
+    ends = reader.extent().ends
+    assert ends == (14, 0)
+    assert texts(reader.before(ends, 10)) == ["12:00:00 here"]
+
+
+# --- merged by time --------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_merged_by_time_and_a_line_without_one_stays_below_the_line_before_it(tmp_path: Path) -> None:
+    reader = reader_of(
+        tmp_path,
+        api='=== attempt 1 · 2026-01-31 12:00:00 · api\n{"time": "2026-01-31T12:00:05", "event": "b"}\n',
+        trainer="=== attempt 1 · 2026-01-31 12:00:01 · train\n  no time\n12:00:03 INFO a\nTraceback\n12:00:07 INFO c\n",
+    )
+    ends = reader.extent().ends
+    merged = reader.after((0, 0), 100, ends)
+    ends_of_lines = [(line.source, line.text[-7:]) for line in merged.lines]
+    assert ends_of_lines == [
+        (0, "0 · api"), (1, "· train"), (1, "no time"), (1, " INFO a"), (1, "aceback"), (0, '": "b"}'), (1, " INFO c"),
+    ]  # fmt: skip
+    back = reader.before(ends, 100)
+    assert back.lines == merged.lines
+    cut = reader.at_time(NOON + 4, ends)
+    assert texts(reader.after(cut, 1, ends)) == ['{"time": "2026-01-31T12:00:05", "event": "b"}']
+
+
+def test_a_place_for_a_time_is_found_in_a_long_log_over_midnight(tmp_path: Path) -> None:
+    clock = [(22 * 3600 + 5 * number) % 86400 for number in range(20_000)]  # 28 h, a line every 5 s
+    lines = [f"{each // 3600:02}:{each // 60 % 60:02}:{each % 60:02} INFO line {n}" for n, each in enumerate(clock)]
+    reader = reader_of(tmp_path, env="=== attempt 1 · 2026-01-31 22:00:00 · env\n" + "\n".join(lines) + "\n")
+    ends = reader.extent().ends
+    begin = datetime(2026, 1, 31, 22, 0, 0).timestamp()
+    for number in (1, 3000, 19_000):
+        cut = reader.at_time(begin + 5 * number, ends)
+        assert texts(reader.after(cut, 1, ends)) == [lines[number]]
+
+
+# --- narrowed --------------------------------------------------------------------------------------------------------
+
+
+def test_only_lines_with_the_text_are_read_and_a_capital_makes_case_count(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, api="Loss 1\nother\nloss 2\nLOSS 3\n")
+    ends = reader.extent().ends
+    assert texts(reader.before(ends, 10, line_tests(Level.ALL, "loss"))) == ["Loss 1", "loss 2", "LOSS 3"]
+    assert texts(reader.after((0,), 10, ends, line_tests(Level.ALL, "Loss"))) == ["Loss 1"]
+    assert texts(reader.after((0,), 10, ends, line_tests(Level.ALL, r"loss \d", "3"))) == ["LOSS 3"]
+
+
+def test_colours_overwritten_states_and_ends_of_lines_hide_no_match_and_make_none(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, api="\x1b[32mINFO\x1b[0m: up\n10%|\r20%|\nab\nbc\n")
+    ends = reader.extent().ends
+
+    def found(pattern: str) -> int:
+        return len(reader.after((0,), 10, ends, line_tests(Level.ALL, pattern)).lines)
+
+    assert [found(each) for each in ("INFO: up", "20%", "10%", r"b\s*b", "a[^z]*c", "^bc$")] == [1, 1, 0, 0, 0, 1]
+
+
+def test_errors_are_told_from_warnings_and_take_their_indented_lines_along(tmp_path: Path) -> None:
+    reader = reader_of(
+        tmp_path,
+        vllm="INFO fine\nWARNING careful\nERROR bad\n  more of it\n"
+        'Traceback (most recent call last):\n  File "x"\nValueError: no\nINFO no terror here\n{"level": "error"}\n',
+    )
+    ends = reader.extent().ends
+    errors = texts(reader.after((0,), 20, ends, line_tests(Level.ERRORS)))
+    assert [each.split()[0] for each in errors] == ["ERROR", "more", "Traceback", "File", "ValueError:", '{"level":']
+    assert len(reader.after((0,), 20, ends, line_tests(Level.WARNINGS)).lines) == len(errors) + 1
+
+
+@pytest.mark.parametrize("pattern", ["foo(", "[a", "*", r"a\\("])
+def test_a_broken_expression_says_that_it_is_none_yet(pattern: str) -> None:
+    with pytest.raises(BrokenPattern, match="not yet a regular expression"):
+        line_tests(Level.ALL, pattern)
+
+
+def test_a_search_goes_in_pieces_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_reader, "BUDGET_BYTES", 100_000)
+    filler = "".join(f"line {number:08}\n" for number in range(60_000))
+    reader = reader_of(tmp_path, api=f"needle 1\n{filler}needle 2\n")
+    extent, tests = reader.extent(), line_tests(Level.ALL, "needle")
+    first = reader.before(extent.ends, 5, tests)
+    assert (texts(first), first.is_all) == (["needle 2"], False)
+    found, cut, num_pieces = list[str](), first.cut, 1
+    while not found:
+        piece = reader.before(cut, 5, tests)
+        assert piece.cut < cut
+        found, cut, num_pieces = texts(piece), piece.cut, num_pieces + 1
+    assert found == ["needle 1"]
+    assert num_pieces > 2
+    counter = MatchCount(reader, tests, extent)
+    while not counter.go_on(extent.ends):
+        assert counter.num_matches == 1
+    assert (counter.num_matches, counter.number_at(extent.ends), counter.number_at((0,))) == (2, 2, 0)
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "=== attempt 1 · 2026-01-31 12:00:00 · python",
+        '{"time": "2026-01-31T12:00:00", "level": "info"}',
+        "12:00:00 INFO a",
+        "[12:00:00] a",
+        "INFO 01-31 12:00:00 [core.py:12] a",
+        "(EngineCore pid=12) ERROR 01-31 12:00:00 [core.py:12] a",
+        "[I0131 12:00:00.000 a.cc:1] a",
+        "2026/01/31 12:00:00 a",
+        "31/Jan/2026:12:00:00 GET /",
+        "Jan 31 12:00:00 host a",
+        "\x1b[32m12:00:00\x1b[0m INFO a",
+        f'{{"ts": {NOON}}}',
+    ],
+)
+def test_times_are_read_in_the_usual_formats(line: str) -> None:
+    assert time_of(line.encode(), NOON + 3600) == NOON
+
+
+@pytest.mark.parametrize(
+    "line", ["", "Step 1/120", "100%|###| 20/20 [00:05<00:00]", "port 12:34", "2026-13-45 12:00:00", "ratio 1:2:3"]
+)
+def test_what_is_no_time_is_none(line: str) -> None:
+    assert time_of(line.encode(), NOON) is None
+
+
+def test_a_zone_is_heeded() -> None:
+    utc = time_of(b"2026-01-31T12:00:00Z a", NOON)
+    assert utc is not None
+    assert time_of(b"2026-01-31T14:00:00+02:00 a", NOON) == utc
+
+
+def test_a_typed_time_is_the_last_such_moment_or_so_long_ago() -> None:
+    assert typed_time("11:00", NOON) == NOON - 3600
+    assert typed_time("13:00:05", NOON) == NOON + 3605 - 86400
+    assert typed_time("2026-01-30 12:00", NOON) == NOON - 86400
+    assert typed_time("-1h30m", NOON) == NOON - 5400
+    for nonsense in ("25:00", "soon", "-", "12:61"):
+        with pytest.raises(NoTime, match="write 14:03:05"):
+            typed_time(nonsense, NOON)
