@@ -54,3 +54,15 @@ class Canvas:
         """The character of a cell and its owner; a space where nothing was drawn."""
         dots = self._dots[row][column]
         return (chr(_BLANK + dots) if dots else " "), self._owners[row][column]
+
+
+def thinned(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same line with at most four points a column: where it enters and leaves, its highest and its lowest."""
+    kept: list[tuple[int, int]] = []
+    for _, column in itertools.groupby(dots, key=lambda dot: dot[0]):
+        inside = list(column)
+        if len(inside) > 4:
+            ends = (min(inside, key=lambda dot: dot[1]), max(inside, key=lambda dot: dot[1]))
+            inside = [inside[0], *ends, inside[-1]]
+        kept += inside
+    return kept

@@ -146,6 +146,9 @@ def clipped(
 ) -> list[list[tuple[float, float]]]:
     """The pieces of a line through the points that lie within the window, cut at its edges and at gaps."""
     low, high = window
+    if all(low <= x <= high for x, _ in points):
+        together = itertools.groupby(points, key=lambda point: point[1] is None)
+        return [[(x, y) for x, y in piece if y is not None] for is_gap, piece in together if not is_gap]
     pieces: list[list[tuple[float, float]]] = [[]]
     before: tuple[float, float] | None = None
     for x, y in points:
@@ -352,10 +355,7 @@ def tick_texts(values: Sequence[float], *, is_log: bool) -> list[str]:
 
 
 def beyond(band: Band, scale: Scale) -> Literal["above", "below", ""]:
-    """Where the healthy values are that the scale does not reach; nothing where an end of the band is in sight."""
-    ends = [end for end in (band.low, band.high) if end is not None]
-    if any(scale.low <= end <= scale.high for end in ends):
-        return ""
+    """Where the healthy values are that the scale does not reach; nothing where it reaches some."""
     if band.low is not None and scale.high < band.low:
         return "above"
     return "below" if band.high is not None and scale.low > band.high else ""

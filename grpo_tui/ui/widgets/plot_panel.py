@@ -7,7 +7,7 @@ the curve, nor styles of the theme, nor single lines that are repainted by thems
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -18,7 +18,7 @@ from grpo_engine.wire.metrics import Band
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import NUM_SHARES, Lines, Styled, fit, line, rule
 from grpo_tui.ui.widgets.metrics_panel import band_text, judge
-from grpo_tui.view.braille import COLUMNS, ROWS, Canvas
+from grpo_tui.view.braille import COLUMNS, ROWS, Canvas, thinned
 from grpo_tui.view.curves import (
     Curve,
     Pane,
@@ -37,10 +37,13 @@ from grpo_tui.view.curves import (
     x_ticks,
 )
 from grpo_tui.view.format import UNKNOWN, duration_text, number_text
+from grpo_tui.view.history import MetricHistory
 from grpo_tui.view.metric_names import band_of, unit_of
 from grpo_tui.view.plot_view import CursorSet, PlotView, WindowSet, XAxis
 from grpo_tui.view.state import ViewState
 
+FREE = " ┈"
+"""Cells that the cursor may take."""
 OWN_MARK, OTHER_MARK, DASHES = "●", "○", "┄"
 AXIS_WORDS = {XAxis.STEP: "step", XAxis.TIME: "since the first step", XAxis.VERSION: "policy version"}
 VALUE_WIDTH = 9
@@ -70,6 +73,34 @@ class Geometry:
         return low + (high - low) * min(max(share, 0.0), 1.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a pane: its label, and the cells of the plot."""
+
+    head: Content
+    text: list[str]
+    spans: list[Span]
+
+    def with_cursor(self, column: int | None) -> Content:
+        """The row, with the cursor where nothing is drawn."""
+        if column is None or self.text[column] not in FREE:
+            return self.head + Content("".join(self.text), self.spans)
+        text = [*self.text]
+        text[column] = "│"
+        return self.head + Content("".join(text), [*self.spans, Span(column, column + 1, ".accent")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Everything but the cursor and the numbers."""
+
+    curves: list[Curve]
+    geometry: Geometry
+    rows: list[Row]
+    how: str
+    """How several metrics share the height, in words; of one, where its band is that is out of sight."""
+
+
 class PlotPanel(Lines):
     """The plot, its axes, and the table of its curves."""
 
@@ -85,6 +116,12 @@ class PlotPanel(Lines):
         super().__init__()
         self.geometry: Geometry | None = None
         """None while nothing is drawn."""
+        # A cursor that moves makes neither the curves anew, nor what is drawn of them.
+        self._history: MetricHistory | None = None
+        self._curves_of: tuple[object, ...] = ()
+        self._curves: list[Curve] = []
+        self._drawn_as: tuple[object, ...] = ()
+        self._drawn: Drawn | None = None
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Made anew with each step, and with each key of this screen."""
@@ -93,35 +130,41 @@ class PlotPanel(Lines):
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Title, panes, axis, cursor, table."""
         plots, names = state.plots, plotted(state.history, state.plots)
-        curves = _curves(state, names)
-        own = [curve for curve in curves if curve.run is None]
+        curves = self._curves_for(state, names)
         whole = x_range(curves, is_growing=not state.has_ended)
         if whole is None:
             self.geometry = None
             why = f"{', '.join(names)}: not measured in this run" if state.history.lines else NOT_YET
             return [rule(width, "plot"), line((f"  {why}", ".muted"))]
-        window = plots.window or whole
-        table = _table(curves, plots, window, width)[: max(2, height // 3)]
+        own = [curve for curve in curves if curve.run is None]
+        table = _table(curves, plots, plots.window or whole, width)[: max(2, height // 3)]
         told = [_cursor_line(own, plots)] if plots.cursor is not None else []
         num_rows = max(3, height - len(table) - len(told) - 3)
-        panes, how = panes_of(
-            curves, window, is_log=plots.is_log, shows_band=plots.shows_band, how=plots.y, num_rows=num_rows
-        )
-        left = max(_label_width(pane, num_rows // len(panes)) for pane in panes) + 1
-        columns = max(8, width - left)
-        places = sorted({x for curve in own for x, _ in curve.measured})
-        self.geometry = Geometry(left=left, columns=columns, window=window, whole=whole, places=tuple(places))
-        rows: list[Content] = []
-        for place, pane in enumerate(panes):
-            share = num_rows // len(panes) + (1 if place < num_rows % len(panes) else 0)
-            rows += _pane_rows(pane, plots, self.geometry, share, has_title=len(panes) > 1)
+        drawn = self._drawn_for(curves, plots, whole, width, num_rows)
+        self.geometry = drawn.geometry
+        cursor = None if plots.cursor is None else _column(plots.cursor, drawn.geometry)
         return [
-            _title(names, plots, how, width),
-            *rows,
-            *_axis_rows(self.geometry, plots, width),
+            _title(names, plots, drawn.how, width),
+            *(row.with_cursor(cursor) for row in drawn.rows),
+            *_axis_rows(drawn.geometry, plots, width),
             *told,
             *table,
         ]
+
+    def _curves_for(self, state: ViewState, names: tuple[str, ...]) -> list[Curve]:
+        plots = state.plots
+        if self._history is not state.history or self._curves_of != (plots.compared, names, plots.x):
+            self._history, self._curves_of = state.history, (plots.compared, names, plots.x)
+            self._curves = _curves(state, names)
+        return self._curves
+
+    def _drawn_for(
+        self, curves: list[Curve], plots: PlotView, whole: tuple[float, float], width: int, num_rows: int
+    ) -> Drawn:
+        how = (plots.window, plots.y, plots.is_log, plots.smoothing, plots.shows_band, whole, width, num_rows)
+        if self._drawn is None or self._drawn_as != how or self._drawn.curves is not curves:
+            self._drawn, self._drawn_as = _drawn(curves, plots, whole, width, num_rows), how
+        return self._drawn
 
     # --- the window and the cursor, for keys and the mouse ---------------------------------------------------------
 
@@ -225,9 +268,24 @@ def _curves(state: ViewState, names: Sequence[str]) -> list[Curve]:
 # --- the panes -------------------------------------------------------------------------------------------------------
 
 
-def _pane_rows(pane: Pane, plots: PlotView, geometry: Geometry, height: int, *, has_title: bool) -> list[Content]:
+def _drawn(curves: list[Curve], plots: PlotView, whole: tuple[float, float], width: int, num_rows: int) -> Drawn:
+    window = plots.window or whole
+    panes, how = panes_of(
+        curves, window, is_log=plots.is_log, shows_band=plots.shows_band, how=plots.y, num_rows=num_rows
+    )
+    left = max(_label_width(pane, num_rows // len(panes)) for pane in panes) + 1
+    places = sorted({x for curve in curves if curve.run is None for x, _ in curve.measured})
+    geometry = Geometry(left=left, columns=max(8, width - left), window=window, whole=whole, places=tuple(places))
+    rows: list[Row] = []
+    for place, pane in enumerate(panes):
+        share = num_rows // len(panes) + (1 if place < num_rows % len(panes) else 0)
+        rows += _pane_rows(pane, plots, geometry, share, has_title=len(panes) > 1)
+    return Drawn(curves=curves, geometry=geometry, rows=rows, how=how or _band_note(panes[0]))
+
+
+def _pane_rows(pane: Pane, plots: PlotView, geometry: Geometry, height: int, *, has_title: bool) -> list[Row]:
     """One pane: labels of its height to the left, then the curves before their band."""
-    title: list[Content] = []
+    title: list[Row] = []
     if has_title:
         title = [_pane_title(pane, geometry)]
         height -= 1
@@ -235,7 +293,6 @@ def _pane_rows(pane: Pane, plots: PlotView, geometry: Geometry, height: int, *, 
     marks: dict[tuple[int, int], tuple[str, str]] = {}
     for curve in sorted(pane.curves, key=lambda each: each.run is None):  # this run's curves over the other's
         _draw(curve, pane, plots, geometry, canvas, marks)
-    cursor = None if plots.cursor is None else _column(plots.cursor, geometry)
     labels = _labels(pane, height)
     rows = []
     for row in range(height):
@@ -245,15 +302,12 @@ def _pane_rows(pane: Pane, plots: PlotView, geometry: Geometry, height: int, *, 
             _put_band(pane.band, pane.scale, row, height, text, spans)
         for column in range(geometry.columns):
             sign, style = marks.get((column, row)) or canvas.cell(column, row)
-            if sign == " " and column == cursor and text[column] in " ┈":
-                sign, style = "│", ".accent"
             if sign != " ":
                 text[column] = sign
                 spans.append(Span(column, column + 1, style))
         label = labels.get(row, "")
-        edge = "┤" if label else "│"
-        head = f"{fit(label, geometry.left - 1, right=True)}{edge}"
-        rows.append(line((head, ".muted")) + Content("".join(text), _joined(spans)))
+        head = f"{fit(label, geometry.left - 1, right=True)}{'┤' if label else '│'}"
+        rows.append(Row(head=line((head, ".muted")), text=text, spans=_joined(spans)))
     return [*title, *rows]
 
 
@@ -294,31 +348,39 @@ def _draw_dots(
     points: Sequence[tuple[float, float | None]], scale: Scale, geometry: Geometry, canvas: Canvas, style: str
 ) -> None:
     """Each measurement by itself: joined ones would fill the plot around the smooth curve."""
+    dot_of = _mapper(scale, geometry, canvas)
     for piece in clipped(points, geometry.window):
         for x, y in piece:
-            dot = _dot_of(x, y, scale, geometry, canvas)
+            dot = dot_of(x, y)
             if dot is not None:
                 canvas.dot(*dot, style)
 
 
-def _dot_of(x: float, y: float, scale: Scale, geometry: Geometry, canvas: Canvas) -> tuple[int, int] | None:
-    place = scale.place(y)
-    if place is None:
-        return None
+def _mapper(scale: Scale, geometry: Geometry, canvas: Canvas) -> Callable[[float, float], tuple[int, int] | None]:
+    """Where the dot of a point is; far outside is as good as just outside, and a line to there has fewer dots."""
     low, high = geometry.window
-    column = round((x - low) / (high - low) * (canvas.num_columns - 1))
-    # Far outside is as good as just outside, and a line to there has fewer dots.
-    return column, round((1 - min(max(place, -0.5), 1.5)) * (canvas.num_rows - 1))
+    columns_a_unit, last_row = (canvas.num_columns - 1) / (high - low), canvas.num_rows - 1
+    lowest, highest = -last_row // 2, last_row + last_row // 2
+
+    def dot_of(x: float, y: float) -> tuple[int, int] | None:
+        place = scale.place(y)
+        if place is None:
+            return None
+        return round((x - low) * columns_a_unit), min(max(round((1 - place) * last_row), lowest), highest)
+
+    return dot_of
 
 
 def _draw_line(
     points: Sequence[tuple[float, float | None]], scale: Scale, geometry: Geometry, canvas: Canvas, style: str, *,
     is_dashed: bool,
 ) -> None:  # fmt: skip
-    shown = [(x, y if y is not None and scale.place(y) is not None else None) for x, y in points]
-    for piece in clipped(shown, geometry.window):
-        dots = [_dot_of(x, y, scale, geometry, canvas) for x, y in piece]
-        canvas.polyline([dot for dot in dots if dot is not None], style, is_dashed=is_dashed)
+    if scale.is_log:
+        points = [(x, y if y is not None and y > 0 else None) for x, y in points]
+    dot_of = _mapper(scale, geometry, canvas)
+    for piece in clipped(points, geometry.window):
+        dots = [dot_of(x, y) for x, y in piece]
+        canvas.polyline(thinned([dot for dot in dots if dot is not None]), style, is_dashed=is_dashed)
 
 
 def _cell_of(x: float, y: float, scale: Scale, geometry: Geometry, height: int) -> tuple[int, int] | None:
@@ -354,12 +416,17 @@ def _put_band(band: Band, scale: Scale, row: int, height: int, text: list[str], 
     words = f" healthy {band_text(band)} "
     if rows and row == rows[0] and len(text) > len(words) + 4:
         text[-len(words) :] = words
-    far = beyond(band, scale)
-    if far and row == (0 if far == "above" else height - 1):
-        words = f" healthy {band_text(band)}: {far} this "
-        if len(text) > len(words) + 4:
-            text[-len(words) :] = words
-            spans.append(Span(len(text) - len(words), len(text), ".warning"))
+
+
+def _band_note(pane: Pane) -> str:
+    """Where the healthy values are, in words, while no end of the band is in sight."""
+    if pane.band is None or pane.scale is None:
+        return ""
+    ends = [end for end in (pane.band.low, pane.band.high) if end is not None]
+    if any(pane.scale.low <= end <= pane.scale.high for end in ends):
+        return ""
+    where = beyond(pane.band, pane.scale)
+    return f"healthy {band_text(pane.band)}{f' is {where}' if where else ''} (b)"
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
@@ -408,13 +475,18 @@ def _title(names: Sequence[str], plots: PlotView, how: str, width: int) -> Conte
     elif plots.compared is not None:
         notes.append(f"{DASHES} {plots.compared.run}")
     note = " · ".join(notes)
-    room = width - cell_len(note) - 8
-    return rule(width, fit(title, room).rstrip() if cell_len(title) > room > 8 else title, note)
+    room = max(width // 2 - 4, width - cell_len(note) - 8)
+    if cell_len(title) > room:
+        title = fit(title, room)
+    left_over = width - cell_len(title) - 8
+    return rule(width, title, fit(note, left_over) if cell_len(note) > left_over else note)
 
 
-def _pane_title(pane: Pane, geometry: Geometry) -> Content:
+def _pane_title(pane: Pane, geometry: Geometry) -> Row:
     first = pane.curves[0]
-    return line((" " * geometry.left, ""), (f"{first.number} ", curve_style(first.number)), metric_text(first.name))
+    note = _band_note(pane)
+    title = fit(f"{first.number} {metric_text(first.name)}{f' · {note}' if note else ''}", geometry.columns)
+    return Row(head=Content(" " * geometry.left), text=[*title], spans=[Span(0, 1, curve_style(first.number))])
 
 
 def _axis_rows(geometry: Geometry, plots: PlotView, width: int) -> list[Content]:
