@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from textual.app import App, ReturnType
-from textual.filter import LineFilter
+from textual.filter import LineFilter, Monochrome, NoColor
 from textual.theme import BUILTIN_THEMES, Theme
 
 from grpo_tui.ui.glyphs import AsciiOnly
@@ -64,6 +64,7 @@ OWN_THEMES = (
         },
     ),
 )  # fmt: skip
+NO_COLOURS = NoColor()
 RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezterm", "foot", "iterm")
 """Parts of `TERM` that promise more than sixteen colours."""
 
@@ -79,8 +80,12 @@ class ThemedApp(App[ReturnType]):
         self.theme = theme
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's own (`NO_COLOR`), and plain characters where the terminal has no others."""
-        return [*super().get_line_filters(), *([self._ascii] if self._ascii else [])]
+        """Textual's own, and plain characters where the terminal has no others.
+
+        `NO_COLOR` means none: Textual would draw in greys, and fails at text without a style.
+        """
+        own = [NO_COLOURS if isinstance(each, Monochrome) else each for each in super().get_line_filters()]
+        return [*own, *([self._ascii] if self._ascii else [])]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our colours in a theme that does not know them."""

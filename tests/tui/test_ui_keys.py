@@ -74,6 +74,17 @@ async def test_s_on_several_stops_those_that_run_and_asks_once_where_the_trainer
         assert screen.connection.asked == [("stop", "env"), ("stop", "trainer")]
 
 
+async def test_the_answers_stay_in_sight_however_many_are_named(tmp_path: Path) -> None:
+    services = [service(f"worker-{number:02d}", kind="command") for number in range(30)]
+    async with shown(tmp_path, status=run_status(run=tmp_path.name, services=services)) as screen:
+        await screen.pilot.press("D")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
+        await screen.until(lambda: "worker-00" in screen.picture)
+        assert ">y<" in screen.picture.replace(" ", "")
+        await screen.pilot.press("end")
+        await screen.until(lambda: "worker-29" in screen.picture)
+
+
 # --- the palette -----------------------------------------------------------------------------------------------------
 
 

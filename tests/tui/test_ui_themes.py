@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from screen_fakes import NOW, FakeConnection
+from screen_fakes import NOW, FakeConnection, run_status
 from textual.color import Color
 
 import grpo_tui
+from grpo_engine.wire.supervisor import Snapshot
 from grpo_tui.ui import themes
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.glyphs import as_ascii
@@ -73,6 +75,27 @@ async def test_the_ansi_theme_leaves_the_ground_and_the_words_to_the_terminal(tm
         assert None not in colours.values()
         unreadable = {0, 4, 8}  # black, blue and bright black, as most terminals have them on a dark ground
         assert not set(colours.values()) & unreadable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", [DARK, LIGHT, ANSI])
+async def test_with_no_color_no_colour_leaves_for_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    (tmp_path / "trainer.log").write_text("first\n\n\x1b[31mred\x1b[0m\n")
+    connection = FakeConnection()
+    connection.say(Snapshot(number=1, status=run_status(run=tmp_path.name)))
+    app = GrpoScreen(tmp_path, connection, clock=lambda: NOW, theme=theme)
+    async with app.run_test(size=(80, 24)) as pilot:
+        async with asyncio.timeout(20):
+            while "red" not in "".join(app.main.log_lines.plain_lines):
+                await pilot.pause(0.01)
+        await pilot.pause()
+        strips = app.screen._compositor.render_strips()
+        styles = [segment.style for strip in strips for segment in strip if segment.style is not None]
+        colours = {colour.name for style in styles for colour in (style.color, style.bgcolor) if colour is not None}
+        assert colours <= {"default"}
 
 
 def drawn_characters() -> set[str]:

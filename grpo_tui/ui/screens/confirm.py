@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Static
+
+NUM_FRAME_ROWS = 8
+"""Border, padding, the question (it may take two rows), and the empty rows around what is named."""
 
 
 class QuestionScreen(ModalScreen[ScreenResultType]):
@@ -19,10 +23,9 @@ class QuestionScreen(ModalScreen[ScreenResultType]):
     DEFAULT_CSS = """
     QuestionScreen { align: center middle; }
     QuestionScreen > Vertical {
-        width: 72; max-width: 90%; height: auto; max-height: 90%; overflow-y: auto;
-        padding: 1 2; background: $surface; border: round $error;
+        width: 72; max-width: 90%; height: auto; padding: 1 2; background: $surface; border: round $error;
     }
-    QuestionScreen .named { padding: 0 0 0 2; }
+    QuestionScreen VerticalScroll { height: auto; padding: 0 0 0 2; scrollbar-size-vertical: 1; }
     """
 
     def __init__(self, question: str, named: Sequence[str], answers: Sequence[Content]) -> None:
@@ -36,11 +39,17 @@ class QuestionScreen(ModalScreen[ScreenResultType]):
         with Vertical():
             yield Static(Content.styled(self._question, "bold"))
             yield Static(" ")
-            for name in self._named:
-                yield Static(Content(name), classes="named")
+            with VerticalScroll():
+                for name in self._named:
+                    yield Static(Content(name))
             yield Static(" ")
             for answer in self._answers:
                 yield Static(answer)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Keep the answers in sight, whatever is named; what does not fit scrolls."""
+        room = event.size.height - NUM_FRAME_ROWS - len(self._answers)
+        self.query_one(VerticalScroll).styles.max_height = max(1, room)
 
 
 class ConfirmScreen(QuestionScreen[bool]):
