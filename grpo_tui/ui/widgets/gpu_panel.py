@@ -25,7 +25,7 @@ SHARES_UNKNOWN = "who holds what is not known: the driver does not tell"
 HISTORY_WIDTH = 100
 """From here on the figures have their history beside them."""
 SPARK_WIDTH = 10
-NARROWEST_CELL = 16
+NARROWEST_CELL = 17
 GAP = 2
 """Columns of a GPU, and between two of them, where several share a row."""
 
@@ -54,8 +54,10 @@ class GpuPanel(Lines):
             bars = [_gpu_line(gpu, width, held, columns) for gpu, held in zip(gpus, parts, strict=True)]
         else:
             bars = _packed(gpus, parts, width, max(1, height - 1))
-        is_known = all(gpu.are_shares_known for gpu in gpus)
-        return [*bars, _legend(list(itertools.chain(*parts)), width, "" if is_known else SHARES_UNKNOWN)]
+        notes: list[Styled] = [("% is busy", ".muted")] if len(gpus) >= height else []
+        if not all(gpu.are_shares_known for gpu in gpus):
+            notes.append((SHARES_UNKNOWN, ".warning"))
+        return [*bars, _legend(list(itertools.chain(*parts)), width, notes)]
 
 
 def rows_wanted(state: ViewState) -> int:
@@ -93,7 +95,7 @@ def _packed(gpus: Sequence[GpuStatus], parts: Sequence[list[Part]], width: int, 
 
 def _cell(gpu: GpuStatus, parts: list[Part], width: int) -> Content:
     figure = "stale" if gpu.stale_s is not None else percent_text(gpu.utilization_percent)
-    label, end = f"{gpu.index} ", f" {fit(figure, 5, right=True)}"
+    label, end = f"GPU {gpu.index} ", f" {fit(figure, 5 if gpu.stale_s is not None else 4, right=True)}"
     end_style = ".warning" if gpu.stale_s is not None else ".muted"
     room = width - len(label) - len(end)
     total = gpu.memory_total_bytes
@@ -147,8 +149,8 @@ def host_parts(state: ViewState) -> list[Part]:
     return [*parts, rest_part("others", used - sum(part.num_bytes for part in parts))]
 
 
-def _legend(parts: list[Part], width: int, note: str = "") -> Content:
+def _legend(parts: list[Part], width: int, notes: Sequence[Styled] = ()) -> Content:
     """`█ vllm 36.0G  ▓ trainer 22.1G`: the sum of each over the bars above it."""
-    pieces = Content("  ").join([*legend(parts), *([line((note, ".warning"))] if note else [])])
+    pieces = Content("  ").join([*legend(parts), *(line(note) for note in notes)])
     indent = LABEL_WIDTH if LABEL_WIDTH + pieces.cell_length <= width else 0
     return pieces.pad_left(indent).truncate(width, ellipsis=True)
