@@ -19,6 +19,7 @@ from screen_fakes import (
     write_log,
     write_metrics,
 )
+from textual import events
 from textual.pilot import Pilot
 
 from grpo_engine.wire.codec import to_line
@@ -191,6 +192,17 @@ async def test_a_time_that_is_none_is_refused_in_words_and_escape_leaves_the_typ
         assert shown.app.state.travel.moment == NOW
         await shown.press("comma")
         await shown.at(STARTED + 2.4 * 280)
+
+
+async def test_what_is_typed_in_one_go_is_typed_whole(tmp_path: Path) -> None:
+    """As from a paste, or over a line of 200 ms: all keys are there before the first is handled."""
+    write_timeline(tmp_path)
+    async with screen(tmp_path) as shown:
+        await shown.press("t")
+        await shown.at(NOW)
+        for key, character in ((":", ":"), *((each, each) for each in "100"), ("enter", "\r")):
+            shown.app.post_message(events.Key("colon" if key == ":" else key, character))
+        await shown.at(STARTED + 240)
 
 
 async def test_a_click_and_a_drag_on_the_line_go_there(tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ class TravelBar(Lines):
             rows[0] = line((travel.note, ".warning")).truncate(width, ellipsis=True)
         return rows
 
+    async def on_key(self, event: events.Key) -> None:
+        """What is typed faster than the input takes the keys is meant for it: keys wait here in their order."""
+        typing = self.screen.query_one(TravelInput)
+        if typing.has_class("-open"):
+            event.stop()
+            await typing.take(event)
+        elif event.key == "colon":
+            event.stop()
+            await self.run_action("screen.travel_type")
+
     # --- mouse ------------------------------------------------------------------------------------------------------
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
@@ -153,6 +163,17 @@ class TravelInput(Input):
         self.add_class("-open")
         self.value = ""
         self.screen.set_focus(self, scroll_visible=False)
+
+    async def take(self, key: events.Key) -> None:
+        """Have a key that came before the focus did."""
+        if key.key == "enter":
+            await self.action_submit()
+        elif key.key == "escape":
+            self.action_give_up()
+        elif key.key == "backspace":
+            self.action_delete_left()
+        elif key.is_printable and key.character is not None:
+            self.insert_text_at_cursor(key.character)
 
     def close(self) -> None:
         """Give the keys back."""
