@@ -444,6 +444,7 @@ def _healthy(known: Evidence) -> Finding:
         and len(numbers.by_age) > 1
         and fresh.abs_mean <= 0.3 * size
     )
+    is_plain = is_explained_by_age or size < BF16_NOISE
     if is_explained_by_age:
         assert fresh is not None
         evidence = (
@@ -461,11 +462,12 @@ def _healthy(known: Evidence) -> Finding:
     else:
         evidence = f"{number_text(size)} nats a token on average (healthy: < {LIMIT:g}), mean {numbers.all.mean:+.4f}"
         if numbers.by_age and numbers.by_age[0].low > 0:
-            evidence += f"; all were sampled at least {count_text(numbers.by_age[0].low, 'version')} ago"
+            ago = count_text(numbers.by_age[0].low, "version")
+            evidence += f"; all were sampled at least {ago} ago, which makes differences of this size"
     return Finding(
         id="healthy",
         severity="info",
-        certainty=Certainty.SURE if numbers.all.num >= 100 else Certainty.LIKELY,
+        certainty=Certainty.SURE if is_plain and numbers.all.num >= 100 else Certainty.LIKELY,
         cause="trainer and inference agree",
         evidence=evidence,
     )
