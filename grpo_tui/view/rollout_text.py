@@ -190,14 +190,21 @@ def value_of(completion: SampledCompletion, token: int, tint: Tint) -> float | N
             return _at(completion.entropies, token)
 
 
-def token_words(completion: SampledCompletion, token: int) -> str:
-    """All that is known of one token: `token 3 of 64 "foo": ratio 1.02, log-prob -0.11 trainer -0.13 inference …`."""
+def token_name(completion: SampledCompletion, token: int) -> str:
+    """Which token it is: `token 3 of 64 "foo"`; nothing where there are none."""
     if not completion.token_ids:
         return ""
     token = min(token, len(completion.token_ids) - 1)
     text = _at(completion.token_texts, token)
     shown = "" if text is None else f' "{visible(text)}"' if text else " (part of a character)"
-    said = f"token {token + 1:,} of {len(completion.token_ids):,}{shown}"
+    return f"token {token + 1:,} of {len(completion.token_ids):,}{shown}"
+
+
+def token_words(completion: SampledCompletion, token: int) -> str:
+    """All that is known of one token: `ratio 1.020, log-prob -0.130 inference, -0.110 trainer, …`."""
+    if not completion.token_ids:
+        return ""
+    token = min(token, len(completion.token_ids) - 1)
     known = []
     ratio, entropy = ratio_of(completion, token), _at(completion.entropies, token)
     trainer, inference = _at(completion.training_logprobs, token), _at(completion.inference_logprobs, token)
@@ -208,11 +215,12 @@ def token_words(completion: SampledCompletion, token: int) -> str:
         known.append(f"log-prob {inference:.3f} inference" + ("" if trainer is None else f", {trainer:.3f} trainer"))
     if entropy is not None:
         known.append(f"entropy {entropy:.3f} nats")
+    known.append(f"advantage {completion.advantage:+.3f}")
     if version is not None and version >= 0:
         known.append(f"policy {version:,}")
     if trainer is None:
         known.append("not trained on")
-    return f"{said}: {', '.join(known)}" if known else said
+    return ", ".join(known)
 
 
 def _at(values: Sequence[ValueT], place: int) -> ValueT | None:

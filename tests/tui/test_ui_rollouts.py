@@ -60,7 +60,8 @@ async def test_a_narrow_screen_goes_from_the_list_to_the_group_and_back(tmp_path
         shown_group = group_text(screen)
         assert "prompt: You sort digits. sort 000001" in shown_group
         assert "answer 0 of 1<end>" in shown_group
-        assert 'token 1 of 6 "ans": ratio 1.000' in shown_group
+        assert '─ token 1 of 6 "ans" ─' in shown_group
+        assert "ratio 1.000, log-prob -0.500 inference" in shown_group
         assert not part(screen, RolloutList).display
         await screen.pilot.press("escape")
         await screen.until(lambda: part(screen, RolloutList).display)
@@ -87,7 +88,8 @@ async def test_tokens_are_coloured_by_what_is_asked_for_and_told_in_words(tmp_pa
         assert "ratio: <0.8 · 0.8–0.95 · 0.95–1.05 · 1.05–1.2 · >1.2" in group_text(screen)
         await screen.pilot.press("right", "c", "c")
         await screen.until(lambda: "coloured by entropy" in group_text(screen))
-        assert 'token 2 of 6 "wer": ratio 1.499' in group_text(screen)
+        assert '─ token 2 of 6 "wer" ─' in group_text(screen)
+        assert "ratio 1.499, " in group_text(screen)
         assert "entropy, nats: <0.02" in group_text(screen)
 
 

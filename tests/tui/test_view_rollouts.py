@@ -19,6 +19,7 @@ from grpo_tui.view.rollout_text import (
     pieces_of,
     telling_starts,
     token_at,
+    token_name,
     token_words,
     value_of,
     visible,
@@ -278,11 +279,15 @@ def test_tokens_have_the_tone_of_their_value() -> None:
 
 def test_a_token_is_told_in_words() -> None:
     one = completion("abcd\n", version=7)
+    assert token_name(one, 1) == r'token 2 of 3 "d\n"'
     assert token_words(one, 1) == (
-        r'token 2 of 3 "d\n": ratio 1.499, log-prob -0.500 inference, -0.095 trainer, entropy 0.250 nats, policy 7'
+        "ratio 1.499, log-prob -0.500 inference, -0.095 trainer, entropy 0.250 nats, advantage +1.000, policy 7"
     )
     untrained = completion("abc", training_logprobs=[], entropies=[])
-    assert token_words(untrained, 0) == ('token 1 of 2 "abc": log-prob -0.500 inference, policy 3, not trained on')
+    assert token_words(untrained, 0) == "log-prob -0.500 inference, advantage +1.000, policy 3, not trained on"
+    assert (
+        token_name(completion("", token_texts=["", "é"], token_ids=[1, 2]), 0) == "token 1 of 2 (part of a character)"
+    )
 
 
 def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:

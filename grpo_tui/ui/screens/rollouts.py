@@ -122,8 +122,8 @@ class RolloutsScreen(RunScreen):
     RolloutsScreen #marked, RolloutsScreen #group { display: none; }
     RolloutsScreen.-group RolloutList { display: none; }
     RolloutsScreen.-group #group { display: block; }
-    RolloutsScreen.-wide RolloutList { display: block; width: 2fr; max-width: 80; }
-    RolloutsScreen.-wide #group { display: block; width: 3fr; }
+    RolloutsScreen.-wide RolloutList { display: block; width: 9fr; max-width: 80; }
+    RolloutsScreen.-wide #group { display: block; width: 11fr; }
     RolloutsScreen.-wide.-comparing RolloutList { display: none; }
     RolloutsScreen.-wide.-comparing #marked { display: block; width: 1fr; }
     RolloutsScreen.-wide.-comparing #group { width: 1fr; }

@@ -19,6 +19,7 @@ from grpo_tui.view.rollout_text import (
     line_of,
     pieces_of,
     token_at,
+    token_name,
     token_words,
     value_of,
     visible,
@@ -30,6 +31,7 @@ from grpo_tui.view.state import ViewState
 TONES = frozenset({"cool-end", "cool", "warm", "warm-end", "bad-end", "bad", "good", "good-end", "cursor", "read"})
 MAX_PROMPT_CHARACTERS = 4000
 """As much of it stands above the completions at most; `o` shows all."""
+ROOMY_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,8 @@ class RolloutGroup(Lines):
     RolloutGroup > .bad-end { color: $text-error; text-style: underline; }
     RolloutGroup > .good { color: $text-success; }
     RolloutGroup > .good-end { color: $text-success; text-style: bold; }
-    RolloutGroup > .cursor { text-style: reverse; }
+    RolloutGroup > .cursor { color: $background; background: $foreground; text-style: bold underline; }
+    RolloutGroup:ansi > .cursor { color: ansi_default; background: ansi_default; text-style: reverse bold underline; }
     RolloutGroup > .read { color: $muted; text-style: italic; }
     """
 
@@ -93,11 +96,9 @@ class RolloutGroup(Lines):
         completion = subject.completion
         if completion is None:
             return [title, *prompt, line(("the group has no completions", ".warning"))]
-        table = _table(subject, width, max(3, min(len(subject.group.completions), height // 3 - 1)))
-        words = wrapped_words(token_words(completion, view.token), width)[:3]
-        words += [""] * (2 - len(words))
-        below = [line(text) for text in words]
-        below.append(_legend(view.tint, width))
+        most_rows = height // 4 if height < ROOMY_ROWS else height // 3 - 1
+        table = _table(subject, width, max(3, min(len(subject.group.completions), most_rows)))
+        below = _token_lines(completion, view, width)
         head = [title, *prompt, *table]
         self._num_body_lines = max(1, height - len(head) - 1 - len(below))
         if view.shows_prompt:
@@ -269,6 +270,13 @@ def _coloured(row: list[Piece], completion: SampledCompletion, view: RolloutView
         else:
             pieces.append((piece.text, style))
     return line(*pieces)
+
+
+def _token_lines(completion: SampledCompletion, view: RolloutView, width: int) -> list[Content]:
+    """All about the token under the cursor, on three or four lines, the legend the last of them."""
+    rows = wrapped_words(token_words(completion, view.token), width)[:3]
+    rows += [""] * (2 - len(rows))
+    return [rule(width, token_name(completion, view.token) or "no token"), *map(line, rows), _legend(view.tint, width)]
 
 
 def _legend(tint: Tint, width: int) -> Content:

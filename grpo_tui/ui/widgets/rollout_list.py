@@ -21,7 +21,7 @@ from grpo_tui.view.rollout_view import GroupChosen, RolloutView
 from grpo_tui.view.state import ViewState
 
 BAR_WIDTH = 8
-ENVIRONMENT_WIDTH = 8
+ENVIRONMENT_WIDTH = 7
 NUM_HEADINGS = 2
 NOTE_MARGIN = 14
 """Cells of a title beside its note."""
@@ -35,8 +35,8 @@ class Look:
     width: int
     scale: tuple[float, float]
     """Rewards of the lowest and of the highest bar."""
-    starts: Mapping[int, str]
-    """What tells the prompt of each group from the others."""
+    words: Mapping[int, str]
+    """What tells each group from the others: the beginning of its prompt, or its policy where all have the same."""
     environment_width: int
     """0 where there is only one."""
 
@@ -60,15 +60,16 @@ class RolloutList(Lines):
             return [title, *(line((text, ".muted")) for text in wrapped_words(_words_for_nothing(state), width))]
         heads = view.read.heads
         known = [head for head in heads.values() if head is not None]
-        starts = telling_starts([head.prompt_start for head in known])
+        is_same_prompt = view.filter.prompt_key is not None
         look = Look(
             width=width,
             scale=_scale(known),
-            starts={head.index: start for head, start in zip(known, starts, strict=True)},
+            words={head.index: versions_text(head) for head in known} if is_same_prompt else _telling_starts(known),
             environment_width=ENVIRONMENT_WIDTH if len(view.read.environments) > 1 else 0,
         )
         environment = f"{'env':<{look.environment_width}} " if look.environment_width else ""
-        columns = f"   step   mean spread  {'rewards':<{BAR_WIDTH}}  {environment}prompt"
+        words = "policy version" if is_same_prompt else "prompt"
+        columns = f"  step   mean spread {'rewards':<{BAR_WIDTH}} {environment}{words}"
         heading = line((fit(columns, width), ".title"))
         first = self._first(view, height)
         rows = [
@@ -136,15 +137,15 @@ def _row(index: int, head: GroupHead | None, is_read: bool, look: Look, *, is_ch
         spread = head.max_reward - head.min_reward
         pieces: list[str | Styled] = [
             (mark, ".accent"),
-            (fit(f"{head.step:,}", 6, right=True), ".strong" if is_chosen else ""),
+            (fit(f"{head.step:,}", 5, right=True), ".strong" if is_chosen else ""),
             f" {_reward(head.mean_reward)} ",
             (_reward(spread), "" if spread > 0 else ".muted"),
-            "  ",
+            " ",
             (fit(reward_bars(head.rewards, BAR_WIDTH, look.scale), BAR_WIDTH), ".spark"),
-            "  ",
+            " ",
             (fit(visible(head.environment or "-"), look.environment_width), ".muted"),
             " " if look.environment_width else "",
-            visible(look.starts[index][: look.width]),
+            visible(look.words[index][: look.width]),
         ]
         row = line(*pieces)
     row = row.truncate(look.width, ellipsis=True, pad=True)
@@ -166,6 +167,24 @@ def reward_bars(rewards: Sequence[float], width: int, scale: tuple[float, float]
         "?" if math.isnan(reward) else SPARK_BARS[round((min(max(reward, low), high) - low) / (high - low) * top)]
         for reward in rewards
     )
+
+
+def _telling_starts(heads: Sequence[GroupHead]) -> dict[int, str]:
+    """The prompts, without what all of an environment begin with."""
+    starts: dict[int, str] = {}
+    for environment in {head.environment for head in heads}:
+        of_it = [head for head in heads if head.environment == environment]
+        told = telling_starts([head.prompt_start for head in of_it])
+        starts |= {head.index: start for head, start in zip(of_it, told, strict=True)}
+    return starts
+
+
+def versions_text(head: GroupHead) -> str:
+    """`39–40`: the policy versions of a group's tokens."""
+    if head.policy_versions is None:
+        return "-"
+    low, high = head.policy_versions
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
 def _scale(heads: Sequence[GroupHead]) -> tuple[float, float]:
