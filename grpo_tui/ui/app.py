@@ -156,7 +156,11 @@ class GrpoScreen(ThemedApp[None]):
         is_over = status.state in ENDED_RUN_STATES
         if is_over and self.state.status is None:  # it was over before anybody looked: there is only its past to see
             self.call_later(self._apply, travel.Opened())
-        words = f"the run is over: {status.state}; q leaves" if is_over else f"last known state, trying again: {note}"
+        words = (
+            f"the run is over: {status.state}; t goes back in time, q leaves"
+            if is_over
+            else f"last known state, trying again: {note}"
+        )
         self.post_message(messages.RunFellSilent(view.ConnectionLost(note=words, is_over=is_over)))
 
     async def _read_metrics(self) -> None:

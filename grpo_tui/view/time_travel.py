@@ -20,7 +20,8 @@ def as_seen(state: ViewState) -> ViewState:
     """
     past = state.travel.past
     if not state.travel.is_open or past is None:
-        return state
+        is_memory_of_others = state.connection is Connection.ENDED and state.host_memory is not None
+        return replace(state, host_memory=None) if is_memory_of_others else state
     cut = _cut(_Same(past), _Same(state.history), _Same(state.travel.marks))
     begin, end = travel.extent(state.travel, state.known_time)
     return replace(

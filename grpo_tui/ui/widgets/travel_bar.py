@@ -45,6 +45,7 @@ CURSOR, TRACK, PASSED = "█", "─", "━"
 ROOMY_ROWS = 30
 """Of the terminal, from which on what happened gets a line of its own."""
 DAY_S = 86400
+AT_THE_END_S = 0.05
 
 
 class TravelBar(Lines):
@@ -208,7 +209,7 @@ def _moment(state: ViewState) -> list[str | Styled]:
     before_s = travel.ends - travel.moment
     is_long = travel.ends - travel.begins >= DAY_S
     day = f"{date_at(travel.moment)} " if is_long else ""
-    if before_s < SAME_MOMENT_S:
+    if before_s < AT_THE_END_S:
         ago = "the end" if state.travel.is_run_over else "now, held"
     else:
         ago = f"{clock_text(before_s)} {'before the end' if state.travel.is_run_over else 'ago'}"
