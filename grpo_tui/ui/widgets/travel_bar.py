@@ -31,7 +31,7 @@ from grpo_tui.view.travel import (
 MARK_SIGNS: dict[MarkKind, tuple[str, str]] = {
     MarkKind.STATE: ("·", ".muted"),
     MarkKind.CHECKPOINT: ("▪", ".muted"),
-    MarkKind.EVALUATION: ("◆", ".accent"),
+    MarkKind.EVALUATION: ("◇", ".accent"),
     MarkKind.READY: ("●", ".ok"),
     MarkKind.RESTART: ("↻", ".busy"),
     MarkKind.SUPERVISOR: ("■", ".busy"),
