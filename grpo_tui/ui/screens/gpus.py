@@ -89,7 +89,8 @@ class GpusScreen(RunScreen):
 
     def on_resize(self, event: events.Resize) -> None:
         """Charts are as high as the terminal allows."""
-        self.draw(self._state)
+        if self.is_mounted:  # a size may come before there is a part to give it to
+            self.draw(self._state)
 
     def action_go_to_block(self, by: int) -> None:
         """Bring the next block, or the one before, to the top."""

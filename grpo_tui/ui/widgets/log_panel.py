@@ -87,6 +87,7 @@ class LogLines(ScrollView, can_focus=False):
     def _to_end(self) -> None:
         """Show the newest line; forced, because a log that was empty has no scrollbar yet."""
         self.scroll_end(animate=False, force=True, immediate=True, x_axis=False)
+        self.vertical_scrollbar.position = self.scroll_y  # the library tells it only to a bar that is shown already
 
     def shift(self, by: int) -> None:
         """Move sideways along long lines."""
