@@ -21,9 +21,9 @@ GROWN_BYTES = 128 << 20
 ON_PLAN_SHARE = 0.02
 """Of a GPU: what vLLM holds beside its plan, for CUDA itself."""
 NEIGHBOUR_BYTES = 1 << 30
-OUT_OF_MEMORY = re.compile(r"(?i)out of memory|OutOfMemoryError|Free memory on device")
-ASKED_FOR = re.compile(r"Tried to allocate ([\d.]+) ([KMG])iB")
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+OUT_OF_MEMORY = re.compile(r"(?i)out of memory|OutOfMemoryError|Free memory on device|GPU's memory ran out")
+"""What torch, vLLM and our trainer say."""
+ASKED_FOR = re.compile(r"Tried to allocate ([\d.]+ [KMG]iB)|([\d.]+ [kMG]B) more were asked for")
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {INFERENCE_KIND: "--gpu-memory-utilization", TRAINER_KIND: "--batch-size or --seq-len"}
 )
@@ -191,7 +191,7 @@ def _of_crash(
     parts = [f"{victim.name} ran out of memory{when}"]
     asked = ASKED_FOR.search(victim.why or "")
     if asked is not None:
-        parts[0] += f", asking for {asked[1]}{asked[2]} more"
+        parts[0] += f", asking for {asked[1] or asked[2]} more"
     then = _fullest_with(victim.name, before, gpu.index)
     holders: dict[str, int] = {}
     if then is not None:

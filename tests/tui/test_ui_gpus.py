@@ -200,7 +200,7 @@ async def test_a_crash_is_blamed_with_the_flag_to_lower(tmp_path: Path) -> None:
     async with shown(tmp_path, (120, 36), run_status(run=tmp_path.name, services=services)) as screen:
         report = await inspected(screen, *samples(growing))
         await screen.until(lambda: "now 4096" in text_of(report))
-        assert "✗ trainer ran out of memory, asking for 2.00G more; just before, vllm held 36.1G" in text_of(report)
+        assert "✗ trainer ran out of memory, asking for 2.00 GiB more; just before, vllm held 36.1G" in text_of(report)
 
 
 async def test_keys_turn_the_span_of_the_history_and_the_command_lines(tmp_path: Path) -> None:

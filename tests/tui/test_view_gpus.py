@@ -245,10 +245,18 @@ def test_a_crash_names_the_victim_who_held_what_just_before_and_the_flag() -> No
     found = blame(on_gpu(vllm=36, others=3), seen, [VLLM, victim], memory_plan(PROFILE), {"trainer": 109.0})
     assert found.has_happened
     assert "trainer ran out of memory" in found.text
-    assert "asking for 2.00G more" in found.text
+    assert "asking for 2.00 GiB more" in found.text
     assert "trainer held 40.0G, vllm held 36.0G, processes outside this run held 3.0G, 1.0G were free" in found.text
     assert found.hint.startswith("move to other GPUs")
     assert "for trainer lower --micro-batch-tokens" in found.hint
+
+
+def test_our_trainers_own_words_for_a_lack_of_memory_are_known() -> None:
+    why = "exit code 1: the GPU's memory ran out in step 4, with …: 2.1 GB more were asked for; of the 85 GB"
+    victim = service("trainer", state=ServiceState.FAILED, why=why, gpus=[0])
+    found = blame(on_gpu(), moments(sample(1, on_gpu(trainer=70))), [VLLM, victim], MemoryPlan(), {})
+    assert "asking for 2.1 GB more; just before, trainer held 70.0G, 10.0G were free" in found.text
+    assert found.hint == "for trainer lower --batch-size or --seq-len"
 
 
 def test_a_crash_on_another_gpu_is_not_told_here() -> None:
