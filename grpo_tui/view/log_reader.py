@@ -139,6 +139,11 @@ class LogReader:
             begin = {source: log.offset_at(time, ends[source]) for source, log in self._opened(stack)}
         return tuple(begin.get(source, end) for source, end in enumerate(ends))
 
+    def at_line(self, line: LogLine, ends: Cut) -> Cut:
+        """The cut above a line: in the other logs where lines of its time begin."""
+        cut = self.at_time(line.time, ends) if self._is_merged and line.time is not None else ends
+        return tuple(line.offset if source == line.source else place for source, place in enumerate(cut))
+
     def _opened(self, stack: ExitStack) -> list[tuple[int, TimedLog]]:
         logs = []
         for source, file in enumerate(self.files):

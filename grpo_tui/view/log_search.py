@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -95,6 +95,7 @@ class OfLevel:
     regex: re.Pattern[bytes]
     needles: tuple[bytes, ...]
     """One of them is in every such line: most blocks have none, and are passed over quickly."""
+    takes_indented: bool = True
 
     def spans(self, block: bytes) -> Iterator[Span]:
         """Those lines from the first to the last."""
@@ -106,7 +107,7 @@ class OfLevel:
                 continue
             yield start, end
             after = end + 1
-            while block[after : after + 1] in (b" ", b"\t"):
+            while self.takes_indented and block[after : after + 1] in (b" ", b"\t"):
                 start, end = _line_around(block, after)
                 yield start, end
                 after = end + 1
@@ -127,6 +128,8 @@ _ERROR_NEEDLES = (
     b'"error"', b'"critical"', b'"fatal"',
 )  # fmt: skip
 ERRORS = OfLevel(re.compile(_ERROR, re.MULTILINE), _ERROR_NEEDLES)
+ERRORS_ALONE = replace(ERRORS, takes_indented=False)
+"""For who goes from one error to the next."""
 WARNINGS = OfLevel(re.compile(_ERROR + _WARNING, re.MULTILINE), (*_ERROR_NEEDLES, b"WARN", b"Warning", b'"warn'))
 
 

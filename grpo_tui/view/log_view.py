@@ -24,6 +24,10 @@ SHIFT_COLUMNS = 20
 LEVELS = tuple(Level)
 
 
+Aim = Cut | float | LogLine | None
+"""A place in the logs: a cut, a time, a line, or the end."""
+
+
 class Prompt(StrEnum):
     """What is being typed, by the key that opens its line."""
 
@@ -79,10 +83,10 @@ class LogsView:
 
     generation: int = 0
     """Grows when other lines are wanted, or those of another place."""
-    aim: Cut | float | None = None
-    """Where a new generation begins: at a cut, at a time, or at the end."""
-    aimed_line: tuple[int, int] | None = None
-    """Source and offset of the line that the cursor is to be on, when it comes."""
+    aim: Aim = None
+    """Where a new generation begins."""
+    aimed_line: LogLine | None = None
+    """The cursor is to be on it, when it comes."""
     is_fresh: bool = True
     """Whether the lines are still those of the generation before."""
     extent: Extent | None = None
@@ -189,10 +193,9 @@ class Grown(LogChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reopened(LogChange):
-    """Begin elsewhere, maybe with the cursor on a certain line; at the end where no place is given."""
+    """Begin elsewhere."""
 
-    aim: Cut | float | None = None
-    line: tuple[int, int] | None = None
+    aim: Aim = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +315,7 @@ def after(logs: LogsView, change: LogChange) -> LogsView:
         case Grown():
             return _grown(logs, change)
         case Reopened():
-            return _reopened(logs, aim=change.aim, line=change.line)
+            return _reopened(logs, aim=change.aim)
         case CursorMoved():
             return _moved(logs, logs.cursor + change.by)
         case CursorSet():
@@ -364,6 +367,11 @@ def num_rows(line: LogLine, logs: LogsView) -> int:
     return min(max(1, -(-cell_len(without_colours(line.text)) // logs.columns)), max(1, logs.rows))
 
 
+def is_same(line: LogLine, other: LogLine) -> bool:
+    """Whether two are the same line of a log, read at different times."""
+    return (line.source, line.offset) == (other.source, other.offset)
+
+
 def cut_at(logs: LogsView, place: int) -> Cut | None:
     """The cut above one of the lines in memory."""
     return None if logs.low is None else _behind(logs.low, logs.lines[:place])
@@ -377,20 +385,20 @@ def _behind(cut: Cut, lines: Iterable[LogLine]) -> Cut:
     return tuple(reached)
 
 
-def _reopened(logs: LogsView, aim: Cut | float | None = None, line: tuple[int, int] | None = None) -> LogsView:
+def _reopened(logs: LogsView, aim: Aim = None) -> LogsView:
     """Begin anew at a place; what is shown stays until the first lines of it are there."""
     return replace(
-        logs, generation=logs.generation + 1, aim=aim, aimed_line=line, is_fresh=True, low=None, high=None,
-        is_following=aim is None, mark=None, has_all_before=False, has_all_after=False,
+        logs, generation=logs.generation + 1, aim=aim, aimed_line=aim if isinstance(aim, LogLine) else None,
+        is_fresh=True, is_following=aim is None, mark=None, low=None, high=None,
+        has_all_before=False, has_all_after=False,
     )  # fmt: skip
 
 
 def _narrowed(logs: LogsView) -> LogsView:
     """Other lines are wanted: stay with the line that the cursor is on, or at the end."""
-    if logs.is_following or logs.line is None or logs.is_fresh:
-        return _reopened(logs, aim=logs.aim if logs.is_fresh else None, line=logs.aimed_line if logs.is_fresh else None)
-    line = logs.line
-    return _reopened(logs, aim=cut_at(logs, logs.cursor), line=(line.source, line.offset))
+    if logs.is_fresh:  # other lines are shown still
+        return _reopened(logs, aim=logs.aim)
+    return _reopened(logs, aim=None if logs.is_following else logs.line)
 
 
 def _filtered(logs: LogsView, pattern: str) -> LogsView:
@@ -470,7 +478,7 @@ def _aimed(logs: LogsView) -> LogsView:
     if logs.aimed_line is None:
         return logs
     for place, line in enumerate(logs.lines):
-        if (line.source, line.offset) == logs.aimed_line:
+        if is_same(line, logs.aimed_line):
             return replace(logs, cursor=place, top=max(0, place - logs.rows // 3), aimed_line=None)
     return logs
 

@@ -33,7 +33,7 @@ from grpo_tui.ui.widgets.log_page import (
 from grpo_tui.view import log_view
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.log_reader import Cut, Extent, LogFile, LogLine, LogReader, MatchCount
-from grpo_tui.view.log_search import ERRORS, LineTest, line_test
+from grpo_tui.view.log_search import ERRORS_ALONE, LineTest, line_test
 from grpo_tui.view.log_tail import without_colours
 from grpo_tui.view.log_time import NoTime, typed_time
 from grpo_tui.view.log_view import LogChange, LogsView, Prompt, Side
@@ -206,12 +206,15 @@ class LogsScreen(RunScreen):
 
     def _opened(self, reader: LogReader, logs: LogsView) -> LogChange:
         extent = self._extent(reader)
-        if isinstance(logs.aim, float):
-            cut = reader.at_time(logs.aim, extent.ends)
-        elif logs.aim is not None and len(logs.aim) == len(extent.ends):
-            cut = logs.aim
-        else:
-            cut = reader.last_lines_begin(extent.ends)
+        match logs.aim:
+            case float() as time:
+                cut = reader.at_time(time, extent.ends)
+            case LogLine() as line:
+                cut = reader.at_line(line, extent.ends)
+            case tuple() as place if len(place) == len(extent.ends):
+                cut = place
+            case _:
+                cut = reader.last_lines_begin(extent.ends)
         bounds = zip(extent.starts, cut, extent.ends, strict=True)
         cut = tuple(min(max(start, place), end) for start, place, end in bounds)
         return log_view.Opened(generation=logs.generation, cut=cut, extent=extent)
@@ -232,7 +235,7 @@ class LogsScreen(RunScreen):
 
     def action_find_error(self, direction: int) -> None:
         """Go to the next error."""
-        self._find(ERRORS, "an error", direction)
+        self._find(ERRORS_ALONE, "an error", direction)
 
     def _find(self, test: LineTest, words: str, direction: int, *, then_above: bool = False) -> None:
         finding = self._go_to_found(test, words, direction, then_above)
@@ -257,23 +260,18 @@ class LogsScreen(RunScreen):
             self._tell(log_view.Busy(words=f"looking for {words}: {bytes_text(searched_bytes)} searched; esc stops"))
         self._tell(log_view.Busy())
         if found.lines:
-            await self._go_to(reader, found.lines[0], ends)
+            self._go_to(found.lines[0])
         elif then_above:
             await self._go_to_found(test, words, -1, False)
         else:
             self._say(f"no line {'below' if direction > 0 else 'above'} with {words}")
 
-    async def _go_to(self, reader: LogReader, line: LogLine, ends: Cut) -> None:
-        logs = self._state.logs
-        cut = list(ends)
-        if len(ends) > 1 and line.time is not None:
-            cut = list(await asyncio.to_thread(reader.at_time, line.time, ends))
-        cut[line.source] = line.offset
-        for place, each in enumerate(logs.lines):
-            if (each.source, each.offset) == (line.source, line.offset):
+    def _go_to(self, line: LogLine) -> None:
+        for place, each in enumerate(self._state.logs.lines):
+            if log_view.is_same(each, line):
                 self._tell(log_view.CursorSet(place=place))
                 return
-        self._tell(log_view.Reopened(aim=tuple(cut), line=(line.source, line.offset)))
+        self._tell(log_view.Reopened(aim=line))
 
     async def _count(self, pattern: str) -> None:
         """Count the matches in everything that is shown, a piece at a time."""
@@ -320,9 +318,9 @@ class LogsScreen(RunScreen):
         logs = self._state.logs
         if not isinstance(event.input, LogPrompt):
             return
-        if logs.prompt is Prompt.FILTER and event.value != logs.pattern:
+        if logs.prompt is Prompt.FILTER and (logs.fault or event.value != logs.pattern):
             self._tell(log_view.Filtered(pattern=event.value))
-        elif logs.prompt is Prompt.SEARCH and event.value != logs.searched:
+        elif logs.prompt is Prompt.SEARCH and (logs.fault or event.value != logs.searched):
             self._tell(log_view.Searched(pattern=event.value))
 
     @on(Input.Submitted)
