@@ -11,7 +11,6 @@ machine should have nothing else to do.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -30,6 +29,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 
+from _screen_logs import measure as measure_logs
 from _screen_runs import FLOOD, GRPO_TUI, QUIET, LiveRun, environment, live_run, long_run, told_by_a_daemon
 from terminal import DOWN, UP, Terminal
 
@@ -248,12 +248,10 @@ def remembering(bench: Bench) -> Iterator[Figure]:
 
 
 def logs(bench: Bench) -> Iterator[Figure]:
-    """A log of two gigabytes."""
-    if importlib.util.find_spec("_screen_logs") is None:
-        return
-    import _screen_logs
-
-    yield from _screen_logs.figures(bench.root)
+    """A log of two gigabytes, opened at its tail and searched, beside tail and grep."""
+    for row in measure_logs():
+        is_speed = row.unit.endswith("/s")
+        yield Figure(name=row.name, unit=row.unit, value=row.value, target=row.target, is_more_better=is_speed)
 
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
