@@ -15,6 +15,7 @@ from stage import FAMILY, HOLDER, free_ports, is_open
 from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.supervisor import ADDRESS_FILE, ProbeOutcome, RunState, ServiceState, ServiceStatus
+from grpo_tui.paths import TIMELINE_FILE
 from grpo_tui.supervisor.keeper import all_processes, below
 from grpo_tui.supervisor.proc import identify
 from grpo_tui.supervisor.processes import living_keepers
@@ -114,6 +115,8 @@ def test_a_full_disk_is_told_and_services_go_on(place: Workplace) -> None:
     resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, unlimited)
     assert place.grpo("start", "b", "--wait").returncode == 0
     until(lambda: place.status().warnings == [])  # with the next change it is written again
+    timeline = place.run_folder() / TIMELINE_FILE
+    until(lambda: timeline.read_bytes().count(b'{"type":"snapshot"') == 2)  # what it missed meanwhile is in the second
     assert place.pid("a") == a
     assert place.grpo("down").returncode == 0
 
