@@ -227,15 +227,16 @@ def remembering(bench: Bench) -> Iterator[Figure]:
         with opened(argv, root, environment(root)) as terminal:
             came_at(terminal, lambda: KEYS in terminal.text)
             deadline = time.monotonic() + 300
+            peak_mb = 0.0
             while not is_told.is_set() and time.monotonic() < deadline:
                 terminal.listen(0.1)
+                peak_mb = max(peak_mb, _rss_mb(terminal.process.pid))
             came_at(terminal, lambda: f"step {run.last_step:,}" in terminal.rows[0])
             told_mb = _rss_mb(terminal.process.pid)
             for key in "23456123456":
                 terminal.press(key)
                 _listen_for(1.0, [terminal])
             seen_mb = _rss_mb(terminal.process.pid)
-            peak_mb = _peak_mb(terminal.process.pid)
             assert terminal.process.poll() is None, terminal.text
             terminal.press("1")
             terminal.press("q")
@@ -244,7 +245,7 @@ def remembering(bench: Bench) -> Iterator[Figure]:
     name = f"memory after an hour of a run: {len(run.events):,} events, {run.last_step:,} steps, {size:.0f} MB of files"
     yield Figure(name=name, unit="MB", value=told_mb, target=150)
     yield Figure(name="  when every screen was open twice", unit="MB", value=seen_mb, target=150)
-    yield Figure(name="  at its highest", unit="MB", value=peak_mb)
+    yield Figure(name="  at its highest", unit="MB", value=max(peak_mb, told_mb, seen_mb))
 
 
 def logs(bench: Bench) -> Iterator[Figure]:
@@ -382,11 +383,6 @@ def _cpu_s(pid: int) -> float:
 
 def _rss_mb(pid: int) -> float:
     return psutil.Process(pid).memory_info().rss / 1e6
-
-
-def _peak_mb(pid: int) -> float:
-    words = Path(f"/proc/{pid}/status").read_text().split()
-    return int(words[words.index("VmHWM:") + 1]) * 1024 / 1e6
 
 
 _median = statistics.median
