@@ -242,6 +242,8 @@ def _is_worth_keeping(before: UsageSampled | None, now: UsageSampled) -> bool:
     """Whether enough time went by since the last sample that was kept, or memory moved."""
     if before is None or not 0 <= now.time - before.time < USAGE_EVERY_S:
         return True
+    if before.rss_bytes.keys() != now.rss_bytes.keys():  # a service came or went
+        return True
     return any(
         _has_moved(earlier.get(name, 0), later.get(name, 0))
         for earlier, later in (
