@@ -43,7 +43,7 @@ SUPERVISOR = "supervisor"
 """The daemon's own log in the run's folder, shown beside those of the services."""
 POLL_BUSY_S, POLL_QUIET_S = 0.1, 0.5
 """Between two looks at logs that are being written, and at others."""
-LINES_A_READ = 400
+LINES_A_READ = 150
 
 KEYS = (
     Key(key="slash", shown="/", action="screen.prompt('/')", label="search",
@@ -159,7 +159,8 @@ class LogsScreen(RunScreen):
 
     async def _read(self) -> None:
         """Bring the lines that are missing, and look whether the logs have grown."""
-        pause_s = POLL_BUSY_S
+        pause_s, look_at = POLL_BUSY_S, 0.0
+        now = asyncio.get_running_loop().time
         while True:
             self._drawn.clear()
             if not self.is_current or not self._state.logs.services:
@@ -171,15 +172,17 @@ class LogsScreen(RunScreen):
                 change = await asyncio.to_thread(self._opened, reader, logs)
             elif (side := log_view.wanted(logs)) is not None:
                 change = await asyncio.to_thread(_lines_read, reader, logs, side)
+            elif now() < look_at:
+                await self._until_drawn(look_at - now())
+                continue
             else:
                 change = await asyncio.to_thread(self._grown, reader, logs)
                 pause_s = POLL_BUSY_S if change is not None else min(POLL_QUIET_S, 1.5 * pause_s)
+                look_at = now() + pause_s
             if change is not None:
                 self._drawn.clear()
                 self._tell(change)
                 await self._drawn.wait()
-            else:
-                await self._until_drawn(pause_s)
 
     async def _until_drawn(self, pause_s: float) -> None:
         try:
