@@ -133,7 +133,7 @@ async def test_the_cursor_tells_step_time_and_values(tmp_path: Path) -> None:
         assert f"{metrics_line(39).metrics['reward/mean']:.4f}" in plot
         await pressed(screen, "x")
         assert (screen.app.state.plots.x, screen.app.state.plots.cursor) == (XAxis.TIME, None)
-        assert "since the first step" in text(screen, PlotPanel)
+        assert "elapsed" in text(screen, PlotPanel)
 
 
 async def test_the_plot_is_zoomed_around_the_cursor_moved_and_shown_whole_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from textual.content import Content
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, fit, line, rule
 from grpo_tui.ui.widgets.metrics_panel import judge
-from grpo_tui.ui.widgets.plot_panel import curve_style
+from grpo_tui.ui.widgets.plot_drawing import curve_style
 from grpo_tui.view.curves import listed, plotted
 from grpo_tui.view.format import number_text
 from grpo_tui.view.history import MetricHistory
