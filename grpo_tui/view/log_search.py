@@ -73,9 +73,14 @@ class Regex:
     """Lines in which a regular expression is found."""
 
     regex: re.Pattern[bytes]
+    sure_text: bytes = b""
+    """Part of all that it finds: a block without it is passed over at the speed of plain text."""
 
     def spans(self, block: bytes) -> Iterator[Span]:
         """Each line once; what is found across the end of a line does not count."""
+        is_case_blind = self.regex.flags & re.IGNORECASE
+        if self.sure_text and self.sure_text not in (block.lower() if is_case_blind else block):
+            return
         place = 0
         while place < len(block) and (found := self.regex.search(block, place)):
             start, end = _line_around(block, found.start())
@@ -152,10 +157,18 @@ def line_test(pattern: str) -> LineTest:
             return Text(pattern.encode(), is_case_blind)
         pattern = re.escape(pattern)
     try:
-        return Regex(re.compile(pattern.encode(), re.MULTILINE | (re.IGNORECASE if is_case_blind else 0)))
+        regex = re.compile(pattern.encode(), re.MULTILINE | (re.IGNORECASE if is_case_blind else 0))
+        return Regex(regex, _sure_text(pattern).encode())
     except re.error as error:
         place = "" if error.pos is None or error.pos >= len(pattern) else f" at {pattern[error.pos]!r}"
         raise BrokenPattern(f"not yet a regular expression: {error.msg}{place}") from None
+
+
+def _sure_text(pattern: str) -> str:
+    """The longest text that is in everything that an expression finds; nothing where that is not easily seen."""
+    if re.search(r"[|(\[{]|\\[0-9xuUN]", pattern):
+        return ""
+    return max(re.split(r"\\.|.[?*]|[.^$+?*]", pattern), key=len)
 
 
 def marker(pattern: str) -> re.Pattern[str] | None:

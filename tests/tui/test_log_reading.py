@@ -1,6 +1,7 @@
 """Lines of logs from any place in either direction, merged by time, narrowed, searched and counted."""
 
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -146,6 +147,31 @@ def test_colours_overwritten_states_and_ends_of_lines_hide_no_match_and_make_non
         return len(reader.after((0,), 10, ends, line_tests(Level.ALL, pattern)).lines)
 
     assert [found(each) for each in ("INFO: up", "20%", "10%", r"b\s*b", "a[^z]*c", "^bc$")] == [1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "colou?r",
+        "x*colour",
+        "co+lour",
+        r"c\wlour",
+        r"\x63olour",
+        "gr[ae]y|colour",
+        "colou{1}r",
+        "RED|Colour",
+        "(x)?our",
+    ],
+)
+def test_an_expression_finds_the_same_with_and_without_its_short_cut(tmp_path: Path, pattern: str) -> None:
+    reader = reader_of(tmp_path, api="a Colour\na colour\nnone\n")
+    found = reader.after((0,), 10, reader.extent().ends, line_tests(Level.ALL, pattern))
+    assert texts(found) == [line for line in ("a Colour", "a colour") if re.search(pattern, line, _flags(pattern))]
+    assert found.lines
+
+
+def _flags(pattern: str) -> int:
+    return re.IGNORECASE if pattern == pattern.lower() else 0
 
 
 def test_errors_are_told_from_warnings_and_take_their_indented_lines_along(tmp_path: Path) -> None:
