@@ -129,7 +129,8 @@ class MetricsScreen(RunScreen):
 
     def _share_columns(self, width: int) -> None:
         columns = min(max(int(width * LIST_SHARE), MIN_LIST_COLUMNS), MAX_LIST_COLUMNS)
-        self.query_one("#metrics-list").styles.width = columns
+        for part in self.query("#metrics-list"):  # none before it is composed
+            part.styles.width = columns
 
     # --- keys ------------------------------------------------------------------------------------------------------
 
