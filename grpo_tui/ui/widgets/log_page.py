@@ -32,6 +32,12 @@ PLACEHOLDERS = {
     Prompt.TIME: "go to a time: 14:03:05, 14:03, 2026-01-31 14:03, or -10m",
 }
 
+PROMPT_WORDS = {
+    Prompt.SEARCH: "search: enter looks for it, esc leaves",
+    Prompt.FILTER: "filter: enter or esc leaves, empty shows all",
+    Prompt.TIME: "time (14:03:05, -10m): enter goes there, esc leaves",
+}
+
 
 class LogServices(Lines):
     """All logs, and each one; a click chooses."""
@@ -160,6 +166,8 @@ def narrowing(logs: LogsView) -> list[str | Styled]:
     parts: list[str | Styled] = []
     if logs.fault:
         parts.append((logs.fault, ".warning"))
+    elif logs.prompt is not None:
+        parts.append((PROMPT_WORDS[logs.prompt], ".muted"))
     if logs.level is not Level.ALL:
         parts.append((f"only {logs.level}", ".accent"))
     if logs.pattern:
