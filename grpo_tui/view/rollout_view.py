@@ -235,9 +235,11 @@ class TokenSet(RolloutChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMoved(RolloutChange):
-    """So many tokens further on."""
+    """So many tokens further on; in the whole prompt, which is scrolled by pages, so many lines."""
 
     by: int
+    last_line: int | None = None
+    """Of the prompt: the last one that the screen can begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +315,8 @@ def after(rollouts: RolloutView, change: RolloutChange) -> RolloutView:
             return replace(_holding(rollouts), token=max(0, token))
         case TokenMoved(by=by):
             completion = rollouts.chosen_completion
+            if rollouts.shows_prompt and change.last_line is not None:
+                return replace(rollouts, token=max(0, min(change.last_line, rollouts.token + by)))
             if completion is None or rollouts.shows_prompt:
                 return rollouts
             last = max(0, len(completion.token_ids) - 1)

@@ -118,6 +118,21 @@ async def test_nothing_that_a_model_wrote_reaches_the_terminal_as_a_command(tmp_
         assert not any(letter < " " for row in part(screen, RolloutGroup, "#group").plain_lines for letter in row)
 
 
+async def test_of_a_long_prompt_the_end_is_shown_and_all_of_it_on_a_key(tmp_path: Path) -> None:
+    rules = "\n".join(f"Rule {number}." for number in range(60))
+    async with rollouts(tmp_path, group(1, prompt=f"{rules}\nsort 321")) as screen:
+        await screen.pilot.press("enter")
+        await screen.until(lambda: "sort 321" in group_text(screen))
+        assert "Rule 1." not in group_text(screen)
+        await screen.pilot.press("o")
+        await screen.until(lambda: "the whole prompt" in group_text(screen))
+        assert "Rule 1." in group_text(screen)
+        await screen.pilot.press(*["pagedown"] * 9)
+        await screen.until(lambda: "–61 of 61" in group_text(screen))
+        await screen.pilot.press("escape")
+        await screen.until(lambda: "coloured by ratio" in group_text(screen))
+
+
 async def test_a_long_completion_scrolls_and_an_empty_one_says_so(tmp_path: Path) -> None:
     counted = "".join(f"{number:05d}\n" for number in range(300))
     nothing = completion("").model_copy(update={"text": "", "token_ids": [], "token_texts": []})

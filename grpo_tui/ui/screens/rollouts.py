@@ -229,7 +229,7 @@ class RolloutsScreen(RunScreen):
         if self._shows_list_alone:
             self._change(GroupMoved(by=pages * max(1, self.query_one(RolloutList).size.height - 3)))
             return
-        self._change(TokenSet(token=self.query_one("#group", RolloutGroup).page(self._state.rollouts, pages)))
+        self._change(self.query_one("#group", RolloutGroup).page(self._state.rollouts, pages))
 
     def action_turn_tint(self) -> None:
         """Colour by the next thing."""

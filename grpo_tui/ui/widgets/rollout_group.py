@@ -25,13 +25,15 @@ from grpo_tui.view.rollout_text import (
     visible,
     wrapped,
 )
-from grpo_tui.view.rollout_view import RolloutView, Tint
+from grpo_tui.view.rollout_view import RolloutView, Tint, TokenMoved, TokenSet
 from grpo_tui.view.state import ViewState
 
 TONES = frozenset({"cool-end", "cool", "warm", "warm-end", "bad-end", "bad", "good", "good-end", "cursor", "read"})
 MAX_PROMPT_CHARACTERS = 4000
 """As much of it stands above the completions at most; `o` shows all."""
+PROMPT_WORD = "prompt: "
 ROOMY_ROWS = 30
+"""From so many on, the table of completions may have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +104,21 @@ class RolloutGroup(Lines):
         head = [title, *prompt, *table]
         self._num_body_lines = max(1, height - len(head) - 1 - len(below))
         if view.shows_prompt:
-            body_title, body = self._prompt_body(view, subject, width)
             below = []
             self._num_body_lines = max(1, height - len(head) - 1)
+            body_title, body = self._prompt_body(view, subject, width)
         else:
             body_title, body = self._completion_body(view, subject, completion, width)
         body += [Content("")] * (self._num_body_lines - len(body))
         return [*head, body_title, *body, *below]
 
-    def page(self, view: RolloutView, pages: int) -> int:
-        """The token (or line of the prompt) so many pages further on."""
+    def page(self, view: RolloutView, pages: int) -> TokenSet | TokenMoved:
+        """The change that goes so many pages on."""
         by = pages * max(1, self._num_body_lines - 1)
-        return self._moved(view, by)
-
-    def _moved(self, view: RolloutView, by_lines: int) -> int:
         if view.shows_prompt:
-            return max(0, min(view.token + by_lines, len(self._wrapped) - self._num_body_lines))
-        token = token_at(self._wrapped, line_of(self._wrapped, view.token) + by_lines)
-        return view.token if token is None else token
+            return TokenMoved(by=by, last_line=max(0, len(self._wrapped) - self._num_body_lines))
+        token = token_at(self._wrapped, line_of(self._wrapped, view.token) + by)
+        return TokenSet(token=view.token if token is None else token)
 
     def _subject(self, view: RolloutView) -> Subject | None:
         if self._is_marked:
@@ -147,11 +146,15 @@ class RolloutGroup(Lines):
     def _prompt_lines(self, prompt: str, width: int, most: int) -> list[Content]:
         if not prompt:
             return [line(("prompt: empty", ".muted"))]
-        shown = wrapped([Piece(prompt[:MAX_PROMPT_CHARACTERS], None)], width - 8)
-        rows = [line(("prompt: " if number == 0 else " " * 8, ".muted"), _plain(row))
-                for number, row in enumerate(shown[:most])]  # fmt: skip
-        if len(shown) > most:
-            rows[-1] = rows[-1].truncate(width - 13, ellipsis=True, pad=True) + Content.styled(" (o: all)", ".muted")
+        shown = wrapped([Piece(prompt[-MAX_PROMPT_CHARACTERS:], None)], width - len(PROMPT_WORD))
+        is_whole = len(shown) <= most and len(prompt) <= MAX_PROMPT_CHARACTERS
+        shown = shown[-most:]  # its end: what is asked stands after what is said to every prompt
+        rows = [line((PROMPT_WORD if number == 0 else " " * len(PROMPT_WORD), ".muted"), _plain(row))
+                for number, row in enumerate(shown)]  # fmt: skip
+        if not is_whole:
+            rows[0] = line(("prompt …", ".muted"), _plain(shown[0]))
+            note = Content.styled(" o: all of it", ".muted")
+            rows[-1] = rows[-1].truncate(width - note.cell_length, ellipsis=True, pad=True) + note
         return rows
 
     def _prompt_body(self, view: RolloutView, subject: Subject, width: int) -> tuple[Content, list[Content]]:
