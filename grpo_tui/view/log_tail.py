@@ -18,7 +18,9 @@ from grpo_tui.view.format import bytes_text
 FIRST_BYTES = 256 * 1024
 """How much of an existing log is shown at first."""
 MAX_BYTES_A_READ = 512 * 1024
-"""More than this since the last read is a flood: only its last `FIRST_BYTES` are worth showing."""
+"""More than this since the last read is a flood: only its last `FLOOD_BYTES` are worth showing."""
+FLOOD_BYTES = 32 * 1024
+"""Some screens full: who turns more of a flood into text ten times a second keeps keys waiting."""
 MAX_LINE_CHARACTERS = 4000
 CHECKED_BYTES = 64
 """As many bytes before the offset are compared with what was read, to notice a file that was emptied and regrew."""
@@ -84,7 +86,7 @@ class LogTail:
         if self._offset is None:
             start = max(0, end - self._first_bytes)
         else:
-            start = self._offset if end - self._offset <= self._max_bytes else end - self._first_bytes
+            start = self._offset if end - self._offset <= self._max_bytes else self._end_of_flood(end)
         part = read_part(descriptor, start, end - start)
         if not part.data:
             self._offset = part.offset
@@ -100,6 +102,9 @@ class LogTail:
         if skipped > 0:
             texts.insert(0, f"··· {bytes_text(skipped)} went by too fast to show; {self._path} has the newest of it")
         return LogChunk(lines=tuple(texts), open_line=as_text(self._rest), is_restarted=is_restarted, has_changed=True)
+
+    def _end_of_flood(self, end: int) -> int:
+        return end - min(self._first_bytes, FLOOD_BYTES)
 
     def _continues(self, descriptor: int, identity: tuple[int, int]) -> bool:
         """Whether the file still holds what was read of it last, as far as it was not dropped."""
