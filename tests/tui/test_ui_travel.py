@@ -59,10 +59,12 @@ class Shown:
         """Wait until the screen shows a moment."""
         await self.until(lambda: self.app.state.travel.until == pytest.approx(moment, abs=0.01))
         await self.until(lambda: clock_at(moment) in self.text(HeaderLine))
+        await self.until(lambda: clock_at(moment) in self.text(TravelBar).partition("\n")[0])
 
     def text(self, part: type[Lines]) -> str:
         assert self.app.shown is not None
-        return "\n".join(self.app.shown.query_one(part).plain_lines)
+        found = self.app.shown.query(part)  # none on a screen that is not composed yet
+        return "\n".join(line for each in found for line in each.plain_lines)
 
     @property
     def log(self) -> str:
@@ -240,7 +242,7 @@ async def test_a_run_that_is_over_opens_at_its_last_moment(tmp_path: Path, size:
     over = run_status(state=RunState.FINISHED, ended_at=STARTED + 700, supervisor=None)
     async with screen(tmp_path, over, size=size) as shown:
         await shown.at(STARTED + 700)
-        assert "the end" in shown.text(TravelBar)
+        await shown.until(lambda: "the end" in shown.text(TravelBar))
         await shown.press("left")
         await shown.at(STARTED + 695)
         assert "before the end" in shown.text(TravelBar)
