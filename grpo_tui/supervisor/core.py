@@ -109,6 +109,7 @@ class Supervisor:
             ledger_changed=self._writer.mark,
             limits={each.name: each.memory_limit_bytes for each in plan.launches if each.memory_limit_bytes},
             over_limit=self._over_limit,
+            attempts=lambda: {name: each.attempt for name, each in self._services.items()},
             logs={name: run_folder / f"{name}.log" for name in self._launches},
         )
         self._hooks = Hooks(

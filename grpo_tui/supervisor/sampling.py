@@ -39,17 +39,20 @@ class Sampler:
         ledger_changed: Callable[[], None],
         limits: Mapping[str, int] | None = None,
         over_limit: OverLimit = lambda service, held_bytes: None,
+        attempts: Callable[[], Mapping[str, int]] = dict,
         logs: Mapping[str, Path] | None = None,
     ) -> None:
         """`limits` of resident memory are in bytes, by service; `over_limit` is called once in an attempt.
 
-        `logs` are the files of which a sample tells how long they were.
+        `attempts` tells which attempt of each service runs.
+        `logs` are files of which a sample tells how long they were.
         """
         self._broadcast = broadcast
         self._keepers = keepers
         self._told = told
         self._ledger_changed = ledger_changed
         self._memory_limits = MemoryLimits(limits or {}, over_limit)
+        self._attempts = attempts
         self._logs = dict(logs or {})
         self._usage_reader = UsageReader()
         self.gpu_reader = GpuReader()
@@ -112,7 +115,7 @@ class Sampler:
         await asyncio.to_thread(end_adopted)
         await self._memory_limits.look(self.usage, keepers)
         pids = {name: usage.pids for name, usage in self.usage.items()}
-        gpus = await self.gpu_reader.sample(pids)
+        gpus = await self.gpu_reader.sample(pids, self._attempts())
         self.gpus, self.gpu_note = list(gpus.gpus), gpus.note
         log_bytes, at = await asyncio.to_thread(self._log_ends), time.time()
         self._broadcast.send(lambda number: self._event(number, at, log_bytes))

@@ -160,6 +160,8 @@ def after_event(status: RunStatus, event: Snapshot | Event) -> RunStatus:
 
 
 def _with_usage(service: ServiceStatus, usage: UsageSampled) -> ServiceStatus:
+    if service.pid is None:  # it ended since
+        return service
     return service.model_copy(
         update={
             "cpu_percent": usage.cpu_percent.get(service.name),

@@ -87,8 +87,8 @@ ON_TRAVEL = (
         help="where it ended, or now"),
     Key(key="colon", shown=":", action="screen.travel_type", label="type",
         help="type a time (14:03:05), a step (120), or how long ago (-5m)"),
-    Key(key="t,escape", shown="t", action="screen.travel_close", label="now",
-        help="back to the present (esc too)"),
+    Key(key="t", shown="t", action="screen.travel_close", label="now",
+        help="back to the present"),
 )  # fmt: skip
 """Those of the line of time, while it is there; a pair is told at its first."""
 

@@ -110,6 +110,15 @@ class LogReader:
                 identities.append(None)
         return Extent(starts=tuple(starts), ends=tuple(ends), identities=tuple(identities))
 
+    def whole_lines_end(self, name: str, offset: int) -> int:
+        """Where the last whole line of a log ends before an offset; 0 where it cannot be read."""
+        path = next(file.path for file in self.files if file.name == name)
+        try:
+            with path.open("rb", buffering=0) as opened:
+                return line_start(opened.fileno(), offset)
+        except OSError:
+            return 0
+
     def before(self, cut: Cut, num_lines: int, tests: tuple[LineTest, ...] = ()) -> Found:
         """The last lines above a cut."""
         with ExitStack() as stack:

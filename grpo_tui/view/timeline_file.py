@@ -146,6 +146,7 @@ class TimelineFile:
             start_phases=replay.start_phases,
             notices=replay.notices,
             log=log,
+            log_ends={} if replay.status is not None and replay.status.state in ENDED_RUN_STATES else ends,
         )
 
     # --- index -----------------------------------------------------------------------------------------------------

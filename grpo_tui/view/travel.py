@@ -7,7 +7,7 @@ import re
 import time as clock
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -61,6 +61,8 @@ class Past:
     """The latest until then."""
     log: LogView
     """Of the service that was selected when this was read."""
+    log_ends: Mapping[str, int] = field(default_factory=dict)
+    """How far the log of each service went, in bytes since it began; of those that samples of usage tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +191,11 @@ def after(travel: Travel, change: TravelChange, known: Known) -> Travel:
             found = read_target(change.text, travel.moment, known)
             return replace(closed, note=found) if isinstance(found, str) else _at(closed, found, known)
         case Learned():
-            return replace(
+            learned = replace(
                 travel, begins=change.begins, ends=change.ends, marks=change.marks, note=change.note or travel.note
             )
+            is_at_end = known.is_over and travel.moment >= extent(travel, known)[1] - SAME_MOMENT_S
+            return replace(learned, moment=extent(learned, known)[1]) if is_at_end else learned
         case PastRead():
             return replace(travel, past=change.past)
         case _:

@@ -157,7 +157,7 @@ async def test_keys_of_the_line_of_time_are_its_own_and_only_while_it_is_there(t
         await shown.at(NOW)
         assert shifted.scroll_offset.x == 0
         assert "←" in shown.text(KeysBar)
-        await shown.press("escape")
+        await shown.press("t")
         await shown.until(lambda: not shown.app.state.travel.is_open)
         await shown.press("right", "comma", "left_square_bracket", "full_stop")
         await shown.until(lambda: shifted.scroll_offset.x > 0)

@@ -9,7 +9,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.screen import Screen
 
-from grpo_tui.ui.keys import Key
+from grpo_tui.ui.keys import PLACES, Key
 from grpo_tui.ui.messages import Travelled
 from grpo_tui.ui.widgets.activity_line import ActivityLine
 from grpo_tui.ui.widgets.header import HeaderLine
@@ -45,7 +45,7 @@ class RunScreen(Screen[None]):
         yield from self.body()
         yield TravelInput()
         yield TravelBar()
-        yield ActivityLine()
+        yield ActivityLine(chooses_services=PLACES[0] == self.PLACE)
         yield KeysBar(self.KEYS)
 
     def body(self) -> ComposeResult:

@@ -204,8 +204,18 @@ class LogsScreen(RunScreen):
         if until is None:
             return extent
         if self._limits is None or self._limits[0] != until or len(self._limits[1]) != len(extent.ends):
-            self._limits = until, reader.at_time(until, extent.ends)
+            self._limits = until, self._ends_at(until, reader, extent)
         return replace(extent, ends=tuple(min(*pair) for pair in zip(self._limits[1], extent.ends, strict=True)))
+
+    def _ends_at(self, moment: float, reader: LogReader, extent: Extent) -> Cut:
+        """As samples told then; of a log of which none did, by the times that its lines tell."""
+        past = self._state.travel.past
+        told = past.log_ends if past is not None and past.moment == moment else {}
+        by_lines = reader.at_time(moment, extent.ends)
+        return tuple(
+            reader.whole_lines_end(file.name, told[file.name]) if file.name in told else end
+            for file, end in zip(self._reads, by_lines, strict=True)
+        )
 
     def _opened(self, reader: LogReader, logs: LogsView) -> LogChange:
         extent = self._extent(reader)

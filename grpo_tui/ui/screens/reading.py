@@ -91,7 +91,10 @@ def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
     for start in range(0, len(signs), 3):
         rows.append(Content("  " + "".join(f"{glyph} {word:<18}" for glyph, word in signs[start : start + 3])))
     rows += [Content(""), _heading("the line of time"), Content(f"  {MARKS_TOLD}")]
-    rows += [Content(""), _heading("healthy bands: ✓ inside, ▲ above, ▼ below")]
+    rows += [
+        Content(""),
+        _heading("healthy bands: ✓ inside, ▲ above, ▼ below; the ground of a sparkline is its band from end to end"),
+    ]
     rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
     rows += [
         Content(""),

@@ -26,6 +26,7 @@ WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 """States in the middle of a restart: waiting for the services that it needs is one of them."""
 QUIET_WORDS = "↑↓ choose a service, space tags it · ^p finds everything · ? explains"
 WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds everything · ? explains"
+ELSEWHERE_WORDS = "1 leads back to the services · ^p finds everything · ? explains every key of this screen"
 TRAVEL_WORDS = "⇧← ⇧→ move ten times as far · a click or a drag on the line goes there · ? explains its signs"
 FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
 """Until the first key that a person ever presses here."""
@@ -37,6 +38,11 @@ class ActivityLine(Lines):
     DEFAULT_CSS = """
     ActivityLine { height: 1; padding: 0 1; }
     """
+
+    def __init__(self, *, chooses_services: bool) -> None:
+        """Give hints about the table of services where the screen has it."""
+        super().__init__()
+        self._chooses_services = chooses_services
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """What a key is answered, else the lost connection, what went wrong, a restart, news, or a hint."""
@@ -55,20 +61,21 @@ class ActivityLine(Lines):
             return [line(*phases).truncate(width, ellipsis=True)]
         if outcome is not None and age_s < SHOWN_OUTCOME_S:
             return [_said(outcome, width)]
-        return [line(_hint(state)).truncate(width, ellipsis=True)]
+        return [line(self._hint(state)).truncate(width, ellipsis=True)]
 
-
-def _hint(state: ViewState) -> Styled:
-    """What the next key may be, while there is nothing else to tell."""
-    if state.viewer.is_new:
-        return FIRST_WORDS, ".accent"
-    if state.travel.is_open:
-        return TRAVEL_WORDS, ".faint"
-    tagged = [service.name for service in state.chosen] if state.viewer.tagged else []
-    if tagged:
-        names = ", ".join(tagged)
-        return f"{len(tagged)} tagged: r restarts, s starts or stops, K kills {names} · esc untags", ".accent"
-    return WATCHING_WORDS if state.viewer.is_read_only else QUIET_WORDS, ".faint"
+    def _hint(self, state: ViewState) -> Styled:
+        """What the next key may be, while there is nothing else to tell."""
+        if state.viewer.is_new:
+            return FIRST_WORDS, ".accent"
+        if state.travel.is_open:
+            return TRAVEL_WORDS, ".faint"
+        if not self._chooses_services:
+            return ELSEWHERE_WORDS, ".faint"
+        tagged = [service.name for service in state.chosen] if state.viewer.tagged else []
+        if tagged:
+            names = ", ".join(tagged)
+            return f"{len(tagged)} tagged: r restarts, s starts or stops, K kills {names} · esc untags", ".accent"
+        return WATCHING_WORDS if state.viewer.is_read_only else QUIET_WORDS, ".faint"
 
 
 def _said(outcome: Outcome, width: int) -> Content:

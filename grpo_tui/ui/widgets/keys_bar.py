@@ -29,7 +29,7 @@ class KeysBar(Lines):
         super().__init__()
         self.tells_screens = False
         """Whether the other screens are told here, for want of a line with their names."""
-        self._keys = (*FIRST_EVERYWHERE, *keys, *LAST_EVERYWHERE)
+        self._keys = keys
         self.auto_links = False  # a row of underlined words would be the loudest thing on the screen
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
@@ -44,7 +44,7 @@ class KeysBar(Lines):
         """The keys, two spaces apart, or one where that is what it takes; the last of the screen's own give way."""
         keys = [
             key
-            for key in ((*ON_TRAVEL, *LAST_EVERYWHERE) if state.travel.is_open else self._keys)
+            for key in self._working(state)
             if key.is_in_footer
             and not (key.acts and (state.viewer.is_read_only or state.travel.is_open))
             and not (key.action == "app.travel" and state.travel.is_open)
@@ -56,6 +56,14 @@ class KeysBar(Lines):
             items = self._items(keys, state)
         gap = 2 if _length(items, 2) <= width else 1
         return [Content(" " * gap).join(items).truncate(width)]
+
+    def _working(self, state: ViewState) -> list[Key]:
+        """The screen's own between those that work everywhere; the line of time takes some for itself."""
+        if not state.travel.is_open:
+            return [*FIRST_EVERYWHERE, *self._keys, *LAST_EVERYWHERE]
+        taken = {part for key in ON_TRAVEL for part in key.key.split(",")}
+        own = [key for key in self._keys if not taken.issuperset(key.key.split(","))]
+        return [*ON_TRAVEL, *own, *LAST_EVERYWHERE]
 
     def _items(self, keys: Sequence[Key], state: ViewState) -> list[Content]:
         items = [_item(key, is_stopped=self._is_stopped(state)) for key in keys]
