@@ -19,7 +19,7 @@ FIRST_BYTES = 256 * 1024
 """How much of an existing log is shown at first."""
 MAX_BYTES_A_READ = 512 * 1024
 """More than this since the last read is a flood: only its last `FLOOD_BYTES` are worth showing."""
-FLOOD_BYTES = 32 * 1024
+FLOOD_BYTES = 16 * 1024
 """Some screens full: who turns more of a flood into text ten times a second keeps keys waiting."""
 MAX_LINE_CHARACTERS = 4000
 CHECKED_BYTES = 64

@@ -32,6 +32,8 @@ MEMORY = SimpleNamespace(total=64 * GIB, available=41 * GIB)
 LIMIT_S = 60.0
 SETTLED_S = 1.5
 """A picture that stays the same for so long is taken as finished, where nothing says what it should be."""
+OTHER_S = 15.0
+"""And for so long, where something does, as another one."""
 _ID = re.compile(r"terminal-\d+")
 _HARD_SPACE = "&#160;"
 
@@ -79,6 +81,8 @@ async def standing(
                 await _until(pilot, lambda: app.state.status is not None and app.state.history.last is not None)
                 await pilot.press(str(PLACES.index(scene.place) + 1))
                 await _until(pilot, lambda: app.shown is not None and scene.place == app.shown.PLACE)
+                if scene.keys:
+                    await _until(pilot, lambda: bool(app.state.rollouts.read and app.state.rollouts.found))
                 for key in scene.keys:
                     await pilot.press(key)
                 yield app, pilot
@@ -98,7 +102,7 @@ async def picture(app: GrpoScreen, pilot: Pilot[None], wanted: str | None = None
                 return now
             if now != last:
                 last, since = now, time.monotonic()
-            elif time.monotonic() - since > SETTLED_S:
+            elif time.monotonic() - since > (SETTLED_S if wanted is None else OTHER_S):
                 return now
 
 

@@ -20,8 +20,6 @@ from grpo_tui.ui.themes import ANSI, DARK, LIGHT
 pytestmark = pytest.mark.slow
 PICTURES = Path(__file__).parent / "pictures"
 RECORDED = Path(__file__).parents[1] / "recorded" / "tiny-cpu.tar.gz"
-SETTLED = ("run",)
-"""Screens whose look is held to its picture."""
 ACCEPTS = os.environ.get("GRPO_PICTURES") == "accept"
 LOOKS = {
     "80x24": ((80, 24), DARK),
@@ -32,7 +30,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("name", SETTLED)
+@pytest.mark.parametrize("name", SCENES)
 async def test_a_screen_looks_as_it_was_accepted(tmp_path: Path, name: str, look: str) -> None:
     size, theme = LOOKS[look]
     file = PICTURES / f"{name}-{look}.svg"
@@ -52,5 +50,5 @@ async def test_a_screen_looks_as_it_was_accepted(tmp_path: Path, name: str, look
 
 
 def test_there_is_no_picture_that_nothing_draws() -> None:
-    known = {f"{name}-{look}.svg" for name in SETTLED for look in LOOKS}
+    known = {f"{name}-{look}.svg" for name in SCENES for look in LOOKS}
     assert {path.name for path in PICTURES.glob("*.svg")} <= known
