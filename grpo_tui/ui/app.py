@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +39,7 @@ from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScree
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, page_width, warnings_page
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
+from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 from grpo_tui.ui.widgets.travel_bar import TravelBar
 from grpo_tui.view import state as view
@@ -199,7 +199,7 @@ class GrpoScreen(ThemedApp[None]):
                 pause_s = min(LOG_POLL_QUIET_S, pause_s * 1.5)
             self._log_wanted.clear()
             if self.state.selected == service:
-                await self._until_log_wanted(pause_s)
+                await wait_at_most(self._log_wanted, pause_s)
 
     async def _read_past(self) -> None:
         """While somebody travels in time, read on in the timeline, and how everything stood at the moment."""
@@ -209,8 +209,8 @@ class GrpoScreen(ThemedApp[None]):
             self._travel_wanted.clear()
             if self.state.travel.is_open:
                 while await asyncio.to_thread(timeline.read):
-                    self._learn_from(timeline)
-                self._learn_from(timeline)
+                    self._learn_from(timeline, await asyncio.to_thread(timeline.marks))
+                self._learn_from(timeline, await asyncio.to_thread(timeline.marks))
                 moment, selected = self.state.travel.moment, self.state.selected
                 newest = timeline.num_lines if moment >= (timeline.ends or 0.0) else 0
                 if read != (moment, selected, newest):
@@ -219,20 +219,14 @@ class GrpoScreen(ThemedApp[None]):
                     self.post_message(messages.TimelineArrived(travel.PastRead(past=past)))
             else:
                 read = ()
-            await self._until_travelled(TICK_S if self.state.travel.is_open else None)
+            await wait_at_most(self._travel_wanted, TICK_S if self.state.travel.is_open else None)
 
-    def _learn_from(self, timeline: TimelineFile) -> None:
+    def _learn_from(self, timeline: TimelineFile, marks: tuple[travel.Mark, ...]) -> None:
         note = "" if timeline.num_lines else NO_TIMELINE
-        marks = timeline.marks()
         before = self.state.travel
         if (timeline.begins, timeline.ends, marks) != (before.begins, before.ends, before.marks) or not before.begins:
             learned = travel.Learned(begins=timeline.begins, ends=timeline.ends, marks=marks, note=note)
             self.post_message(messages.TimelineArrived(learned))
-
-    async def _until_travelled(self, at_most_s: float | None) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                await self._travel_wanted.wait()
 
     def _open_log(self, service: str | None) -> LogTail | None:
         known = self.state.service(service)
@@ -240,13 +234,6 @@ class GrpoScreen(ThemedApp[None]):
             return None
         path = Path(known.log)
         return LogTail(path if path.is_absolute() else self.state.run_folder / path.name)
-
-    async def _until_log_wanted(self, pause_s: float) -> None:
-        try:
-            async with asyncio.timeout(pause_s):
-                await self._log_wanted.wait()
-        except TimeoutError:
-            return
 
     def _tick(self) -> None:
         memory = psutil.virtual_memory()

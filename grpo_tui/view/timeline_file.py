@@ -12,6 +12,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -217,7 +218,8 @@ class TimelineFile:
         for folder in folders:
             if step := STEP_FOLDER.fullmatch(folder.name):
                 words = f"checkpoint of step {step[1]} saved"
-                marks.append(Mark(time=folder.stat().st_mtime, kind=MarkKind.CHECKPOINT, words=words))
+                with suppress(OSError):  # the trainer keeps the newest ones, and has just removed it
+                    marks.append(Mark(time=folder.stat().st_mtime, kind=MarkKind.CHECKPOINT, words=words))
         return sorted(marks, key=lambda mark: mark.time)
 
     # --- a moment --------------------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ from textual.app import ComposeResult
 
 from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
-from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.screens.base import LookingScreen
 from grpo_tui.ui.widgets.alignment_body import AlignmentBody
 from grpo_tui.view.alignment_reader import AlignmentReader
 from grpo_tui.view.alignment_view import (
     AlignmentChange,
-    AlignmentView,
     GroupsMeasured,
     NewestWanted,
     PageTurned,
@@ -52,7 +51,7 @@ ON_ALIGNMENT = (
 )  # fmt: skip
 
 
-class AlignmentScreen(RunScreen):
+class AlignmentScreen(LookingScreen):
     """Verdict, histogram, ratios, worst tokens, position and version."""
 
     PLACE = "alignment"
@@ -62,36 +61,19 @@ class AlignmentScreen(RunScreen):
     def __init__(self, state: ViewState) -> None:
         super().__init__(state)
         self._reader = AlignmentReader(state.run_folder)
-        self._wanted = asyncio.Event()
-        self._is_in_sight = False
 
     def body(self) -> ComposeResult:
         """One part, which arranges itself."""
         yield AlignmentBody()
 
-    def on_mount(self) -> None:
-        """Begin to read; the screen is in sight whenever it is mounted first."""
-        self.run_worker(self._look(), name="alignment")
+    def asked_of(self, state: ViewState) -> object:
+        """The steps, and the moment."""
+        return state.alignment.window, state.alignment.until_step, state.until
 
-    def on_screen_resume(self) -> None:
-        """Look again."""
-        self._is_in_sight = True
-        self._wanted.set()
-
-    def on_screen_suspend(self) -> None:
-        """Read no more while another screen is shown."""
-        self._is_in_sight = False
-
-    def draw(self, state: ViewState) -> None:
-        """Show another state, and look at other groups where it asks for them."""
-        if _asked(self._state) != _asked(state):
-            self._wanted.set()
-        super().draw(state)
-
-    async def _look(self) -> None:
+    async def look(self) -> None:
         """Measure the groups that the state asks for: at once after a key, else every second."""
         while True:
-            await self._until_wanted()
+            await self.until_wanted(LOOK_PAUSE_S)
             state = self._state
             view = state.alignment
             measured = await asyncio.to_thread(
@@ -99,15 +81,6 @@ class AlignmentScreen(RunScreen):
             )
             if measured is not None:
                 self._change(GroupsMeasured(measured=measured, settings=self._reader.settings))
-
-    async def _until_wanted(self) -> None:
-        """Return when something was asked for, or after a while in sight."""
-        try:
-            async with asyncio.timeout(LOOK_PAUSE_S if self._is_in_sight else None):
-                await self._wanted.wait()
-        except TimeoutError:
-            pass
-        self._wanted.clear()
 
     def _change(self, change: AlignmentChange) -> None:
         self.app.post_message(Came(change))
@@ -131,8 +104,3 @@ class AlignmentScreen(RunScreen):
     def action_scroll_tokens(self, by: int) -> None:
         """Move along the worst tokens."""
         self._change(TokensScrolled(by=by))
-
-
-def _asked(state: ViewState) -> tuple[object, ...]:
-    view: AlignmentView = state.alignment
-    return view.window, view.until_step, state.until

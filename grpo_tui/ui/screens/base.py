@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -11,6 +12,7 @@ from textual.screen import Screen
 
 from grpo_tui.ui.keys import PLACES, Key
 from grpo_tui.ui.messages import Travelled
+from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.ui.widgets.activity_line import ActivityLine
 from grpo_tui.ui.widgets.header import HeaderLine
 from grpo_tui.ui.widgets.keys_bar import KeysBar
@@ -79,3 +81,44 @@ class RunScreen(Screen[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         """Parts say their lines anew by themselves; a screen that shares out rows does it here."""
+
+
+class LookingScreen(RunScreen):
+    """Base of screens that read files of their own: at once what is asked for, and now and then while in sight."""
+
+    def __init__(self, state: ViewState) -> None:
+        super().__init__(state)
+        self._wanted = asyncio.Event()
+        self._is_in_sight = False
+
+    async def look(self) -> None:
+        """Read for ever, with `until_wanted` between two looks."""
+        raise NotImplementedError
+
+    def asked_of(self, state: ViewState) -> object:
+        """What in the state says what is to be read."""
+        raise NotImplementedError
+
+    def on_mount(self) -> None:
+        """Begin to read."""
+        self.run_worker(self.look(), name=self.PLACE)
+
+    def on_screen_resume(self) -> None:
+        """Look again."""
+        self._is_in_sight = True
+        self._wanted.set()
+
+    def on_screen_suspend(self) -> None:
+        """Read no more while another screen is shown."""
+        self._is_in_sight = False
+
+    def draw(self, state: ViewState) -> None:
+        """Show another state, and read what it asks for."""
+        if self.asked_of(self._state) != self.asked_of(state):
+            self._wanted.set()
+        super().draw(state)
+
+    async def until_wanted(self, pause_s: float | None) -> None:
+        """Return when something was asked for, or after a while in sight."""
+        await wait_at_most(self._wanted, pause_s if self._is_in_sight else None)
+        self._wanted.clear()

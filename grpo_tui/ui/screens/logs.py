@@ -20,6 +20,7 @@ from textual.widgets import Input
 from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.ui.widgets.activity_line import ActivityLine
 from grpo_tui.ui.widgets.log_page import (
     PLACEHOLDERS,
@@ -173,7 +174,7 @@ class LogsScreen(RunScreen):
             elif (side := log_view.wanted(logs)) is not None:
                 change = await asyncio.to_thread(_lines_read, reader, logs, side)
             elif now() < look_at:
-                await self._until_drawn(look_at - now())
+                await wait_at_most(self._drawn, look_at - now())
                 continue
             else:
                 change = await asyncio.to_thread(self._grown, reader, logs)
@@ -183,13 +184,6 @@ class LogsScreen(RunScreen):
                 self._drawn.clear()
                 self._tell(change)
                 await self._drawn.wait()
-
-    async def _until_drawn(self, pause_s: float) -> None:
-        try:
-            async with asyncio.timeout(pause_s):
-                await self._drawn.wait()
-        except TimeoutError:
-            return
 
     def _reader_for(self, state: ViewState) -> LogReader:
         """The reader of the logs that are shown; the same while they are."""

@@ -14,7 +14,7 @@ from textual.widgets import Input
 from grpo_tui.paths import ROLLOUTS_FILE
 from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
-from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.screens.base import LookingScreen
 from grpo_tui.ui.widgets.rollout_group import RolloutGroup
 from grpo_tui.ui.widgets.rollout_list import RolloutList
 from grpo_tui.view.rollout_reader import RolloutReader
@@ -111,7 +111,7 @@ class Question(Input, can_focus=False):
     """
 
 
-class RolloutsScreen(RunScreen):
+class RolloutsScreen(LookingScreen):
     """List and group: side by side where there is room, else one of them."""
 
     PLACE = "rollouts"
@@ -132,8 +132,6 @@ class RolloutsScreen(RunScreen):
     def __init__(self, state: ViewState) -> None:
         super().__init__(state)
         self._reader = RolloutReader(state.run_folder / ROLLOUTS_FILE)
-        self._wanted = asyncio.Event()
-        self._is_in_sight = False
         self._asked: Literal["text", "above", "below"] = "text"
 
     def body(self) -> ComposeResult:
@@ -144,42 +142,30 @@ class RolloutsScreen(RunScreen):
             yield RolloutGroup(id="group")
         yield Question(id="question")
 
-    def on_mount(self) -> None:
-        """Begin to read."""
-        self.run_worker(self._look(), name="rollouts")
-
-    def on_screen_resume(self) -> None:
-        """Look again."""
-        self._is_in_sight = True
-        self._wanted.set()
-
-    def on_screen_suspend(self) -> None:
-        """Read no more while another screen is shown."""
-        self._is_in_sight = False
+    def asked_of(self, state: ViewState) -> object:
+        """The filter, the group, and the moment."""
+        return state.rollouts.filter, state.rollouts.selected, state.until
 
     def draw(self, state: ViewState) -> None:
         """Show another state, and read what it asks for."""
-        if _asked_of(self._state) != _asked_of(state):
-            self._wanted.set()
-        self._state = state
-        self._arrange()
+        self._arrange(state)
         super().draw(state)
 
     def on_resize(self, event: events.Resize) -> None:
         """Put list and group side by side where there is room."""
-        self._arrange()
+        self._arrange(self._state)
 
-    def _arrange(self) -> None:
-        view = self._state.rollouts
+    def _arrange(self, state: ViewState) -> None:
+        view = state.rollouts
         self.set_class(self.size.width >= WIDE_COLUMNS, "-wide")
         self.set_class(view.is_in_group, "-group")
         self.set_class(view.marked is not None, "-comparing")
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
         """Read what the state asks for: at once after a key, else whenever something may have been added."""
         pause_s: float | None = None
         while True:
-            await self._until_wanted(pause_s)
+            await self.until_wanted(pause_s)
             state = self._state
             view = state.rollouts
             read = await asyncio.to_thread(self._reader.look, view.filter, view.selected, until=state.until)
@@ -187,15 +173,6 @@ class RolloutsScreen(RunScreen):
                 self._change(GroupsArrived(read=read))
             is_done = not read.is_searching and read.has_all_heads
             pause_s = LOOK_PAUSE_S if is_done else SEARCH_PAUSE_S
-
-    async def _until_wanted(self, pause_s: float | None) -> None:
-        """Return when something was asked for, or after a while in sight."""
-        try:
-            async with asyncio.timeout(pause_s if self._is_in_sight else None):
-                await self._wanted.wait()
-        except TimeoutError:
-            pass
-        self._wanted.clear()
 
     def _change(self, change: RolloutChange) -> None:
         self.app.post_message(Came(change))
@@ -315,7 +292,3 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _asked_of(state: ViewState) -> tuple[object, ...]:
-    return state.rollouts.filter, state.rollouts.selected, state.until
