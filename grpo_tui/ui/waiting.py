@@ -1,0 +1,13 @@
+"""Waiting for news, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    """Return when the event is set, or after so many seconds; None waits on."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
