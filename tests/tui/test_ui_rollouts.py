@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from rollout_fakes import completion, group, write_groups
+from group_fakes import completion, group, write_groups
 from screen_fakes import metrics_line, write_metrics
 from test_ui_screen import Shown, shown
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from rollout_fakes import completion, group, write_groups
+from group_fakes import completion, group, write_groups
 from screen_fakes import STARTED
 
 from grpo_engine.wire.metrics import RolloutLine
