@@ -224,7 +224,8 @@ class GrpoScreen(ThemedApp[None]):
     def _learn_from(self, timeline: TimelineFile, marks: tuple[travel.Mark, ...]) -> None:
         note = "" if timeline.num_lines else NO_TIMELINE
         before = self.state.travel
-        if (timeline.begins, timeline.ends, marks) != (before.begins, before.ends, before.marks) or not before.begins:
+        is_silent = not timeline.num_lines and not before.note
+        if (timeline.begins, timeline.ends, marks) != (before.begins, before.ends, before.marks) or is_silent:
             learned = travel.Learned(begins=timeline.begins, ends=timeline.ends, marks=marks, note=note)
             self.post_message(messages.TimelineArrived(learned))
 
@@ -248,11 +249,10 @@ class GrpoScreen(ThemedApp[None]):
 
     def _apply(self, change: view.Change) -> None:
         """Make the change, and draw once for all changes that wait."""
-        selected = self.state.selected
-        self.state = view.reduce(self.state, change)
-        if self.state.selected != selected:
+        before, self.state = self.state, view.reduce(self.state, change)
+        if self.state.selected != before.selected:
             self._log_wanted.set()
-        if isinstance(change, travel.TravelChange) or self.state.selected != selected:
+        if _wanted_of_the_past(self.state) != _wanted_of_the_past(before):
             self._travel_wanted.set()
         if not self._is_draw_due:
             self._is_draw_due = True
@@ -520,6 +520,10 @@ class GrpoScreen(ThemedApp[None]):
         loop = asyncio.get_running_loop()
         for number in LEAVING_SIGNALS:
             loop.add_signal_handler(number, self.exit)
+
+
+def _wanted_of_the_past(state: view.ViewState) -> tuple[object, ...]:
+    return state.travel.is_open, state.travel.moment, state.selected
 
 
 def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:

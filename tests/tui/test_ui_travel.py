@@ -20,10 +20,12 @@ from screen_fakes import (
     write_metrics,
 )
 from textual import events
+from textual.message import Message
 from textual.pilot import Pilot
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, Snapshot, UsageSampled
+from grpo_tui.ui import messages
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.widgets.activity_line import ActivityLine
@@ -33,7 +35,7 @@ from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.log_panel import LogLines
 from grpo_tui.ui.widgets.services_table import ServicesTable
 from grpo_tui.ui.widgets.travel_bar import TravelBar, TravelInput
-from grpo_tui.view.travel import clock_at
+from grpo_tui.view.travel import Learned, PastRead, clock_at
 
 pytestmark = pytest.mark.slow
 CRASH_AT = STARTED + 400
@@ -258,6 +260,29 @@ async def test_a_run_without_a_timeline_says_so_and_travels_in_its_metrics(tmp_p
         await shown.press("colon", *"100", "enter")
         await shown.at(STARTED + 240)
         assert "step 100" in " ".join(shown.text(HeaderLine).split())
+
+
+async def test_a_run_without_a_timeline_is_told_of_once_and_not_read_over_and_over(tmp_path: Path) -> None:
+    async with screen(tmp_path) as shown:
+        told: list[messages.TimelineArrived] = []
+        shown.app.post_message = noting(told, shown.app.post_message)  # type: ignore[method-assign]
+        await shown.press("t")
+        await shown.until(lambda: "kept no events.jsonl" in shown.text(TravelBar))
+        await shown.at(NOW)
+        for _ in range(20):
+            await shown.pilot.pause()
+    assert [type(each.change) for each in told] == [Learned, PastRead]
+
+
+def noting(told: list[messages.TimelineArrived], post: Callable[[Message], bool]) -> Callable[[Message], bool]:
+    """`post_message` that keeps what is told of the timeline."""
+
+    def noted(message: Message) -> bool:
+        if isinstance(message, messages.TimelineArrived):
+            told.append(message)
+        return post(message)
+
+    return noted
 
 
 async def test_the_help_tells_the_keys_and_signs_of_the_line_of_time(tmp_path: Path) -> None:
