@@ -61,6 +61,9 @@ class Card:
     NVMLError_DriverNotLoaded: type[Exception] = NoDriver
     NVMLError_NotSupported: type[Exception] = NvmlError
     NVMLError_FunctionNotFound: type[Exception] = NvmlError
+    NVMLError_NoPermission: type[Exception] = NvmlError
+    NVML_TEMPERATURE_GPU: int = 0
+    NVML_DEVICE_MIG_ENABLE: int = 1
     nvmlMemory_v2: int = 2
 
     def __post_init__(self) -> None:
@@ -103,6 +106,13 @@ class Card:
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> list[Any]:
         return []
+
+    def not_supported(self, *_asked: Any) -> Any:
+        raise NvmlError
+
+    nvmlDeviceGetPowerUsage = nvmlDeviceGetEnforcedPowerLimit = nvmlDeviceGetTemperature = not_supported
+    nvmlDeviceGetMigMode = nvmlDeviceGetMaxMigDeviceCount = not_supported
+    nvmlDeviceGetMigDeviceHandleByIndex = nvmlDeviceGetGpuInstanceId = not_supported
 
 
 @pytest.fixture
