@@ -70,12 +70,13 @@ async def standing(
     if scene.has_gpus:
         connection = FakeConnection()
         connection.say(Snapshot(number=1, status=run_status(run=run_folder.name, gpus=[gpu(0), gpu(1, other=9 * GIB)])))
-    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, theme=theme)
     with (
         mock.patch.dict(os.environ, {"TZ": "UTC"}),
         mock.patch.object(app_module.psutil, "virtual_memory", return_value=MEMORY),
     ):
         time.tzset()
+        os.environ.pop("NO_COLOR", None)
+        app = GrpoScreen(run_folder, connection, clock=lambda: NOW, theme=theme)
         try:
             async with app.run_test(size=size) as pilot:
                 await _until(pilot, lambda: app.state.status is not None and app.state.history.last is not None)
