@@ -160,8 +160,8 @@ def after_event(status: RunStatus, event: Snapshot | Event) -> RunStatus:
 
 
 def _with_usage(service: ServiceStatus, usage: UsageSampled) -> ServiceStatus:
-    if service.pid is None:  # it ended since
-        return service
+    if service.pid is None:  # it has ended since, maybe: a sample of before says nothing of it
+        return service.model_copy(update={"cpu_percent": None, "rss_bytes": None, "gpu_memory_bytes": None})
     return service.model_copy(
         update={
             "cpu_percent": usage.cpu_percent.get(service.name),

@@ -6,7 +6,7 @@ the clock. Paths, sockets and terminals are elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,7 @@ from grpo_engine.wire.supervisor import (
     UsageSampled,
     Warning,
 )
+from grpo_tui.supervisor.timeline import after_event
 from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel, viewer
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
 from grpo_tui.view.history import MetricHistory, extended
@@ -341,26 +342,25 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
     match event:
         case ServiceChanged():
             noted = _with_transition(state, event.service.name, event.service.state, event.time)
-            noted = _with_phase(noted, event.service, event.time)
-            return _with_services(noted, _replaced(event.service))
+            return _told(_with_phase(noted, event.service, event.time), event)
         case RunChanged():
-            if state.status is None:
-                return state
-            ended_at = event.time if event.state in ENDED_RUN_STATES else None
-            status = state.status.model_copy(update={"state": event.state, "ended_at": ended_at})
-            return _rediagnosed(replace(state, status=status))
+            return _told(state, event)
         case UsageSampled():
             if state.status is None:
                 return state
-            status = state.status.model_copy(update={"gpus": event.gpus, "gpu_note": event.gpu_note})
-            sampled = replace(state, status=status, gpus=gpu_view.sampled(state.gpus, event))
-            return _with_services(sampled, _measured(event))
+            return _told(replace(state, gpus=gpu_view.sampled(state.gpus, event)), event)
         case Notice():
             noted = replace(state, notices=(*state.notices, event)[-MAX_NOTICES:])
             subject = f"{event.service}: " if event.service else ""
             return _with_outcome(noted, event.severity, subject + event.text, event.time)
         case _:
             assert_never(event)
+
+
+def _told(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled) -> ViewState:
+    if state.status is None:
+        return state
+    return _rediagnosed(replace(state, status=after_event(state.status, event)))
 
 
 def _with_status(state: ViewState, status: RunStatus) -> ViewState:
@@ -385,30 +385,6 @@ def _first_choice(status: RunStatus) -> str | None:
     trainers = [service.name for service in status.services if service.kind == "trainer"]
     last = [service.name for service in status.services[-1:]]
     return next(iter([*failed, *trainers, *last]), None)
-
-
-def _replaced(new: ServiceStatus) -> Callable[[ServiceStatus], ServiceStatus]:
-    return lambda service: new if service.name == new.name else service
-
-
-def _measured(usage: UsageSampled) -> Callable[[ServiceStatus], ServiceStatus]:
-    def measured(service: ServiceStatus) -> ServiceStatus:
-        return service.model_copy(
-            update={
-                "cpu_percent": usage.cpu_percent.get(service.name),
-                "rss_bytes": usage.rss_bytes.get(service.name),
-                "gpu_memory_bytes": usage.gpu_memory_bytes.get(service.name),
-            }
-        )
-
-    return measured
-
-
-def _with_services(state: ViewState, change: Callable[[ServiceStatus], ServiceStatus]) -> ViewState:
-    if state.status is None:
-        return state
-    services = [change(service) for service in state.status.services]
-    return _rediagnosed(replace(state, status=state.status.model_copy(update={"services": services})))
 
 
 def _with_transition(state: ViewState, service: str, to: ServiceState, time: float) -> ViewState:
