@@ -1,12 +1,13 @@
 """Seconds from a start, or from the key press of a restart, to a healthy vLLM: ours in place, beside stock's.
 
     python benchmarks/restart.py --model MODEL [--device cpu] [--rounds 3] [--cold] [--no-stock] [--imports]
-        [--flag=--cuda-graph-sizes …] [--stock-flag=--cudagraph-capture-sizes …]
+        [--flag=--cuda-graph-sizes …] [--stock-flag=--cudagraph-capture-sizes …] [--lines]
 
 Ours is started once and then restarted in place, as the supervisor does it: a signal to its standby, and healthy once
 the next server answers. Stock vLLM with the same settings is started twice, each time from nothing. `--cold` gives both
 empty caches of compiled code first, so that the first figure of each is that of a machine that never served this model.
-Below the figures stands what each restart was at, by the lines of the log, in seconds from the key press.
+Below the figures stands what each restart was at, by the lines of the log, in seconds from the key press; `--lines`
+tells all of them.
 
 `--imports` tells instead which modules the processes of a restarted server import after the fork, and their
 milliseconds: what belongs into `grpo_engine/server/preloading.py`.
@@ -40,6 +41,7 @@ GONE_LINE = re.escape(NOTHING_LEFT_LINE)
 PHASES = (*VLLM_PHASES, (r"server\.main: Ready", "healthy"))
 IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)$", re.MULTILINE)
 SHOWN_IMPORTS = 40
+SHOWN_OF_LINES = 160
 
 
 def main() -> None:
@@ -64,7 +66,7 @@ def ours(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
     print(f"ours   start                {server.loaded_s:6.2f} s", flush=True)
     restarts = []
     for number in range(1, options.rounds + 1):
-        seconds, lines = restart_in_place(server)
+        seconds, lines = restart_in_place(server, tells_all=options.lines)
         restarts.append(round(seconds, 2))
         print(f"ours   restart in place {number}   {seconds:6.2f} s  (target {TARGET_S:g} s)", flush=True)
         for at_s, words in lines:
@@ -85,13 +87,13 @@ def stock(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
     return {"stock_start_s": starts}
 
 
-def restart_in_place(server: Server) -> tuple[float, list[tuple[float, str]]]:
+def restart_in_place(server: Server, *, tells_all: bool = False) -> tuple[float, list[tuple[float, str]]]:
     """Seconds from the signal to the next server's first good answer, and when it got to what."""
     offset = server.log.stat().st_size
     began = time.monotonic()
     server.process.send_signal(RESTART_SIGNAL)
     lines: list[tuple[float, str]] = []
-    heard = LineReader(server.log, offset, lambda line: note(line, lines, time.monotonic() - began))
+    heard = LineReader(server.log, offset, lambda line: note(line, lines, time.monotonic() - began, tells_all))
     while not any(words == "the last server is gone" for _, words in lines) or not server._is_healthy():
         heard.read()
         if server.process.poll() is not None:
@@ -104,13 +106,15 @@ def restart_in_place(server: Server) -> tuple[float, list[tuple[float, str]]]:
     return seconds, lines
 
 
-def note(line: str, lines: list[tuple[float, str]], at_s: float) -> None:
-    """Keep when a phase begins."""
+def note(line: str, lines: list[tuple[float, str]], at_s: float, tells_all: bool) -> None:
+    """Keep when a phase begins, or every line."""
     if re.search(GONE_LINE, line):
         words: str | None = "the last server is gone"
     else:
         found = ((re.search(pattern, line), words) for pattern, words in PHASES)
         words = next((words.format(*match.groups(default="")) for match, words in found if match), None)
+    if words is None and tells_all:
+        words = line[:SHOWN_OF_LINES]
     if words is not None and (not lines or lines[-1][1] != words):
         lines.append((at_s, words))
 
@@ -194,6 +198,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="restarts in place")
     parser.add_argument("--cold", action="store_true", help="begin with empty caches of compiled code")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--lines", action="store_true", help="tell every line of a restart's log")
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("--flag", action="append", default=[], help="a further word for our server")
     parser.add_argument("--stock-flag", action="append", default=[], help="a further word for stock vLLM")

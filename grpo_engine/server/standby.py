@@ -4,9 +4,9 @@
     SIGTERM, SIGINT   are passed on; twice, and the server is killed
     end of the server is the parent's end, with the same exit code or signal: whoever supervises it starts a cold one
 
-A process can be forked safely as long as it has one thread and has not touched CUDA, so the parent never has an event
-loop or a model, and sleeps in `poll`. Where an import leaves a thread behind, servers are started as programs of their
-own: every restart then pays for its imports, and nothing else changes.
+A process can be forked safely as long as it has one thread and has not initialised CUDA, so the parent never has an
+event loop or a model, and sleeps in `poll`. Where an import leaves a thread behind, servers are started as programs of
+their own: every restart then pays for its imports, and nothing else changes.
 
 A server does not outlive its parent. It leads a process group of its own.
 """
@@ -17,6 +17,7 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -49,8 +50,10 @@ _TRACKER_GRACE_S = 0.5
 _GONE_WITHIN_S = 10.0
 _KILL_ROUND_S = 0.01
 """Between two rounds of SIGKILL: a process may fork while its siblings die."""
-_UVM_DEVICE = "/dev/nvidia-uvm"
-"""Opened when CUDA is initialised, and not by NVML, which looks at GPUs without touching them."""
+_FORK_SAFE_THREAD = re.compile(r"cuda\d{11}|jemalloc_bg_thd")
+"""What NVML leaves when it has looked at the GPUs (driver 580), which waits for events and holds nothing; and what
+frees memory for libraries with jemalloc in them, which ends it before a fork and starts it on both sides after."""
+_CUDA_DRIVER, _CUDA_NOT_INITIALIZED = "libcuda.so.1", 3
 
 logger = logging.getLogger(__name__)
 
@@ -272,12 +275,25 @@ def die_with_standby(environment: Mapping[str, str]) -> None:
 
 def why_unforkable() -> str | None:
     """Why a fork of this process might hang or fail, in words; None where it is safe."""
-    names = [_thread_name(task) for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    others = [_thread_name(task) for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    names = sorted(name for name in others if not _FORK_SAFE_THREAD.fullmatch(name))
     if names:
-        return f"importing left {len(names)} threads behind ({', '.join(sorted(names))}), with which a fork may hang"
-    if any(_target(descriptor) == _UVM_DEVICE for descriptor in Path("/proc/self/fd").iterdir()):
+        return f"importing left {len(names)} threads behind ({', '.join(names)}), with which a fork may hang"
+    if has_cuda(_loaded_cuda_driver()):
         return "importing initialised CUDA, which does not survive a fork"
     return None
+
+
+def has_cuda(driver: ctypes.CDLL | None) -> bool:
+    """Whether CUDA was initialised in this process, as the driver's own library says, if it is loaded."""
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_INITIALIZED
+
+
+def _loaded_cuda_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(_CUDA_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nobody has loaded it
+        return None
 
 
 def _say(line: str) -> None:
@@ -287,13 +303,6 @@ def _say(line: str) -> None:
 
 def _thread_name(task: Path) -> str:
     return (task / "comm").read_text().strip()
-
-
-def _target(descriptor: Path) -> str:
-    try:
-        return os.readlink(descriptor)
-    except FileNotFoundError:  # that of the listing itself
-        return ""
 
 
 def _has_terminal() -> bool:

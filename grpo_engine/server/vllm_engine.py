@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.25
 """How often a pause's owner and vLLM's health are looked at."""
 _FENCE_POLL_S = 0.002
-_SHUTDOWN_WITHIN_S = 2.0
-"""vLLM's processes get so long to end by themselves."""
 _LEAVE_LOADING_AFTER_S = 0.5
 _CLOSING = "the server is shutting down"
 _DEAD = "vLLM's engine has died: the server's log says why; restart the server"
@@ -158,7 +156,7 @@ class VllmEngine:
                 self._is_loaded.set_exception(_told(error))
         self._is_closing.wait()
         if llm is not None:
-            llm.shutdown(timeout=_SHUTDOWN_WITHIN_S)
+            llm.shutdown(timeout=_shutdown_within_s(llm))
         end_engine_processes()
         if self._sharing is not None:
             self._sharing.withdraw()
@@ -573,6 +571,14 @@ class VllmEngine:
         async with self._changing:
             if self._pause is None:
                 await self._go_on(self._running())
+
+
+def _shutdown_within_s(llm: AsyncLLM) -> float:
+    """How long its processes get to end by themselves: workers remove the shared memory that they talk through.
+
+    An engine core without workers has none; it would spend a second on freeing memory that the kernel frees at once.
+    """
+    return 0.0 if llm.vllm_config.parallel_config.distributed_executor_backend == "uni" else 2.0
 
 
 def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:

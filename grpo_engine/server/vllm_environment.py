@@ -14,6 +14,8 @@ from grpo_engine.server.config import ServerConfig
 def settle_environment(config: ServerConfig, environment: MutableMapping[str, str]) -> None:
     """Set them; a second time changes nothing."""
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # What vLLM's routes import for SageMaker sets the root logger to this, else to ERROR, which loses our own lines.
+    environment.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", config.log_level)
     # Read with the first tensor; on a CPU a fork has its parent's.
     if config.threads is not None:
         environment["OMP_NUM_THREADS"] = str(config.threads)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from serving import RunningServer, free_port, python_path, save_tiny_model, wait_healthy
 
 from grpo_engine.server.remembered import remember_cache_bytes, remembered_cache_bytes
-from grpo_engine.server.standby import why_unforkable
+from grpo_engine.server.standby import has_cuda, why_unforkable
 from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -177,6 +178,40 @@ def test_a_process_with_one_thread_can_be_forked_and_one_with_two_says_which_is_
     alone, crowded = told.stdout.splitlines()
     assert alone == "None"
     assert "1 threads behind" in crowded
+
+
+@pytest.mark.parametrize(
+    ("name", "is_safe"), [("cuda00001800007", True), ("jemalloc_bg_thd", True), ("cuda-EvtHandlr", False)]
+)
+def test_a_thread_of_nvml_or_jemalloc_is_no_obstacle_to_a_fork(name: str, is_safe: bool) -> None:
+    """On GPU machines each server used to be started as a program, because NVML had left its thread."""
+    code = (
+        "import ctypes, threading, time; from grpo_engine.server.standby import why_unforkable\n"
+        "named = threading.Event()\n"
+        f"def stay(): ctypes.CDLL(None).prctl(15, {name.encode()!r}); named.set(); time.sleep(60)\n"
+        "threading.Thread(target=stay, daemon=True).start(); named.wait(); print(why_unforkable())"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "1"}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ("None" in told.stdout) == is_safe
+
+
+class Driver:
+    """As much of CUDA's library as is asked."""
+
+    def __init__(self, answer: int) -> None:
+        self._answer = answer
+
+    def cuDeviceGetCount(self, _count: object) -> int:
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_initialised"), [(None, False), (Driver(3), False), (Driver(0), True), (Driver(100), True)]
+)
+def test_cuda_s_own_library_says_whether_it_was_initialised(driver: Any, is_initialised: bool) -> None:
+    """NVML has /dev/nvidia-uvm open too, so that the open file tells nothing."""
+    assert has_cuda(driver) == is_initialised
     assert why_unforkable() is None or "behind" in str(why_unforkable())
 
 

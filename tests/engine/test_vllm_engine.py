@@ -150,6 +150,12 @@ def segments_now() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*")}
 
 
+def mapped_segments(pid: int) -> set[str]:
+    """What a process has mapped of shared memory."""
+    maps = Path(f"/proc/{pid}/maps").read_text().split()
+    return {Path(path).name for path in maps if path.startswith(f"{SHARED_MEMORY}/")}
+
+
 def save_tiny_qwen2(folder: Path) -> Path:
     """A random Qwen2: fused biases, grouped heads, an end token that comes often."""
     save_tiny_model(folder, seed=1)
@@ -823,7 +829,9 @@ def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
     assert segments <= segments_now()
     below = processes_below(adapted.server.process.pid)
     assert len(below) >= NUM_PROCESSES
+    queues = set().union(*(mapped_segments(identity.pid) for identity in below))
+    assert queues
     assert adapted.server.stop() == 0
     wait_gone(below, within_s=10)
-    assert not segments & segments_now()
+    assert not (segments | queues) & {path.name for path in SHARED_MEMORY.iterdir()}
     assert not adapted.bridge_file.exists()

@@ -44,6 +44,7 @@ def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_onc
     assert environment["TRITON_CACHE_DIR"] == "/mine"
     assert environment["VLLM_CACHE_ROOT"] == "/cache/grpo-engine/vllm"
     assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "info"
     settled = dict(environment)
     settle_environment(config, environment)
     assert environment == settled
