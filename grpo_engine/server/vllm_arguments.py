@@ -7,7 +7,9 @@ arguments is refused by name rather than started without it.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
+import os
 import random
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
+from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.remembered import remembered_cache_bytes
 from grpo_engine.server.vllm_environment import settle_environment
 from grpo_engine.server.vllm_flags import vllm_arguments
 from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE
+from grpo_engine.server.vllm_requirements import FAST_LOADER, can_load_through_gpu, visible_gpus
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -121,6 +125,8 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
     elif (remembered := remembered_cache_bytes()) is not None:
         # Measured again while a trainer lets go of memory, it might come out wrong, or end the start.
         values["kv_cache_memory_bytes"] = remembered
+    if not is_cpu and _loads_fast(config):
+        values["load_format"] = FAST_LOADER
     if config.cuda_graph_sizes is not None:
         values["cudagraph_capture_sizes"] = list(config.cuda_graph_sizes)
     if is_cpu and config.shared_weights and not config.enforce_eager:
@@ -131,6 +137,13 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         # vLLM 0.26 divides by the temperature in the logits' own type: in bfloat16 that is off by 2**-9 of a logit.
         values["hf_overrides"] = {"head_dtype": "float32"}
     return values
+
+
+def _loads_fast(config: ServerConfig) -> bool:
+    """Whether fastsafetensors, which vLLM comes with, reads the weights: 16 GB in 0.6 s from the page cache, not 3."""
+    folder = checkpoint_folder(config.model_name)
+    is_there = importlib.util.find_spec(FAST_LOADER) is not None
+    return is_there and folder is not None and can_load_through_gpu(config, folder, visible_gpus(os.environ) or [])
 
 
 def _fitting_length(config: ServerConfig) -> int:

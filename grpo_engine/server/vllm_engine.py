@@ -513,7 +513,7 @@ class VllmEngine:
 
     async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
         with self._fence.writing(policy_version), self._awaiting_core():
-            await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+            await llm.collective_rpc("grpo_reload", kwargs={"path": str(path)})
 
     async def _close_gate(self) -> None:
         """Let nobody in; where completions are to end first, wait for them."""

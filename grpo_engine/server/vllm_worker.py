@@ -22,6 +22,7 @@ from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.errors import BridgeError
 from grpo_engine.server.vllm_patches import Patch
 from grpo_engine.server.vllm_processes import SERVER_VARIABLE, SHARE_VARIABLE, is_resource_tracker
+from grpo_engine.server.vllm_requirements import FAST_LOADER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,7 @@ class GrpoWorker:
     model_runner: Any
     vllm_config: Any
     add_lora: Callable[[Any], bool]
+    reload_weights: Callable[..., None]
 
     def grpo_share(
         self, segment: str, expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
@@ -93,6 +95,13 @@ class GrpoWorker:
         """Size of the KV cache on this GPU where it was measured, and not given."""
         measured = getattr(self, "available_kv_cache_memory_bytes", None)
         return None if measured is None else int(measured)
+
+    def grpo_reload(self, path: str) -> None:
+        """Read a checkpoint in place: tensor by tensor, since the GPU's memory is given away by now."""
+        load_config = self.vllm_config.load_config
+        if load_config.load_format == FAST_LOADER:
+            load_config.load_format = "auto"
+        self.reload_weights(weights_path=path)
 
     def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
         """Load an adapter, and see that it reaches what it was made for.

@@ -25,6 +25,7 @@ from grpo_engine.server.vllm_requirements import (
     GpuMemory,
     Installed,
     Need,
+    can_load_through_gpu,
     check_room,
     check_version,
     check_vllm,
@@ -199,6 +200,15 @@ def test_memory_of_a_server_that_has_just_ended_is_waited_for(checkpoint: Path) 
     with pytest.raises(EngineUnavailable, match=r"of which 10\.0 GB are free"):
         check_room(config(), checkpoint, lambda: [gpu(10)], clock=lambda: next(now), sleep=lambda _s: None)
     check_room(config(), checkpoint, lambda: None)
+
+
+def test_files_go_whole_through_gpus_that_hold_two_of_them_beside_the_weights(checkpoint: Path) -> None:
+    needed = 6 * 4 * 4 + 2 * (checkpoint / "model.safetensors").stat().st_size + RESERVE
+    enough = GpuMemory(index=0, free_bytes=needed, usable_bytes=100 * GB)
+    short = GpuMemory(index=1, free_bytes=needed - 1, usable_bytes=100 * GB)
+    assert can_load_through_gpu(config(dtype="auto"), checkpoint, [enough])
+    assert not can_load_through_gpu(config(dtype="auto"), checkpoint, [enough, short])
+    assert not can_load_through_gpu(config(), checkpoint, [])
 
 
 def test_no_room_is_asked_for_beyond_the_models_positions(checkpoint: Path) -> None:
