@@ -109,6 +109,8 @@ def processes_of_run(run: str, service: str | None = None) -> list[Stat]:
 def command_line(pid: int) -> str:
     """The command line as one would type it; the bare name in brackets for what shows none."""
     argv = _strings(pid, "cmdline")
+    while argv and not argv[-1]:  # who writes a shorter title over its arguments leaves the rest empty
+        argv.pop()
     if argv:
         return shlex.join(argv)
     stat = read_stat(pid)
