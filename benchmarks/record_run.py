@@ -92,7 +92,8 @@ def _files(run_folder: Path, share: float) -> dict[str, str]:
         PLAN_FILE: plan.to_json() + "\n",  # what was launched has paths and environments, and nobody reads it any more
         METRICS_FILE: _lines(thinned(_read_lines(run_folder / METRICS_FILE), int(MAX_METRICS * share))),
         ROLLOUTS_FILE: _lines(
-            _fewer_completions(line) for line in thinned(_read_lines(run_folder / ROLLOUTS_FILE), MAX_ROLLOUTS)
+            _fewer_completions(line)
+            for line in thinned(_read_lines(run_folder / ROLLOUTS_FILE), int(MAX_ROLLOUTS * share))
         ),
         RESOLVED_FILE: (run_folder / RESOLVED_FILE).read_text(),
     }

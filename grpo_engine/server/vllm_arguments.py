@@ -33,6 +33,8 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's kernels are compiled for these."""
 _NUM_ADAPTERS = 2
 """The one that is served, and the one before it, on which requests may still run."""
+_SAGEMAKER_LOGGER = "model_hosting_container_standards"
+"""Thirty lines at every start about routes of SageMaker, which nobody uses here."""
 _CPU_CACHE_BYTES = 1 << 30
 """On a CPU, vLLM would take `gpu_memory_utilization` of the whole machine's memory for its cache."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -50,8 +52,13 @@ def prepare_environment(config: ServerConfig, environment: MutableMapping[str, s
     environment[SERVER_VARIABLE] = f"{me.pid}:{me.start_ticks}"
     environment[SHARE_VARIABLE] = "1" if config.shared_weights else "0"
     settle_environment(config, environment)
+    logging.getLogger(_SAGEMAKER_LOGGER).addFilter(_is_never_said)  # its level and `disabled` are set anew by others
     _check_sharing(config, environment)
     _choose_gpu(config, environment)
+
+
+def _is_never_said(_record: logging.LogRecord) -> bool:
+    return False
 
 
 def check_platform(config: ServerConfig) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from grpo_engine.wire.supervisor import ServiceState
+from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 
 MAX_TRANSITIONS = 12
 MAX_PHASES = 24
@@ -34,6 +36,45 @@ class StartPhase:
     def name(self) -> str:
         """What stays the same while it counts: `loading weights`."""
         return self.words.partition(",")[0]
+
+
+Transitions = Mapping[str, tuple[Transition, ...]]
+"""The latest states of each service, the newest last."""
+StartPhases = Mapping[str, tuple[StartPhase, ...]]
+"""What the latest start of each service was at, the newest last."""
+
+
+def after_hearing(
+    transitions: Transitions, phases: StartPhases, service: ServiceStatus, time: float, *, told_at: float | None
+) -> tuple[Transitions, StartPhases]:
+    """Both, after it was heard how a service stands.
+
+    Args:
+        time: when it came to its state, should that be a new one.
+        told_at: when it began with its phase; None where that may have been before anybody looked.
+    """
+    name, past = service.name, transitions.get(service.name, ())
+    entered = after_entering(past, service.state, time)
+    if entered is not past:
+        transitions = MappingProxyType({**transitions, name: entered})
+        if service.state is ServiceState.STARTING:
+            phases = MappingProxyType({**phases, name: ()})
+    if service.state is ServiceState.STARTING and service.phase is not None:
+        told = after_telling(phases.get(name, ()), service.phase, told_at)
+        phases = MappingProxyType({**phases, name: told})
+    return transitions, phases
+
+
+def after_looking(
+    transitions: Transitions, phases: StartPhases, services: Sequence[ServiceStatus], now: float
+) -> tuple[Transitions, StartPhases]:
+    """Both, after a look at all services; one that was not known tells itself since when it stands so."""
+    for service in services:
+        since = None
+        if not transitions.get(service.name):
+            since = service.ready_at if service.state is ServiceState.READY else service.started_at
+        transitions, phases = after_hearing(transitions, phases, service, since or now, told_at=None)
+    return transitions, phases
 
 
 def after_entering(past: tuple[Transition, ...], state: ServiceState, time: float) -> tuple[Transition, ...]:

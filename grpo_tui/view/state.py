@@ -31,7 +31,7 @@ from grpo_tui.supervisor.timeline import after_event
 from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel, viewer
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
 from grpo_tui.view.history import MetricHistory, extended
-from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling, last_restart
+from grpo_tui.view.phases import StartPhases, Transition, Transitions, after_hearing, after_looking, last_restart
 from grpo_tui.view.travel import Known
 
 MAX_LOG_LINES = 5000
@@ -97,9 +97,9 @@ class ViewState:
     last_number: int = -1
     """Of the newest event."""
     status: RunStatus | None = None
-    transitions: Mapping[str, tuple[Transition, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    transitions: Transitions = field(default_factory=lambda: MappingProxyType({}))
     """The latest states of each service, the newest last."""
-    start_phases: Mapping[str, tuple[StartPhase, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    start_phases: StartPhases = field(default_factory=lambda: MappingProxyType({}))
     """What the latest start of each service was at, as its log tells, the newest last."""
     history: MetricHistory = field(default_factory=MetricHistory)
     num_bad_metric_lines: int = 0
@@ -341,8 +341,9 @@ def inference_service(state: ViewState) -> str | None:
 def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled | Notice) -> ViewState:
     match event:
         case ServiceChanged():
-            noted = _with_transition(state, event.service.name, event.service.state, event.time)
-            return _told(_with_phase(noted, event.service, event.time), event)
+            at = event.time
+            transitions, phases = after_hearing(state.transitions, state.start_phases, event.service, at, told_at=at)
+            return _told(replace(state, transitions=transitions, start_phases=phases), event)
         case RunChanged():
             return _told(state, event)
         case UsageSampled():
@@ -368,14 +369,10 @@ def _with_status(state: ViewState, status: RunStatus) -> ViewState:
     names = [service.name for service in status.services]
     selected = state.selected if state.selected in names else _first_choice(status)
     log = state.log if state.selected == selected else LogView(service=selected)
-    known = replace(state, status=status, selected=selected, log=log)
-    for service in status.services:
-        if not known.transitions.get(service.name):
-            since = service.ready_at if service.state is ServiceState.READY else service.started_at
-            known = _with_transition(known, service.name, service.state, since or state.now)
-        else:
-            known = _with_transition(known, service.name, service.state, state.now)
-        known = _with_phase(known, service, None)
+    transitions, phases = after_looking(state.transitions, state.start_phases, status.services, state.now)
+    known = replace(
+        state, status=status, selected=selected, log=log, transitions=transitions, start_phases=phases
+    )
     return _rediagnosed(known)
 
 
@@ -385,27 +382,6 @@ def _first_choice(status: RunStatus) -> str | None:
     trainers = [service.name for service in status.services if service.kind == "trainer"]
     last = [service.name for service in status.services[-1:]]
     return next(iter([*failed, *trainers, *last]), None)
-
-
-def _with_transition(state: ViewState, service: str, to: ServiceState, time: float) -> ViewState:
-    past = state.transitions.get(service, ())
-    entered = after_entering(past, to, time)
-    if entered is past:
-        return state
-    transitions = MappingProxyType({**state.transitions, service: entered})
-    if to is not ServiceState.STARTING:
-        return replace(state, transitions=transitions)
-    phases = MappingProxyType({**state.start_phases, service: ()})
-    return replace(state, transitions=transitions, start_phases=phases)
-
-
-def _with_phase(state: ViewState, service: ServiceStatus, since: float | None) -> ViewState:
-    """Note what a start-up is at; `since` is when it was first heard of, None where it may have been at it before."""
-    past = state.start_phases.get(service.name, ())
-    if service.state is not ServiceState.STARTING or service.phase is None:
-        return state
-    told = after_telling(past, service.phase, since)
-    return replace(state, start_phases=MappingProxyType({**state.start_phases, service.name: told}))
 
 
 def _rediagnosed(state: ViewState) -> ViewState:

@@ -11,11 +11,9 @@ import os
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.supervisor import (
@@ -36,7 +34,7 @@ from grpo_tui.supervisor.capped_log import place, read_part
 from grpo_tui.supervisor.timeline import USAGE_START, after_event
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.log_tail import FIRST_BYTES, as_text
-from grpo_tui.view.phases import StartPhase, Transition, after_entering, after_telling
+from grpo_tui.view.phases import StartPhases, Transitions, after_hearing, after_looking
 from grpo_tui.view.state import LogView
 from grpo_tui.view.travel import Mark, MarkKind, Past
 
@@ -58,8 +56,6 @@ MARK_KINDS = {
     ServiceState.FAILED: MarkKind.FAILURE,
 }
 _TIME = re.compile(rb'"time":([\d.eE+]+)')
-_NONE: Mapping[str, tuple[Transition, ...]] = MappingProxyType({})
-_NO_PHASES: Mapping[str, tuple[StartPhase, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +63,8 @@ class Replay:
     """How everything stood after a line, but for samples of usage."""
 
     status: RunStatus | None = None
-    transitions: Mapping[str, tuple[Transition, ...]] = field(default_factory=lambda: _NONE)
-    start_phases: Mapping[str, tuple[StartPhase, ...]] = field(default_factory=lambda: _NO_PHASES)
+    transitions: Transitions = field(default_factory=dict)
+    start_phases: StartPhases = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
 
 
@@ -296,36 +292,20 @@ def replayed(replay: Replay, event: Snapshot | Event, time: float) -> Replay:
     """How everything stands after an event."""
     match event:
         case Snapshot():
-            after = replace(replay, status=event.status)
-            for service in event.status.services:
-                since = time
-                if not replay.transitions.get(service.name):
-                    known = service.ready_at if service.state is ServiceState.READY else service.started_at
-                    since = known or time
-                after = _with_service(after, service, since, told_at=None)
-            return after
+            seen = after_looking(replay.transitions, replay.start_phases, event.status.services, time)
+            return replace(replay, status=event.status, transitions=seen[0], start_phases=seen[1])
         case ServiceChanged():
             if replay.status is None:
                 return replay
-            after = replace(replay, status=after_event(replay.status, event))
-            return _with_service(after, event.service, time, told_at=time)
+            heard = after_hearing(replay.transitions, replay.start_phases, event.service, time, told_at=time)
+            status = after_event(replay.status, event)
+            return replace(replay, status=status, transitions=heard[0], start_phases=heard[1])
         case RunChanged():
             return replace(replay, status=replay.status and after_event(replay.status, event))
         case Notice():
             return replace(replay, notices=(*replay.notices, event)[-MAX_NOTICES:])
         case UsageSampled():
             return replay
-
-
-def _with_service(replay: Replay, service: ServiceStatus, since: float, told_at: float | None) -> Replay:
-    name, phases = service.name, replay.start_phases
-    past = replay.transitions.get(name, ())
-    entered = after_entering(past, service.state, since)
-    if entered is not past and service.state is ServiceState.STARTING:
-        phases = {**phases, name: ()}
-    if service.state is ServiceState.STARTING and service.phase is not None:
-        phases = {**phases, name: after_telling(phases.get(name, ()), service.phase, told_at)}
-    return replace(replay, transitions={**replay.transitions, name: entered}, start_phases=phases)
 
 
 def _grown(before: UsageSampled, after: UsageSampled, moment: float) -> dict[str, int]:
