@@ -21,8 +21,6 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
         environment["OMP_NUM_THREADS"] = str(config.threads)
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise it binds one thread to every core
     environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    # From 0.26 on: the size of the KV cache that was measured once is taken again where as much memory is free.
-    environment.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
     caches = cache_folder(environment)
     environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))  # else in /tmp

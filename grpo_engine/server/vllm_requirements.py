@@ -28,7 +28,7 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 """Versions of vLLM that this server was written for."""
 _MISSING_BEFORE = {
     (0, 21): "it refuses the output layer in float32 that exact log-probabilities at a temperature need",
-    OLDEST: "it keeps no plan of its start, and what this server changes in it was written for later ones",
+    OLDEST: "what this server changes in it was written for later ones",
 }
 """Before this version → what a server on it would lack."""
 FAST_LOADER = "fastsafetensors"

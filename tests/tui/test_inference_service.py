@@ -45,6 +45,7 @@ def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_onc
     assert environment["VLLM_CACHE_ROOT"] == "/cache/grpo-engine/vllm"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "info"
+    assert "VLLM_ENABLE_STARTUP_PLAN" not in environment  # by it, 0.26 to 0.32 take the cache of another share
     settled = dict(environment)
     settle_environment(config, environment)
     assert environment == settled
