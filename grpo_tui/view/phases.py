@@ -54,14 +54,14 @@ def after_hearing(
         told_at: when it began with its phase; None where that may have been before anybody looked.
     """
     name, past = service.name, transitions.get(service.name, ())
-    entered = after_entering(past, service.state, time)
-    if entered is not past:
-        transitions = MappingProxyType({**transitions, name: entered})
+    if not past or past[-1].state is not service.state:
+        entered = Transition(state=service.state, time=time)
+        transitions = MappingProxyType({**transitions, name: (*past, entered)[-MAX_TRANSITIONS:]})
         if service.state is ServiceState.STARTING:
             phases = MappingProxyType({**phases, name: ()})
     if service.state is ServiceState.STARTING and service.phase is not None:
-        told = after_telling(phases.get(name, ()), service.phase, told_at)
-        phases = MappingProxyType({**phases, name: told})
+        told = StartPhase(words=service.phase, since=told_at)
+        phases = MappingProxyType({**phases, name: _after_telling(phases.get(name, ()), told)})
     return transitions, phases
 
 
@@ -77,18 +77,10 @@ def after_looking(
     return transitions, phases
 
 
-def after_entering(past: tuple[Transition, ...], state: ServiceState, time: float) -> tuple[Transition, ...]:
-    """The states with another one, unless it is the same as the last."""
-    if past and past[-1].state is state:
-        return past
-    return (*past, Transition(state=state, time=time))[-MAX_TRANSITIONS:]
-
-
-def after_telling(past: tuple[StartPhase, ...], words: str, since: float | None) -> tuple[StartPhase, ...]:
+def _after_telling(past: tuple[StartPhase, ...], told: StartPhase) -> tuple[StartPhase, ...]:
     """The phases with another one; one that only counts on keeps its time."""
-    told = StartPhase(words=words, since=since)
     if past and past[-1].name == told.name:
-        return (*past[:-1], replace(past[-1], words=words))
+        return (*past[:-1], replace(past[-1], words=told.words))
     return (*past, told)[-MAX_PHASES:]
 
 

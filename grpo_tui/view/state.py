@@ -6,7 +6,6 @@ the clock. Paths, sockets and terminals are elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -370,9 +369,7 @@ def _with_status(state: ViewState, status: RunStatus) -> ViewState:
     selected = state.selected if state.selected in names else _first_choice(status)
     log = state.log if state.selected == selected else LogView(service=selected)
     transitions, phases = after_looking(state.transitions, state.start_phases, status.services, state.now)
-    known = replace(
-        state, status=status, selected=selected, log=log, transitions=transitions, start_phases=phases
-    )
+    known = replace(state, status=status, selected=selected, log=log, transitions=transitions, start_phases=phases)
     return _rediagnosed(known)
 
 

@@ -56,7 +56,7 @@ class Past:
     status: RunStatus | None
     """None where no timeline goes back so far."""
     transitions: Mapping[str, tuple[Transition, ...]]
-    start_phases: StartPhases
+    start_phases: Mapping[str, tuple[StartPhase, ...]]
     notices: tuple[Notice, ...]
     """The latest until then."""
     log: LogView
