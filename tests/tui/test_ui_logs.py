@@ -116,6 +116,18 @@ async def test_a_search_goes_to_the_nearest_match_counts_all_and_marks_them(tmp_
         assert "step 1090" in logs.cursor_line
 
 
+async def test_matches_are_counted_anew_in_the_logs_that_are_chosen_next(tmp_path: Path) -> None:
+    async with logs_of(tmp_path) as logs:
+        await logs.press("tab", "tab", "slash")
+        await logs.type("o")
+        await logs.press("enter")
+        await logs.until(lambda: logs.view.chosen == "trainer" and "of 2 lines" in logs.row(LogNarrowing))
+        await logs.press("a")
+        await logs.until(lambda: logs.view.chosen is None and f"{NUM_LINES + 2:,} lines" in logs.row(LogNarrowing))
+        await logs.press("tab")
+        await logs.until(lambda: logs.view.chosen == "api" and f"{NUM_LINES:,} lines" in logs.row(LogNarrowing))
+
+
 async def test_a_filter_works_as_it_is_typed_and_taking_it_away_shows_what_stood_around(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
         await logs.press("ampersand")

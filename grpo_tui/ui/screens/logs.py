@@ -115,6 +115,8 @@ class LogsScreen(RunScreen):
         self._until: float | None = None
         self._limits: tuple[float, Cut] | None = None
         self._counter: MatchCount | None = None
+        self._counts: tuple[object, ...] = ()
+        """What is counted, or was."""
 
     def body(self) -> ComposeResult:
         """The lines have the free rows; what is typed stands below them."""
@@ -142,6 +144,7 @@ class LogsScreen(RunScreen):
             self.query_one(ActivityLine).display = state.logs.prompt is None
             self.query_one(LogNarrowing).display = bool(narrowing(state.logs))
         super().draw(state)
+        self._see_to_count(state)
         self._number_match(state.logs)
         self._drawn.set()
 
@@ -280,16 +283,28 @@ class LogsScreen(RunScreen):
                 return
         self._tell(log_view.Reopened(aim=line))
 
-    async def _count(self, pattern: str) -> None:
-        """Count the matches in everything that is shown, a piece at a time."""
-        logs, reader = self._state.logs, self._reader_for(self._state)
-        if logs.extent is None or not pattern:
+    def _see_to_count(self, state: ViewState) -> None:
+        """Count anew where other lines are shown or looked for; while their logs are being opened, nothing."""
+        logs = state.logs
+        end = None if state.until is None else logs.extent  # that of a moment does not grow
+        counts = (logs.searched, logs.shown_services, logs.level, logs.pattern, end)
+        if counts != self._counts and self._counter is not None:
+            self._counter, self._counts = None, ()
+            self.workers.cancel_group(self, "count")
+        if logs.extent is None or logs.low is None or logs.prompt is not None or counts == self._counts:
             return
-        extent = logs.extent
-        self._counter = counter = MatchCount(reader, (*logs.tests, line_test(pattern)), extent)
+        self._counts = counts
+        if logs.searched:
+            tests = (*logs.tests, line_test(logs.searched))
+            self._counter = MatchCount(self._reader_for(state), tests, logs.extent)
+            counting = self._count(self._counter, logs.searched, logs.extent.ends)
+            self.run_worker(counting, name="count", group="count", exclusive=True)
+
+    async def _count(self, counter: MatchCount, pattern: str, ends: Cut) -> None:
+        """Count the matches in everything that is shown, a piece at a time."""
         is_done = False
         while not is_done:
-            is_done = await asyncio.to_thread(counter.go_on, extent.ends)
+            is_done = await asyncio.to_thread(counter.go_on, ends)
             count = log_view.Count(num_matches=counter.num_matches, num_bytes=counter.num_bytes, is_done=is_done)
             self._tell(log_view.Counted(pattern=pattern, count=count))
 
@@ -303,16 +318,6 @@ class LogsScreen(RunScreen):
         count = replace(logs.count, number=None if above is None else above + 1)
         if count != logs.count:
             self._tell(log_view.Counted(pattern=logs.searched, count=count))
-
-    def _recount(self) -> None:
-        """Count anew, because other lines are shown or looked for."""
-        self._counter = None
-        if self._state.logs.searched:
-            self.call_later(self._start_count)
-
-    def _start_count(self) -> None:
-        counting = self._count(self._state.logs.searched)
-        self.run_worker(counting, name="count", group="count", exclusive=True)
 
     # --- the line that is typed in ---------------------------------------------------------------------------------
 
@@ -343,7 +348,6 @@ class LogsScreen(RunScreen):
         self._tell(log_view.Prompted(prompt=None))
         if logs.prompt is Prompt.SEARCH and logs.searched:
             self._find(line_test(logs.searched), f"“{logs.searched}”", 1, then_above=True)
-        self._recount()
 
     def _go_to_time(self, text: str) -> None:
         if not text.strip():
@@ -376,7 +380,6 @@ class LogsScreen(RunScreen):
         elif logs.mark is not None:
             self._tell(log_view.MarkChanged())
         elif logs.searched:
-            self.workers.cancel_group(self, "count")
             self._tell(log_view.Searched(pattern=""))
         elif logs.pattern:
             self._tell(log_view.Filtered(pattern=""))
@@ -390,17 +393,14 @@ class LogsScreen(RunScreen):
     def action_choose(self, service: str | None) -> None:
         """Show one log, or all."""
         self._tell(log_view.Chosen(service=service))
-        self._recount()
 
     def action_step(self, by: int) -> None:
         """The next log, or the one before."""
         self._tell(log_view.ChoiceMoved(by=by))
-        self._recount()
 
     def action_level(self) -> None:
         """The next level."""
         self._tell(log_view.LevelMoved())
-        self._recount()
 
     def action_follow(self) -> None:
         """Follow the end, or hold still."""
