@@ -7,6 +7,7 @@ B rows, A heads, L positions, D head size.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,8 @@ from grpo_engine.data.packing import PackedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 NAME = "grpo_engine"
 """Under which transformers knows it. It has no function for masks there, so the model's body makes none."""
@@ -169,6 +172,7 @@ def _kernel_order(device: torch.device) -> AbstractContextManager[None]:
 @cache
 def _compiled_flex() -> Any:
     """Compiled once: without, flex attention holds all scores of a row."""
+    log.info("compiling attention for packed rows: some 20 s, once on a machine")
     return torch.compile(flex_attention, dynamic=True)
 
 
