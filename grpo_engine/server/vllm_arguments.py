@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 WORKER_CLASS = "grpo_engine.server.vllm_worker.GrpoWorker"
+_HOW_TO_LOAD = {"load_format", "model_loader_extra_config", "quantization"}
+"""Arguments of the user's that say how weights are read."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's kernels are compiled for these."""
 _NUM_ADAPTERS = 2
@@ -89,7 +91,10 @@ def engine_arguments(config: ServerConfig) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    values, given = _values(config, is_cpu=bool(current_platform.is_cpu())), vllm_arguments(config.vllm).engine
+    is_cpu = bool(current_platform.is_cpu())
+    values, given = _values(config, is_cpu=is_cpu), vllm_arguments(config.vllm).engine
+    if not is_cpu and not given.keys() & _HOW_TO_LOAD and _loads_fast(config):
+        values["load_format"] = FAST_LOADER
     if "hf_overrides" in values and "hf_overrides" in given:
         given["hf_overrides"] = values["hf_overrides"] | given["hf_overrides"]
     values |= given
@@ -132,8 +137,6 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
     elif (remembered := remembered_cache_bytes()) is not None:
         # Measured again while a trainer lets go of memory, it might come out wrong, or end the start.
         values["kv_cache_memory_bytes"] = remembered
-    if not is_cpu and _loads_fast(config):
-        values["load_format"] = FAST_LOADER
     if config.cuda_graph_sizes is not None:
         values["cudagraph_capture_sizes"] = list(config.cuda_graph_sizes)
     if is_cpu and config.shared_weights and not config.enforce_eager:
