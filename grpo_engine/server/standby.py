@@ -50,7 +50,7 @@ _TRACKER_GRACE_S = 0.5
 _GONE_WITHIN_S = 10.0
 _KILL_ROUND_S = 0.01
 """Between two rounds of SIGKILL: a process may fork while its siblings die."""
-_FORK_SAFE_THREAD = re.compile(r"cuda\d{11}|jemalloc_bg_thd")
+_FORK_SAFE_THREAD = re.compile(r"cuda[0-9a-f]{11}|jemalloc_bg_thd")
 """What NVML leaves when it has looked at the GPUs (driver 580), which waits for events and holds nothing; and what
 frees memory for libraries with jemalloc in them, which ends it before a fork and starts it on both sides after."""
 _CUDA_DRIVER, _CUDA_NOT_INITIALIZED = "libcuda.so.1", 3

@@ -181,7 +181,8 @@ def test_a_process_with_one_thread_can_be_forked_and_one_with_two_says_which_is_
 
 
 @pytest.mark.parametrize(
-    ("name", "is_safe"), [("cuda00001800007", True), ("jemalloc_bg_thd", True), ("cuda-EvtHandlr", False)]
+    ("name", "is_safe"),
+    [("cuda00001800007", True), ("cuda0000c100007", True), ("jemalloc_bg_thd", True), ("cuda-EvtHandlr", False)],
 )
 def test_a_thread_of_nvml_or_jemalloc_is_no_obstacle_to_a_fork(name: str, is_safe: bool) -> None:
     """On GPU machines each server used to be started as a program, because NVML had left its thread."""
