@@ -1,7 +1,7 @@
-"""The screen of one run, in the order in which things happen: compose, connect, read files, reduce, draw, act on keys.
+"""The screen of one run, in the order in which things happen: compose, hear news, reduce, draw, act on keys.
 
-Workers post messages; a handler reduces them into the one state; the screen draws from it. The run never depends on
-this process: it may stall, die or run twice. Leaving it detaches.
+Workers (`news.py`) post messages; a handler reduces them into the one state; the screen draws from it. The run never
+depends on this process: it may stall, die or run twice. Leaving it detaches.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from textual.content import Content
 from textual.screen import Screen
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, ServiceState, ServiceStatus
+from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.paths import METRICS_FILE
 from grpo_tui.supervisor.proc import user_name
 from grpo_tui.ui import messages, questions
 from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import wants_ascii
 from grpo_tui.ui.keys import EVERYWHERE, bindings
+from grpo_tui.ui.news import RunNews
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
@@ -39,27 +39,17 @@ from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScree
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, page_width, warnings_page
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
-from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
 from grpo_tui.ui.widgets.travel_bar import TravelBar
 from grpo_tui.view import state as view
 from grpo_tui.view import travel, viewer
 from grpo_tui.view.crash_files import newest_report
 from grpo_tui.view.format import duration_text
-from grpo_tui.view.log_tail import LogTail
-from grpo_tui.view.metrics_tail import MetricsTail
 from grpo_tui.view.time_travel import as_seen
-from grpo_tui.view.timeline_file import TimelineFile
 
 TICK_S = 1.0
-RECONNECT_S = 1.0
-METRICS_POLL_S = 0.5
-LOG_POLL_BUSY_S = 0.1
-"""Between two reads of a log that is being written: a flood becomes ten pictures a second."""
-LOG_POLL_QUIET_S = 0.5
 MIN_COLUMNS, MIN_ROWS = 40, 10
 """Below this a terminal is told to be too small."""
-NO_TIMELINE = "this run kept no events.jsonl: services are shown as they stood last, metrics as at the moment"
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -107,15 +97,14 @@ class GrpoScreen(ThemedApp[None]):
         self._connection = connection
         self._clock = clock
         self._is_draw_due = False
-        self._log_wanted = asyncio.Event()
-        self._travel_wanted = asyncio.Event()
+        self._news = RunNews(connection, state=lambda: self.state, post=self.post_message)
         self._screens_of_run: dict[str, RunScreen] = {}
 
     def get_default_screen(self) -> Screen[None]:
         """The main screen; it composes the parts."""
         return MainScreen(self.state)
 
-    # --- connect and read ------------------------------------------------------------------------------------------
+    # --- hear news -------------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
         """Start everything that brings news."""
@@ -124,117 +113,10 @@ class GrpoScreen(ThemedApp[None]):
             if place != MainScreen.PLACE:  # they keep what they show while another is in sight
                 self._screens_of_run[place] = screen(self.state)
                 self.install_screen(self._screens_of_run[place], name=place)
-        self.run_worker(self._listen(), name="listen")
-        self.run_worker(self._read_metrics(), name="metrics")
-        self.run_worker(self._read_log(), name="log")
-        self.run_worker(self._read_past(), name="past")
+        for name, task in self._news.tasks().items():
+            self.run_worker(task, name=name)
         self.set_interval(TICK_S, self._tick)
         self._tick()
-
-    async def _listen(self) -> None:
-        """Hear the daemon; while there is none, show its last written word and try again."""
-        while True:
-            note = "the supervisor hung up"
-            try:
-                async for event in self._connection.events():
-                    self.post_message(messages.RunSpoke(event))
-                    if isinstance(event, Bye):
-                        note = f"the run is over: {event.state}"
-            except (GrpoError, OSError) as error:
-                note = str(error)
-            await self._look_at_files(note)
-            await asyncio.sleep(RECONNECT_S)
-
-    async def _look_at_files(self, note: str) -> None:
-        """Take the state from the run's files, in the place of a daemon that is gone."""
-        try:
-            status = await asyncio.to_thread(self._connection.stored_status)
-        except (GrpoError, OSError) as error:
-            self.post_message(messages.RunFellSilent(view.ConnectionLost(note=f"{note}; {error}")))
-            return
-        self.post_message(messages.StatusArrived(view.StatusRead(status=status)))
-        is_over = status.state in ENDED_RUN_STATES
-        if is_over and self.state.status is None:  # it was over before anybody looked: there is only its past to see
-            self.call_later(self._apply, travel.Opened())
-        words = (
-            f"the run is over: {status.state}; t goes back in time, q leaves"
-            if is_over
-            else f"last known state, trying again: {note}"
-        )
-        self.post_message(messages.RunFellSilent(view.ConnectionLost(note=words, is_over=is_over)))
-
-    async def _read_metrics(self) -> None:
-        """Follow `metrics.jsonl`."""
-        tail = MetricsTail(self.state.run_folder / METRICS_FILE)
-        while True:
-            chunk = await asyncio.to_thread(tail.read)
-            if chunk.lines or chunk.is_restarted or chunk.num_bad_lines:
-                read = view.MetricsRead(
-                    lines=chunk.lines, is_restarted=chunk.is_restarted, num_bad_lines=chunk.num_bad_lines
-                )
-                self.post_message(messages.MetricsArrived(read))
-            if not chunk.has_more:
-                await asyncio.sleep(METRICS_POLL_S)
-
-    async def _read_log(self) -> None:
-        """Follow the log of whichever service is selected."""
-        tail: LogTail | None = None
-        service: str | None = None
-        pause_s = LOG_POLL_QUIET_S
-        while True:
-            if self.state.selected != service or tail is None:
-                service, tail = self.state.selected, self._open_log(self.state.selected)
-                pause_s = LOG_POLL_BUSY_S
-            chunk = await asyncio.to_thread(tail.read) if tail else None
-            if chunk is not None and service is not None and chunk.has_changed and service == self.state.selected:
-                read = view.LogRead(
-                    service=service,
-                    lines=chunk.lines,
-                    open_line=chunk.open_line,
-                    is_restarted=chunk.is_restarted,
-                )
-                self.post_message(messages.LogArrived(read))
-                pause_s = LOG_POLL_BUSY_S
-            else:
-                pause_s = min(LOG_POLL_QUIET_S, pause_s * 1.5)
-            self._log_wanted.clear()
-            if self.state.selected == service:
-                await wait_at_most(self._log_wanted, pause_s)
-
-    async def _read_past(self) -> None:
-        """While somebody travels in time, read on in the timeline, and how everything stood at the moment."""
-        timeline = TimelineFile(self.state.run_folder)
-        read: tuple[object, ...] = ()
-        while True:
-            self._travel_wanted.clear()
-            if self.state.travel.is_open:
-                while await asyncio.to_thread(timeline.read):
-                    self._learn_from(timeline, await asyncio.to_thread(timeline.marks))
-                self._learn_from(timeline, await asyncio.to_thread(timeline.marks))
-                moment, selected = self.state.travel.moment, self.state.selected
-                newest = timeline.num_lines if moment >= (timeline.ends or 0.0) else 0
-                if read != (moment, selected, newest):
-                    read = (moment, selected, newest)
-                    past = await asyncio.to_thread(timeline.past, moment, selected)
-                    self.post_message(messages.TimelineArrived(travel.PastRead(past=past)))
-            else:
-                read = ()
-            await wait_at_most(self._travel_wanted, TICK_S if self.state.travel.is_open else None)
-
-    def _learn_from(self, timeline: TimelineFile, marks: tuple[travel.Mark, ...]) -> None:
-        note = "" if timeline.num_lines else NO_TIMELINE
-        before = self.state.travel
-        is_silent = not timeline.num_lines and not before.note
-        if (timeline.begins, timeline.ends, marks) != (before.begins, before.ends, before.marks) or is_silent:
-            learned = travel.Learned(begins=timeline.begins, ends=timeline.ends, marks=marks, note=note)
-            self.post_message(messages.TimelineArrived(learned))
-
-    def _open_log(self, service: str | None) -> LogTail | None:
-        known = self.state.service(service)
-        if known is None:
-            return None
-        path = Path(known.log)
-        return LogTail(path if path.is_absolute() else self.state.run_folder / path.name)
 
     def _tick(self) -> None:
         memory = psutil.virtual_memory()
@@ -250,10 +132,7 @@ class GrpoScreen(ThemedApp[None]):
     def _apply(self, change: view.Change) -> None:
         """Make the change, and draw once for all changes that wait."""
         before, self.state = self.state, view.reduce(self.state, change)
-        if self.state.selected != before.selected:
-            self._log_wanted.set()
-        if _wanted_of_the_past(self.state) != _wanted_of_the_past(before):
-            self._travel_wanted.set()
+        self._news.look_again(before, self.state)
         if not self._is_draw_due:
             self._is_draw_due = True
             self.call_later(self._draw)
@@ -285,11 +164,12 @@ class GrpoScreen(ThemedApp[None]):
         """Go to another screen of the run; the main one is below the others."""
         if self.shown is None or place == self.shown.PLACE:
             return
-        if self.shown is not self.main:
-            await self.pop_screen()
-        if place != self.main.PLACE:
-            await self.push_screen(self._screens_of_run[place])
-        self._draw()
+        async with self.painted_once():  # and not the main screen on the way from one to another
+            if self.shown is not self.main:
+                await self.pop_screen()
+            if place != self.main.PLACE:
+                await self.push_screen(self._screens_of_run[place])
+            self._draw()
 
     def action_restart_inference(self) -> None:
         """Restart vLLM at once: it is the key that people come for."""
@@ -520,10 +400,6 @@ class GrpoScreen(ThemedApp[None]):
         loop = asyncio.get_running_loop()
         for number in LEAVING_SIGNALS:
             loop.add_signal_handler(number, self.exit)
-
-
-def _wanted_of_the_past(state: view.ViewState) -> tuple[object, ...]:
-    return state.travel.is_open, state.travel.moment, state.selected
 
 
 def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:

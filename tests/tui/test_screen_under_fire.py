@@ -27,7 +27,7 @@ from textual.pilot import Pilot
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import ADDRESS_FILE, Address, Event, Hello, RunStatus, ServiceState, Snapshot
-from grpo_tui.ui import app as app_module
+from grpo_tui.ui import news
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.connection import LocalRun
 from grpo_tui.ui.keys import EVERYWHERE, PLACES
@@ -228,7 +228,7 @@ def socket_folder() -> Iterator[Path]:
 async def test_a_daemon_that_says_nonsense_is_left_and_asked_again(
     tmp_path: Path, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(news, "RECONNECT_S", 0.01)
     hello = to_line(Hello(run="run", pid=1))
     sense = to_line(Snapshot(number=1, status=run_status(run="run")))
     turns = iter([b"\x00\xff\n", b"", b"x" * 100_000, hello + b"{}\n", hello + b'{"type":"snapshot"}\n', hello + sense])

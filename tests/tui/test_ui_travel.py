@@ -265,7 +265,7 @@ async def test_a_run_without_a_timeline_says_so_and_travels_in_its_metrics(tmp_p
 async def test_a_run_without_a_timeline_is_told_of_once_and_not_read_over_and_over(tmp_path: Path) -> None:
     async with screen(tmp_path) as shown:
         told: list[messages.TimelineArrived] = []
-        shown.app.post_message = noting(told, shown.app.post_message)  # type: ignore[method-assign]
+        shown.app._news._post = noting(told, shown.app.post_message)
         await shown.press("t")
         await shown.until(lambda: "kept no events.jsonl" in shown.text(TravelBar))
         await shown.at(NOW)

@@ -1,0 +1,183 @@
+"""What brings a screen the news of its run: the daemon's words, and the run's files where they grow.
+
+Each task reads in threads, posts what it found as a message, and goes on until it is cancelled. The state is only
+looked at here, for what is to be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
+from grpo_tui.paths import METRICS_FILE
+from grpo_tui.ui import messages
+from grpo_tui.ui.connection import RunConnection
+from grpo_tui.ui.waiting import wait_at_most
+from grpo_tui.view import state as view
+from grpo_tui.view import travel
+from grpo_tui.view.log_tail import LogTail
+from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.view.timeline_file import TimelineFile
+
+RECONNECT_S = 1.0
+METRICS_POLL_S = 0.5
+TIMELINE_POLL_S = 1.0
+LOG_POLL_BUSY_S = 0.1
+"""Between two reads of a log that is being written: a flood becomes ten pictures a second."""
+LOG_POLL_QUIET_S = 0.5
+NO_TIMELINE = "this run kept no events.jsonl: services are shown as they stood last, metrics as at the moment"
+
+
+class RunNews:
+    """Follows one run for the screen that shows it."""
+
+    def __init__(
+        self,
+        connection: RunConnection,
+        *,
+        state: Callable[[], view.ViewState],
+        post: Callable[[messages.Came], object],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            state: tells how the view stands now.
+            post: takes what was found.
+        """
+        self._connection = connection
+        self._state = state
+        self._post = post
+        self._log_wanted = asyncio.Event()
+        self._past_wanted = asyncio.Event()
+
+    def tasks(self) -> dict[str, Coroutine[None, None, None]]:
+        """What is to be run beside the screen, by name; each once."""
+        return {
+            "listen": self._listen(),
+            "metrics": self._read_metrics(),
+            "log": self._read_log(),
+            "past": self._read_past(),
+        }
+
+    def look_again(self, before: view.ViewState, now: view.ViewState) -> None:
+        """Read at once what another state asks for."""
+        if now.selected != before.selected:
+            self._log_wanted.set()
+        if _wanted_of_the_past(now) != _wanted_of_the_past(before):
+            self._past_wanted.set()
+
+    # --- the daemon ------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Hear the daemon; while there is none, show its last written word and try again."""
+        while True:
+            note = "the supervisor hung up"
+            try:
+                async for event in self._connection.events():
+                    self._post(messages.RunSpoke(event))
+                    if isinstance(event, Bye):
+                        note = f"the run is over: {event.state}"
+            except (GrpoError, OSError) as error:
+                note = str(error)
+            await self._look_at_files(note)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _look_at_files(self, note: str) -> None:
+        """Take the state from the run's files, in the place of a daemon that is gone."""
+        try:
+            status = await asyncio.to_thread(self._connection.stored_status)
+        except (GrpoError, OSError) as error:
+            self._post(messages.RunFellSilent(view.ConnectionLost(note=f"{note}; {error}")))
+            return
+        self._post(messages.StatusArrived(view.StatusRead(status=status)))
+        is_over = status.state in ENDED_RUN_STATES
+        if is_over and self._state().status is None:  # it was over before anybody looked: there is only its past to see
+            self._post(messages.Travelled(travel.Opened()))
+        words = (
+            f"the run is over: {status.state}; t goes back in time, q leaves"
+            if is_over
+            else f"last known state, trying again: {note}"
+        )
+        self._post(messages.RunFellSilent(view.ConnectionLost(note=words, is_over=is_over)))
+
+    # --- files that grow -------------------------------------------------------------------------------------------
+
+    async def _read_metrics(self) -> None:
+        """Follow `metrics.jsonl`."""
+        tail = MetricsTail(self._state().run_folder / METRICS_FILE)
+        while True:
+            chunk = await asyncio.to_thread(tail.read)
+            if chunk.lines or chunk.is_restarted or chunk.num_bad_lines:
+                read = view.MetricsRead(
+                    lines=chunk.lines, is_restarted=chunk.is_restarted, num_bad_lines=chunk.num_bad_lines
+                )
+                self._post(messages.MetricsArrived(read))
+            if not chunk.has_more:
+                await asyncio.sleep(METRICS_POLL_S)
+
+    async def _read_log(self) -> None:
+        """Follow the log of whichever service is selected."""
+        tail: LogTail | None = None
+        service: str | None = None
+        pause_s = LOG_POLL_QUIET_S
+        while True:
+            if self._state().selected != service or tail is None:
+                service, tail = self._state().selected, self._open_log(self._state().selected)
+                pause_s = LOG_POLL_BUSY_S
+            chunk = await asyncio.to_thread(tail.read) if tail else None
+            if chunk is not None and service is not None and chunk.has_changed and service == self._state().selected:
+                read = view.LogRead(
+                    service=service,
+                    lines=chunk.lines,
+                    open_line=chunk.open_line,
+                    is_restarted=chunk.is_restarted,
+                )
+                self._post(messages.LogArrived(read))
+                pause_s = LOG_POLL_BUSY_S
+            else:
+                pause_s = min(LOG_POLL_QUIET_S, pause_s * 1.5)
+            self._log_wanted.clear()
+            if self._state().selected == service:
+                await wait_at_most(self._log_wanted, pause_s)
+
+    def _open_log(self, service: str | None) -> LogTail | None:
+        known = self._state().service(service)
+        if known is None:
+            return None
+        path = Path(known.log)
+        return LogTail(path if path.is_absolute() else self._state().run_folder / path.name)
+
+    async def _read_past(self) -> None:
+        """While somebody travels in time, read on in the timeline, and how everything stood at the moment."""
+        timeline = TimelineFile(self._state().run_folder)
+        read: tuple[object, ...] = ()
+        while True:
+            self._past_wanted.clear()
+            if self._state().travel.is_open:
+                while await asyncio.to_thread(timeline.read):
+                    self._learn_from(timeline, await asyncio.to_thread(timeline.marks))
+                self._learn_from(timeline, await asyncio.to_thread(timeline.marks))
+                moment, selected = self._state().travel.moment, self._state().selected
+                newest = timeline.num_lines if moment >= (timeline.ends or 0.0) else 0
+                if read != (moment, selected, newest):
+                    read = (moment, selected, newest)
+                    past = await asyncio.to_thread(timeline.past, moment, selected)
+                    self._post(messages.TimelineArrived(travel.PastRead(past=past)))
+            else:
+                read = ()
+            await wait_at_most(self._past_wanted, TIMELINE_POLL_S if self._state().travel.is_open else None)
+
+    def _learn_from(self, timeline: TimelineFile, marks: tuple[travel.Mark, ...]) -> None:
+        note = "" if timeline.num_lines else NO_TIMELINE
+        before = self._state().travel
+        is_silent = not timeline.num_lines and not before.note
+        if (timeline.begins, timeline.ends, marks) != (before.begins, before.ends, before.marks) or is_silent:
+            learned = travel.Learned(begins=timeline.begins, ends=timeline.ends, marks=marks, note=note)
+            self._post(messages.TimelineArrived(learned))
+
+
+def _wanted_of_the_past(state: view.ViewState) -> tuple[object, ...]:
+    return state.travel.is_open, state.travel.moment, state.selected
