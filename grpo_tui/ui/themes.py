@@ -5,13 +5,21 @@ Every colour that a part draws with is a variable, so that a theme reaches it. O
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
+from rich.console import RenderableType
+from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import App, ReturnType
 from textual.filter import LineFilter, Monochrome, NoColor
+from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 
+from grpo_tui.ui.changed_cells import ChangedCells, TerminalCells
 from grpo_tui.ui.glyphs import AsciiOnly
+from grpo_tui.ui.waiting import wait_at_most
 
 DARK, LIGHT, ANSI = "dark", "light", "ansi"
 OWN_THEMES = (
@@ -68,16 +76,45 @@ NO_COLOURS = NoColor()
 RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezterm", "foot", "iterm")
 """Parts of `TERM` that promise more than sixteen colours."""
 
+LAYOUT_LIMIT_S = 0.2
+"""An empty frame is better than none for longer."""
+
 
 class ThemedApp(App[ReturnType]):
     """Base of our apps: themes, and plain characters where the terminal has no others."""
 
     def __init__(self, *, theme: str = DARK, is_ascii: bool = False) -> None:
         self._ascii = AsciiOnly() if is_ascii else None
+        self._cells = TerminalCells()
         super().__init__()
         for own in OWN_THEMES:
             self.register_theme(own)
         self.theme = theme
+
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        """Send cells that differ, where Textual (8.2) would send all of a screen for every layout."""
+        shown: Any = renderable
+        if isinstance(renderable, LayoutUpdate | ChopsUpdate):
+            shown = ChangedCells(renderable, self._cells, self.size)
+        super()._display(screen, shown)
+
+    @asynccontextmanager
+    async def painted_once(self) -> AsyncIterator[None]:
+        """Paint nothing meanwhile, nor before the screen that is in sight then has shared out its room."""
+        with self.batch_update():
+            yield
+            laid_out = asyncio.Event()
+            self.screen.call_later(laid_out.set)
+            await wait_at_most(laid_out, LAYOUT_LIMIT_S)
+        self.screen.refresh()
+
+    def on_mount(self) -> None:
+        """Send everything anew when the terminal comes back from another program."""
+        self.app_resume_signal.subscribe(self, lambda _: self._cells.forget())
+
+    def on_resize(self) -> None:
+        """Send everything anew: a terminal of another size has moved what stands on it."""
+        self._cells.forget()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's own, and plain characters where the terminal has no others.
