@@ -128,6 +128,8 @@ async def test_eight_gpus_scroll_and_n_and_p_go_from_one_to_the_next(tmp_path: P
     async with shown(tmp_path, SMALL, run_status(run=tmp_path.name)) as screen:
         told = samples(lambda place: [full_gpu(index) for index in range(8)], num=5)
         report = await inspected(screen, *told)
+        together = "8 GPUs: 561.6G of 640.0G used · 97% busy on average · fullest"
+        assert report.plain_lines[0].strip().startswith(together)
         titles = [line for line in report.plain_lines if line.startswith("─ ")]
         assert [title.split()[2] for title in titles[:-1]] == [str(number) for number in range(8)]
         assert len(report.starts) == 9

@@ -188,6 +188,15 @@ async def test_long_lines_are_cut_with_a_sign_shifted_or_folded(tmp_path: Path) 
         assert len(logs.lines()[-2]) == 98
 
 
+async def test_a_folded_line_that_is_taller_than_the_page_ends_with_a_sign(tmp_path: Path) -> None:
+    async with logs_of(tmp_path) as logs:
+        await logs.press("tab", "w")
+        with (tmp_path / "api.log").open("a") as file:
+            file.write("b" * 5000 + "END\n")
+        await logs.until(lambda: logs.lines()[-1].endswith("b…"))
+        assert len(logs.lines()) == logs.view.rows
+
+
 def test_less_opens_at_the_place_and_another_pager_at_least_opens_the_log(tmp_path: Path) -> None:
     log = tmp_path / "api.log"
     assert pager_command("", log, 120) == ["less", "-R", "+120P", str(log)]

@@ -53,8 +53,8 @@ async def test_a_narrow_screen_goes_from_the_list_to_the_group_and_back(tmp_path
         rows = part(screen, RolloutList).plain_lines
         assert "2 recorded · newest first · following" in rows[0]
         assert rows[1].split() == ["step", "mean", "spread", "rewards", "prompt"]
-        assert rows[2].split() == ["▌", "2", "0.500", "0.000", "▅▅", "000002"]
-        assert rows[3].split() == ["1", "0.500", "1.000", "█▁", "000001"]
+        assert rows[2].split() == ["▌", "2", "0.500", "0.000", "▅▅", "…000002"]
+        assert rows[3].split() == ["1", "0.500", "1.000", "█▁", "…000001"]
         await screen.pilot.press("down", "enter")
         await screen.until(lambda: "group 2 of 2" in group_text(screen))
         shown_group = group_text(screen)
@@ -65,6 +65,18 @@ async def test_a_narrow_screen_goes_from_the_list_to_the_group_and_back(tmp_path
         assert not part(screen, RolloutList).display
         await screen.pilot.press("escape")
         await screen.until(lambda: part(screen, RolloutList).display)
+
+
+async def test_short_completions_leave_their_rows_to_the_table_of_all_of_them(tmp_path: Path) -> None:
+    long = group(2, [1.0] * 12, texts=["abc " * 400])
+    async with rollouts(tmp_path, group(1, [1.0] * 12), long, size=(80, 30)) as screen:
+        await screen.pilot.press("enter")
+        await screen.until(lambda: "group 1 of 2" in group_text(screen))
+        assert "more ↑↓" in group_text(screen)
+        await screen.pilot.press("n")
+        await screen.until(lambda: "group 2 of 2" in group_text(screen))
+        assert "more ↑↓" not in group_text(screen)
+        assert len([row for row in group_text(screen).splitlines() if "by itself" in row]) == 12
 
 
 async def test_a_wide_screen_has_both_and_two_completions_side_by_side(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.widgets.gpu_report import TWO_COLUMNS, GpuReport
+from grpo_tui.ui.widgets.travel_bar import rows_taken
 from grpo_tui.view.gpu_past import read_samples
 from grpo_tui.view.gpu_plan import read_memory_plan
 from grpo_tui.view.gpu_view import CommandsTurned, PastRead, PlanRead, SpanTurned
@@ -40,6 +41,10 @@ LOW, HIGH = 30, 44
 """Rows of the terminal at which charts grow."""
 NUM_OTHER_ROWS = 28
 """Those of a usual block and of the frame, without the chart."""
+NUM_ROWS_OF_HOST = 14
+"""The same where the machine's own memory is all there is."""
+NUM_HOST_ROWS = 24
+"""Its chart needs no more."""
 
 
 class ReportScroll(VerticalScroll, can_focus=False):
@@ -83,6 +88,8 @@ class GpusScreen(RunScreen):
 
     def _chart_rows(self, state: ViewState) -> int:
         width, height = self.size
+        if state.status is not None and not state.status.gpus:
+            return min(NUM_HOST_ROWS, max(5, height - rows_taken(state, height) - NUM_ROWS_OF_HOST))
         if width >= TWO_COLUMNS and state.status is not None and len(state.status.gpus) <= 1:
             return min(20, max(8, height - NUM_OTHER_ROWS))  # all blocks stand beside each other
         return 5 if height < LOW else 8 if height < HIGH else 10

@@ -27,7 +27,7 @@ WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 QUIET_WORDS = "↑↓ choose a service, space tags it · ^p finds everything · ? explains"
 WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds everything · ? explains"
 ELSEWHERE_WORDS = "1 leads back to the services · ^p finds everything · ? explains every key of this screen"
-TRAVEL_WORDS = "⇧← ⇧→ move ten times as far · a click or a drag on the line goes there · ? explains its signs"
+TRAVEL_WORDS = "⇧← ⇧→ ten times as far · click or drag on the line · ? explains its signs"
 FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
 """Until the first key that a person ever presses here."""
 

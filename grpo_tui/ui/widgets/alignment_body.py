@@ -159,10 +159,12 @@ def verdict_lines(findings: Sequence[Finding], width: int, height: int) -> list[
     for number, finding in enumerate(findings):
         is_healthy = finding.severity == "info"
         sign = HEALTHY_SIGN if is_healthy else SEVERITY_GLYPHS[finding.severity]
+        sure = f" {sign} {finding.certainty}: "
+        cause, *rest = textwrap.wrap(sure + finding.cause, max(10, width - 1), subsequent_indent="   ")
+        style = SEVERITY_STYLES[finding.severity]
         told = [
-            line(
-                (f" {sign} {finding.certainty}: ", ".muted"), (finding.cause, SEVERITY_STYLES[finding.severity])
-            ).truncate(width, ellipsis=True),
+            line((sure, ".muted"), (cause[len(sure) :], style)).truncate(width, ellipsis=True),
+            *(line((row, style)) for row in rest),
             *_wrapped(finding.evidence, width, ".muted"),
             *(_wrapped(f"→ {finding.hint}", width, "") if finding.hint else []),
         ]
@@ -188,12 +190,12 @@ def token_lines(worst: Sequence[WorstToken], first: int, width: int, height: int
     shown = worst[first : first + room]
     note = f"{first + 1}–{first + len(shown)} of {len(worst)}, ↑ ↓" if len(worst) > room else f"{len(worst)}"
     is_wide = width >= 76
-    head = f" {'diff':>6}  {'infer→train':<11}  {'step':>5} {'token':>9} "
+    head = f" {'diff':>6}  {'infer→train':<13}  {'step':>5} {'token':>9} "
     head += f"{'age':>3} {'alike':>5}  " if is_wide else " "
     text_width = width - len(head)
     rows = [rule(width, "worst tokens", note), line((fit(f"{head}in its text", width), ".muted"))]
     for token in shown:
-        figures = f" {token.difference:>+6.2f}  {_chances(token):<11}  {token.step:>5} {_place(token):>9} "
+        figures = f" {token.difference:>+6.2f}  {_chances(token):<13}  {token.step:>5} {_place(token):>9} "
         age, alike = "–" if token.age is None else str(token.age), f"×{token.num}" if token.num > 1 else ""
         figures += f"{age:>3} {alike:>5}  " if is_wide else " "
         row = line((figures, "" if abs(token.difference) < 1 else ".strong"), *_context(token, text_width))
@@ -206,11 +208,15 @@ def _chances(token: WorstToken) -> str:
 
 
 def _chance(logprob: float) -> str:
-    """A log-probability as a share: `97%`, `0.4%`, `2e-05`."""
+    """A log-probability as a share: `97%`, `4.2%`, `0.42%`, `0.004%`, `2e-05%`."""
     percent = 100 * math.exp(min(0.0, logprob))
     if percent >= 9.95:
         return f"{percent:.0f}%"
-    return f"{percent:.1f}%" if percent >= 0.095 else f"{percent / 100:.0e}"
+    if percent >= 0.995:
+        return f"{percent:.1f}%"
+    if percent >= 0.0995:
+        return f"{percent:.2f}%"
+    return f"{percent:.3f}%" if percent >= 0.00095 else f"{percent:.0e}%"
 
 
 def _place(token: WorstToken) -> str:

@@ -100,7 +100,10 @@ def ratios_chart(
     plot_rows = max(1, height - 5)
     ticks = {0: f"{ends[0]:g}", num_columns - 1: f"{ends[-1]:g}{' and more' if beyond and width >= NARROW else ''}"}
     ticks |= {num_columns // 2: "1", low: f"{measured.low_edge:g}", high: f"{measured.high_edge:g}"}
-    outside = f"{100 * measured.share_outside:.1f}% outside: {_percent(measured.num_below, measured.num)} below"
+    below, above = _percent(measured.num_below, measured.num), _percent(measured.num_above, measured.num)
+    outside = f" {100 * measured.share_outside:.1f}% outside: {below} below, {above} above"
+    if len(outside) > width:
+        outside = f" outside: {below} below, {above} above"
     clip = f"clip {measured.low_edge:g} – {measured.high_edge:g}{'' if settings.is_clip_known else ' (assumed)'}"
     return [
         rule(width, "ratio" if width < NARROW else "ratio = exp(difference), and the clip │", of),
@@ -113,7 +116,7 @@ def ratios_chart(
         ),
         *axis_lines(num_columns, ticks),
         line((fit(f" mean {measured.mean:.4f}  {clip}", width), ".muted")),
-        line((fit(f" {outside}, {_percent(measured.num_above, measured.num)} above", width),
+        line((fit(outside, width),
               ".muted" if measured.share_outside < 0.3 else ".warning")),
     ]  # fmt: skip
 

@@ -62,6 +62,8 @@ class GpuPanel(Lines):
 
 def rows_wanted(state: ViewState) -> int:
     """Rows that show everything: the bars and the legend."""
+    if state.status is not None and not state.status.gpus:
+        return 2 if host_parts(state) else 1
     return 1 + max(1, len(state.status.gpus) if state.status else 0)
 
 

@@ -98,19 +98,34 @@ def report(state: ViewState, width: int, chart_rows: int) -> Made:
     if state.status is None:
         return Made(lines=[line(("nothing is known of this run yet", ".muted"))], starts=[0])
     gpus = state.status.gpus
-    is_wide = width >= TWO_COLUMNS
+    is_wide = width >= TWO_COLUMNS and len(gpus) > 0
     block_width = (width - COLUMN_GAP) // 2 if is_wide else width
     moments = moments_until(state.gpus, state.until)
     columns = laid_out(moments, block_width - GUTTER, state.gpus.span_s)
     blocks = [_gpu_block(gpu, state, block_width, chart_rows, columns, moments) for gpu in gpus]
     blocks.append(_host_block(state, block_width, chart_rows, columns))
-    lines: list[Content] = []
+    lines = _all_together(gpus, width)
     starts: list[int] = []
     for place in range(0, len(blocks), 2 if is_wide else 1):
-        starts.append(len(lines))
+        starts.append(len(lines) if starts else 0)
         lines += _beside(*blocks[place : place + 2], width=block_width) if is_wide else blocks[place]
         lines.append(Content(""))
     return Made(lines=lines[:-1], starts=starts)
+
+
+def _all_together(gpus: Sequence[GpuStatus], width: int) -> list[Content]:
+    """Several GPUs in a line: what is used of them, how busy they are, and which is the fullest."""
+    known = [(gpu.memory_used_bytes, gpu.memory_total_bytes, gpu) for gpu in gpus]
+    told = [(used, total, gpu) for used, total, gpu in known if used is not None and total]
+    if len(gpus) < 2 or not told:
+        return []
+    used, _, fullest = max(told, key=lambda each: each[0] / each[1])
+    words = f"{bytes_text(sum(each[0] for each in told))} of {bytes_text(sum(each[1] for each in told))} used"
+    busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
+    if busy:
+        words += f" · {percent_text(sum(busy) / len(busy))} busy on average"
+    words += f" · fullest GPU {fullest.index} ({bytes_text(used)})"
+    return [line((f" {len(gpus)} GPUs: ", ".strong"), words).truncate(width, ellipsis=True)]
 
 
 # --- a GPU ---------------------------------------------------------------------------------------------------------

@@ -170,4 +170,4 @@ def rule(width: int, title: str, note: str = "") -> Content:
     return line(
         ("─ ", ".rule"), (f"{title} ", ".title"), (dashes, ".rule"), (f" {note}" if note else "", ".muted"),
         (" ─" if note else "", ".rule"),
-    ).truncate(width)  # fmt: skip
+    ).truncate(width, ellipsis=True)  # fmt: skip

@@ -222,9 +222,12 @@ def _content(each: LogLine, logs: LogsView, gutter: Styled, width: int) -> list[
         ]
     rows: list[Content] = []
     start = 0
-    for piece in (chop_cells(text.plain, columns) or [""])[: max(1, logs.rows)]:
+    pieces, most = chop_cells(text.plain, columns) or [""], max(1, logs.rows)
+    for piece in pieces[:most]:
         before = Content.assemble(gutter, *(name if not rows else [" " * name_columns]), end="")
         part = text[start : start + len(piece)]
+        if len(rows) == most - 1 and len(pieces) > most:
+            part = text[start:].truncate(columns, ellipsis=True)  # a line of more rows than the page has
         rows.append(before + part.pad_right(max(0, columns - part.cell_length)))
         start += len(piece)
     return rows

@@ -34,6 +34,8 @@ MAX_PROMPT_CHARACTERS = 4000
 PROMPT_WORD = "prompt: "
 ROOMY_ROWS = 30
 """From so many on, the table of completions may have more."""
+NUM_HEADINGS = 3
+"""Of the group, of the table, and of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,11 @@ class RolloutGroup(Lines):
         completion = subject.completion
         if completion is None:
             return [title, *prompt, line(("the group has no completions", ".warning"))]
-        most_rows = height // 4 if height < ROOMY_ROWS else height // 3 - 1
-        table = _table(subject, width, max(3, min(len(subject.group.completions), most_rows)))
         below = _token_lines(completion, view, width)
+        most_rows = height // 4 if height < ROOMY_ROWS else height // 3 - 1
+        longest = max(_rows_of(each.text, width) for each in subject.group.completions)
+        left_rows = height - NUM_HEADINGS - len(prompt) - len(below) - longest
+        table = _table(subject, width, max(3, min(len(subject.group.completions), max(most_rows, left_rows))))
         head = [title, *prompt, *table]
         self._num_body_lines = max(1, height - len(head) - 1 - len(below))
         if view.shows_prompt:
@@ -214,6 +218,11 @@ def _lines_note(first: int, num_shown: int, total: int) -> str:
     return f"lines {first + 1:,}–{min(total, first + num_shown):,} of {total:,} · "
 
 
+def _rows_of(text: str, width: int) -> int:
+    """About how many rows a text takes."""
+    return text.count("\n") + 1 + len(text) // max(1, width)
+
+
 def _plain(row: list[Piece]) -> str:
     return "".join(piece.text for piece in row)
 
@@ -241,7 +250,8 @@ def _table(subject: Subject, width: int, num_rows: int) -> list[Content]:
         rows.append(row.stylize(".selected") if is_chosen else row)
     hidden = len(completions) - len(rows)
     if hidden > 0:
-        heading = line((fit(f"{text} +{hidden} ↑↓", width), ".title"))
+        more = f" {hidden} more ↑↓"
+        heading = line((fit(text, width - len(more)) + more, ".title"))
     return [heading, *rows]
 
 

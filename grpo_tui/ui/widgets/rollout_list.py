@@ -175,7 +175,8 @@ def _telling_starts(heads: Sequence[GroupHead]) -> dict[int, str]:
     for environment in {head.environment for head in heads}:
         of_it = [head for head in heads if head.environment == environment]
         told = telling_starts([head.prompt_start for head in of_it])
-        starts |= {head.index: start for head, start in zip(of_it, told, strict=True)}
+        for head, start in zip(of_it, told, strict=True):
+            starts[head.index] = start if start == head.prompt_start else f"…{start}"
     return starts
 
 

@@ -36,4 +36,4 @@ class TabsLine(Lines):
             tab = Content.assemble((f"{number} ", ".muted"), (place, ".here" if is_here else ".muted"))
             gap = Content("   " if number > 1 else "")
             row = row + gap + tab.stylize(Style.from_meta({"@click": f"app.show('{place}')"}))
-        return [row.truncate(width)]
+        return [row.truncate(width, ellipsis=True)]
