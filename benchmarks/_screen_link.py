@@ -8,18 +8,44 @@ from __future__ import annotations
 
 import os
 import select
+import tarfile
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from terminal import Terminal
+from _screen_runs import RECORDED
+from terminal import DOWN, UP, Terminal
 
 ONE_WAY_S = 0.1
 SLOW_LINE = 64_000
 """Bytes a second: a poor mobile line."""
 READ_BYTES = 1 << 12
+QUIET_S = 0.6
+"""A frame is whole when nothing follows for so long; a run that is over has no clock that ticks."""
+REPEAT_S, HELD_S = 0.05, 5.0
+"""A key that is held comes twenty times a second."""
+LEFT, PAGE_UP = "\x1b[D", "\x1b[5~"
+FAR_KEYS = (
+    ("run", "1", ("f", "f", "z", "z")),
+    ("gpus", "2", ("h", "h", "h", "h")),
+    ("alignment", "3", ("w", "w", DOWN, UP)),
+    ("rollouts", "4", ("n", "n", "p", "c")),
+    ("metrics", "5", (DOWN, DOWN, UP, "s")),
+    ("logs", "6", (UP, PAGE_UP, "l", "w")),
+)
+"""Screens, the key that opens each, and some that are pressed there."""
+AWAY = {"1": "2", **dict.fromkeys("23456", "1")}
+HELD_KEYS = (
+    ("back in time on run", "1", LEFT),
+    ("back in time on alignment", "3", LEFT),
+    ("back in time on metrics", "5", LEFT),
+    ("log scrolled", "6", UP),
+    ("next group of rollouts", "4", "n"),
+)
+"""The line of time is open: the run is over."""
 
 
 class FarTerminal(Terminal):
@@ -97,3 +123,49 @@ class FarTerminal(Terminal):
         with self._news:
             self._coming.append((self._free_at + ONE_WAY_S, data))
             self._news.notify()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What came of keys."""
+
+    late_s: float
+    """From the last key to the last byte at the far end, without the time of the line itself."""
+    num_bytes: int
+
+
+def recorded_run(root: Path) -> Path:
+    """A folder with a run that is over in its `logs`."""
+    with tarfile.open(RECORDED) as tar:
+        tar.extractall(root / "logs", filter="data")
+    return root
+
+
+def settled(terminal: Terminal) -> float:
+    """Take in what comes until nothing does; when the last byte came."""
+    while data := terminal.take(QUIET_S):
+        terminal.put(data)
+    return terminal.last_heard_at
+
+
+def pressed(terminal: Terminal, key: str) -> Cost:
+    """Press a key, and wait until all that it brings stands."""
+    before, pressed_at = len(terminal.written), time.monotonic()
+    terminal.press(key)
+    return _cost(terminal, pressed_at, before)
+
+
+def held(terminal: Terminal, key: str) -> Cost:
+    """Hold a key down for a while."""
+    before, began = len(terminal.written), time.monotonic()
+    for number in range(1, round(HELD_S / REPEAT_S) + 1):
+        pressed_at = time.monotonic()
+        terminal.press(key)
+        while (left := began + number * REPEAT_S - time.monotonic()) > 0:
+            terminal.put(terminal.take(left))
+    return _cost(terminal, pressed_at, before)
+
+
+def _cost(terminal: Terminal, pressed_at: float, before: int) -> Cost:
+    late_s = settled(terminal) - pressed_at - 2 * ONE_WAY_S
+    return Cost(late_s=max(0.0, late_s), num_bytes=len(terminal.written) - before)

@@ -2,10 +2,10 @@
 
     python benchmarks/screen.py [--only NAME…] [--json]
 
-NAMES: attaching, keys, idling, remembering, logs. pyte says when a key's change stands on the terminal; the time that
-counts is when the bytes that made it came. Peers in the same run: bpytop and toolong (a log viewer on the same library)
-from PyPI in a temporary environment, and process-compose where it is in PATH. About four minutes on two cores; the
-machine should have nothing else to do.
+NAMES: attaching, keys, far, idling, gpus, remembering, logs. pyte says when a key's change stands on the terminal; the
+time that counts is when the bytes that made it came. Peers in the same run: bpytop and toolong (a log viewer on our
+library) from PyPI in a temporary environment, and process-compose where it is in PATH. About ten minutes on two cores;
+the machine should have nothing else to do.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 
+from _screen_gpus import busy_gpus
+from _screen_link import AWAY, FAR_KEYS, HELD_KEYS, HELD_S, SLOW_LINE, FarTerminal, held, pressed, recorded_run, settled
 from _screen_logs import measure as measure_logs
 from _screen_runs import FLOOD, GRPO_TUI, QUIET, LiveRun, environment, live_run, long_run, told_by_a_daemon
 from terminal import DOWN, UP, Terminal
@@ -217,6 +219,56 @@ def idling(bench: Bench) -> Iterator[Figure]:
         yield Figure(name=name, unit=unit, value=own, target=target, peers=_named(values))
 
 
+def gpus(bench: Bench) -> Iterator[Figure]:
+    """The same while GPUs are busy: a stand-in for the daemon tells other figures of them every second."""
+    for num in (1, 8):
+        root = bench.root / f"gpus{num}"
+        with busy_gpus(root / "logs" / "busy", bench.root / f"gpus{num}.sock", num):
+            for place, key in (("run", "1"), ("gpus", "2")):
+                with opened([*GRPO_TUI, "attach", "busy"], root, environment(root)) as terminal:
+                    came_at(terminal, lambda: is_complete(terminal, ["trainer"]))
+                    terminal.press(key)
+                    _listen_for(5.0, [terminal])
+                    before, cpu_s = len(terminal.written), _cpu_s(terminal.process.pid)
+                    _listen_for(IDLE_S, [terminal])
+                    percent = 100 * (_cpu_s(terminal.process.pid) - cpu_s) / IDLE_S
+                    rate = (len(terminal.written) - before) / IDLE_S / 1000
+                name = f"{num} busy GPU{'s' if num > 1 else ''}, screen {place}"
+                yield Figure(name=f"{name}: CPU, percent of a core", unit="%", value=percent, target=2.0)
+                yield Figure(name="  written to the terminal a second", unit="kB", value=rate, target=4.0)
+
+
+def far(bench: Bench) -> Iterator[Figure]:
+    """A recorded run over a line of 100 ms each way; the line's own 200 ms are taken off every time."""
+    argv = [*GRPO_TUI, "attach"]
+    for words, rate in (("", None), (", 64 kB/s", SLOW_LINE)):
+        root = recorded_run(bench.root / f"far{rate}")
+        terminal = FarTerminal(
+            argv, cwd=root, environment=environment(root), columns=SIZE[0], rows=SIZE[1], bytes_a_second=rate
+        )
+        try:
+            came_at(terminal, lambda: KEYS in terminal.text)  # noqa: B023
+            settled(terminal)
+            for name, opening, others in FAR_KEYS:
+                pressed(terminal, opening)  # the first time it reads its files
+                pressed(terminal, AWAY[opening])
+                costs = [pressed(terminal, opening), *(pressed(terminal, key) for key in others)]
+                late, size = [1000 * each.late_s for each in costs], [each.num_bytes / 1000 for each in costs]
+                yield Figure(name=f"line of 200 ms{words}: {name} opened, whole after", unit="ms", value=late[0])
+                yield Figure(name="  written for that", unit="kB", value=size[0])
+                yield Figure(name="  another key there, the median: whole after", unit="ms", value=_median(late[1:]))
+                yield Figure(name="  written for that", unit="kB", value=_median(size[1:]))
+            for name, opening, key in HELD_KEYS:
+                pressed(terminal, opening)
+                cost = held(terminal, key)
+                yield Figure(
+                    name=f"line of 200 ms{words}: {name} held 5 s, whole after", unit="ms", value=1000 * cost.late_s
+                )
+                yield Figure(name="  written a second", unit="kB", value=cost.num_bytes / HELD_S / 1000)
+        finally:
+            terminal.close()
+
+
 def remembering(bench: Bench) -> Iterator[Figure]:
     """An hour of a recorded run (its lines over and over), told in half a minute; then every screen is opened."""
     root = bench.root / "remembering"
@@ -258,7 +310,9 @@ def logs(bench: Bench) -> Iterator[Figure]:
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "attaching": attaching,
     "keys": keys,
+    "far": far,
     "idling": idling,
+    "gpus": gpus,
     "remembering": remembering,
     "logs": logs,
 }

@@ -1,0 +1,71 @@
+"""Two people watch a run whose daemon has much to say, and one of them is stopped: nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from stage import open_stage
+from terminal import DEADLINE_S, Terminal
+from test_clients import supervised
+from workplace import PYTHON
+
+from grpo_tui.paths import PLAN_FILE
+from grpo_tui.supervisor.broadcast import MAX_WAITING_LINES
+
+pytestmark = pytest.mark.slow
+MOST_NOTICES = 20 * MAX_WAITING_LINES
+A_TURN = 200
+
+
+async def test_a_viewer_that_is_stopped_holds_up_nobody_and_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "r"
+    folder.mkdir(parents=True)
+    (folder / PLAN_FILE).write_text("{}")  # by which runs are known
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+
+    def viewer() -> Terminal:
+        argv = [PYTHON, "-P", "-m", "grpo_tui", "attach", "r"]
+        return Terminal(argv, cwd=tmp_path, environment={**environment, "XDG_RUNTIME_DIR": str(tmp_path)})
+
+    with open_stage(folder) as stage:
+        async with supervised(stage) as supervisor:
+            stopped, watching = viewer(), viewer()
+            try:
+                clients = supervisor.broadcast.clients
+                await both_until(lambda: "ready" in stopped.text and "ready" in watching.text, stopped, watching)
+                assert sum(each.is_watching for each in clients) == 2
+                stopped.process.send_signal(signal.SIGSTOP)
+                told = 0
+                while sum(each.is_watching for each in clients) == 2:
+                    assert told < MOST_NOTICES, "a viewer that does not read was never let go"
+                    for told in range(told + 1, told + 1 + A_TURN):  # noqa: B020 - it goes on where it stood
+                        supervisor.notice("info", f"news {told} {'x' * 400}", None)
+                    await both_until(lambda: f"news {told} " in watching.text, watching)  # noqa: B023 - awaited at once
+                    assert all(each.lines.qsize() <= MAX_WAITING_LINES for each in clients)
+                supervisor.notice("info", "the last news", None)
+                await both_until(lambda: "the last news" in watching.text, watching)
+                stopped.process.send_signal(signal.SIGCONT)
+                await both_until(lambda: sum(each.is_watching for each in clients) == 2, stopped, watching)
+                supervisor.notice("info", "news for both", None)
+                await both_until(
+                    lambda: all("news for both" in each.text for each in (stopped, watching)), stopped, watching
+                )
+            finally:
+                stopped.close()
+                watching.close()
+
+
+async def both_until(is_so: Callable[[], bool], *terminals: Terminal) -> None:
+    """Take in what is written while the supervisor goes on, until the screens have come so far."""
+    deadline = time.monotonic() + 2 * DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came true:\n" + "\n".join(each.text for each in terminals)
+        for terminal in terminals:
+            terminal.listen(0.0)
+        await asyncio.sleep(0.005)
