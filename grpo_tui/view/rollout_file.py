@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from grpo_engine.wire.metrics import RolloutLine
+from grpo_tui.view.line_tail import Bookmark
 
 MAX_BYTES_A_REFRESH = 64 << 20
 """Some 50 ms; a longer file takes several calls."""
@@ -26,8 +27,6 @@ MAX_LINE_BYTES = 64 << 20
 MAX_HEADS = 10_000
 MAX_CACHED_BYTES = 8 << 20
 """Of lines whose groups are kept; as Python's objects they take some four times as much."""
-CHECKED_BYTES = 64
-"""As many bytes at the end of what was indexed are compared, to notice a file that was cut and regrew."""
 PROMPT_START_CHARACTERS = 800
 NUMBER_LISTS = ("inference_logprobs", "training_logprobs", "entropies")
 
@@ -92,10 +91,8 @@ class RolloutFile:
         self._starts = array("Q")
         self._end = 0
         """Of the last whole line."""
-        self._scanned = 0
+        self._scanned = Bookmark()
         """Up to where line ends were looked for; beyond `_end` within a line that is not whole yet."""
-        self._identity: tuple[int, int] | None = None
-        self._last_bytes = b""
         self._heads: OrderedDict[int, GroupHead | None] = OrderedDict()
         self._groups: OrderedDict[int, tuple[int, RolloutLine | None]] = OrderedDict()
 
@@ -107,14 +104,12 @@ class RolloutFile:
         """Look for lines that were added, in at most `MAX_BYTES_A_REFRESH`; returns how many are known now."""
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if not self._continues(file.fileno(), (status.st_dev, status.st_ino), status.st_size):
+                if not self._scanned.is_in(file.fileno()):
                     self._begin_anew()
-                self._identity = (status.st_dev, status.st_ino)
-                self._index(file.fileno(), status.st_size)
+                self._index(file.fileno())
         except OSError:
             self.is_behind = False
-            if self._identity is not None:
+            if self._scanned.offset:
                 self._begin_anew()
         return len(self._starts)
 
@@ -179,35 +174,25 @@ class RolloutFile:
         self._forget()
         self.generation += 1
 
-    def _continues(self, descriptor: int, identity: tuple[int, int], size: int) -> bool:
-        """Whether the file still holds what was indexed last."""
-        if self._identity is None:
-            return True
-        if identity != self._identity or size < self._scanned:
-            return False
-        start = self._end - len(self._last_bytes)
-        return os.pread(descriptor, len(self._last_bytes), start) == self._last_bytes
-
-    def _index(self, descriptor: int, size: int) -> None:
+    def _index(self, descriptor: int) -> None:
         """Note where whole lines begin, from where the last look ended."""
-        line_start = self._end
-        stop = min(size, self._scanned + MAX_BYTES_A_REFRESH)
-        while self._scanned < stop:
-            block = os.pread(descriptor, min(BLOCK_BYTES, stop - self._scanned), self._scanned)
+        line_start, scanned, size = self._end, self._scanned.offset, os.fstat(descriptor).st_size
+        stop = min(size, scanned + MAX_BYTES_A_REFRESH)
+        while scanned < stop:
+            block = os.pread(descriptor, min(BLOCK_BYTES, stop - scanned), scanned)
             if not block:
                 break
             newline = block.find(b"\n")
             while newline >= 0:
-                end = self._scanned + newline + 1
+                end = scanned + newline + 1
                 if end - line_start > 1:  # an empty line is no group
                     self._starts.append(line_start)
                 line_start = end
                 newline = block.find(b"\n", newline + 1)
-            self._scanned += len(block)
+            scanned += len(block)
         self._end = line_start
-        checked_from = max(0, self._end - CHECKED_BYTES)
-        self._last_bytes = os.pread(descriptor, self._end - checked_from, checked_from)
-        self.is_behind = self._scanned < size
+        self._scanned.move(descriptor, scanned)
+        self.is_behind = scanned < size
 
     def _line(self, index: int) -> bytes:
         """The bytes of a line; none where they are gone, or more than any group has."""

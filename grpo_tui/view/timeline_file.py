@@ -33,12 +33,14 @@ from grpo_tui.paths import TIMELINE_FILE
 from grpo_tui.supervisor.capped_log import place, read_part
 from grpo_tui.supervisor.timeline import USAGE_START, after_event
 from grpo_tui.view.format import bytes_text
+from grpo_tui.view.line_tail import LineTail
 from grpo_tui.view.log_tail import FIRST_BYTES, as_text
 from grpo_tui.view.phases import StartPhases, Transitions, after_hearing, after_looking
 from grpo_tui.view.state import LogView
 from grpo_tui.view.travel import Mark, MarkKind, Past
 
 MAX_BYTES_A_READ = 2 << 20
+"""A line that is longer is none of ours, and is passed over."""
 CHECKPOINT_LINES = 256
 """So many lines are read again at most for a moment."""
 MAX_MARKS = 5000
@@ -74,11 +76,10 @@ class TimelineFile:
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder
         self._path = run_folder / TIMELINE_FILE
+        self._tail = LineTail(self._path, max_bytes=MAX_BYTES_A_READ)
         self._forget()
 
     def _forget(self) -> None:
-        self._identity: tuple[int, int] | None = None
-        self._offset = 0
         self._times = array("d")
         self._places = array("q")
         self._usage_lines = array("q")
@@ -109,23 +110,14 @@ class TimelineFile:
 
     def read(self) -> bool:
         """Take up what was added, at most some megabytes; whether there is more."""
-        try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
-                    self._forget()
-                    self._identity = (status.st_dev, status.st_ino)
-                file.seek(self._offset)
-                block = file.read(MAX_BYTES_A_READ)
-                if b"\n" not in block and len(block) == MAX_BYTES_A_READ:
-                    block += file.readline()
-        except OSError:
+        new = self._tail.read()
+        if new.is_restarted:
             self._forget()
-            return False
-        for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
-            self._take(line)
-            self._offset += len(line)
-        return self._offset < status.st_size and b"\n" in block
+        begin = new.offset
+        for line in new.lines:
+            self._take(line, begin)
+            begin += len(line)
+        return new.has_more
 
     def past(self, moment: float, service: str | None) -> Past:
         """How everything stood at a moment, with the log of a service as it was then."""
@@ -148,7 +140,7 @@ class TimelineFile:
 
     # --- index -----------------------------------------------------------------------------------------------------
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes, begin: int) -> None:
         """Add one line to the index; one that cannot be read takes no place in it."""
         number = len(self._times)
         if line.startswith(USAGE_START):
@@ -156,7 +148,7 @@ class TimelineFile:
             if found is None:
                 return
             self._usage_lines.append(number)
-            self._note(float(found[1]), number)
+            self._note(float(found[1]), number, begin)
             return
         event = _event(line)
         if event is None:
@@ -168,14 +160,14 @@ class TimelineFile:
         if isinstance(event, Snapshot):
             self._snapshot_lines.append(number)
         self._mark(event, time)
-        self._note(time, number)
+        self._note(time, number, begin)
         self._now = replayed(self._now, event, time)
 
-    def _note(self, time: float, number: int) -> None:
+    def _note(self, time: float, number: int, begin: int) -> None:
         if number % CHECKPOINT_LINES == 0:
             self._checkpoints.append(self._now)
         self._times.append(max(time, self._times[-1]) if self._times else time)  # the clock may have been set back
-        self._places.append(self._offset)
+        self._places.append(begin)
 
     def _mark(self, event: Snapshot | Event, time: float) -> None:
         before = self._now.status
@@ -228,8 +220,7 @@ class TimelineFile:
         usage = self._usage_line(count)
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._identity:
+                if not self._tail.bookmark.is_in(file.fileno()):
                     return Replay(), {}, False  # it was replaced: the next `read` takes it up
                 replay = self._fold(file.fileno(), count)
                 sample = self._usage_at(file.fileno(), usage)
@@ -251,7 +242,7 @@ class TimelineFile:
         first = (count - 1) // CHECKPOINT_LINES * CHECKPOINT_LINES
         replay = self._checkpoints[first // CHECKPOINT_LINES]
         begin = self._places[first]
-        end = self._places[count] if count < len(self._places) else self._offset
+        end = self._places[count] if count < len(self._places) else self._tail.bookmark.offset
         lines = os.pread(descriptor, end - begin, begin).splitlines(keepends=True)
         place_of = begin
         number = first
@@ -283,7 +274,7 @@ class TimelineFile:
         if number < 0:
             return None
         begin = self._places[number]
-        end = self._places[number + 1] if number + 1 < len(self._places) else self._offset
+        end = self._places[number + 1] if number + 1 < len(self._places) else self._tail.bookmark.offset
         event = _event(os.pread(descriptor, end - begin, begin).splitlines(keepends=True)[0])
         return event if isinstance(event, UsageSampled) else None
 

@@ -101,6 +101,14 @@ def test_a_file_that_was_made_anew_is_read_from_its_start(path: Path, how: str) 
     assert file.generation == 1
 
 
+def test_half_a_line_that_was_written_anew_hides_no_group(path: Path) -> None:
+    path.write_text(group(1) + group(2, prompt="x" * 4000)[:3000])
+    file = RolloutFile(path)
+    assert steps(file) == [1]
+    path.write_text(group(1) + "".join(group(step) for step in range(2, 30)))
+    assert steps(file) == list(range(1, 30))
+
+
 def test_a_file_that_vanished_has_no_groups_until_it_is_there_again(path: Path) -> None:
     path.write_text(group(1))
     file = RolloutFile(path)

@@ -207,6 +207,13 @@ def test_a_timeline_that_grows_or_is_made_shorter_is_read_on(tmp_path: Path) -> 
     assert (timeline.ends, timeline.past(STARTED, None).status) == (None, None)
 
 
+def test_a_timeline_that_was_written_anew_and_is_longer_is_read_from_its_start(tmp_path: Path) -> None:
+    timeline = write(tmp_path, [begins(), vllm(1, ServiceState.BACKOFF, why="x" * 2000)])
+    write(tmp_path, [begins(), *(usage(n, n) for n in range(5, 50))])
+    timeline.read()
+    assert (timeline.num_lines, timeline.ends) == (46, STARTED + 49)
+
+
 def test_a_log_that_is_gone_or_of_unknown_length_says_so(tmp_path: Path) -> None:
     assert "cannot be read" in log_until(tmp_path / "a.log", "a", 10).lines[0]
     assert "was not kept" in log_until(tmp_path / "a.log", "a", None).lines[0]
