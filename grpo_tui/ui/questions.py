@@ -30,7 +30,7 @@ def about_stopping(services: Sequence[ServiceStatus], state: ViewState) -> Quest
     named = []
     for service in services:
         is_trainer = service.kind == TRAINER_KIND
-        named.append(f"{service.name}, pid {service.pid}, after step {_step(state)}" if is_trainer else _told(service))
+        named.append(f"{_told(service)}, after step {_step(state)}" if is_trainer else _told(service))
     return Question(text=f"Stop {_several(services)}?", named=(*named, "training goes no further until it is started"))
 
 
@@ -76,7 +76,7 @@ def _several(services: Sequence[ServiceStatus]) -> str:
 
 def _told(service: ServiceStatus) -> str:
     state = PROBE_SIGNS[service.probe][1] if service.probe in PROBE_SIGNS else service.state
-    return f"{service.name}, {state}, pid {'not known' if service.pid is None else service.pid}"
+    return f"{service.name}, {state}, {'no process yet' if service.pid is None else f'pid {service.pid}'}"
 
 
 def _step(state: ViewState) -> int:

@@ -31,6 +31,7 @@ from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, R
 from grpo_tui.supervisor.proc import user_name
 from grpo_tui.ui.app import GrpoScreen, farewell
 from grpo_tui.ui.keys import EVERYWHERE
+from grpo_tui.ui.questions import about_stopping
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.confirm import ConfirmScreen, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
@@ -44,7 +45,7 @@ from grpo_tui.ui.widgets.log_panel import LogLines
 from grpo_tui.ui.widgets.metrics_panel import MetricsPanel
 from grpo_tui.ui.widgets.services_table import ServicesTable
 from grpo_tui.ui.widgets.warnings_bar import WarningsBar
-from grpo_tui.view.state import Connection
+from grpo_tui.view.state import Connection, ViewState
 
 pytestmark = pytest.mark.slow
 SMALL, LARGE = (80, 24), (200, 50)
@@ -403,6 +404,14 @@ async def test_stopping_the_trainer_is_asked_about_first(tmp_path: Path) -> None
         await screen.pilot.press("n")
         await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
         assert screen.connection.asked == []
+
+
+def test_a_service_that_still_waits_is_asked_about_as_one_without_a_process() -> None:
+    trainer = service("trainer", kind="trainer", state="waiting", pid=None)
+    state = ViewState(run_folder=Path("run"), now=NOW, status=run_status(services=[trainer]))
+    question = about_stopping([trainer], state)
+    assert question is not None
+    assert question.named[0] == "trainer, waiting, no process yet, after step 0"
 
 
 def refused(name: str, user: str) -> RunStatus:
