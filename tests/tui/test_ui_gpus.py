@@ -142,6 +142,15 @@ async def test_eight_gpus_scroll_and_n_and_p_go_from_one_to_the_next(tmp_path: P
         assert any("GPU 0" in line and "GPU 1" in line for line in report.plain_lines)
 
 
+async def test_news_that_comes_while_the_screen_is_taken_down_breaks_nothing(tmp_path: Path) -> None:
+    async with shown(tmp_path, SMALL, run_status(run=tmp_path.name)) as screen:
+        await inspected(screen, *samples(growing, num=3))
+        gpus = screen.app.screen
+        assert isinstance(gpus, GpusScreen)
+        await gpus.query_one(ReportScroll).remove()
+        gpus.draw(screen.app.state)
+
+
 async def test_twelve_services_have_twelve_looks(tmp_path: Path) -> None:
     names = [f"worker-{number}" for number in range(12)]
     status = run_status(run=tmp_path.name, services=[service(name, kind="command") for name in names])

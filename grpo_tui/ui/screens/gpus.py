@@ -83,7 +83,8 @@ class GpusScreen(RunScreen):
 
     def draw(self, state: ViewState) -> None:
         """Show another state."""
-        self.query_one(GpuReport).chart_rows = self._chart_rows(state)
+        for part in self.query(GpuReport):  # none while the screen is taken down
+            part.chart_rows = self._chart_rows(state)
         super().draw(state)
 
     def _chart_rows(self, state: ViewState) -> int:
