@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_engine.wire.codec import to_line
@@ -49,12 +49,19 @@ def busy_gpus(folder: Path, socket: Path, num_gpus: int) -> Iterator[None]:
     async def serve() -> None:
         await asyncio.start_unix_server(lambda reader, writer: _tell(folder, num_gpus, reader, writer), socket)
 
+    async def end() -> None:
+        talking = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in talking:
+            task.cancel()
+        await asyncio.gather(*talking, return_exceptions=True)
+
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     asyncio.run_coroutine_threadsafe(serve(), loop).result()
     try:
         yield
     finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
@@ -77,18 +84,19 @@ async def _tell(folder: Path, num_gpus: int, reader: asyncio.StreamReader, write
     )  # fmt: skip
     writer.write(to_line(Snapshot(number=0, status=status)))
     number = 0
-    while not reader.at_eof():
-        number += 1
-        sample = UsageSampled(
-            number=number, time=time.time(),
-            cpu_percent={name: chance.uniform(0, 100) for name in NAMES},
-            rss_bytes={name: GIB + chance.randrange(1 << 24) for name in NAMES},
-            gpu_memory_bytes={"vllm": 36 * GIB, "trainer": 22 * GIB},
-            gpus=_gpus(num_gpus, chance),
-        )  # fmt: skip
-        writer.write(to_line(sample))
-        await writer.drain()
-        await asyncio.sleep(SAMPLE_S)
+    with suppress(asyncio.CancelledError):  # the run is taken away under its viewers
+        while not reader.at_eof():
+            number += 1
+            sample = UsageSampled(
+                number=number, time=time.time(),
+                cpu_percent={name: chance.uniform(0, 100) for name in NAMES},
+                rss_bytes={name: GIB + chance.randrange(1 << 24) for name in NAMES},
+                gpu_memory_bytes={"vllm": 36 * GIB, "trainer": 22 * GIB},
+                gpus=_gpus(num_gpus, chance),
+            )  # fmt: skip
+            writer.write(to_line(sample))
+            await writer.drain()
+            await asyncio.sleep(SAMPLE_S)
 
 
 def _gpus(num: int, chance: random.Random) -> list[GpuStatus]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -35,15 +36,9 @@ class Pen(NamedTuple):
 PLAIN = Pen()
 
 
-class Cell(NamedTuple):
-    """One column of one row."""
-
-    text: str
-    """A character, or a few that combine; empty in the further cells of a wide one."""
-    pen: Pen
-
-
-UNKNOWN = Cell("\0", PLAIN)
+Cell = tuple[str, Pen]
+"""One column of one row: a character, or a few that combine, empty in the further cells of a wide one."""
+UNKNOWN: Cell = ("\0", PLAIN)
 """Differs from every cell that is painted."""
 
 
@@ -115,15 +110,17 @@ def _pen(style: Style, colours: ColorSystem) -> Pen:
 @lru_cache(maxsize=4096)
 def _cells_of(text: str, pen: Pen) -> tuple[Cell, ...]:
     if text.isascii() or all(cell_len(character) == 1 for character in text):
-        blank = pen if pen.attributes else pen._replace(foreground="")  # a space shows no ink
-        return tuple(Cell(character, blank if character == " " else pen) for character in text)
+        if pen.attributes or not pen.foreground or " " not in text:
+            return tuple(zip(text, repeat(pen)))
+        blank = (" ", pen._replace(foreground=""))  # a space shows no ink
+        return tuple([blank if character == " " else (character, pen) for character in text])
     widths = [cell_len(character) for character in text]
     if 0 in widths or sum(widths) != cell_len(text):  # what combines is one piece, like a very wide character
-        return (Cell(text, pen), *[Cell("", pen)] * (cell_len(text) - 1))
+        return ((text, pen), *[("", pen)] * (cell_len(text) - 1))
     return tuple(
         cell
         for character, width in zip(text, widths, strict=True)
-        for cell in (Cell(character, pen), *[Cell("", pen)] * (width - 1))
+        for cell in ((character, pen), *[("", pen)] * (width - 1))
     )
 
 
@@ -140,9 +137,9 @@ def _brought(row: list[Cell], painted: list[Cell], x: int, y: int) -> Iterator[s
             continue
         begin, end = place, _last_of_run(differing, place) + 1
         # Half of a wide character that is written over takes the other half with it.
-        while begin and not (before[begin].text and painted[begin].text):
+        while begin and not (before[begin][0] and painted[begin][0]):
             begin -= 1
-        while end < len(painted) and not (before[end].text and painted[end].text):
+        while end < len(painted) and not (before[end][0] and painted[end][0]):
             end += 1
         sent_to = end
         yield f"\x1b[{y + 1};{x + begin + 1}H"
