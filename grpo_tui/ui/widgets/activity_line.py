@@ -26,7 +26,7 @@ WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 """States in the middle of a restart: waiting for the services that it needs is one of them."""
 QUIET_WORDS = "↑↓ choose a service, space tags it · ^p finds everything · ? explains"
 WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds everything · ? explains"
-ELSEWHERE_WORDS = "1 leads back to the services · ^p finds everything · ? explains every key of this screen"
+ELSEWHERE_WORDS = "1 leads back to the services · ^p finds everything · ? explains all keys"
 TRAVEL_WORDS = "⇧← ⇧→ ten times as far · click or drag on the line · ? explains its signs"
 FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
 """Until the first key that a person ever presses here."""
