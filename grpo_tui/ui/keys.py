@@ -59,6 +59,8 @@ LAST_EVERYWHERE = (
         help="leave the screen; the run goes on (ctrl+c does the same)"),
     Key(key="ctrl+p", shown="^p", action="app.command_palette", label="all", is_in_footer=False,
         help="find anything by its words: actions, services, screens, themes"),
+    Key(key="ctrl+l", shown="^l", action="app.paint_anew", label="paint anew", is_in_footer=False,
+        help="paint the whole screen anew, when something else has written over it"),
     Key(key="D", shown="D", action="app.end_run", label="end", acts=True,
         help="end the run and everything it started (asks first)"),
 )  # fmt: skip

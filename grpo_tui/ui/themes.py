@@ -108,6 +108,11 @@ class ThemedApp(App[ReturnType]):
             await wait_at_most(laid_out, LAYOUT_LIMIT_S)
         self.screen.refresh()
 
+    def action_paint_anew(self) -> None:
+        """Send every cell, whatever the terminal should show already."""
+        self._cells.forget()
+        self.screen.refresh()
+
     def on_mount(self) -> None:
         """Send everything anew when the terminal comes back from another program."""
         self.app_resume_signal.subscribe(self, lambda _: self._cells.forget())

@@ -22,7 +22,7 @@ import pyte
 DEADLINE_S = 60.0
 ENTERS_ALTERNATE, LEAVES_ALTERNATE = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDES_CURSOR, SHOWS_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
-UP, DOWN = "\x1b[A", "\x1b[B"
+UP, DOWN, CTRL_L = "\x1b[A", "\x1b[B", "\x0c"
 
 
 class Terminal:

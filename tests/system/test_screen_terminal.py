@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from terminal import (
+    CTRL_L,
     DOWN,
     ENTERS_ALTERNATE,
     HIDES_CURSOR,
@@ -111,6 +112,20 @@ def test_keys_choose_a_service_and_another_size_shows_the_same(workplace: Workpl
             opened.until(lambda rows=rows: KEYS in opened.rows[rows - 1] and opened.rows[0].strip() != "")
             opened.until(lambda: states(opened) == ["ready", "ready"])
             assert all(len(row.rstrip()) <= columns for row in opened.rows)
+        opened.press("q")
+        assert opened.ends() == 0
+    assert workplace.grpo("down").returncode == 0
+
+
+def test_what_something_else_wrote_over_the_screen_is_painted_over(workplace: Workplace) -> None:
+    workplace.up()
+    with terminal(workplace, "attach") as opened:
+        shows_both_ready(opened)
+        opened.put(b"\x1b[2J\x1b[HBroadcast message from root: the machine goes down at noon")
+        assert states(opened) == []
+        opened.press(CTRL_L)
+        shows_both_ready(opened)
+        opened.until(lambda: "Broadcast" not in opened.text)
         opened.press("q")
         assert opened.ends() == 0
     assert workplace.grpo("down").returncode == 0
