@@ -7,9 +7,10 @@ Textual (8.2) paints a whole screen for every layout, and several for a key that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
+from itertools import groupby
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -34,12 +35,17 @@ class Pen(NamedTuple):
 
 
 PLAIN = Pen()
+UNKNOWN = "\0"
+"""Differs from every character that is painted."""
 
 
-Cell = tuple[str, Pen]
-"""One column of one row: a character, or a few that combine, empty in the further cells of a wide one."""
-UNKNOWN: Cell = ("\0", PLAIN)
-"""Differs from every cell that is painted."""
+@dataclass(slots=True)
+class Row:
+    """The cells of one row. Two lists of what is shared, since thousands of little objects would wake the collector."""
+
+    texts: list[str]
+    """A character, or a few that combine; empty in the further cells of a wide one."""
+    pens: list[Pen]
 
 
 class TerminalCells:
@@ -47,7 +53,7 @@ class TerminalCells:
 
     def __init__(self) -> None:
         self._size = Size()
-        self._rows: list[list[Cell]] = []
+        self._rows: list[Row] = []
 
     def forget(self) -> None:
         """Send every cell anew: another size, or another program, may have changed what stands there."""
@@ -57,13 +63,12 @@ class TerminalCells:
         """The characters that make the terminal so; from now on it is."""
         if size != self._size:
             self._size = size
-            self._rows = [[UNKNOWN] * size.width for _ in range(size.height)]
+            self._rows = [Row([UNKNOWN] * size.width, [PLAIN] * size.width) for _ in range(size.height)]
         colours = console._color_system or ColorSystem.TRUECOLOR
         pieces: list[str] = []
         for y, x, strips in _painted(update):
             if y < size.height:
-                painted = [cell for strip in strips for cell in _cells(strip, colours)]
-                pieces += _brought(self._rows[y], painted[: size.width - x], x, y)
+                pieces += _brought(self._rows[y], _cells(strips, colours, size.width - x), x, y)
         return "".join(pieces)
 
 
@@ -90,11 +95,33 @@ def _painted(update: LayoutUpdate | ChopsUpdate) -> Iterator[tuple[int, int, Seq
                 yield y, max(x, begin), [strip.crop(max(0, begin - x), min(end, strip_end) - x)]
 
 
-def _cells(strip: Strip, colours: ColorSystem) -> list[Cell]:
-    cells: list[Cell] = []
-    for segment in strip:
-        cells += _cells_of(segment.text, _pen(segment.style, colours) if segment.style else PLAIN)
-    return cells
+def _cells(strips: Iterable[Strip], colours: ColorSystem, width: int) -> Row:
+    row = Row([], [])
+    for strip in strips:
+        for segment in strip:
+            _put(row, segment.text, _pen(segment.style, colours) if segment.style else PLAIN)
+    del row.texts[width:], row.pens[width:]
+    return row
+
+
+def _put(row: Row, text: str, pen: Pen) -> None:
+    """Write on after what stands in the row."""
+    if text.isascii() or all(cell_len(character) == 1 for character in text):
+        row.texts += text
+        if pen.attributes or not pen.foreground or " " not in text:
+            row.pens += [pen] * len(text)
+        else:
+            blank = _without_ink(pen)
+            row.pens += [blank if character == " " else pen for character in text]
+        return
+    widths = [cell_len(character) for character in text]
+    width = cell_len(text)
+    if 0 in widths or sum(widths) != width:  # what combines is one piece, like a very wide character
+        row.texts += [text, *[""] * (width - 1)]
+    else:
+        for character, columns in zip(text, widths, strict=True):
+            row.texts += [character, *[""] * (columns - 1)]
+    row.pens += [pen] * width
 
 
 @lru_cache(maxsize=4096)
@@ -108,42 +135,33 @@ def _pen(style: Style, colours: ColorSystem) -> Pen:
 
 
 @lru_cache(maxsize=4096)
-def _cells_of(text: str, pen: Pen) -> tuple[Cell, ...]:
-    if text.isascii() or all(cell_len(character) == 1 for character in text):
-        if pen.attributes or not pen.foreground or " " not in text:
-            return tuple(zip(text, repeat(pen)))
-        blank = (" ", pen._replace(foreground=""))  # a space shows no ink
-        return tuple([blank if character == " " else (character, pen) for character in text])
-    widths = [cell_len(character) for character in text]
-    if 0 in widths or sum(widths) != cell_len(text):  # what combines is one piece, like a very wide character
-        return ((text, pen), *[("", pen)] * (cell_len(text) - 1))
-    return tuple(
-        cell
-        for character, width in zip(text, widths, strict=True)
-        for cell in ((character, pen), *[("", pen)] * (width - 1))
-    )
+def _without_ink(pen: Pen) -> Pen:
+    """As a space is written, which shows none."""
+    return pen._replace(foreground="")
 
 
-def _brought(row: list[Cell], painted: list[Cell], x: int, y: int) -> Iterator[str]:
+def _brought(row: Row, painted: Row, x: int, y: int) -> Iterator[str]:
     """What is sent for one row, which then holds what was painted."""
-    before = row[x : x + len(painted)]
-    if before == painted:
+    size = len(painted.texts)
+    texts, pens = row.texts[x : x + size], row.pens[x : x + size]
+    if texts == painted.texts and pens == painted.pens:
         return
-    row[x : x + len(painted)] = painted
-    differing = [place for place, (old, new) in enumerate(zip(before, painted, strict=True)) if old != new]
+    row.texts[x : x + size], row.pens[x : x + size] = painted.texts, painted.pens
+    pairs = zip(texts, painted.texts, pens, painted.pens, strict=True)
+    differing = [place for place, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
     sent_to = 0
     for place in differing:
         if place < sent_to:
             continue
         begin, end = place, _last_of_run(differing, place) + 1
         # Half of a wide character that is written over takes the other half with it.
-        while begin and not (before[begin][0] and painted[begin][0]):
+        while begin and not (texts[begin] and painted.texts[begin]):
             begin -= 1
-        while end < len(painted) and not (before[end][0] and painted[end][0]):
+        while end < size and not (texts[end] and painted.texts[end]):
             end += 1
         sent_to = end
         yield f"\x1b[{y + 1};{x + begin + 1}H"
-        yield from _written(painted[begin:end])
+        yield from _written(painted.texts[begin:end], painted.pens[begin:end])
 
 
 def _last_of_run(differing: Sequence[int], first: int) -> int:
@@ -156,15 +174,18 @@ def _last_of_run(differing: Sequence[int], first: int) -> int:
     return last
 
 
-def _written(cells: Sequence[Cell]) -> Iterator[str]:
-    """Characters, and before each what changes of the pen; it is put away at the end."""
-    held = PLAIN
-    for text, pen in cells:
+def _written(texts: Sequence[str], pens: Sequence[Pen]) -> Iterator[str]:
+    """Characters, and before them what changes of the pen; it is put away at the end."""
+    held, begin = PLAIN, 0
+    for pen, run in groupby(pens):
+        end = begin + len(list(run))
+        text = "".join(texts[begin:end])
+        begin = end
         codes: list[str] = []
         if pen.attributes != held.attributes:
             codes, held = ["0", *filter(None, [pen.attributes])], Pen(attributes=pen.attributes)
         # A space shows no ink: the colour of that may stay.
-        foreground = held.foreground if text == " " and not pen.attributes else pen.foreground
+        foreground = held.foreground if not pen.attributes and text.isspace() else pen.foreground
         if foreground != held.foreground:
             codes.append(foreground or "39")
         if pen.background != held.background:

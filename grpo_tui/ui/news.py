@@ -28,7 +28,7 @@ TIMELINE_POLL_S = 1.0
 LOG_POLL_BUSY_S = 0.1
 """Between two reads of a log that is being written: a flood becomes ten pictures a second."""
 LOG_POLL_QUIET_S = 0.5
-NO_TIMELINE = "this run kept no events.jsonl: services are shown as they stood last, metrics as at the moment"
+NO_TIMELINE = "no events.jsonl here: services as they stood last, metrics as at the moment"
 
 
 class RunNews:

@@ -256,7 +256,7 @@ async def test_a_run_that_is_over_opens_at_its_last_moment(tmp_path: Path, size:
 async def test_a_run_without_a_timeline_says_so_and_travels_in_its_metrics(tmp_path: Path) -> None:
     async with screen(tmp_path) as shown:
         await shown.press("t")
-        await shown.until(lambda: "kept no events.jsonl" in shown.text(TravelBar))
+        await shown.until(lambda: "no events.jsonl here" in shown.text(TravelBar))
         await shown.press("colon", *"100", "enter")
         await shown.at(STARTED + 240)
         assert "step 100" in " ".join(shown.text(HeaderLine).split())
@@ -267,7 +267,7 @@ async def test_a_run_without_a_timeline_is_told_of_once_and_not_read_over_and_ov
         told: list[messages.TimelineArrived] = []
         shown.app._news._post = noting(told, shown.app.post_message)
         await shown.press("t")
-        await shown.until(lambda: "kept no events.jsonl" in shown.text(TravelBar))
+        await shown.until(lambda: "no events.jsonl here" in shown.text(TravelBar))
         await shown.at(NOW)
         for _ in range(20):
             await shown.pilot.pause()
