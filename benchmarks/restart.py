@@ -20,6 +20,7 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ SHOWN_OF_LINES = 160
 
 def main() -> None:
     options = flags().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
     folder = Path(tempfile.mkdtemp(prefix="grpo-restart-"))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", "VLLM_NO_USAGE_STATS": "1"}
     with ExitStack() as stack:
