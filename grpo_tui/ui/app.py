@@ -138,6 +138,8 @@ class GrpoScreen(ThemedApp[None]):
             self.call_later(self._draw)
 
     def _draw(self) -> None:
+        if not self.is_running:  # the screens lose their parts, one after the other
+            return
         shown = self.shown
         if shown is not None and not shown.is_mounted:
             shown.call_later(self._draw)  # what it is told first, it handles when it is there
