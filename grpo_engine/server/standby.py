@@ -302,7 +302,7 @@ def _say(line: str) -> None:
 
 
 def _thread_name(task: Path) -> str:
-    return (task / "comm").read_text().strip()
+    return (task / "comm").read_text(errors="replace").strip()
 
 
 def _has_terminal() -> bool:

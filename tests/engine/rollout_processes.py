@@ -60,7 +60,7 @@ class ApiProcess:
         """Wait until it answers; the test's own limit ends this."""
         with self.client() as http:
             while True:
-                assert self.process.poll() is None, self.log.read_text()
+                assert self.process.poll() is None, self.log.read_text(errors="replace")
                 with contextlib.suppress(httpx.TransportError):
                     if http.get("/info").status_code == 200:
                         return
@@ -130,7 +130,7 @@ def api_process(
         yield api
     finally:
         end_all([api.process])
-    log = api.log.read_text()
+    log = api.log.read_text(errors="replace")
     # That a client hung up is a matter of its own: see `test_rollouts_rude_clients.py`.
     assert log.count("Traceback") == log.count("starlette.requests.ClientDisconnect"), log[-5000:]
 

@@ -130,7 +130,7 @@ def running_server(
 def wait_healthy(server: RunningServer) -> None:
     with httpx.Client(trust_env=False) as client:
         while True:
-            assert server.process.poll() is None, server.log.read_text()
+            assert server.process.poll() is None, server.log.read_text(errors="replace")
             try:
                 if client.get(f"{server.url}/health").status_code == 200:
                     return

@@ -83,7 +83,7 @@ def test_a_trainer_that_dies_while_paused_stops_nobody(model_folder: Path, tmp_p
         assert answer["policy_version"] == 0
         with server.client as client:
             assert client.get("/bridge/is_paused").json() == {"paused": False}
-        assert "paused and died" in server.log.read_text()
+        assert "paused and died" in server.log.read_text(errors="replace")
 
 
 def test_a_pause_ends_at_its_time_limit_and_holds_requests_until_then(model_folder: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_writer_that_does_not_pause_only_costs_the_batch(model_folder: Path, t
             )
             stack.callback(request.wait)
             version = 0
-            while request.poll() is None and "decoded again" not in server.log.read_text():
+            while request.poll() is None and "decoded again" not in server.log.read_text(errors="replace"):
                 version += 1
                 with fence.writing(version):
                     for tensor in tensors.values():
@@ -144,7 +144,7 @@ def test_a_writer_that_does_not_pause_only_costs_the_batch(model_folder: Path, t
                 time.sleep(0.05)  # some batches begin between two writes
             output, _ = request.communicate(timeout=120)
             answer = json.loads(output)
-            assert "decoded again" in server.log.read_text()
+            assert "decoded again" in server.log.read_text(errors="replace")
             assert {v for versions in answer["policy_versions"] for v in versions} == {version}
             assert client.get("/bridge/info").json()["policy_version"] == version
         fence.close()
@@ -164,7 +164,7 @@ def test_under_a_supervisor_a_restarted_server_keeps_the_newest_weights(model_fo
             server.stop(signal.SIGKILL)
         with sharing(model_folder, tmp_path, environment=environment, port=int(server.url[-5:].lstrip(":"))) as again:
             assert_agreement(again, model, 5)
-            assert "Took over the weights of version 5" in again.log.read_text()
+            assert "Took over the weights of version 5" in again.log.read_text(errors="replace")
             bridge.ensure_current()
             bridge.publish(6, shift(model, 2))
             assert_agreement(again, model, 6)

@@ -56,7 +56,7 @@ def test_a_real_vllm_is_green(tiny_model_dir: Path, tmp_path: Path, mode: str, f
     try:
         is_healthy = False
         while not is_healthy:
-            assert server.poll() is None, log.read_text()
+            assert server.poll() is None, log.read_text(errors="replace")
             with suppress(httpx.TransportError):
                 is_healthy = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
             time.sleep(0.2)  # the interval of a probe, whose limit is the test's own

@@ -64,7 +64,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def wait_until(is_so: Callable[[], bool]) -> None:
         while not is_so():
             for name, process in processes.items():
-                assert process.poll() in (None, 0), (folder / f"{name}.log").read_text()
+                assert process.poll() in (None, 0), (folder / f"{name}.log").read_text(errors="replace")
             time.sleep(0.05)  # the interval of a probe
 
     try:

@@ -75,7 +75,7 @@ def instance_of(server: RunningServer) -> str | None:
 
 
 def num_restarts(server: RunningServer) -> int:
-    return server.log.read_text().count(NOTHING_LEFT_LINE)
+    return server.log.read_text(errors="replace").count(NOTHING_LEFT_LINE)
 
 
 def test_a_restart_serves_from_another_process_of_the_same_parent_and_the_end_is_told(
@@ -134,7 +134,7 @@ def test_a_server_that_dies_of_a_signal_ends_its_standby_by_the_same(
 def test_a_model_that_is_not_there_ends_the_standby_before_it_serves(tmp_path: Path) -> None:
     with standing_by(tmp_path / "nothing", tmp_path) as server:
         assert server.process.wait(60) == 1
-        assert "neither a folder that exists" in server.log.read_text()
+        assert "neither a folder that exists" in server.log.read_text(errors="replace")
 
 
 def test_a_standby_with_a_thread_starts_its_server_as_a_program(model: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_standby_with_a_thread_starts_its_server_as_a_program(model: Path, tmp
     path = os.pathsep.join([str(tmp_path), python_path()])
     with standing_by(model, tmp_path, PYTHONPATH=path) as server:
         wait_healthy(server)
-        assert "threads behind" in server.log.read_text()
+        assert "threads behind" in server.log.read_text(errors="replace")
         first = serving_process(server)
         assert "--no-standby" in first.cmdline()
         server.process.send_signal(RESTART_SIGNAL)

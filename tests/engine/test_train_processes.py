@@ -79,7 +79,7 @@ class Services:
         self.processes.pop(name).wait()
 
     def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+        return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def num_steps(self) -> int:
         path = self.run_folder / "metrics.jsonl"

@@ -445,7 +445,7 @@ class Run:
             process.wait()
 
     def log(self) -> str:
-        return (self.folder / "train.log").read_text()
+        return (self.folder / "train.log").read_text(errors="replace")
 
     def num_steps(self) -> int:
         path = self.run_folder / "metrics.jsonl"

@@ -122,7 +122,7 @@ def serving_vllm(
     stack = Stack(RunningServer(process, f"http://127.0.0.1:{port}", log), model, folder)
     try:
         while not stack.statuses or stack.statuses[-1] != 200:
-            assert process.poll() is None, log.read_text()
+            assert process.poll() is None, log.read_text(errors="replace")
             with suppress(httpx.TransportError):
                 stack.statuses.append(httpx.get(f"{stack.server.url}/health", trust_env=False).status_code)
             time.sleep(0.1)  # the interval of a probe, whose limit is the test's own
@@ -629,7 +629,7 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
         engine.kill()
         assert again.server.process.wait(30) == 1
         wait_gone(below, within_s=10)
-        assert "engine has died" in again.server.log.read_text()
+        assert "engine has died" in again.server.log.read_text(errors="replace")
     bridge.close()
 
 
@@ -811,7 +811,7 @@ def test_a_restart_in_place_serves_the_checkpoint_from_new_processes_and_leaves_
 ) -> None:
     before, below = read_bridge_file(adapted.bridge_file), processes_below(adapted.server.process.pid)
     adapted.server.process.send_signal(RESTART_SIGNAL)
-    while NOTHING_LEFT_LINE not in adapted.server.log.read_text():
+    while NOTHING_LEFT_LINE not in adapted.server.log.read_text(errors="replace"):
         assert adapted.server.process.poll() is None
         time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
     assert not any(identity.is_alive() for identity in below)

@@ -90,9 +90,9 @@ def test_a_run_trains_through_restarts_that_its_bridge_asks_for(place: Workplace
     assert status.state is RunState.FINISHED
     attempts = {each.name: each.attempt for each in status.services}
     assert attempts == {"api": 1, "sampler": 3, "env": 1, "trainer": 1}  # before version 2 and before version 4
-    told = (folder / "trainer.log").read_text()
+    told = (folder / "trainer.log").read_text(errors="replace")
     assert told.count("sampler is ready again after") == 2
-    served = (folder / "sampler.log").read_text()
+    served = (folder / "sampler.log").read_text(errors="replace")
     assert "Took over version 2 from" in served
     assert "Took over version 4 from" in served
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -74,7 +74,7 @@ def status_of(place: Workplace, name: str = "a") -> ServiceStatus:
 
 
 def log_of(place: Workplace, name: str = "a") -> list[str]:
-    return (place.run_folder() / f"{name}.log").read_text().splitlines()
+    return (place.run_folder() / f"{name}.log").read_text(errors="replace").splitlines()
 
 
 def open_gate(place: Workplace, which: str) -> None:
