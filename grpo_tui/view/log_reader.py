@@ -77,6 +77,8 @@ class Extent:
     ends: Cut
     identities: tuple[tuple[int, int] | None, ...]
     """Which files they are; None where there is none yet."""
+    is_final: bool = False
+    """Whether nothing is written behind the ends any more: those of a moment of the past."""
 
     @property
     def num_bytes(self) -> int:
@@ -127,11 +129,17 @@ class LogReader:
             ]
             return _merged(streams, cut, num_lines)
 
-    def after(self, cut: Cut, num_lines: int, ends: Cut, tests: tuple[LineTest, ...] = ()) -> Found:
-        """The first lines below a cut, up to `ends`."""
+    def after(
+        self, cut: Cut, num_lines: int, ends: Cut, tests: tuple[LineTest, ...] = (), *, is_final: bool = False
+    ) -> Found:
+        """The first lines below a cut, up to `ends`.
+
+        Args:
+            is_final: whether a last line without its end stays as it is.
+        """
         with ExitStack() as stack:
             streams = [
-                _On(source, log, cut[source], ends[source], tests, is_merged=self._is_merged)
+                _On(source, log, cut[source], ends[source], tests, is_merged=self._is_merged, is_final=is_final)
                 for source, log in self._opened(stack)
             ]
             return _merged(streams, cut, num_lines)
@@ -255,17 +263,26 @@ class _On(_Stream):
     direction = 1
 
     def __init__(
-        self, source: int, log: TimedLog, start: int, end: int, tests: tuple[LineTest, ...], *, is_merged: bool
+        self,
+        source: int,
+        log: TimedLog,
+        start: int,
+        end: int,
+        tests: tuple[LineTest, ...],
+        *,
+        is_merged: bool,
+        is_final: bool,
     ) -> None:
         super().__init__(source, log, blocks_after(log.descriptor, start, end), start, tests, is_merged=is_merged)
         self._end = end
+        self._is_final = is_final
 
     def _behind(self, block: Block) -> int:
         """A line that is still being written is read again when it is longer."""
         return block.offset + block.data.rfind(b"\n") + 1 if self._is_open(block) else block.end
 
     def _is_open(self, block: Block) -> bool:
-        return block.end >= self._end and not block.data.endswith(b"\n")
+        return not self._is_final and block.end >= self._end and not block.data.endswith(b"\n")
 
     def _near_edge(self, line: LogLine) -> int:
         return line.offset
@@ -327,6 +344,7 @@ class MatchCount:
         """How much was searched."""
         self._files = reader.files
         self._tests = tests
+        self._is_final = extent.is_final
         self._reached = list(extent.starts)
         self._offsets = [array("Q") for _ in self._files]
 
@@ -354,7 +372,7 @@ class MatchCount:
     def _search(self, descriptor: int, source: int, end: int, most_bytes: int) -> int:
         offsets, searched = self._offsets[source], 0
         for block in blocks_after(descriptor, self._reached[source], end):
-            is_open = block.end >= end and not block.data.endswith(b"\n")
+            is_open = not self._is_final and block.end >= end and not block.data.endswith(b"\n")
             data = block.data[: block.data.rfind(b"\n") + 1] if is_open else block.data
             for start, _ in accepted(data, self._tests):
                 self.num_matches += 1

@@ -117,6 +117,18 @@ def test_logs_are_merged_by_time_and_a_line_without_one_stays_below_the_line_bef
     assert texts(reader.after(cut, 1, ends)) == ['{"time": "2026-01-31T12:00:05", "event": "b"}']
 
 
+def test_a_last_line_without_an_end_stays_at_its_time_where_nothing_more_is_written(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, api="12:00:03 a\n12:00:05 b\n12:00:07 c\n", trainer="12:00:04 INFO\n  90 %")
+    ends, in_order = reader.extent().ends, ["12:00:03 a", "12:00:04 INFO", "  90 %", "12:00:05 b", "12:00:07 c"]
+    cut, on = (0, 0), list[str]()
+    for _ in in_order:  # a line at a time, as a screen that is scrolled reads
+        found = reader.after(cut, 1, ends, is_final=True)
+        cut, on = found.cut, on + texts(found)
+    assert on == in_order
+    assert reader.after(cut, 1, ends, is_final=True).is_all
+    assert texts(reader.before(ends, 9)) == in_order
+
+
 def test_a_place_for_a_time_is_found_in_a_long_log_over_midnight(tmp_path: Path) -> None:
     clock = [(22 * 3600 + 5 * number) % 86400 for number in range(20_000)]  # 28 h, a line every 5 s
     lines = [f"{each // 3600:02}:{each // 60 % 60:02}:{each % 60:02} INFO line {n}" for n, each in enumerate(clock)]

@@ -97,6 +97,19 @@ async def test_all_logs_stand_by_time_each_line_with_its_service_and_new_lines_c
         assert len(logs.lines()) == 4
 
 
+async def test_in_the_past_a_last_line_without_time_and_end_stands_where_it_was_written(tmp_path: Path) -> None:
+    async with logs_of(tmp_path) as logs:
+        with (tmp_path / "trainer.log").open("a") as file:
+            file.write("half a line")
+        await logs.until(lambda: logs.lines()[-1].endswith("half a line"))  # it may go on at any time
+        await logs.press("t")
+        await logs.until(lambda: "as it was then" in logs.row(LogsTitle) and not logs.view.is_fresh)
+        await logs.until(lambda: logs.lines()[-1].endswith("step 1999"))
+        again = next(place for place, line in enumerate(logs.lines()) if line.endswith("INFO again"))
+        assert logs.lines()[again + 1].endswith("half a line")
+        assert [line.split()[-1] for line in logs.lines()[-2:]] == ["1998", "1999"]
+
+
 async def test_a_search_goes_to_the_nearest_match_counts_all_and_marks_them(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
         await logs.press("slash")

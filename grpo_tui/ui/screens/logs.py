@@ -17,6 +17,7 @@ from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.widgets import Input
 
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES
 from grpo_tui.ui.keys import Key, bindings
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.screens.base import RunScreen
@@ -202,12 +203,16 @@ class LogsScreen(RunScreen):
             return extent
         if self._limits is None or self._limits[0] != until or len(self._limits[1]) != len(extent.ends):
             self._limits = until, self._ends_at(until, reader, extent)
-        return replace(extent, ends=tuple(min(*pair) for pair in zip(self._limits[1], extent.ends, strict=True)))
+        ends = tuple(min(*pair) for pair in zip(self._limits[1], extent.ends, strict=True))
+        return replace(extent, ends=ends, is_final=True)
 
     def _ends_at(self, moment: float, reader: LogReader, extent: Extent) -> Cut:
         """As samples told then; of a log of which none did, by the times that its lines tell."""
         past = self._state.travel.past
-        told = past.log_ends if past is not None and past.moment == moment else {}
+        past = past if past is not None and past.moment == moment else None
+        if past is not None and past.status is not None and past.status.state in ENDED_RUN_STATES:
+            return extent.ends  # the last words too, which come with the end
+        told = past.log_ends if past is not None else {}
         by_lines = reader.at_time(moment, extent.ends)
         return tuple(
             reader.whole_lines_end(file.name, told[file.name]) if file.name in told else end
@@ -223,6 +228,8 @@ class LogsScreen(RunScreen):
                 cut = reader.at_line(line, extent.ends)
             case tuple() as place if len(place) == len(extent.ends):
                 cut = place
+            case _ if extent.is_final:
+                cut = extent.ends
             case _:
                 cut = reader.last_lines_begin(extent.ends)
         bounds = zip(extent.starts, cut, extent.ends, strict=True)
@@ -261,7 +268,7 @@ class LogsScreen(RunScreen):
         tests, ends, searched_bytes = (*logs.tests, test), logs.extent.ends, 0
         while True:
             if direction > 0:
-                found = await asyncio.to_thread(reader.after, cut, 1, ends, tests)
+                found = await asyncio.to_thread(reader.after, cut, 1, ends, tests, is_final=logs.extent.is_final)
             else:
                 found = await asyncio.to_thread(reader.before, cut, 1, tests)
             if found.lines or found.is_all or found.cut == cut:
@@ -496,7 +503,7 @@ def _lines_read(reader: LogReader, logs: LogsView, side: Side) -> LogChange | No
         return None
     num_lines = max(LINES_A_READ, 3 * logs.rows)
     if side is Side.AFTER:
-        found = reader.after(start, num_lines, logs.extent.ends, logs.tests)
+        found = reader.after(start, num_lines, logs.extent.ends, logs.tests, is_final=logs.extent.is_final)
     else:
         found = reader.before(start, num_lines, logs.tests)
     return log_view.LinesRead(
