@@ -11,7 +11,7 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 
 from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
 from grpo_tui.ui.themes import known_themes
-from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
+from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES, does_something
 
 if TYPE_CHECKING:
     from grpo_tui.ui.app import GrpoScreen
@@ -64,8 +64,7 @@ class RunCommands(Provider):
         shown = self._grpo.shown or self._grpo.main
         own: tuple[Key, ...] = tuple(shown.KEYS)
         for key in (*FIRST_EVERYWHERE, *own, *LAST_EVERYWHERE):
-            is_refused = key.acts and self._grpo.state.viewer.is_read_only
-            if is_refused or key.action == "app.command_palette":
+            if key.action == "app.command_palette" or not does_something(key, self._grpo.state):
                 continue
             yield Command(
                 words=f"{key.label}  ({key.shown})",
@@ -83,7 +82,7 @@ class RunCommands(Provider):
                 help="select it and go to the main screen",
                 run=partial(self._show_log, name),
             )
-            if app.state.viewer.is_read_only:
+            if not app.state.may_act:
                 continue
             yield Command(
                 words=f"restart {name}", help="and those that must follow it", run=partial(app.restart, [service])

@@ -154,6 +154,12 @@ class ViewState:
         return self.status is not None and self.status.state in ENDED_RUN_STATES
 
     @property
+    def may_act(self) -> bool:
+        """Whether a key can do something to the run: to none that is over, past, out of reach or only watched."""
+        is_there = not self.has_ended and self.connection not in (Connection.LOST, Connection.ENDED)
+        return is_there and not self.travel.is_open and not self.viewer.is_read_only
+
+    @property
     def chosen(self) -> tuple[ServiceStatus, ...]:
         """The services that a key is for: those that are tagged, else the selected one."""
         tagged = tuple(service for service in self.services if service.name in self.viewer.tagged)

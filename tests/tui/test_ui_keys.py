@@ -13,7 +13,9 @@ from textual.command import CommandList, CommandPalette
 from textual.content import Content
 from textual.geometry import Region
 
+from grpo_engine.wire.supervisor import Bye, RunState
 from grpo_tui.ui.keys import EVERYWHERE, ON_MAIN
+from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences
 from grpo_tui.ui.screens.confirm import ConfirmScreen
 from grpo_tui.ui.screens.main import MainScreen
@@ -115,8 +117,6 @@ async def test_the_palette_finds_actions_by_their_words(
 
 
 async def test_the_palette_has_every_key_service_and_screen_and_nothing_of_a_general_app(tmp_path: Path) -> None:
-    from grpo_tui.ui.palette import RunCommands
-
     async with shown(tmp_path) as screen:
         words = [command.words for command in RunCommands(screen.app.screen)._commands()]
         for key in (*EVERYWHERE, *ON_MAIN):
@@ -151,6 +151,28 @@ async def test_a_read_only_screen_refuses_with_words_and_asks_for_nothing(tmp_pa
         await screen.until(lambda: "this screen is read-only" in screen.text(ActivityLine))
         assert isinstance(screen.app.screen, MainScreen)
         assert screen.connection.asked == []
+
+
+async def test_of_a_run_that_is_over_no_key_is_offered_that_acts_and_each_still_says_why(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        assert all(words in screen.text(KeysBar) for words in ("v restart", "r restart", "s stop", "D end"))
+        screen.connection.say(Bye(state=RunState.FINISHED))
+        await screen.until(lambda: "restart" not in screen.text(KeysBar))
+        assert not {"v", "r", "s", "D"} & set(screen.text(KeysBar).split())
+        assert {"t", "f", "z", "?", "q"} <= set(screen.text(KeysBar).split())
+        for key, answer in (("v", "starts another"), ("D", "over already")):
+            await screen.pilot.press(key)
+            await screen.until(lambda answer=answer: answer in screen.text(ActivityLine))
+        words = [command.words for command in RunCommands(screen.app.screen)._commands()]
+        assert not [each for each in words if each.startswith(("restart", "stop", "start/stop", "kill", "end  "))]
+        assert screen.connection.asked == []
+
+
+async def test_a_run_without_an_inference_server_offers_no_key_to_restart_it(tmp_path: Path) -> None:
+    status = run_status(run=tmp_path.name, services=[service("trainer")])
+    async with shown(tmp_path, status=status) as screen:
+        assert "vLLM" not in screen.text(KeysBar)
+        assert "r restart" in screen.text(KeysBar)
 
 
 # --- the first time --------------------------------------------------------------------------------------------------

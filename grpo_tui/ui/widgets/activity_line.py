@@ -29,6 +29,7 @@ WATCHING_WORDS = "↑↓ choose a service, its log is shown · ^p finds everythi
 ELSEWHERE_WORDS = "1 leads back to the services · ^p finds everything · ? explains all keys"
 TRAVEL_WORDS = "⇧← ⇧→ ten times as far · click or drag on the line · ? explains its signs"
 FIRST_WORDS = "New here? v restarts vLLM at once · ? explains every key · q leaves, the run goes on"
+FIRST_WATCHING_WORDS = "New here? 1 to 6 are the screens · ? explains every key · q leaves, the run goes on"
 """Until the first key that a person ever presses here."""
 
 
@@ -66,7 +67,7 @@ class ActivityLine(Lines):
     def _hint(self, state: ViewState) -> Styled:
         """What the next key may be, while there is nothing else to tell."""
         if state.viewer.is_new:
-            return FIRST_WORDS, ".accent"
+            return FIRST_WORDS if state.may_act else FIRST_WATCHING_WORDS, ".accent"
         if state.travel.is_open:
             return TRAVEL_WORDS, ".faint"
         if not self._chooses_services:

@@ -10,7 +10,7 @@ from textual.style import Style
 from grpo_engine.wire.supervisor import ServiceState
 from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, ON_TRAVEL, PLACES, Key
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.view.state import ViewState
+from grpo_tui.view.state import ViewState, inference_service
 
 STOPPED_STATES = frozenset({ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
 
@@ -33,8 +33,9 @@ class KeysBar(Lines):
         self.auto_links = False  # a row of underlined words would be the loudest thing on the screen
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Only the word of the start and stop key depends on the run."""
-        return (self._is_stopped(state), self.tells_screens, state.viewer.is_read_only, state.travel.is_open)
+        """Which keys do something, and the word of the start and stop key."""
+        has_server = inference_service(state) is not None
+        return (self._is_stopped(state), self.tells_screens, state.may_act, has_server, state.travel.is_open)
 
     @staticmethod
     def _is_stopped(state: ViewState) -> bool:
@@ -46,7 +47,7 @@ class KeysBar(Lines):
             key
             for key in self._working(state)
             if key.is_in_footer
-            and not (key.acts and (state.viewer.is_read_only or state.travel.is_open))
+            and does_something(key, state)
             and not (key.action == "app.travel" and state.travel.is_open)
         ]
         everywhere = {key.key for key in (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)}
@@ -70,6 +71,13 @@ class KeysBar(Lines):
         if self.tells_screens:
             items.append(Content.assemble((f"1-{len(PLACES)}", ".key"), " ", ("more", ".muted")))
         return items
+
+
+def does_something(key: Key, state: ViewState) -> bool:
+    """Whether a key is for something as things stand; one that is not says why when it is pressed."""
+    if key.action == "app.restart_inference" and inference_service(state) is None:
+        return False
+    return state.may_act or not key.acts
 
 
 def _length(items: Sequence[Content], gap: int) -> int:
