@@ -13,7 +13,7 @@ from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import RunStatus, Warning
 from grpo_tui.view.alignment_rules import ALIGNMENT_RULES, CERTAINTY_RANK, Evidence, Finding, otherwise
 from grpo_tui.view.service_rules import SERVICE_RULES
-from grpo_tui.view.training_rules import TRAINING_RULES, Measurements
+from grpo_tui.view.training_rules import EXPLAINED_BY, TRAINING_RULES, Measurements
 
 GRAVITY = {"error": 0, "warning": 1, "info": 2}
 
@@ -33,6 +33,8 @@ def diagnose(history: Sequence[MetricsLine], status: RunStatus | None) -> list[W
         measured = Measurements(history)
         for training_rule in TRAINING_RULES:
             found += training_rule(measured)
+    ids = {warning.id for warning in found}
+    found = [warning for warning in found if ids.isdisjoint(EXPLAINED_BY.get(warning.id, ()))]
     return sorted(found, key=lambda warning: GRAVITY[warning.severity])
 
 

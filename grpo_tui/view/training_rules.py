@@ -6,8 +6,9 @@ bounds stand below with their reasons. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS, MetricsLine
 from grpo_engine.wire.supervisor import Warning
@@ -18,6 +19,8 @@ RECENT = 5
 YOUNG = 10
 """Steps before which nothing is said about trends."""
 DIFF_LIMIT = HEALTHY_BANDS["alignment/diff_abs_mean"].high or 0.1
+RATIO_BAND = HEALTHY_BANDS["grpo/mean_ratio"]
+MANY_CLIPPED = HEALTHY_BANDS["grpo/clipped_fraction"].high or 0.3
 LOOK_CLOSER = "; the screen `alignment` (3) looks at the tokens, and says which it is"
 SAME_REWARDS = 0.9
 """Share of groups without a difference in reward: at 0.9 only a tenth of the work teaches anything."""
@@ -101,7 +104,7 @@ def _misaligned_from_the_start(measured: Measurements, now: float) -> Warning:
         id="alignment",
         severity="error",
         text=f"trainer and inference disagree since the first step: log-probs differ by {number_text(now)} "
-        f"(healthy: < {DIFF_LIMIT}), {cause}",
+        f"(healthy: < {DIFF_LIMIT}), {cause}{_what_follows(measured)}",
         hint=hint,
     )
 
@@ -121,41 +124,46 @@ def _drifted_apart(measured: Measurements, began: float, now: float) -> Warning:
         id="alignment",
         severity="error",
         text=f"trainer and inference drift apart: log-probs differed by {number_text(began)}, now by "
-        f"{number_text(now)} (healthy: < {DIFF_LIMIT}): {cause}",
+        f"{number_text(now)} (healthy: < {DIFF_LIMIT}): {cause}{_what_follows(measured)}",
         hint=hint,
     )
 
 
+def _what_follows(measured: Measurements) -> str:
+    """Which other metrics are out of their bands because log-probs disagree: the ratio is made of them."""
+    ratio, clipped = measured.recent("grpo/mean_ratio"), measured.recent("grpo/clipped_fraction")
+    follows = []
+    if ratio is not None and not RATIO_BAND.holds(ratio):
+        follows.append(f"mean_ratio is {number_text(ratio)}")
+    if clipped is not None and clipped >= MANY_CLIPPED:
+        follows.append(f"{100 * clipped:.0f}% of the tokens are outside the clip")
+    return f"; so {' and '.join(follows)}" if follows else ""
+
+
 def mean_ratio(measured: Measurements) -> Iterator[Warning]:
     """The policy has moved away from the one that sampled."""
-    ratio, band = measured.recent("grpo/mean_ratio"), HEALTHY_BANDS["grpo/mean_ratio"]
-    if ratio is None or band.holds(ratio):
+    ratio = measured.recent("grpo/mean_ratio")
+    if ratio is None or RATIO_BAND.holds(ratio):
         return
-    began = measured.first("alignment/diff_abs_mean")
-    if began is not None and began >= DIFF_LIMIT:
-        cause, hint = "it follows from the disagreement about log-probs", "mend the alignment first"
-    else:
-        cause = "updates are too large, or rollouts too old"
-        hint = "lower --lr, add --warmup-steps 20, keep --clip-eps 0.2, limit --max-staleness"
     yield Warning(
         id="mean-ratio",
         severity="warning",
-        text=f"mean_ratio is {number_text(ratio)} (healthy: {band.low} to {band.high}): {cause}",
-        hint=hint,
+        text=f"mean_ratio is {number_text(ratio)} (healthy: {RATIO_BAND.low} to {RATIO_BAND.high}): updates are too "
+        "large, or rollouts too old",
+        hint="lower --lr, add --warmup-steps 20, keep --clip-eps 0.2, limit --max-staleness",
     )
 
 
 def clipped_fraction(measured: Measurements) -> Iterator[Warning]:
     """So many ratios are outside the clip that training is mostly switched off."""
     clipped = measured.recent("grpo/clipped_fraction")
-    limit = HEALTHY_BANDS["grpo/clipped_fraction"].high
-    if clipped is None or limit is None or clipped < limit:
+    if clipped is None or clipped < MANY_CLIPPED:
         return
     yield Warning(
         id="clipped-fraction",
         severity="warning",
-        text=f"{100 * clipped:.0f}% of the tokens are outside the clip (healthy: < {100 * limit:.0f}%), so they teach "
-        "little: steps are too large for the age of the rollouts",
+        text=f"{100 * clipped:.0f}% of the tokens are outside the clip (healthy: < {100 * MANY_CLIPPED:.0f}%), so "
+        "they teach little: steps are too large for the age of the rollouts",
         hint="lower --lr, add --warmup-steps 20, or limit --max-staleness; widening --clip-eps hides it",
     )
 
@@ -277,6 +285,16 @@ TRAINING_RULES: tuple[Callable[[Measurements], Iterator[Warning]], ...] = (
     truncated,
     stale_rollouts,
 )
+
+
+EXPLAINED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "alignment": frozenset({"inference-logprobs"}),
+        "mean-ratio": frozenset({"inference-logprobs", "alignment"}),
+        "clipped-fraction": frozenset({"inference-logprobs", "alignment"}),
+    }
+)
+"""By the id of a warning, those that name its cause: it is not told beside them."""
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -52,10 +52,17 @@ def test_a_ratio_out_of_band_names_the_learning_rate() -> None:
     assert "--warmup-steps 20" in hint
 
 
-def test_a_ratio_that_follows_from_misalignment_says_so() -> None:
-    found = diagnose(steps(grpo__mean_ratio=1.5, alignment__diff_abs_mean=0.4, alignment__diff_mean=0.38), None)
-    assert [warning.id for warning in found] == ["alignment", "mean-ratio"]
-    assert found[1].hint == "mend the alignment first"
+@pytest.mark.parametrize("since", [0, 12])
+def test_what_follows_from_misalignment_is_told_with_it_and_not_beside_it(since: int) -> None:
+    bad = {"grpo__mean_ratio": 1.5, "grpo__clipped_fraction": 0.46, "alignment__diff_abs_mean": 0.4}
+    warning = only(diagnose(steps(since=since, **bad), None))
+    assert warning.id == "alignment"
+    assert warning.text.endswith("; so mean_ratio is 1.500 and 46% of the tokens are outside the clip")
+
+
+def test_all_that_follows_from_missing_logprobs_is_not_told_beside_them() -> None:
+    bad = {"grpo__mean_ratio": 0.2, "alignment__diff_abs_mean": 2.4, "logprobs__inference_mean": 0.85}
+    assert only(diagnose(steps(**bad), None)).id == "inference-logprobs"
 
 
 @pytest.mark.parametrize(("share", "is_bad"), [(0.29, False), (0.3, True), (0.46, True)])
