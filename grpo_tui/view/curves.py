@@ -33,6 +33,8 @@ class Point:
     step: int
     time: float
     policy_version: int
+    is_extreme: bool = False
+    """Whether it is there as the least or the greatest of many that were thinned: no part of a mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,13 @@ class Curve:
     def measured(self) -> list[tuple[float, float]]:
         """(x, y) of the points that have a value."""
         return [(point.x, point.y) for point in self.points if point.y is not None]
+
+    def figures(self, window: tuple[float, float]) -> Figures | None:
+        """What it comes to within a window; None where nothing was measured."""
+        low, high = window
+        seen = [point for point in self.points if point.y is not None and low <= point.x <= high]
+        even = [point.y for point in seen if point.y is not None and not point.is_extreme]
+        return figures([point.y for point in seen if point.y is not None], even)
 
     def at(self, x: float) -> Point | None:
         """The last measurement at `x` or before it; None before the first."""
@@ -116,11 +125,11 @@ def plotted(history: MetricHistory, plots: PlotView) -> tuple[str, ...]:
 
 def curve_of(history: MetricHistory, name: str, number: int, x: XAxis, run: str | None = None) -> Curve:
     """The curve of one metric along an axis; time counts from the first line of the run."""
-    lines = history.lines
+    lines, extremes = history.lines, history.extremes.get(name, ())
     measured = [place for place, line in enumerate(lines) if name in line.metrics]
-    if not measured:
+    if not measured and not extremes:
         return Curve(name=name, number=number, run=run)
-    first, last = measured[0], measured[-1]
+    first, last = (measured[0], measured[-1]) if measured else (0, len(lines))
     is_sparse = is_evaluation(name) or len(measured) * 2 < last + 1 - first
     began = lines[0].time
     points = [
@@ -134,6 +143,19 @@ def curve_of(history: MetricHistory, name: str, number: int, x: XAxis, run: str 
         for line in lines[first:]
         if not is_sparse or name in line.metrics
     ]
+    if extremes:
+        points += [
+            Point(
+                x=_x_of(one.step, one.time - began, one.policy_version, x),
+                y=one.value,
+                step=one.step,
+                time=one.time,
+                policy_version=one.policy_version,
+                is_extreme=True,
+            )
+            for one in extremes
+        ]
+        points.sort(key=lambda point: point.step)
     return Curve(name=name, number=number, run=run, points=tuple(points), is_sparse=is_sparse)
 
 
@@ -180,11 +202,16 @@ def smoothed(values: Sequence[float | None], weight: float) -> list[float | None
     return result
 
 
-def figures(values: Sequence[float]) -> Figures | None:
-    """None for no values."""
+def figures(values: Sequence[float], even: Sequence[float] = ()) -> Figures | None:
+    """None for no values.
+
+    Args:
+        even: those of the values that a mean is made of; none for all.
+    """
     if not values:
         return None
-    mean = math.fsum(value / len(values) for value in values)
+    counted = even or values
+    mean = math.fsum(value / len(counted) for value in counted)
     return Figures(last=values[-1], mean=mean, least=min(values), most=max(values))
 
 

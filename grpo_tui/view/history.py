@@ -1,13 +1,19 @@
 """What the optimizer steps measured, over the whole run, in bounded memory. Pure.
 
 The newest lines are kept one by one; older ones are thinned to one in 2, 4, 8… steps, evenly over the run, so that
-a sparkline of a million steps costs what one of a thousand does. Evaluations are few and dear: they are kept.
+a sparkline of a million steps costs what one of a thousand does. Evaluations are few and dear: they are kept. Of the
+lines that go, the least and the greatest value of each metric stay, so that no spike is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from types import MappingProxyType
+from typing import NamedTuple
 
 from grpo_engine.wire.metrics import Band, MetricsLine
 from grpo_tui.view.metric_names import is_evaluation
@@ -18,6 +24,22 @@ RECENT_LINES = 256
 """Never thinned: diagnosis looks at these."""
 MAX_EVALUATIONS = MAX_LINES // 4
 """Of the lines before the recent ones; more are thinned too, among themselves."""
+STRIDES_A_SPIKE = 8
+"""Over so many strides the least and the greatest of a metric are kept: some 120 of each in a long run."""
+STANDS_OUT = 2.0
+"""A value that is so many times the usual spread from what is usual in its bucket is a spike."""
+
+
+class Measured(NamedTuple):
+    """One value of one metric."""
+
+    step: int
+    time: float
+    policy_version: int
+    value: float
+
+
+_STEP, _VALUE, _STEP_AND_VALUE = itemgetter(0), itemgetter(3), itemgetter(0, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +48,8 @@ class MetricHistory:
 
     lines: tuple[MetricsLine, ...] = ()
     stride: int = 1
+    extremes: Mapping[str, tuple[Measured, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """By metric, the least and the greatest of what the thinned lines had, in rising order of steps."""
 
     @property
     def last(self) -> MetricsLine | None:
@@ -34,7 +58,9 @@ class MetricHistory:
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric, where it was measured."""
-        return [(line.step, line.metrics[name]) for line in self.lines if name in line.metrics]
+        kept = [(line.step, line.metrics[name]) for line in self.lines if name in line.metrics]
+        extremes = self.extremes.get(name)
+        return sorted([*map(_STEP_AND_VALUE, extremes), *kept], key=_STEP) if extremes else kept
 
     def has(self, name: str) -> bool:
         """Whether the metric was measured lately."""
@@ -46,7 +72,9 @@ def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> Metric
 
     Two lines of one step that measure different things, as an evaluation that is written by itself, become one.
     """
-    lines = list(history.lines)
+    lines, extremes = list(history.lines), history.extremes
+    if new_lines:
+        extremes = extremes_until(extremes, step=min(line.step for line in new_lines) - 1)
     for line in new_lines:
         while lines and lines[-1].step > line.step:
             lines.pop()
@@ -57,11 +85,51 @@ def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> Metric
         lines.append(line)
     stride = history.stride
     if len(lines) > MAX_LINES:
-        lines = _thinned(lines, stride)
-        while len(lines) > MAX_LINES * 3 // 4:
+        kept = _thinned(lines, stride)
+        while len(kept) > MAX_LINES * 3 // 4:
             stride *= 2
-            lines = _thinned(lines, stride)
-    return MetricHistory(lines=tuple(lines), stride=stride)
+            kept = _thinned(kept, stride)
+        steps = {line.step for line in kept}
+        gone = [line for line in lines if line.step not in steps]
+        lines, extremes = kept, _with_extremes(extremes, gone, STRIDES_A_SPIKE * stride)
+    return MetricHistory(lines=tuple(lines), stride=stride, extremes=extremes)
+
+
+def extremes_until(
+    extremes: Mapping[str, tuple[Measured, ...]], *, step: float = float("inf"), time: float = float("inf")
+) -> Mapping[str, tuple[Measured, ...]]:
+    """Those that were measured by then; the same object where all were."""
+    if all(not found or (found[-1].step <= step and found[-1].time <= time) for found in extremes.values()):
+        return extremes
+    return MappingProxyType(
+        {name: tuple(one for one in found if one.step <= step and one.time <= time) for name, found in extremes.items()}
+    )
+
+
+def _with_extremes(
+    before: Mapping[str, tuple[Measured, ...]], gone: Sequence[MetricsLine], width: int
+) -> dict[str, tuple[Measured, ...]]:
+    """The least and the greatest of each metric over every `width` steps, of those before and of lines that go."""
+    new: dict[str, list[Measured]] = {}
+    for _, bucket in itertools.groupby(gone, key=lambda line: line.step // width):
+        lines = list(bucket)
+        for name in {name: None for line in lines for name in line.metrics}:
+            values = [(line.metrics[name], place) for place, line in enumerate(lines) if name in line.metrics]
+            for place in sorted({min(values)[1], max(values)[1]}):
+                line = lines[place]
+                new.setdefault(name, []).append(Measured(line.step, line.time, line.policy_version, line.metrics[name]))
+    return {name: _ends([*before.get(name, ()), *new.get(name, ())], width) for name in {**before, **new}}
+
+
+def _ends(values: list[Measured], width: int) -> tuple[Measured, ...]:
+    values.sort()
+    ends: list[Measured] = []
+    for _, bucket in itertools.groupby(values, key=lambda one: one.step // width):
+        inside = list(bucket)
+        if len(inside) > 2:
+            inside = sorted({min(inside, key=_VALUE), max(inside, key=_VALUE)})
+        ends += inside
+    return tuple(ends)
 
 
 def _thinned(lines: Sequence[MetricsLine], stride: int) -> list[MetricsLine]:
@@ -86,7 +154,7 @@ def _spaced(lines: Sequence[MetricsLine], stride: int) -> list[MetricsLine]:
 
 
 def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[float | None]:
-    """Means of a series over equal spans of steps, the oldest first; None where a span has no measurement.
+    """What is usual in equal spans of steps, the oldest first, or its spike; None where nothing was measured.
 
     A series with fewer steps than buckets gets one bucket a step, so that a young run is not stretched.
     """
@@ -95,13 +163,20 @@ def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[floa
     first, last = series[0][0], series[-1][0]
     span = last - first + 1
     num_buckets = min(num_buckets, span)
-    sums = [0.0] * num_buckets
-    counts = [0] * num_buckets
-    for step, value in series:
-        place = (step - first) * num_buckets // span
-        sums[place] += value
-        counts[place] += 1
-    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    steps, values = [step for step, _ in series], [value for _, value in series]
+    edges = [bisect_left(steps, first - -place * span // num_buckets) for place in range(num_buckets + 1)]
+    buckets = [values[start:end] for start, end in itertools.pairwise(edges)]
+    spreads = sorted(max(bucket) - min(bucket) for bucket in buckets if len(bucket) > 1)
+    far = STANDS_OUT * spreads[len(spreads) // 2] if spreads else 0.0
+    return [_told(bucket, far) if bucket else None for bucket in buckets]
+
+
+def _told(bucket: Sequence[float], far: float) -> float:
+    """The mean of a bucket, or the one value in it that is far from the others."""
+    total, least, most = sum(bucket), min(bucket), max(bucket)
+    farthest = most if most - total / len(bucket) > total / len(bucket) - least else least
+    others = (total - farthest) / max(1, len(bucket) - 1)
+    return farthest if len(bucket) > 1 and abs(farthest - others) > far else total / len(bucket)
 
 
 def bar_heights(values: Sequence[float | None], num_heights: int, *, shown: Sequence[float] = ()) -> list[int | None]:

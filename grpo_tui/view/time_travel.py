@@ -8,7 +8,7 @@ from functools import lru_cache
 from grpo_engine.wire.supervisor import Warning
 from grpo_tui.view import travel
 from grpo_tui.view.diagnosis import diagnose
-from grpo_tui.view.history import MetricHistory
+from grpo_tui.view.history import MetricHistory, extremes_until
 from grpo_tui.view.state import Connection, LogView, Outcome, ViewState, merged_warnings
 
 
@@ -98,4 +98,5 @@ def _cut(past: _Same, history: _Same, marks: _Same) -> _Cut:
 
 def history_until(history: MetricHistory, moment: float) -> MetricHistory:
     """The steps that were done by then."""
-    return replace(history, lines=tuple(line for line in history.lines if line.time <= moment))
+    lines = tuple(line for line in history.lines if line.time <= moment)
+    return replace(history, lines=lines, extremes=extremes_until(history.extremes, time=moment))

@@ -11,8 +11,11 @@ from screen_fakes import metrics_line
 
 from grpo_engine.wire.metrics import Band, MetricsLine
 from grpo_tui.view import metrics_tail
-from grpo_tui.view.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, band_heights, extended
+from grpo_tui.view.curves import curve_of
+from grpo_tui.view.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, band_heights, bucketed, extended
 from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.view.plot_view import XAxis
+from grpo_tui.view.time_travel import history_until
 
 BARE = {"reward/mean": 0.5}
 
@@ -44,6 +47,34 @@ def test_a_run_that_evaluates_at_every_step_stays_bounded() -> None:
     assert len(history.lines) <= MAX_LINES
     assert len(history.series("eval/avg@4")) > MAX_EVALUATIONS // 2
     assert history.lines[0].step == 1
+
+
+def test_a_single_spike_survives_the_thinning_at_its_step_and_changes_no_mean() -> None:
+    spikes = {1778: 40.0, 3331: -25.0, 3332: 30.0}
+    values = {step: spikes.get(step, 1.0 + 0.01 * (step % 7)) for step in range(1, 20_001)}
+    history = grown([line(step, **{"train/grad_norm": value}) for step, value in values.items()])
+    assert len(history.lines) <= MAX_LINES
+    assert history.stride > 8
+    series = history.series("train/grad_norm")
+    assert spikes.items() <= dict(series).items()
+    assert all(values[step] == value for step, value in series)
+    assert len(series) < 2 * MAX_LINES
+    curve = curve_of(history, "train/grad_norm", 1, XAxis.STEP)
+    found = curve.figures((1, 20_000))
+    assert found is not None
+    assert (found.least, found.most, round(found.mean, 2)) == (-25.0, 40.0, 1.03)
+    bars = bucketed(series, 60)
+    assert {40.0, 30.0} <= set(bars)
+    assert all(bar is not None and 1.0 <= bar <= 1.06 for bar in bars if bar not in spikes.values())
+
+
+def test_a_spike_is_not_seen_before_it_was_there() -> None:
+    history = grown([line(step, **{"a": 9.0 if step == 3001 else 1.0}) for step in range(1, 8001)])
+    assert max(value for _, value in history.series("a")) == 9.0
+    assert max(value for _, value in history_until(history, 3000.5).series("a")) == 1.0
+    resumed = extended(history, [line(2500, **{"a": 1.0})])
+    assert max(value for _, value in resumed.series("a")) == 1.0
+    assert resumed.series("a")[-1][0] == 2500
 
 
 def test_a_trainer_that_logs_every_tenth_step_keeps_its_past() -> None:

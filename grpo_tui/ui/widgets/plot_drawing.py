@@ -150,14 +150,13 @@ def _draw(
     scale = pane.scale or own_scale([each for each in pane.curves if each.number == curve.number], geometry.window,
                                     is_log=plots.is_log)  # fmt: skip
     style = curve_style(curve.number)
-    raw = [(point.x, point.y) for point in curve.points]
-    values = [y for _, y in raw]
-    is_smoothed = plots.smoothing > 0 and not curve.is_sparse
-    if is_smoothed:
+    points = [(point.x, point.y) for point in curve.points]
+    if plots.smoothing > 0 and not curve.is_sparse:
         if curve.run is None:
-            _draw_dots(raw, scale, geometry, canvas, ".faint")
-        values = smoothed(values, plots.smoothing)
-    points = [(x, y) for (x, _), y in zip(raw, values, strict=True)]
+            _draw_dots(points, scale, geometry, canvas, ".faint")
+        even = [(point.x, point.y) for point in curve.points if not point.is_extreme]
+        means = smoothed([y for _, y in even], plots.smoothing)
+        points = [(x, y) for (x, _), y in zip(even, means, strict=True)]
     _draw_line(points, scale, geometry, canvas, style if not curve.is_sparse else ".faint",
                is_dashed=curve.run is not None)  # fmt: skip
     low, high = geometry.window

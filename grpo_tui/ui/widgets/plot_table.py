@@ -10,7 +10,7 @@ from textual.content import Content
 from grpo_tui.ui.widgets.lines import Styled, fit, line
 from grpo_tui.ui.widgets.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import curve_style, metric_text
-from grpo_tui.view.curves import Curve, figures
+from grpo_tui.view.curves import Curve
 from grpo_tui.view.format import UNKNOWN, duration_text, number_text
 from grpo_tui.view.metric_names import band_of
 from grpo_tui.view.plot_view import PlotView
@@ -49,10 +49,8 @@ def table(curves: Sequence[Curve], plots: PlotView, window: tuple[float, float],
     header = line((fit(f"  {where}", name_width), ".faint"),
                   *((fit(name, VALUE_WIDTH, right=True), ".muted") for name in names))  # fmt: skip
     rows = [header]
-    low, high = window
     for curve in sorted(curves, key=lambda each: (each.number, each.run is not None)):
-        seen = [y for x, y in curve.measured if low <= x <= high]
-        sums = figures(seen)
+        sums = curve.figures(window)
         at = None if plots.cursor is None else curve.at(plots.cursor)
         values: dict[str, float | None] = {"▲ cursor": at.y if at else None}
         if sums is not None:
