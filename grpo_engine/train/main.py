@@ -18,8 +18,9 @@ import torch
 from grpo_engine.bridges import BridgeContext
 from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
-from grpo_engine.errors import ConfigError, PeerUnavailable
+from grpo_engine.errors import PeerUnavailable
 from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_tokenizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
@@ -73,22 +74,6 @@ def run(config: TrainConfig) -> int:
         finally:
             bridge.close()
     return 0
-
-
-def require_device(name: str) -> None:
-    """Look whether torch can use the device that was asked for.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not name.startswith("cuda"):
-        return
-    number, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
-    if number >= count:
-        raise ConfigError(
-            f"device {name!r}: torch {torch.__version__} finds {count} GPUs here: choose another --device, look at "
-            "CUDA_VISIBLE_DEVICES, or install a torch that is built for this machine's GPUs"
-        )
 
 
 def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[], bool] = never) -> BridgeContext:

@@ -280,9 +280,19 @@ def test_processed_logprobs_are_those_that_were_sampled_from(
         assert server.stop(signal.SIGTERM) == 0
 
 
-def test_a_model_that_is_not_there_ends_the_server_with_code_1(tmp_path: Path) -> None:
-    with (
-        pytest.raises(AssertionError, match=r"Cannot serve"),
-        running_server(tmp_path / "missing", folder=tmp_path),
-    ):
+def test_a_server_that_cannot_start_says_why_in_its_last_line_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError), running_server(tmp_path / "missing", folder=tmp_path):
         pass
+    [log] = tmp_path.glob("server-*.log")
+    lines = log.read_text().splitlines()
+    assert lines[-1].startswith("grpo-engine server: model ")
+    assert "missing" in lines[-1]
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_in_the_last_line(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(AssertionError), running_server(model_folder, "--device", "cuda", folder=tmp_path):
+        pass
+    [log] = tmp_path.glob("server-*.log")
+    assert "finds 0 GPUs here" in log.read_text().splitlines()[-1]

