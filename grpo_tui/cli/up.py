@@ -5,6 +5,7 @@ Starts the daemon first and loads everything else meanwhile, so this module open
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import Annotated
 
@@ -57,6 +58,10 @@ def up_command(
     owns = opened.is_new and not detach
     watch = Watch(goal=goal, stops_on_failure=goal is not None)
     code = asyncio.run(stay(opened.folder, watch, say, None if timeout is None else began + timeout, owns=owns))
+    if any(service.exit_code == ExitCode.USAGE for service in watch.failed.values()):
+        overrides = [word for each in set_ or [] for word in ("--set", each)]
+        words = shlex.join(["grpo-tui", "doctor", "--profile", profile, *overrides])
+        say.note(f"what else this machine lacks for the profile: `{words}`")
     say.ended(watch, code)
     if not as_json and detach and code == ExitCode.OK:
         print(opened.folder.name)

@@ -447,7 +447,7 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
     if exit_.code == 0 and launch.restart is not RestartPolicy.ALWAYS:
         return _settle(gone, S.FINISHED, now_s, words)
     if exit_.code in launch.final_exit_codes:
-        said = f": {exit_.last_lines[-1][:MAX_SAID_CHARS]}" if exit_.last_lines else ""
+        said = f": {last_words(exit_.last_lines[-1])}" if exit_.last_lines else ""
         return _settle(gone, S.FAILED, now_s, f"{words}{said}")
     return _failed(gone, words, exit_, now_s, launch)
 
@@ -478,6 +478,11 @@ def backoff_s(launch: Launch, num_restarts: int, jitter: float) -> float:
     """Seconds before the next restart: doubled each time, up to a minute, and spread by `jitter`."""
     plain_s = min(MAX_BACKOFF_S, launch.backoff_s * 2.0 ** min(num_restarts, 30))
     return plain_s * (1.0 + BACKOFF_SPREAD * jitter)
+
+
+def last_words(line: str) -> str:
+    """The last line of a log, as a reason repeats it: one that is cut says so."""
+    return line if len(line) <= MAX_SAID_CHARS else f"{line[: MAX_SAID_CHARS - 1]}…"
 
 
 def exit_words(code: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.services.base import Launch, NeedCondition
-from grpo_tui.supervisor.machine import MAX_SAID_CHARS, AfterStop, Service
+from grpo_tui.supervisor.machine import AfterStop, Service, last_words
 from grpo_tui.supervisor.order import Launches, Services, is_hopeless, unmet_needs
 
 CONDITION_WORDS = {
@@ -35,7 +35,7 @@ def why(name: str, services: Services, launches: Launches, now_s: float) -> str 
             what = "restarting" if service.after_stop is AfterStop.RESTART else "stopping"
             return f"{what} for {_seconds(now_s - service.since_s)}: {service.reason}"
         case S.BACKOFF if service.last_lines:
-            return f"{service.reason}; last line: {service.last_lines[-1][:MAX_SAID_CHARS]}"
+            return f"{service.reason}; last line: {last_words(service.last_lines[-1])}"
         case S.FAILED if any(line not in (service.reason or "") for line in service.last_lines):
             return f"{service.reason}; last lines:\n" + "\n".join(f"  {line}" for line in service.last_lines)
         case _:

@@ -162,7 +162,7 @@ def test_an_exit_that_says_a_setting_is_wrong_is_final_and_its_reason_is_the_las
     assert (service.state, service.reason) == (S.FAILED, f"exit code 2: {said}")
     assert why("vllm", {"vllm": service}, launches(how), 1.0) == f"exit code 2: {said}"
     service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (1.0, Exited(code=2, last_lines=("first", "x" * 300))))
-    assert service.reason == f"exit code 2: {'x' * 200}"
+    assert service.reason == f"exit code 2: {'x' * 199}…"
     words = why("vllm", {"vllm": service}, launches(how), 1.0)
     assert words == f"{service.reason}; last lines:\n  first\n  {'x' * 300}"
 
