@@ -6,6 +6,7 @@ Every colour that a part draws with is a variable, so that a theme reaches it. O
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -116,6 +117,12 @@ class ThemedApp(App[ReturnType]):
     def on_mount(self) -> None:
         """Send everything anew when the terminal comes back from another program."""
         self.app_resume_signal.subscribe(self, lambda _: self._cells.forget())
+
+    def on_ready(self) -> None:
+        """Have garbage collected again, where that was put off: but not looked for in what was loaded."""
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
 
     def on_resize(self) -> None:
         """Send everything anew: a terminal of another size has moved what stands on it."""

@@ -38,8 +38,9 @@ class GpuPanel(Lines):
     """
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Made anew with each sample of memory."""
-        return (state.status, state.host_memory, state.gpus.moments, state.until)
+        """Made anew with each sample of memory; the machine's own stands here only where there is no GPU."""
+        host_memory = None if state.status is not None and state.status.gpus else state.host_memory
+        return (state.status, host_memory, state.gpus.moments, state.until)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Bars, then the legend with what each service holds on all of them together."""

@@ -59,15 +59,6 @@ class Made:
     starts: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBlocks:
-    """What a sample changes, and the clock does not: the blocks of the GPUs."""
-
-    width: int
-    columns: Columns
-    blocks: list[list[Content]]
-
-
 class GpuReport(Lines):
     """As many lines as there is to say; the screen scrolls it."""
 
@@ -81,11 +72,10 @@ class GpuReport(Lines):
         self.starts: list[int] = []
         """The row on which each block begins."""
         self._made: tuple[tuple[object, ...], list[Content]] | None = None
-        self._gpus: tuple[tuple[object, ...], GpuBlocks] | None = None
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Made anew with each sample, and with what the clock brings: the machine's own memory."""
-        return (state.status, state.gpus, state.host_memory, state.until, self.chart_rows)
+        """Made anew with each sample; what the machine's own memory does in between is shown with the next."""
+        return (state.status, state.gpus, state.host_memory is None, state.until, self.chart_rows)
 
     def draw(self, state: ViewState) -> None:
         """Make the lines, and take the rows that they need."""
@@ -93,16 +83,10 @@ class GpuReport(Lines):
         if width:
             inputs = (*self.inputs(state), width)
             if self._made is None or not _are_same(inputs, self._made[0]):
-                made = report(state, width, self.chart_rows, self._gpu_blocks(state, width))
+                made = report(state, width, self.chart_rows)
                 self._made, self.starts = (inputs, made.lines), made.starts
                 self.styles.height = max(1, len(made.lines))
         super().draw(state)
-
-    def _gpu_blocks(self, state: ViewState, width: int) -> GpuBlocks:
-        inputs = (state.status, state.gpus, state.until, self.chart_rows, width)
-        if self._gpus is None or not _are_same(inputs, self._gpus[0]):
-            self._gpus = (inputs, gpu_blocks(state, width, self.chart_rows))
-        return self._gpus[1]
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Those that were made."""
@@ -113,27 +97,22 @@ def _are_same(now: Sequence[object], then: Sequence[object]) -> bool:
     return all(one is other for one, other in zip(now, then, strict=True))
 
 
-def gpu_blocks(state: ViewState, width: int, chart_rows: int) -> GpuBlocks:
-    """A block for each GPU, of half the width where there is room for two."""
-    gpus = state.status.gpus if state.status is not None else ()
-    block_width = (width - COLUMN_GAP) // 2 if width >= TWO_COLUMNS and gpus else width
+def report(state: ViewState, width: int, chart_rows: int) -> Made:
+    """A block for each GPU and one for the machine, in two columns where there is room for two."""
+    if state.status is None:
+        return Made(lines=[line(("nothing is known of this run yet", ".muted"))], starts=[0])
+    gpus = state.status.gpus
+    is_wide = width >= TWO_COLUMNS and bool(gpus)
+    block_width = (width - COLUMN_GAP) // 2 if is_wide else width
     moments = moments_until(state.gpus, state.until)
     columns = laid_out(moments, block_width - GUTTER, state.gpus.span_s)
     blocks = [_gpu_block(gpu, state, block_width, chart_rows, columns, moments) for gpu in gpus]
-    return GpuBlocks(width=block_width, columns=columns, blocks=blocks)
-
-
-def report(state: ViewState, width: int, chart_rows: int, gpus: GpuBlocks) -> Made:
-    """All blocks, in two columns where there is room for two."""
-    if state.status is None:
-        return Made(lines=[line(("nothing is known of this run yet", ".muted"))], starts=[0])
-    is_wide = gpus.width < width
-    blocks = [*gpus.blocks, _host_block(state, gpus.width, chart_rows, gpus.columns)]
-    lines = _all_together(state.status.gpus, width)
+    blocks.append(_host_block(state, block_width, chart_rows, columns))
+    lines = _all_together(gpus, width)
     starts: list[int] = []
     for place in range(0, len(blocks), 2 if is_wide else 1):
         starts.append(len(lines) if starts else 0)
-        lines += _beside(*blocks[place : place + 2], width=gpus.width) if is_wide else blocks[place]
+        lines += _beside(*blocks[place : place + 2], width=block_width) if is_wide else blocks[place]
         lines.append(Content(""))
     return Made(lines=lines[:-1], starts=starts)
 

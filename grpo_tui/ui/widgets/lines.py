@@ -62,6 +62,7 @@ class Lines(Widget):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
+        self.auto_links = False  # a click works without; a row of underlined words would be the loudest on the screen
         self._state: ViewState | None = None
         self._lines: list[Content] = []
         self._inputs: tuple[object, ...] | None = None
@@ -113,9 +114,10 @@ class Lines(Widget):
         """Paint one line."""
         width = self.size.width
         if y >= len(self._lines):
-            return Strip.blank(width, self.rich_style)
+            return Strip.blank(width, self.visual_style.rich_style)
         strips = Visual.to_strips(self, self._lines[y], width, 1, self.visual_style, pad=True)
-        return strips[0].adjust_cell_length(width, self.rich_style) if strips else Strip.blank(width, self.rich_style)
+        style = self.visual_style.rich_style
+        return strips[0].adjust_cell_length(width, style) if strips else Strip.blank(width, style)
 
     @property
     def plain_lines(self) -> list[str]:
@@ -126,6 +128,8 @@ class Lines(Widget):
 def differing_cells(old: Content, new: Content) -> tuple[int, int]:
     """From which cell up to which two lines differ; a clock that ticks is two cells, not a line of two hundred."""
     before, after = old.plain, new.plain
+    if before == after and old.spans == new.spans:
+        return 0, 0
     spans = set(old.spans) ^ set(new.spans)
     shorter = min(len(before), len(after))
     first = next((place for place in range(shorter) if before[place] != after[place]), shorter)

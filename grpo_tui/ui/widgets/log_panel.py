@@ -51,6 +51,7 @@ class LogLines(ScrollView, can_focus=False):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
+        self.auto_links = False
         self._log = LogView()
         self._is_following = True
         self._longest = 0
@@ -103,13 +104,14 @@ class LogLines(ScrollView, can_focus=False):
         if shown is None:
             shown = self._words_for_nothing() if place == 0 else ""
         text = Text.from_ansi(shown, no_wrap=True, end="") if "\x1b" in shown else Text(shown, no_wrap=True, end="")
-        text.stylize_before(self.rich_style)
+        style = self.visual_style.rich_style  # kept by the library; `rich_style` is made anew from all parents
+        text.stylize_before(style)
         strip = Strip(text.render(self.app.console), cell_len(text.plain))
         left, right = self.scroll_offset.x, self.scroll_offset.x + width
         if strip.cell_length <= right:
-            return strip.crop_extend(left, right, self.rich_style)
-        cut_sign = Strip([Segment("…", self.rich_style)], 1)
-        return Strip.join([strip.crop_extend(left, right - 1, self.rich_style), cut_sign])
+            return strip.crop_extend(left, right, style)
+        cut_sign = Strip([Segment("…", style)], 1)
+        return Strip.join([strip.crop_extend(left, right - 1, style), cut_sign])
 
     @property
     def plain_lines(self) -> list[str]:
