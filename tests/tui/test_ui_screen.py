@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -312,6 +313,16 @@ async def test_ascii_terminals_get_ascii_only(tmp_path: Path) -> None:
         svg = screen.app.export_screenshot()
         assert all(glyph not in svg for glyph in "●▌▓█▁─…↑·")
         assert "ready" in svg
+
+
+async def test_garbage_is_collected_again_once_the_screen_stands(tmp_path: Path) -> None:
+    gc.disable()  # as the command line does while it loads
+    try:
+        async with shown(tmp_path):
+            assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 async def test_a_tick_without_news_repaints_nothing(tmp_path: Path) -> None:
