@@ -106,7 +106,12 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[
         match fault["type"]:
             case "extra_forbidden":
                 _, owner = _follow(model, fault["loc"][:-1])
-                text = f"not a setting here{did_you_mean(written[-1], setting_names(owner))}"
+                same = _names_of_the_same(owner, written[-1])
+                text = (
+                    f"another name of {same[0]!r}, which is set as well: set that one alone"
+                    if same
+                    else f"not a setting here{did_you_mean(written[-1], setting_names(owner))}"
+                )
             case "missing":
                 text = "required, but missing"
             case "union_tag_not_found":
@@ -145,6 +150,13 @@ def keys_of(name: str, field: FieldInfo) -> list[str]:
     alias = field.validation_alias
     choices = [c for c in alias.choices if isinstance(c, str)] if isinstance(alias, AliasChoices) else []
     return [name, *(choice for choice in choices if choice != name)]
+
+
+def _names_of_the_same(model: type[BaseModel] | None, key: str) -> list[str]:
+    """The other keys of the field that `key` means, its name first; none where it means no field."""
+    fields = () if model is None else model.model_fields.items()
+    keys = next((names for name, field in fields if key in (names := keys_of(name, field))), [])
+    return [name for name in keys if name != key]
 
 
 def _follow(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:

@@ -38,13 +38,28 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
         ConfigError: not found, not readable, or wrong; every fault on a line of its own.
     """
     path = find(name_or_file)
-    table = _with_model_from(path.parent, read_table(path))
-    table = _hand_out(_with_model_from(Path.cwd(), apply_overrides(table, overrides)))
+    written = _with_model_from(path.parent, read_table(path))
+    table = _with_model_from(Path.cwd(), apply_overrides(written, overrides))
+    _refuse_misspelt_services(written, table)
+    table = _hand_out(table)
     profile = validated(profile_type(table), table, where=str(path))
     faults = [f"{path}: {fault}" for check in _checks_for(profile) for fault in check(profile)]
     if faults:
         raise ConfigError("\n".join(faults))
     return LoadedProfile(name=path.stem, path=path, profile=profile)
+
+
+def _refuse_misspelt_services(written: RawTable, table: RawTable) -> None:
+    """Refuse an override of a service that the file does not have: a new one would have a kind.
+
+    Raises:
+        ConfigError: names the nearest service.
+    """
+    there = _table(written, "services")
+    for name, service in _table(table, "services").items():
+        if there and name not in there and not (isinstance(service, dict) and "kind" in service):
+            hint = did_you_mean(name, there)
+            raise ConfigError(f"--set services.{name}: not a service here{hint}; there are {', '.join(there)}")
 
 
 def _with_model_from(folder: Path, table: RawTable) -> RawTable:

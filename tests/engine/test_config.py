@@ -60,6 +60,13 @@ def test_an_unknown_key_names_its_place_and_the_nearest_setting() -> None:
     ]
 
 
+def test_two_names_of_one_setting_are_said_to_be_that() -> None:
+    table = {"services": {"trainer": {"kind": "trainer", "model_name": "m", "lr": 1, "learning_rate": 2}}}
+    assert faults(table) == [
+        "p.toml: services.trainer.learning_rate: another name of 'lr', which is set as well: set that one alone"
+    ]
+
+
 def test_an_unknown_key_in_a_union_inside_a_union_names_its_place() -> None:
     bridge = {"mode": "none", "evry_steps": 2}
     table = {"services": {"t": {"kind": "trainer", "model_name": "m", "bridge": bridge}}}

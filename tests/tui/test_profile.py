@@ -151,6 +151,14 @@ def test_faults_of_several_services_are_told_at_once(tmp_path: Path) -> None:
     assert "(did you mean 'rollout_api'?)" in text
 
 
+def test_an_override_of_a_service_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, STACK)
+    with pytest.raises(ConfigError, match=r"--set services\.trainr: not a service here \(did you mean 'trainer'\?\)"):
+        load(path, ["services.trainr.lr=1"])
+    added = load(path, ["services.board.kind=command", 'services.board.argv=["true"]'])
+    assert "board" in added.profile.services
+
+
 def test_an_unknown_setting_names_the_nearest_where_all_services_are_of_one_kind(tmp_path: Path) -> None:
     text = fault(tmp_path, commands("a port = [9000]"))
     assert text == "x.toml: services.a.port: not a setting here (did you mean 'ports'?)"
