@@ -55,6 +55,14 @@ class LazyGroup(TyperGroup):
         importlib.import_module(f"grpo_tui.cli.{module}").register(own)
         return typer.main.get_group(own).commands[cmd_name]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the words begin with; of one that is none, the nearest is named."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from grpo_engine.config import did_you_mean
+
+            ctx.fail(f"No such command {args[0]!r}{did_you_mean(args[0], COMMANDS)}.")
+        return super().resolve_command(ctx, args)
+
 
 def build_app() -> typer.Typer:
     """The whole command line."""
@@ -80,12 +88,18 @@ def _screen(
     ] = None,
     read_only: ReadOnlyOption = False,
     theme: ThemeOption = None,
+    is_version_asked: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Bring up, watch and take down a whole GRPO training stack.
 
     `grpo-tui --profile NAME` starts the profile, or joins its run, and opens the screen; `q` leaves it running.
     `grpo-tui` alone, in a terminal, offers the runs and the profiles that there are.
     """
+    if is_version_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"grpo-tui {version('grpo-tui')}")
+        raise typer.Exit
     if ctx.invoked_subcommand is not None:
         if profile is not None or set_ or read_only or theme is not None:
             raise typer.BadParameter(f"options come after the command: {ctx.invoked_subcommand} --profile …")
