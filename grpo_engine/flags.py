@@ -29,12 +29,22 @@ from grpo_engine.config import (
     ConfigT,
     RawTable,
     apply_overrides,
+    did_you_mean,
     keys_of,
     read_table,
     setting_names,
     union_leaves,
     validated,
 )
+from grpo_engine.errors import ConfigError
+
+
+_OF_OTHERS = {
+    "--single-copy": "--weight-bridge-mode shared_vllm always has one copy: leave it out",
+    "--use-shared-memory": "weights are not broadcast over NCCL; leave it out where trainer and server share a GPU "
+    "(--weight-bridge-mode shared_vllm), and take --weight-bridge-mode none where they do not",
+}
+"""Flags of earlier reference trainers, with what stands for them here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +84,16 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     """Read settings from a command line: `--config FILE`, flags, and `--set dotted.key=value`, the later the stronger.
 
     Raises:
-        ConfigError: what is wrong, by flag name. Unknown flags end the process with argparse's own message and code 2.
+        ConfigError: what is wrong, by flag name.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [flags]", description=description, allow_abbrev=False)
     parser.add_argument("--config", type=Path, help="TOML or JSON file with the same settings")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="dotted override, repeatable")
     add_flags(parser, model, with_help=not {"-h", "--help"}.isdisjoint(argv))
     others = _table_for_others(model)
     namespace, rest = parser.parse_known_args(argv)
     if rest and (others is None or not rest[0].startswith("--")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        raise ConfigError(f"{prog}: {_unknown(rest, [flag for each in _settings(model) for flag in each.flags])}")
     table = read_table(namespace.config) if namespace.config else {}
     given = {dest: value for dest, value in vars(namespace).items() if dest not in {"config", "set"}}
     for dest, value in given.items():
@@ -121,6 +131,18 @@ def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
             text = _flag_text(value)
             argv += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return argv
+
+
+def _unknown(words: Sequence[str], flags: Sequence[str]) -> str:
+    """What is wrong with words that no flag took, in one line."""
+    first = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
+    if first is None:
+        return f"unrecognized arguments: {' '.join(words)}"
+    if first in _OF_OTHERS:
+        return f"{first}: {_OF_OTHERS[first]}"
+    if first.startswith(("--env.", "--openai.")):
+        return f"{first}: a flag of an environment of Atropos; `grpo-engine atropos-env --help` says how to run one"
+    return f"{first}: no flag here{did_you_mean(first, flags)}; --help lists them"
 
 
 @dataclass(frozen=True, slots=True)

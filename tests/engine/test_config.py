@@ -147,6 +147,21 @@ def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:
     assert config.bridge == Restart(every_steps=9)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--learning-rat", "3"], r"t: --learning-rat: no flag here \(did you mean '--learning-rate'\?\)"),
+        (["--single-copy"], "always has one copy: leave it out"),
+        (["--use-shared-memory"], "--weight-bridge-mode none where they do not"),
+        (["serve", "--env.group_size=4"], "--env.group_size: a flag of an environment of Atropos; .*atropos-env"),
+    ],
+)
+def test_a_flag_that_is_none_here_is_answered_in_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse_flags(Trainer, ["--model", "m", *words], prog="t", description="")
+    assert "\n" not in str(caught.value)
+
+
 def test_help_shows_docstring_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_flags(Trainer, ["--help"], prog="t", description="")
