@@ -38,7 +38,6 @@ from grpo_engine.config import (
 )
 from grpo_engine.errors import ConfigError
 
-
 _OF_OTHERS = {
     "--single-copy": "--weight-bridge-mode shared_vllm always has one copy: leave it out",
     "--use-shared-memory": "weights are not broadcast over NCCL; leave it out where trainer and server share a GPU "
