@@ -27,7 +27,7 @@ MAX_EVALUATIONS = MAX_LINES // 4
 STRIDES_A_SPIKE = 8
 """Over so many strides the least and the greatest of a metric are kept: some 120 of each in a long run."""
 STANDS_OUT = 2.0
-"""A value that is so many times the usual spread from what is usual in its bucket is a spike."""
+"""A value is a spike where it is so many times as far from its neighbours as nine tenths of the buckets are wide."""
 
 
 class Measured(NamedTuple):
@@ -167,7 +167,7 @@ def bucketed(series: Sequence[tuple[int, float]], num_buckets: int) -> list[floa
     edges = [bisect_left(steps, first - -place * span // num_buckets) for place in range(num_buckets + 1)]
     buckets = [values[start:end] for start, end in itertools.pairwise(edges)]
     spreads = sorted(max(bucket) - min(bucket) for bucket in buckets if len(bucket) > 1)
-    far = STANDS_OUT * spreads[len(spreads) // 2] if spreads else 0.0
+    far = STANDS_OUT * spreads[-1 - len(spreads) // 10] if spreads else 0.0
     return [_told(bucket, far) if bucket else None for bucket in buckets]
 
 

@@ -59,6 +59,14 @@ def test_buckets_are_means_over_equal_spans_of_steps() -> None:
     assert bucketed(series, 4) == [2.0, None, None, 15.0]
 
 
+def test_a_bucket_with_a_single_spike_shows_it_and_one_of_usual_noise_its_mean() -> None:
+    noise = [(step, 1.0 + 0.1 * (step % 3)) for step in range(300)]
+    assert {round(value or 0.0, 3) for value in bucketed(noise, 30)} <= {1.09, 1.1, 1.11}
+    spiked = bucketed([(step, 7.0 if step == 155 else value) for step, value in noise], 30)
+    assert [place for place, value in enumerate(spiked) if value == 7.0] == [15]
+    assert max(value for value in spiked if value is not None and value != 7.0) < 1.2
+
+
 def test_a_young_run_has_one_bucket_a_step() -> None:
     assert bucketed([(1, 1.0), (2, 3.0)], 40) == [1.0, 3.0]
 
