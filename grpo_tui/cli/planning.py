@@ -92,7 +92,10 @@ def doctor_command(
         for finding in findings:
             hint = f"\n  {'':14} → {finding.hint}" if finding.hint else ""
             print(f"{marks[finding.level]} {finding.check:<14} {finding.text}{hint}")
-    if any(finding.level == "problem" for finding in findings):
+    problems = sum(finding.level == "problem" for finding in findings)
+    if problems and not as_json:
+        print(f"\n{problems} to mend" + ("" if profile is None else f" before {profile} can start here"))
+    if problems:
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -97,7 +97,7 @@ def _room(logs: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     level: Literal["ok", "problem"] = "ok" if free >= ENOUGH_DISK_BYTES else "problem"
     hint = "" if level == "ok" else f"free some: logs and checkpoints go to {folder.resolve()}"
-    yield Finding(check="disk", level=level, text=f"{free / GIB:.0f} GiB free for logs and checkpoints", hint=hint)
+    yield Finding(check="disk", level=level, text=f"{free / 1e9:.0f} GB free for logs and checkpoints", hint=hint)
     if not os.access(folder, os.W_OK):
         yield Finding(
             check="disk", level="problem", text=f"{folder.resolve()} is not writable", hint="start in a folder of yours"
@@ -105,7 +105,7 @@ def _room(logs: Path) -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
-        yield Finding(check="shared memory", level="ok" if free > GIB else "note", text=f"{free / GIB:.1f} GiB free")
+        yield Finding(check="shared memory", level="ok" if free > GIB else "note", text=f"{free / 1e9:.1f} GB free")
 
 
 def _limits() -> Iterator[Finding]:
@@ -156,6 +156,16 @@ def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:
 
 def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Finding]:
     indices = {gpu.index: gpu for gpu in machine.gpus}
+    if not indices:
+        wanting = [launch.name for launch in plan.launches if _wants_gpu(launch, loaded.profile.services[launch.name])]
+        if wanting:
+            yield Finding(
+                check="gpu",
+                level="problem",
+                text=f"{' and '.join(wanting)}: wanted on a GPU, and there is none to see",
+                hint="choose a profile for the CPU (tiny-cpu, smollm-cpu), or look why `nvidia-smi` sees none",
+            )
+        return
     for launch in plan.launches:
         for index in launch.gpus:
             if index not in indices:
@@ -166,14 +176,11 @@ def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Fi
                     hint=f"--set services.{launch.name}.gpus=[…]",
                 )
         yield from _gpu_room(launch, indices)
-    for name, service in loaded.profile.services.items():
-        if not indices and isinstance(service, Inference) and service.engine == "vllm" and service.device != "cpu":
-            yield Finding(
-                check="gpu",
-                level="problem",
-                text=f"{name} runs vLLM on a GPU, and there is none to see",
-                hint="choose a profile for the CPU (tiny-cpu, smollm-cpu), or look why `nvidia-smi` sees none",
-            )
+
+
+def _wants_gpu(launch: Launch, service: object) -> bool:
+    runs_vllm = isinstance(service, Inference) and service.engine == "vllm" and service.device != "cpu"
+    return bool(launch.gpus) or runs_vllm
 
 
 def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]:

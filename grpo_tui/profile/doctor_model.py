@@ -99,14 +99,18 @@ def _checkpoints(profile: Profile, model: str, logs: Path) -> Iterator[Finding]:
         wanted = service.save_path or logs
         folder = next(folder for folder in (wanted.absolute(), *wanted.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(folder).free
+        fewer = (
+            *((f"services.{key}.keep_checkpoints=1",) if service.keep_checkpoints > 1 else ()),
+            *((f"services.{key}.checkpoint_interval=0 for one at the end",) if count > 1 else ()),
+        )
+        remedies = (*fewer, f"services.{key}.save_path=… on a larger disk")
         if free < count * each:
             yield Finding(
                 check="disk",
                 level="problem",
                 text=f"checkpoints of {key} take about {each / 1e9:.0f} GB each, {count} at a time; "
                 f"{folder} has {free / 1e9:.0f} GB free",
-                hint=f"--set services.{key}.keep_checkpoints=1, or services.{key}.checkpoint_interval=0 for one at "
-                f"the end, or services.{key}.save_path=… on a larger disk",
+                hint=f"--set {', or '.join(remedies)}",
             )
 
 

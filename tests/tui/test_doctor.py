@@ -48,6 +48,13 @@ def test_a_gpu_with_too_little_room_is_a_problem_that_names_who_holds_the_rest(t
     assert problem.hint == "free the GPU, or --set services.job.gpu_memory_share=…"
 
 
+def test_a_machine_without_a_gpu_is_one_problem_that_names_who_wants_one(tmp_path: Path) -> None:
+    other = '[services.other]\nkind = "command"\nargv = ["true"]\ngpus = [0, 1]'
+    [note, problem] = findings(tmp_path, f"gpus = [0]\n{other}", "gpu")
+    assert (note.level, note.text) == ("note", "no NVIDIA driver")
+    assert (problem.level, problem.text) == ("problem", "job and other: wanted on a GPU, and there is none to see")
+
+
 def test_what_a_start_would_end_is_a_note(tmp_path: Path) -> None:
     gpus = [card(free=40, holders=[LEFTOVER], left_over_bytes=66_100_000_000)]
     [_, note] = findings(tmp_path, "gpus = [0]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
