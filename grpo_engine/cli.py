@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request says nothing that metrics do not
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
     try:
         code = command(words[1:])
     except GrpoError as error:
