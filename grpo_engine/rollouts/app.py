@@ -276,6 +276,12 @@ def _add_evaluation_routes(app: FastAPI, config: ApiConfig) -> None:
 
 
 def _add_observer_routes(app: FastAPI) -> None:
+    @app.get("/health", responses=bodies.REFUSALS)
+    async def health(request: Request) -> JSONResponse:
+        """200, or 503 where nothing can be written until somebody acts."""
+        lost = _exchange(request).store_lost
+        return JSONResponse({"detail": lost or "well"}, 503 if lost else 200)
+
     @app.get("/status")
     async def status(request: Request) -> dict[str, Any]:
         exchange = _exchange(request)

@@ -420,6 +420,11 @@ class Exchange:
         self._is_closing = True
         self._tell()
 
+    @property
+    def store_lost(self) -> str | None:
+        """That somebody took the store away, in words."""
+        return self._store.lost
+
     async def close_store(self) -> None:
         """Finish the writes and let go of the file."""
         await self._writer.close()

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-OPEN_PATHS = frozenset({"/", "/info"})
-"""Answered without a token: everybody probes them for readiness."""
+OPEN_PATHS = frozenset({"/", "/info", "/health"})
+"""Answered without a token: everybody probes them."""
 
 
 class Guard:

@@ -103,15 +103,21 @@ class Store:
                 "move it away or name another file"
             )
 
+    @property
+    def lost(self) -> str | None:
+        """That somebody took the file away, in words; None while it is where it was."""
+        if self._path is None or (self._path.exists() and self._path.stat().st_ino == self._inode):
+            return None
+        return f"{self._path} was removed or replaced: put it back, or restart the service"
+
     def commit(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Do everything in one transaction, and return what each came to; it is on the disk then.
 
         Raises:
             sqlite3.Error, OSError: nothing was done.
         """
-        if self._path and (not self._path.exists() or self._path.stat().st_ino != self._inode):
-            # SQLite would go on writing to a file that has no name any more.
-            raise FileNotFoundError(f"{self._path} was removed or replaced: put it back, or restart the service")
+        if (lost := self.lost) is not None:  # SQLite would go on writing to a file that has no name any more
+            raise FileNotFoundError(lost)
         self._db.execute("BEGIN IMMEDIATE")
         try:
             results = [action() for action in actions]

@@ -40,6 +40,8 @@ class LineFile:
         if len(self._waiting) < MAX_WAITING_BYTES:
             self._waiting += line
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._go_on_anew()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]  # a disk may take half of it
         except OSError as error:
@@ -56,6 +58,12 @@ class LineFile:
             self._has_failed = False
             if self._max_bytes is not None and self._file.tell() > self._max_bytes:
                 self._thin_out()
+
+    def _go_on_anew(self) -> None:
+        """Make the file again that somebody deleted: what is written into the old one nobody can read."""
+        renewed = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file = renewed
 
     def keep_through(self, step: int) -> int:
         """Cut the file off before the first one of a later step, or that a crash left half-written.

@@ -15,15 +15,19 @@ class RolloutApi(Service, ApiConfig):
     kind: Literal["rollout_api"]
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """What it was sent is on disk, and everybody who talks to it waits for it, so a crash is not the end of a run."""
+    restart_unhealthy: bool = True
+    """Where its store was deleted it takes nothing more, and a restart makes a new one."""
 
     def launch(self, name: str, place: Place) -> Launch:
         """Keep the store in the run folder, and be ready when `/info` answers."""
         config = self if self.store else self.model_copy(update={"store": place.run_folder / "rollouts.sqlite"})
+        url = f"http://{self.host}:{self.port}"
         return self._launch(
             name,
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "api", *to_flags(config, ApiConfig)),
             ports=(self.port, *self.ports),
-            ready=self.ready or Probe(http=f"http://{self.host}:{self.port}/info", within_s=60),
+            ready=self.ready or Probe(http=f"{url}/info", within_s=60),
+            live=self.live or Probe(http=f"{url}/health", interval_s=5, timeout_s=10, within_s=20),
         )

@@ -203,7 +203,10 @@ def test_a_file_that_is_deleted_under_it_is_said_and_put_back_it_goes_on(tmp_pat
         answer = http.post("/scored_data", json=group(4, tag=11))
         assert answer.status_code == 503
         assert str(api.store) in answer.json()["detail"]
+        health = http.get("/health")
+        assert (health.status_code, str(api.store) in health.json()["detail"]) == (503, True)
         aside.rename(api.store)
+        assert http.get("/health").status_code == 200
         assert http.post("/scored_data", json=group(4, tag=12)).status_code == 200
         assert all_batches(http) == [10, 12]
 

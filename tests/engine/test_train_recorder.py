@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,17 @@ def test_what_a_full_disk_did_not_take_is_recorded_once_there_is_room(
         recorder.step(4, 4, {"reward/mean": 0.5})
     assert steps_in(tmp_path) == [1, 2, 3, 4]
     assert caplog.text.count("metrics.jsonl: cannot be written: File too large") == 1
+
+
+def test_a_file_that_is_deleted_under_a_run_is_made_anew_with_the_next_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Recorder(folder, total_steps=4, show_times=False) as recorder:
+        recorder.step(1, 1, {"reward/mean": 0.5})
+        shutil.rmtree(folder)
+        recorder.step(2, 2, {"reward/mean": 0.5})
+        folder.mkdir()
+        recorder.step(3, 3, {"reward/mean": 0.5})
+    assert steps_in(folder) == [2, 3]
 
 
 def test_what_never_had_room_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
