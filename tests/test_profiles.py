@@ -179,3 +179,12 @@ def test_the_figures_in_the_head_of_a_profile_are_those_of_the_plan(claim: Claim
     trainer_gb, tokens = claim.figures
     assert trainer_gb == pytest.approx(plan.needed_bytes / 1e9, abs=0.6)
     assert 0.8 * cache_tokens < tokens < 1.02 * cache_tokens
+
+
+def test_the_profile_in_the_readme_is_one(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (tmp_path / "mine.toml").write_text(readme.partition("```toml\n")[2].partition("```")[0])
+    (tmp_path / "secrets.env").write_text("TOKEN=x\n")
+    loaded = load(str(tmp_path / "mine.toml"), ["model.name=local/tiny"])
+    plan = make_plan(loaded, run_folder=tmp_path / "run", python=sys.executable)
+    assert [launch.name for launch in plan.launches] == ["api", "board", "vllm", "env", "trainer"]
