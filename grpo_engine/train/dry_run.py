@@ -23,6 +23,8 @@ from grpo_engine.flags import to_flags
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.layers import require_layers, require_targets
 from grpo_engine.models.loading import load_config, torch_dtype
+from grpo_engine.models.local import RANDOM_MODEL_BYTES
+from grpo_engine.models.random_models import published_shape
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.fitting import Advice, advice
 from grpo_engine.train.memory_plan import (
@@ -59,7 +61,10 @@ def report(config: TrainConfig, card: Card | None) -> tuple[str, bool]:
     Raises:
         ModelError: the model's configuration cannot be read, or its model lacks layers or modules to be trained.
     """
-    model = model_shape(load_config(config.model_name), config)
+    name = config.model_name
+    # A model with random weights is made where it is first loaded: of 8B that takes minutes, and 16 GB of the disk.
+    pretrained = published_shape(name) if name in RANDOM_MODEL_BYTES else load_config(name)
+    model = model_shape(pretrained, config)
     plan = memory_plan(model, config)
     fits = card is None or plan.needed_bytes <= available_bytes(card, config)
     lines = [*_training(model, config, plan), "", *_table(plan), "", *_verdict(model, config, plan, card)]

@@ -76,6 +76,15 @@ def test_a_dry_run_needs_a_configuration_alone(
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_a_dry_run_makes_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["train", "--dry-run", "--model", "local/llama-8b-random", "--device", "cpu"]) == 0
+    assert re.search(r"^model +.*32 layers, 8,030,261,248 parameters$", capsys.readouterr().out, re.MULTILINE)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_dry_run_of_a_model_that_is_not_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--dry-run", "--model", str(tmp_path / "nowhere")]) == 1
     said = capsys.readouterr()
