@@ -68,6 +68,21 @@ async def test_before_the_first_step_the_plot_says_what_will_fill_it(tmp_path: P
         await screen.until(lambda: screen.app.state.plots.is_wide)
 
 
+async def test_the_list_says_which_part_is_in_sight_and_cuts_names_so_that_they_differ(tmp_path: Path) -> None:
+    more = {f"rollout__time_in_queue_of_priority_{number}": 1.0 for number in range(20)}
+    async with shown(tmp_path, num_steps=30, **more) as screen:
+        await opened(screen)
+        total = len({name for line in screen.app.state.history.lines for name in line.metrics})
+        title, *rows = text(screen, MetricList).splitlines()
+        num_groups = sum(not any(letter.isdigit() for letter in row) for row in rows)
+        assert f"1–{len(rows) - num_groups} of {total}" in title
+        await pressed(screen, "slash", *"queue")
+        await screen.until(lambda: "of 20" in text(screen, MetricList))
+        names = [row.lstrip("▌ ·").split()[0] for row in text(screen, MetricList).splitlines()[1:]]
+        assert len(set(names)) == len(names) > 10
+        assert all("…" in name for name in names)
+
+
 async def test_a_name_of_another_trainer_finds_ours(tmp_path: Path) -> None:
     async with shown(tmp_path, num_steps=30) as screen:
         await opened(screen)

@@ -11,6 +11,7 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen, ScreenResultType
+from textual.style import Style
 from textual.widgets import Static
 
 NUM_FRAME_ROWS = 8
@@ -44,7 +45,9 @@ class QuestionScreen(ModalScreen[ScreenResultType]):
                     yield Static(Content(name))
             yield Static(" ")
             for answer in self._answers:
-                yield Static(answer)
+                told = Static(answer)
+                told.auto_links = False
+                yield told
 
     def on_resize(self, event: events.Resize) -> None:
         """Keep the answers in sight, whatever is named; what does not fit scrolls."""
@@ -61,7 +64,9 @@ class ConfirmScreen(QuestionScreen[bool]):
     ]
 
     def __init__(self, question: str, named: Sequence[str]) -> None:
-        super().__init__(question, named, [Content.assemble(("y", "bold"), " yes     ", ("n", "bold"), " no")])
+        super().__init__(question, named, [
+            _answer("y", " yes", "dismiss(True)") + Content("     ") + _answer("n", " no", "dismiss(False)")
+        ])  # fmt: skip
 
 
 class PortAnswer(StrEnum):
@@ -87,11 +92,16 @@ class TakePortScreen(QuestionScreen[PortAnswer]):
             do: what follows when the port is free, in words: `start vllm`.
         """
         super().__init__(question, named, [
-            Content.assemble(("e", "bold"), f"  end it and {do}"),
-            Content.assemble(("t", "bold"), f"  just try again to {do}"),
-            Content.assemble(("n", "bold"), "  cancel"),
+            _answer("e", f"  end it and {do}", f"answer('{PortAnswer.END_IT}')"),
+            _answer("t", f"  just try again to {do}", f"answer('{PortAnswer.TRY_AGAIN}')"),
+            _answer("n", "  cancel", "dismiss"),
         ])  # fmt: skip
 
     def action_answer(self, answer: str) -> None:
         """Close with the answer."""
         self.dismiss(PortAnswer(answer))
+
+
+def _answer(key: str, words: str, action: str) -> Content:
+    """A key and what it says; a click says it too."""
+    return Content.assemble((key, "bold"), words).stylize(Style.from_meta({"@click": f"screen.{action}"}))

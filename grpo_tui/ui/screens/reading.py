@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
@@ -62,6 +63,11 @@ class ReadingScreen(ModalScreen[None]):
         frame.border_title = self._page_title
         frame.border_subtitle = "esc closes"
         yield frame
+
+    def on_click(self, event: events.Click) -> None:
+        """Close on a click beside the page."""
+        if not self.query_one(VerticalScroll).region.contains(event.screen_x, event.screen_y):
+            self.dismiss()
 
     def action_scroll(self, by: int) -> None:
         """Move by a line."""

@@ -208,6 +208,10 @@ class RolloutsScreen(LookingScreen):
             return
         self._change(self.query_one("#group", RolloutGroup).page(self._state.rollouts, pages))
 
+    def action_scroll_text(self, lines: int) -> None:
+        """So many lines on in the text."""
+        self._change(self.query_one("#group", RolloutGroup).scrolled(self._state.rollouts, lines))
+
     def action_turn_tint(self) -> None:
         """Colour by the next thing."""
         self._change(TintTurned())

@@ -19,6 +19,7 @@ from grpo_tui.ui.widgets.alignment_charts import (
 )
 from grpo_tui.ui.widgets.charts import side_by_side
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.alignment_numbers import AlignmentNumbers, WorstToken
 from grpo_tui.view.alignment_rules import Finding
 from grpo_tui.view.alignment_view import AlignmentView, Measured, Page
@@ -35,8 +36,10 @@ ALIGNMENT_WARNINGS = frozenset({"alignment", "inference-logprobs", "mean-ratio",
 READING = "reading the recorded groups …"
 
 
-class AlignmentBody(Lines):
+class AlignmentBody(Lines, Wheel):
     """Everything between the names of the screens and what happens."""
+
+    ON_WHEEL = ("screen.scroll_tokens(-1)", "screen.scroll_tokens(1)")
 
     DEFAULT_CSS = """
     AlignmentBody { height: 1fr; padding: 0 1; }

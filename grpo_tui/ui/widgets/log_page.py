@@ -81,6 +81,10 @@ class LogsTitle(Lines):
         name = f"log {logs.chosen}" if logs.chosen else "all logs by time"
         return [rule(width, name, " · ".join(_where(logs, state.until)))]
 
+    async def on_click(self) -> None:
+        """Follow the end, or hold still."""
+        await self.run_action("screen.follow")
+
 
 class LogPage(Lines):
     """The lines in sight."""
@@ -88,7 +92,8 @@ class LogPage(Lines):
     COMPONENT_CLASSES = {"match"}
     DEFAULT_CSS = """
     LogPage { height: 1fr; padding: 0 1; }
-    LogPage > .match { background: $warning 40%; text-style: bold underline; }
+    LogPage > .match { background: $warning-muted; text-style: bold underline; }
+    LogPage:ansi > .match { background: ansi_default; text-style: bold underline reverse; }
     """
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
@@ -109,7 +114,7 @@ class LogPage(Lines):
                 break
             gutter = (CURSOR_SIGN if place == logs.cursor else SELECTED_SIGN if place in selection else " ", ".accent")
             made = _content(logs.lines[place], logs, gutter, width)
-            rows += [row.stylize(".selected") for row in made] if place in selection else made
+            rows += [row.stylize_before(".selected") for row in made] if place in selection else made
         return rows
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
@@ -255,8 +260,8 @@ def _where(logs: LogsView, until: float | None) -> list[str]:
     cut = cut_at(logs, logs.cursor + 1)
     if logs.extent is not None and cut is not None and logs.extent.num_bytes > 0:
         share = (sum(cut) - sum(logs.extent.starts)) / logs.extent.num_bytes
-        at = "" if logs.is_following else f"{100 * min(max(share, 0.0), 1.0):.0f} % of "
-        words.append(at + bytes_text(logs.extent.num_bytes))
+        size = bytes_text(logs.extent.num_bytes)
+        words.append(f"{size} in all" if logs.is_following else f"{100 * min(max(share, 0.0), 1.0):.0f} % of {size}")
     if until is not None:
         words.append("as it was then")
     elif logs.is_following:

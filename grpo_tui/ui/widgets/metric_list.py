@@ -12,6 +12,7 @@ from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, fit, line, rule
 from grpo_tui.ui.widgets.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import curve_style
+from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.curves import listed, plotted
 from grpo_tui.view.format import number_text
 from grpo_tui.view.history import MetricHistory
@@ -30,8 +31,10 @@ class Row:
     text: str
 
 
-class MetricList(Lines):
+class MetricList(Lines, Wheel):
     """Scrolls with the selection."""
+
+    ON_WHEEL = ("screen.select(-1)", "screen.select(1)")
 
     DEFAULT_CSS = """
     MetricList { padding: 0 1; height: 1fr; }
@@ -52,9 +55,9 @@ class MetricList(Lines):
         plots = state.plots
         names = listed(state.history, plots.query)
         total = len(names) if not plots.query else len(listed(state.history, ""))
-        title = rule(width, "metrics", _note(len(names), total, plots.query, len(plots.marked), width - 14))
         if not names:
             self._shown = []
+            title = rule(width, "metrics", f"0 of {total}" if plots.query else "")
             why = f"nothing like “{plots.query}”: esc shows all" if plots.query else "none yet"
             return [title, line((fit(f"  {why}", width), ".muted"))]
         rows = _rows(names, is_grouped=not plots.query)
@@ -66,6 +69,9 @@ class MetricList(Lines):
         if place >= self._top + room:
             self._top = place - room + 1
         self._shown = rows[self._top : self._top + room]
+        seen = [names.index(row.name) for row in self._shown if row.name is not None]
+        note = _note(seen, len(names), total, len(plots.marked), width - 14)
+        title = rule(width, "metrics", note)
         drawn = plotted(state.history, plots)
         return [title, *(_line(row, selected, drawn, bool(plots.marked), state.history, width) for row in self._shown)]
 
@@ -80,12 +86,22 @@ class MetricList(Lines):
             self.post_message(Came(MetricMarked(name=row.name)))
 
 
-def _note(num_found: int, total: int, query: str, num_marked: int, room: int) -> str:
-    marked = f", {num_marked} marked" if num_marked else ""
-    if not query:
-        return f"{total}{marked}"
-    long = f"{num_found} of {total} like “{query}”"
-    return long if len(long) <= room else f"{num_found} of {total} found"
+def _note(seen: Sequence[int], num_found: int, total: int, num_marked: int, room: int) -> str:
+    """Which are in sight where not all are, and how many there are."""
+    parts = [f"{num_found} found of {total}" if num_found < total else f"all {total}"]
+    if len(seen) < num_found:
+        parts = [f"{seen[0] + 1}–{seen[-1] + 1} of {num_found}"]
+    if num_marked:
+        parts.append(f"{num_marked} marked")
+    note = ", ".join(parts)
+    return note if len(note) <= room else parts[0]
+
+
+def _fit(text: str, width: int) -> str:
+    """Cut in the middle: names of one group differ at their ends."""
+    if len(text) > width > 3:
+        text = text[: width // 2] + "…" + text[len(text) - (width - width // 2 - 1) :]
+    return fit(text, width)
 
 
 def _rows(names: Sequence[str], *, is_grouped: bool) -> list[Row]:
@@ -117,7 +133,7 @@ def _line(
         ("▌" if row.name == selected else " ", ".accent"),
         sign,
         " ",
-        fit(text, width - VALUE_WIDTH - 6),
+        _fit(text, width - VALUE_WIDTH - 6),
         (" " + fit(number_text(value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
         (f" {verdict.sign}", verdict.style),
     )

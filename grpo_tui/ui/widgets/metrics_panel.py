@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from textual import events
 from textual.content import Content
 
 from grpo_engine.wire.metrics import EVALUATION_PREFIX, Band, is_evaluated_score
 from grpo_tui.ui.glyphs import SPARK_BARS
+from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
 from grpo_tui.view.format import duration_text, number_text
 from grpo_tui.view.history import RECENT_LINES, MetricHistory, band_heights, bar_heights, bucketed
 from grpo_tui.view.metric_names import band_of, measured_as, unit_of
+from grpo_tui.view.plot_view import MetricSelected
 from grpo_tui.view.state import ViewState
 
 PRIMARY_METRICS = (
@@ -70,6 +73,8 @@ class MetricsPanel(Lines):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.num_columns = 1
+        self._names: list[str] = []
+        """In the order of the cells, column by column."""
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Made anew when a step was done, not when the clock ticks."""
@@ -82,12 +87,21 @@ class MetricsPanel(Lines):
         title = rule(width, "metrics", _pace(state))
         if state.history.last is None:
             return [title, line(("  no step yet: metrics appear when the trainer has done its first", ".muted"))]
-        names = shown_metrics(state)[: (height - 1) * self.num_columns]
+        names = self._names = shown_metrics(state)[: (height - 1) * self.num_columns]
         cell_width = (width - GAP * (self.num_columns - 1)) // self.num_columns
         num_rows = -(-len(names) // self.num_columns)
         cells = [_cell(name, state.history, cell_width) for name in names]
         rows = [cells[row::num_rows] for row in range(num_rows)]
         return [title, *(_joined(row) for row in rows)]
+
+    async def on_click(self, event: events.Click) -> None:
+        """See the metric under the pointer in full size."""
+        place, num_rows = event.get_content_offset_capture(self), -(-len(self._names) // self.num_columns)
+        column = place.x * self.num_columns // max(1, self.content_size.width)
+        number = column * num_rows + place.y - 1
+        if 0 < place.y <= num_rows and number < len(self._names):
+            self.post_message(Came(MetricSelected(name=self._names[number])))
+            await self.run_action("app.show('metrics')")
 
 
 def shown_metrics(state: ViewState) -> list[str]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.cells import cell_len
+from textual import events
 from textual.content import Content
 
 from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
+from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
 from grpo_tui.ui.widgets.rollout_list import wrapped_words
+from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.rollout_text import (
     SCALES,
     Piece,
@@ -25,7 +29,7 @@ from grpo_tui.view.rollout_text import (
     visible,
     wrapped,
 )
-from grpo_tui.view.rollout_view import RolloutView, Tint, TokenMoved, TokenSet
+from grpo_tui.view.rollout_view import CompletionMoved, RolloutView, Tint, TokenMoved, TokenSet
 from grpo_tui.view.state import ViewState
 
 TONES = frozenset({"cool-end", "cool", "warm", "warm-end", "bad-end", "bad", "good", "good-end", "cursor", "read"})
@@ -54,8 +58,10 @@ class Subject:
         return self.group.completions[self.place] if self.group.completions else None
 
 
-class RolloutGroup(Lines):
+class RolloutGroup(Lines, Wheel):
     """A pane with the chosen group, or with the one that was marked to be compared with it."""
+
+    ON_WHEEL = ("screen.scroll_text(-3)", "screen.scroll_text(3)")
 
     COMPONENT_CLASSES = set(TONES)
     DEFAULT_CSS = """
@@ -84,6 +90,8 @@ class RolloutGroup(Lines):
         self._wrapped: list[list[Piece]] = []
         self._wrapped_for: tuple[object, ...] = ()
         self._num_body_lines = 1
+        self._clickable: dict[int, int | list[Piece]] = {}
+        """By the row of the pane: the number of a completion, or what stands in a row of its text."""
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Not the clock."""
@@ -92,6 +100,7 @@ class RolloutGroup(Lines):
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """From top to bottom: title, prompt, completions, text, token, legend."""
         view = state.rollouts
+        self._clickable = {}
         subject = self._subject(view)
         if subject is None:
             return self._words_for_nothing(view, width)
@@ -104,25 +113,47 @@ class RolloutGroup(Lines):
         most_rows = height // 4 if height < ROOMY_ROWS else height // 3 - 1
         longest = max(_rows_of(each.text, width) for each in subject.group.completions)
         left_rows = height - NUM_HEADINGS - len(prompt) - len(below) - longest
-        table = _table(subject, width, max(3, min(len(subject.group.completions), max(most_rows, left_rows))))
+        num_rows = max(3, min(len(subject.group.completions), max(most_rows, left_rows)))
+        table = _table(subject, width, num_rows)
         head = [title, *prompt, *table]
+        self._clickable = dict(enumerate(_numbers(subject, num_rows), start=len(head) - len(table) + 1))
         self._num_body_lines = max(1, height - len(head) - 1 - len(below))
         if view.shows_prompt:
             below = []
             self._num_body_lines = max(1, height - len(head) - 1)
             body_title, body = self._prompt_body(view, subject, width)
         else:
-            body_title, body = self._completion_body(view, subject, completion, width)
+            body_title, body, texts = self._completion_body(view, subject, completion, width)
+            self._clickable |= dict(enumerate(texts, start=len(head) + 1))
         body += [Content("")] * (self._num_body_lines - len(body))
         return [*head, body_title, *body, *below]
 
     def page(self, view: RolloutView, pages: int) -> TokenSet | TokenMoved:
         """The change that goes so many pages on."""
-        by = pages * max(1, self._num_body_lines - 1)
+        return self.scrolled(view, pages * max(1, self._num_body_lines - 1))
+
+    def scrolled(self, view: RolloutView, by: int) -> TokenSet | TokenMoved:
+        """The change that goes so many lines on."""
         if view.shows_prompt:
             return TokenMoved(by=by, last_line=max(0, len(self._wrapped) - self._num_body_lines))
         token = token_at(self._wrapped, line_of(self._wrapped, view.token) + by)
         return TokenSet(token=view.token if token is None else token)
+
+    def on_click(self, event: events.Click) -> None:
+        """Choose the completion of a row, or the token under the pointer."""
+        place = event.get_content_offset_capture(self)
+        clicked = self._clickable.get(place.y)
+        if clicked is None or self._state is None or self._is_marked:
+            return
+        if isinstance(clicked, int):
+            self.post_message(Came(CompletionMoved(by=clicked - self._state.rollouts.completion)))
+            return
+        for piece in clicked:
+            place -= (cell_len(piece.text), 0)
+            if place.x < 0:
+                if piece.token is not None:
+                    self.post_message(Came(TokenSet(token=piece.token)))
+                return
 
     def _subject(self, view: RolloutView) -> Subject | None:
         if self._is_marked:
@@ -171,21 +202,19 @@ class RolloutGroup(Lines):
 
     def _completion_body(
         self, view: RolloutView, subject: Subject, completion: SampledCompletion, width: int
-    ) -> tuple[Content, list[Content]]:
+    ) -> tuple[Content, list[Content], list[list[Piece]]]:
         lines = self._layout(("completion", completion, width), pieces_of(completion), width)
         at = line_of(lines, view.token)
         first = max(0, min(at - self._num_body_lines // 2, len(lines) - self._num_body_lines))
         note = _lines_note(first, self._num_body_lines, len(lines))
         title = rule(width, f"completion {subject.place + 1}", f"{note}coloured by {view.tint}, c: next")
         if not completion.text and not any(completion.token_texts):
-            return title, [line(("empty: the model ended at once, without a character", ".warning"))]
-        rows = [
-            _coloured(row, completion, view, is_cursor_shown=not subject.is_marked)
-            for row in lines[first : first + self._num_body_lines]
-        ]
+            return title, [line(("empty: the model ended at once, without a character", ".warning"))], []
+        texts = lines[first : first + self._num_body_lines]
+        rows = [_coloured(row, completion, view, is_cursor_shown=not subject.is_marked) for row in texts]
         if not completion.token_texts:
             rows.append(line(("recorded without texts of tokens, so they have no colours", ".muted")))
-        return title, rows
+        return title, rows, texts
 
     def _layout(self, key: tuple[object, ...], pieces: list[Piece], width: int) -> list[list[Piece]]:
         """Lines of the text, made anew for another text or width alone."""
@@ -230,11 +259,12 @@ def _plain(row: list[Piece]) -> str:
 def _table(subject: Subject, width: int, num_rows: int) -> list[Content]:
     """The completions around the chosen one, a row each."""
     completions = subject.group.completions
-    first = max(0, min(subject.place - num_rows // 2, len(completions) - num_rows))
+    numbers = _numbers(subject, num_rows)
     text = f"{'no.':>5} {'reward':>8} {'advantage':>9} {'tokens':>7} {'policy':>9}  ended"
     heading = line((fit(text, width), ".title"))
     rows = []
-    for number, one in enumerate(completions[first : first + num_rows], start=first):
+    for number in numbers:
+        one = completions[number]
         is_chosen = number == subject.place
         pieces: list[str | Styled] = [
             ("▌" if is_chosen else " ", ".accent"),
@@ -253,6 +283,13 @@ def _table(subject: Subject, width: int, num_rows: int) -> list[Content]:
         more = f" {hidden} more ↑↓"
         heading = line((fit(text, width - len(more)) + more, ".title"))
     return [heading, *rows]
+
+
+def _numbers(subject: Subject, num_rows: int) -> range:
+    """The completions of the table: those around the chosen one."""
+    num = len(subject.group.completions)
+    first = max(0, min(subject.place - num_rows // 2, num - num_rows))
+    return range(first, min(num, first + num_rows))
 
 
 def _versions(completion: SampledCompletion) -> str:

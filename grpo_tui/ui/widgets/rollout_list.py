@@ -14,10 +14,11 @@ from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.format import count_text, shortened
 from grpo_tui.view.rollout_file import GroupHead
 from grpo_tui.view.rollout_text import telling_starts, visible
-from grpo_tui.view.rollout_view import GroupChosen, RolloutView
+from grpo_tui.view.rollout_view import GroupChosen, GroupOpened, RolloutView
 from grpo_tui.view.state import ViewState
 
 BAR_WIDTH = 8
@@ -41,8 +42,10 @@ class Look:
     """0 where there is only one."""
 
 
-class RolloutList(Lines):
+class RolloutList(Lines, Wheel):
     """Groups that pass the filter; the chosen one stays in sight."""
+
+    ON_WHEEL = ("screen.move_group(-1)", "screen.move_group(1)")
 
     DEFAULT_CSS = """
     RolloutList { height: 1fr; padding: 0 1; }
@@ -79,13 +82,15 @@ class RolloutList(Lines):
         return [title, heading, *rows]
 
     def on_click(self, event: events.Click) -> None:
-        """Read the group of the row."""
+        """Read the group of the row; the second of two clicks opens it, as Enter does."""
         if self._state is None:
             return
         view = self._state.rollouts
         place = self._first(view, self.size.height) + event.y - NUM_HEADINGS
         if event.y >= NUM_HEADINGS and place < len(view.found):
             self.post_message(Came(GroupChosen(index=view.found[place])))
+            if event.chain > 1:
+                self.post_message(Came(GroupOpened()))
 
     def _first(self, view: RolloutView, height: int) -> int:
         """The place of the first row in sight."""

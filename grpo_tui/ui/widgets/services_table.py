@@ -17,6 +17,7 @@ from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line
+from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, percent_text
 from grpo_tui.view.service_rules import reason
 from grpo_tui.view.state import ServiceSelected, ViewState
@@ -69,8 +70,10 @@ COLUMNS = (
 )
 
 
-class ServicesTable(Lines):
+class ServicesTable(Lines, Wheel):
     """One row a service; a click selects."""
+
+    ON_WHEEL = ("app.select(-1)", "app.select(1)")
 
     DEFAULT_CSS = """
     ServicesTable { padding: 0 1; }

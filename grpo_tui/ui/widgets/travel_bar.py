@@ -15,6 +15,7 @@ from textual.widgets import Input
 from grpo_tui.ui.keys import ON_TRAVEL, bindings
 from grpo_tui.ui.messages import Travelled
 from grpo_tui.ui.widgets.lines import Lines, Styled, line, spread
+from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.format import clock_text, duration_text
 from grpo_tui.view.state import ViewState
 from grpo_tui.view.travel import (
@@ -48,8 +49,10 @@ DAY_S = 86400
 AT_THE_END_S = 0.05
 
 
-class TravelBar(Lines):
+class TravelBar(Lines, Wheel):
     """Two or three lines."""
+
+    ON_WHEEL = ("screen.travel_move(-1)", "screen.travel_move(1)")
 
     DEFAULT_CSS = """
     TravelBar { display: none; height: 2; padding: 0 1; background: $panel; }
