@@ -74,18 +74,29 @@ def logs_command(
     page.end()
 
 
-def metrics_command(run: RunArgument = None, follow: FollowOption = False, as_json: JsonOption = False) -> None:
+def metrics_command(
+    run: RunArgument = None,
+    follow: FollowOption = False,
+    as_json: JsonOption = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Metrics that begin so, repeatable: reward, …")
+    ] = None,
+) -> None:
     """Show the measurements of every step; --json prints the lines of metrics.jsonl as they stand."""
+    if only and as_json:
+        raise typer.BadParameter("--json prints lines as they stand: leave --only out")
+    starts = tuple(only or ("",))
     found = run_to_read(run)
     path = found.folder / METRICS_FILE
     last = tail(path, sys.maxsize, lambda line: True, with_unfinished=not follow)
-    for line in last.lines:
-        _put_metrics(line, as_json)
+    num_shown = sum(_put_metrics(line, as_json, starts) for line in last.lines)
     sys.stdout.flush()
     if follow:
         for line in grown(path, last, lambda: look_at(found.folder).is_live):
-            _put_metrics(line, as_json)
+            _put_metrics(line, as_json, starts)
             sys.stdout.flush()
+    elif last.lines and not num_shown:
+        print(f"no metric of {found.id} begins with {' or '.join(starts)}", file=sys.stderr)
     elif not last.lines:
         print(f"{found.id} has measured nothing yet", file=sys.stderr)
 
@@ -238,18 +249,22 @@ def _tell_gap(num_bytes: int) -> None:
     print(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", file=sys.stderr)
 
 
-def _put_metrics(line: bytes, as_json: bool) -> None:
+def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
+    """Print a step's metrics whose names begin so; whether there were any."""
     if as_json:
         print(line.decode(errors="replace").rstrip("\n"))
-        return
+        return True
     try:
         record = json.loads(line)
-        values = "  ".join(f"{name} {value:.5g}" for name, value in record["metrics"].items())
+        shown = {name: value for name, value in record["metrics"].items() if name.startswith(starts)}
+        values = "  ".join(f"{name} {value:.5g}" for name, value in shown.items())
         text = f"step {record['step']}  {values}"
     except (ValueError, KeyError, TypeError):
         print(f"not a line of metrics: {line[:120]!r}", file=sys.stderr)
-        return
-    print(text)
+        return False
+    if shown:
+        print(text)
+    return bool(shown)
 
 
 def _pattern(grep: str | None) -> re.Pattern[bytes] | None:

@@ -168,3 +168,20 @@ def test_the_latest_value_of_every_metric_is_found_in_a_file_with_rubbish(tmp_pa
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert latest_metrics(tmp_path) == {"step": 2, "train/loss": 0.4, "eval/score": 0.25}
+
+
+def test_only_the_metrics_that_are_asked_for_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text(
+        '{"time": 1, "step": 1, "policy_version": 1, "metrics": {"eval/score": 0.25}}\n'
+        '{"time": 2, "step": 2, "policy_version": 2, "metrics": {"train/loss": 0.5, "reward/mean": 0.25}}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    follow.metrics_command("r", only=["reward", "train/l"])
+    assert capsys.readouterr().out == "step 2  train/loss 0.5  reward/mean 0.25\n"
+    follow.metrics_command("r", only=["nosuch"])
+    assert "no metric of r begins with nosuch" in capsys.readouterr().err
