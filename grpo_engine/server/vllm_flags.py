@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_engine.config import did_you_mean, setting_names
@@ -103,11 +105,11 @@ def frontend_of(config: ServerConfig) -> Any:
 
 
 def _cli_args() -> Any:
-    try:
-        from vllm.entrypoints.launchers import cli_args
-    except ImportError:  # vLLM 0.26
-        from vllm.entrypoints.openai import cli_args
-    return cli_args
+    """vLLM's module of flags, which 0.29 and 0.33 moved."""
+    for package in ("common", "launchers"):
+        with suppress(ImportError):
+            return importlib.import_module(f"vllm.entrypoints.{package}.cli_args")
+    return importlib.import_module("vllm.entrypoints.openai.cli_args")
 
 
 def _parser(cli_args: Any) -> FlexibleArgumentParser:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from grpo_engine.server.engine import EngineUnavailable
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.vllm_arguments import prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, check_fits, parameters_of
+from grpo_engine.server.vllm_flags import frontend_of
 from grpo_engine.server.vllm_layout import compare_with_checkpoint, views_under_hf_names
 from grpo_engine.server.vllm_requests import checked_length, generation
 from grpo_engine.server.vllm_versions import RunningVersions, TokenVersions, lengths_so_far
@@ -301,3 +303,20 @@ def test_a_numbered_gpu_becomes_the_only_one() -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == "6"
     with pytest.raises(ConfigError, match="no such GPU"):
         prepare_environment(config(device="cuda:2"), {"CUDA_VISIBLE_DEVICES": "4,6"})
+
+
+@pytest.mark.parametrize("package", ["openai", "launchers", "common"], ids=["0.26", "0.29", "0.33"])
+def test_vllms_flags_are_found_wherever_a_version_keeps_them(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """vLLM 0.33 was refused once its engine was up: its module of flags had moved again."""
+    for name in ("vllm", "vllm.entrypoints", f"vllm.entrypoints.{package}"):
+        empty = ModuleType(name)
+        empty.__path__ = []
+        monkeypatch.setitem(sys.modules, name, empty)
+    for elsewhere in {"openai", "launchers", "common"} - {package}:
+        monkeypatch.delitem(sys.modules, f"vllm.entrypoints.{elsewhere}", raising=False)
+        monkeypatch.delitem(sys.modules, f"vllm.entrypoints.{elsewhere}.cli_args", raising=False)
+    flags = ModuleType(f"vllm.entrypoints.{package}.cli_args")
+    flags.FrontendArgs = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, flags.__name__, flags)
+    config = ServerConfig(model_name="m", engine="vllm")
+    assert frontend_of(config) == {"allowed_origins": [], "root_path": config.root_path}
