@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from grpo_tui.profile.doctor_model import examine_model
 from grpo_tui.profile.findings import Finding
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.profile.plan import Plan
+from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.base import Launch
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
@@ -67,7 +69,11 @@ def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, l
     """Every finding, the machine's first."""
     findings = [*_python(), *_gpus(machine), *_room(logs), *_limits()]
     if loaded is not None and plan is not None:
-        findings += [*_packages(loaded), *examine_software(loaded.profile, machine.driver, installed_version)]
+        findings += [
+            *_packages(loaded),
+            *_atropos(loaded),
+            *examine_software(loaded.profile, machine.driver, installed_version),
+        ]
         findings += [*_ports(machine, plan), *_gpu_use(machine, loaded, plan), *examine_model(loaded.profile, logs)]
     return findings
 
@@ -141,6 +147,22 @@ def _packages(loaded: LoadedProfile) -> Iterator[Finding]:
             yield Finding(check="package", level="problem", text=f"{package} is not installed", hint=remedy)
         else:
             yield Finding(check="package", level="ok", text=package)
+
+
+def _atropos(loaded: LoadedProfile) -> Iterator[Finding]:
+    for name, service in loaded.profile.services.items():
+        if not isinstance(service, AtroposEnvironment):
+            continue
+        for key, path in {"file": service.file, "python": service.python}.items():
+            if not (loaded.path.parent / service.cwd / path).is_file():
+                unset = re.search(r"\$\{?(\w+)", str(path))
+                way = f"--set services.{name}.{key}=…"
+                yield Finding(
+                    check="atropos",
+                    level="problem",
+                    text=f"{name}.{key} is {path}, which is no file here",
+                    hint=way if unset is None else f"export {unset[1]}=…, or {way}",
+                )
 
 
 def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:

@@ -55,6 +55,23 @@ def test_a_machine_without_a_gpu_is_one_problem_that_names_who_wants_one(tmp_pat
     assert (problem.level, problem.text) == ("problem", "job and other: wanted on a GPU, and there is none to see")
 
 
+def test_an_environment_of_atropos_that_is_not_there_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATROPOS_ENVIRONMENT", raising=False)
+    settings = f"""[services.env]
+kind = "atropos_environment"
+file = "$ATROPOS_ENVIRONMENT"
+python = "{sys.executable}"
+model_name = "local/tiny"
+rollout_server_url = "http://127.0.0.1:8000"
+inference_url = "http://127.0.0.1:9001"
+"""
+    [problem] = findings(tmp_path, settings, "atropos")
+    assert problem.text == "env.file is $ATROPOS_ENVIRONMENT, which is no file here"
+    assert problem.hint.startswith("export ATROPOS_ENVIRONMENT=…, or --set services.env.file")
+
+
 def test_what_a_start_would_end_is_a_note(tmp_path: Path) -> None:
     gpus = [card(free=40, holders=[LEFTOVER], left_over_bytes=66_100_000_000)]
     [_, note] = findings(tmp_path, "gpus = [0]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
