@@ -167,6 +167,16 @@ async def test_keys_of_the_line_of_time_are_its_own_and_only_while_it_is_there(t
         assert "restart vLLM" in shown.text(KeysBar)
 
 
+async def test_the_line_of_time_is_the_only_one_that_offers_the_keys_it_takes(tmp_path: Path) -> None:
+    write_timeline(tmp_path)
+    async with screen(tmp_path, size=(200, 50)) as shown:
+        await shown.press("3")
+        await shown.until(lambda: "← step back" in shown.text(KeysBar))
+        await shown.press("t")
+        await shown.until(lambda: "← → move" in shown.text(KeysBar))
+        assert "step back" not in shown.text(KeysBar)
+
+
 async def test_in_the_past_keys_that_act_refuse_and_say_why(tmp_path: Path) -> None:
     write_timeline(tmp_path)
     async with screen(tmp_path) as shown:

@@ -63,7 +63,7 @@ class KeysBar(Lines):
         if not state.travel.is_open:
             return [*FIRST_EVERYWHERE, *self._keys, *LAST_EVERYWHERE]
         taken = {part for key in ON_TRAVEL for part in key.key.split(",")}
-        own = [key for key in self._keys if not taken.issuperset(key.key.split(","))]
+        own = [key for key in self._keys if key.key.partition(",")[0] not in taken]  # the one that is shown
         return [*ON_TRAVEL, *own, *LAST_EVERYWHERE]
 
     def _items(self, keys: Sequence[Key], state: ViewState) -> list[Content]:
