@@ -86,7 +86,10 @@ class NewestWanted(AlignmentChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTurned(AlignmentChange):
-    """The next page was asked for."""
+    """Another page was asked for."""
+
+    page: Page | None = None
+    """None: the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ def after(alignment: AlignmentView, change: AlignmentChange) -> AlignmentView:
         case WindowTurned():
             return replace(alignment, window=_next(Window, alignment.window), first_token=0)
         case PageTurned():
-            return replace(alignment, page=_next(Page, alignment.page))
+            return replace(alignment, page=change.page or _next(Page, alignment.page))
         case StepMoved():
             return _moved(alignment, change.by)
         case NewestWanted():

@@ -114,6 +114,10 @@ async def test_a_narrow_screen_turns_pages(tmp_path: Path) -> None:
         await screen.pilot.press("p")
         await screen.until_told("by age of the weights")
         assert screen.app.state.alignment.page is Page.PLACES
+        body = screen.app.screen.query_one(AlignmentBody)
+        y = next(number for number, row in enumerate(body.plain_lines) if row.startswith(" p: "))
+        await screen.pilot.click(body, offset=(body.plain_lines[y].index("charts") + 2, y))
+        await screen.until_told("[charts]")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from grpo_tui.view.alignment_view import (
     AlignmentChange,
     GroupsMeasured,
     NewestWanted,
+    Page,
     PageTurned,
     StepMoved,
     TokensScrolled,
@@ -97,9 +98,9 @@ class AlignmentScreen(LookingScreen):
         """End the window at the newest step."""
         self._change(NewestWanted())
 
-    def action_turn_page(self) -> None:
-        """The next page of a narrow screen."""
-        self._change(PageTurned())
+    def action_turn_page(self, page: str = "") -> None:
+        """Another page of a narrow screen, the next one where none is named."""
+        self._change(PageTurned(page=Page(page) if page else None))
 
     def action_scroll_tokens(self, by: int) -> None:
         """Move along the worst tokens."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 from textual.content import Content
+from textual.style import Style
 
 from grpo_tui.ui.glyphs import SEVERITY_GLYPHS
 from grpo_tui.ui.widgets.alignment_charts import (
@@ -44,6 +45,10 @@ class AlignmentBody(Lines, Wheel):
     DEFAULT_CSS = """
     AlignmentBody { height: 1fr; padding: 0 1; }
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto_links = False
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Not the clock."""
@@ -97,8 +102,8 @@ def _one_page(
     assert measured.ratios is not None
     head = _window_line(view, measured, width)
     told = verdict_lines(measured.findings, width, max(4, min(7, height // 3)))
-    pages = "   ".join(f"[{page}]" if page is view.page else str(page) for page in Page)
-    turn = line((fit(f" p: {pages}", width), ".muted"))
+    turn = Content("   ").join([_page_name(page, is_here=page is view.page) for page in Page])
+    turn = (Content(" p: ") + turn).stylize_before(".muted").truncate(width, ellipsis=True)
     rest = height - len(told) - 2
     match view.page:
         case Page.CHARTS:
@@ -135,6 +140,12 @@ def _without_tokens(state: ViewState, measured: Measured, width: int, height: in
             rows += _wrapped(f"→ {warning.hint}", width, "") if warning.hint else []
     rows.append(Content(""))
     return [*rows, *series_lines(state.history, width, max(3, height - len(rows)))][:height]
+
+
+def _page_name(page: Page, *, is_here: bool) -> Content:
+    """A click goes there."""
+    name = Content(f"[{page}]" if is_here else str(page))
+    return name.stylize(Style.from_meta({"@click": f"screen.turn_page({str(page)!r})"}))
 
 
 def _window_line(view: AlignmentView, measured: Measured, width: int) -> Content:
