@@ -50,7 +50,11 @@ def run_to_read(prefix: str | None) -> Run:
 
 
 def run_to_act_on(prefix: str | None) -> Run:
-    """The live run to act on."""
-    from grpo_tui.client.local import find_run
+    """The live run to act on: the newest if nothing is said, with a note on stderr where others live beside it."""
+    from grpo_tui.client.local import find_run, runs
 
-    return find_run(prefix, also_ended=False)
+    run = find_run(prefix, also_ended=False)
+    others = [each.id for each in runs() if each.is_live and each.id != run.id] if prefix is None else []
+    if others:
+        print(f"this is {run.id}, the newest; there live too: {', '.join(others)}", file=sys.stderr)
+    return run

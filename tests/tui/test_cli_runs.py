@@ -12,7 +12,7 @@ import typer
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
-from grpo_tui.cli.arguments import split
+from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
 from grpo_tui.supervisor.keeper import read_stat
 from grpo_tui.supervisor.lock import has_daemon, take_lock
@@ -136,3 +136,15 @@ def test_a_damaged_or_missing_state_file_is_named(tmp_path: Path) -> None:
     words = r"state\.json is damaged \(Invalid JSON: [^{]*\); while the run lives, the next command"
     with pytest.raises(PeerError, match=words):
         stored_status(look_at(folder))
+
+
+def test_who_acts_on_the_newest_of_several_runs_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for born_at, name in enumerate(("older", "newer")):
+        make_keeper(make_run(tmp_path / "logs", name, float(born_at)), "a", is_alive=True)
+    monkeypatch.chdir(tmp_path)
+    assert run_to_act_on(None).id == "newer"
+    assert capsys.readouterr().err == "this is newer, the newest; there live too: older\n"
+    assert run_to_act_on("older").id == "older"
+    assert capsys.readouterr().err == ""
