@@ -26,6 +26,10 @@ from grpo_tui.view.state import ViewState
 KEY_WIDTH = 7
 PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
 BAND_NAME_WIDTH = 25
+MOUSE_TOLD = (
+    "A click works on tabs, keys of the last line, services, warnings, metrics, the line of time, names of logs, rows "
+    "and tokens, and answers questions; the wheel moves through what is under it, and zooms a plot."
+)
 
 
 class ReadingScreen(ModalScreen[None]):
@@ -102,6 +106,7 @@ def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
         _heading("healthy bands: ✓ inside, ▲ above, ▼ below; the ground of a sparkline is its band from end to end"),
     ]
     rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
+    rows += [Content(""), _heading("the mouse"), *(Content(f"  {row}") for row in wrapped(MOUSE_TOLD, width - 2))]
     rows += [
         Content(""),
         _heading("files"),
