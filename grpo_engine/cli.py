@@ -41,16 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = USAGE_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    if command is _server:
+    if command is _server and code:
         _leave(code)
     return code
 
 
 def _leave(code: int) -> NoReturn:
-    """End without taking torch and vLLM apart, of which nothing is left to be put away.
+    """End a server that failed without taking torch and vLLM apart.
 
-    That takes a second, and Triton's bindings use it to report leaks: sixty lines below the one that says what was
-    wrong.
+    Triton's bindings use that to report leaks: sixty lines below the one that says what was wrong.
     """
     sys.stdout.flush()
     sys.stderr.flush()

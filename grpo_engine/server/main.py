@@ -7,6 +7,7 @@ code 1 (2 where a setting is to blame), and so does an engine that dies later. W
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -117,6 +118,8 @@ class _Server(uvicorn.Server):
         if self._failure is not None:
             logger.error("Cannot serve: %s", self._failure)
             return 1
+        # Nothing is left to clean up, and looking through all of torch and transformers for it takes a second.
+        gc.freeze()
         return 0 if self.started else 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
