@@ -21,6 +21,9 @@ MANY_RESTARTS = 2
 INFERENCE_KIND = "inference"
 ENVIRONMENT_KINDS = frozenset({"environment", "atropos_environment"})
 TRAINER_KIND = "trainer"
+COMMAND_KIND = "command"
+USAGE_ERROR = 2
+"""With it programs of ours end where trying again comes to the same."""
 OUT_OF_WORK = frozenset({ServiceState.FINISHED, ServiceState.STOPPED, ServiceState.FAILED})
 OTHERS_BYTES = 1 << 30
 """Less of a GPU in strangers' hands is a display or a monitor, not a neighbour."""
@@ -56,7 +59,7 @@ def failed_services(status: RunStatus) -> Iterator[Warning]:
             text=f"{service.name} failed: {reason(service) or _ended_with(service.exit_code)}",
             hint=_help_for_refused(service, status)
             if service.is_refused
-            else f"{_help_for(service)}; c opens its crash report; its log: {service.log}",
+            else f"{_help_for(service, status)}; c opens its crash report; its log: {service.log}",
         )
 
 
@@ -99,7 +102,8 @@ def crash_loops(status: RunStatus) -> Iterator[Warning]:
             id=f"restarting:{service.name}",
             severity="warning",
             text=text,
-            hint=f"{_help_for(service)}; c opens its newest crash report, `grpo-tui logs {service.name}` its log",
+            hint=f"{_help_for(service, status)}; c opens its newest crash report, "
+            f"`grpo-tui logs {service.name}` its log",
         )
 
 
@@ -184,11 +188,13 @@ def _ended_with(exit_code: int | None) -> str:
     return f"ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def _help_for(service: ServiceStatus) -> str:
+def _help_for(service: ServiceStatus, status: RunStatus) -> str:
     why = (service.why or "").lower()
     for words, hint in KNOWN_CAUSES:
         if any(word in why for word in words):
             return hint
     if service.exit_code == -9:
         return "killed from outside, most often by the kernel for want of memory: `dmesg` says so"
+    if service.exit_code == USAGE_ERROR and service.kind != COMMAND_KIND:
+        return f"a setting or the machine is to blame: `grpo-tui doctor --profile {status.profile}` looks at both"
     return "the last lines of its log say why"

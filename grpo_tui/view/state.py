@@ -18,6 +18,7 @@ from grpo_engine.wire.supervisor import (
     Bye,
     Notice,
     RunChanged,
+    RunState,
     RunStatus,
     ServiceChanged,
     ServiceState,
@@ -103,6 +104,8 @@ class ViewState:
     history: MetricHistory = field(default_factory=MetricHistory)
     num_bad_metric_lines: int = 0
     selected: str | None = None
+    has_chosen: bool = False
+    """Whether a person selected it; until the run is up, the selection else goes with what starts."""
     is_following: bool = True
     log: LogView = LogView()
     host_memory: HostMemory | None = None
@@ -366,7 +369,7 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
 def _told(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled) -> ViewState:
     if state.status is None:
         return state
-    return _rediagnosed(replace(state, status=after_event(state.status, event)))
+    return _rediagnosed(_selecting_what_starts(replace(state, status=after_event(state.status, event))))
 
 
 def _with_status(state: ViewState, status: RunStatus) -> ViewState:
@@ -380,11 +383,24 @@ def _with_status(state: ViewState, status: RunStatus) -> ViewState:
 
 
 def _first_choice(status: RunStatus) -> str | None:
-    """The service whose log is shown first: one that failed, else the trainer, else the last of the plan."""
+    """The service whose log is shown first: one that failed, else one that starts while the run is not up, else the
+    trainer, else the last of the plan."""
     failed = [service.name for service in status.services if service.state is ServiceState.FAILED]
+    starting = [
+        service.name
+        for service in status.services
+        if status.state is RunState.STARTING and service.state is ServiceState.STARTING
+    ]
     trainers = [service.name for service in status.services if service.kind == "trainer"]
     last = [service.name for service in status.services[-1:]]
-    return next(iter([*failed, *trainers, *last]), None)
+    return next(iter([*failed, *starting, *trainers, *last]), None)
+
+
+def _selecting_what_starts(state: ViewState) -> ViewState:
+    """Show the log of what the run waits for; once it is up, keys act on what stands there, so it stays."""
+    if state.has_chosen or state.status is None or state.status.state is not RunState.STARTING:
+        return state
+    return _showing(state, _first_choice(state.status))
 
 
 def _rediagnosed(state: ViewState) -> ViewState:
@@ -421,7 +437,11 @@ def _with_log(state: ViewState, read: LogRead) -> ViewState:
 
 
 def _selecting(state: ViewState, name: str) -> ViewState:
-    if name == state.selected or state.service(name) is None:
+    return _showing(replace(state, has_chosen=True), name) if state.service(name) is not None else state
+
+
+def _showing(state: ViewState, name: str | None) -> ViewState:
+    if name == state.selected:
         return state
     return replace(state, selected=name, log=LogView(service=name), is_following=True)
 

@@ -179,6 +179,13 @@ def test_a_failed_service_is_told_with_its_why_and_its_log() -> None:
     assert "trainer.log" in warning.hint
 
 
+def test_where_a_setting_or_the_machine_is_to_blame_the_doctor_is_named() -> None:
+    broken = service("vllm", state="failed", why="exit code 2: no GPU is here", exit_code=2)
+    warning = only(diagnose([], run_status(services=[broken])))
+    assert warning.hint is not None
+    assert "grpo-tui doctor --profile hermes8b-shared" in warning.hint
+
+
 def test_a_failure_without_words_names_its_exit() -> None:
     status = run_status(services=[service("env", state="failed", exit_code=-9)])
     warning = only(diagnose([], status))

@@ -39,6 +39,23 @@ def test_a_failed_service_is_selected_first() -> None:
     assert reduce(fresh(), Snapshot(number=1, status=run_status(services=broken))).selected == "vllm"
 
 
+def test_while_a_run_starts_the_log_of_what_it_waits_for_is_shown_until_somebody_chooses() -> None:
+    """Nobody saw what vLLM did for a minute: the log of the trainer, which had not begun, was shown."""
+    starting = [*four_services()[:1], service("vllm", state="starting"), *four_services()[2:]]
+    status = run_status(services=starting, state=RunState.STARTING)
+    state = reduce(fresh(), Snapshot(number=1, status=status))
+    assert state.selected == "vllm"
+    moved_on = reduce(state, changed(2, NOW, service("vllm", state="ready")))
+    moved_on = reduce(moved_on, changed(3, NOW, service("env", state="starting")))
+    assert moved_on.selected == "env"
+    chosen = reduce(reduce(state, view.ServiceSelected(name="api")), changed(2, NOW, service("env", state="starting")))
+    assert chosen.selected == "api"
+
+
+def test_a_restart_of_a_run_that_is_up_leaves_the_selection_to_the_person() -> None:
+    assert reduce(live(), changed(6, NOW, service("vllm", state="starting"))).selected == "trainer"
+
+
 def test_a_later_snapshot_keeps_the_selection() -> None:
     state = reduce(live(), view.ServiceSelected(name="api"))
     assert reduce(state, Snapshot(number=9, status=run_status())).selected == "api"
@@ -213,7 +230,7 @@ def test_a_restarted_log_replaces_the_old_one() -> None:
 
 def test_the_selection_stops_at_both_ends_and_clears_the_log() -> None:
     state = reduce(live(), view.LogRead(service="trainer", lines=("x",)))
-    assert reduce(state, view.SelectionMoved(by=1)) == state
+    assert reduce(state, view.SelectionMoved(by=1)).log == state.log
     up = reduce(state, view.SelectionMoved(by=-1))
     assert (up.selected, up.log.service, up.log.lines) == ("env", "env", ())
     assert reduce(up, view.SelectionMoved(by=-9)).selected == "api"

@@ -14,7 +14,7 @@ from grpo_engine.wire.supervisor import GpuStatus
 from grpo_tui.ui.widgets.gpu_bars import Part, bar, gpu_parts, legend, rest_part, service_parts, spark
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line
 from grpo_tui.view.format import bytes_text, clock_text, count_text, percent_text
-from grpo_tui.view.gpu_history import Columns, figures_of, laid_out, means
+from grpo_tui.view.gpu_history import Columns, figures_of, laid_out, means, peaks
 from grpo_tui.view.gpu_view import GpuFigures, moments_until
 from grpo_tui.view.state import ViewState
 
@@ -36,6 +36,10 @@ class GpuPanel(Lines):
     DEFAULT_CSS = """
     GpuPanel { padding: 0 1; }
     """
+
+    async def on_click(self) -> None:
+        """Lead to everything about them."""
+        await self.run_action("app.show('gpus')")
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Made anew with each sample of memory; the machine's own stands here only where there is no GPU."""
@@ -77,7 +81,8 @@ def _gpu_line(gpu: GpuStatus, width: int, parts: list[Part], columns: Columns | 
         return line(label, ("memory unknown  ", ".muted"), *_activity(gpu, history))
     amounts: list[str | Styled] = [f"  {bytes_text(used)} of {bytes_text(total)}"]
     if history is not None:
-        amounts += [" ", _spark(means(history, lambda figures: figures.used_bytes), total)]
+        fullest = peaks(history, lambda figures: figures.used_bytes)
+        amounts += [" ", _spark([None if each is None else each.used_bytes for each in fullest], total)]
     figures = line(*amounts, *_activity(gpu, history))
     bar_width = min(MAX_BAR, width - LABEL_WIDTH - figures.cell_length)
     return line(label, *bar(parts, total, bar_width)) + figures

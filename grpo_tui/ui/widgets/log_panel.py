@@ -28,6 +28,10 @@ class LogTitle(Lines):
     LogTitle { height: 1; padding: 0 1; }
     """
 
+    async def on_click(self) -> None:
+        """Follow, or hold."""
+        await self.run_action("app.follow")
+
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Not the lines of the log."""
         return (state.selected, state.is_following, state.until)
