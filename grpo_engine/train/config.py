@@ -140,7 +140,7 @@ class TrainConfig(Config):
     """With gradient_checkpointing, do not compute attention again: long rows are a tenth quicker, for 2 bytes × the
     width of its heads a token and layer."""
     compile_layers: bool = False
-    """Compile each layer, on a GPU: a third quicker, after some seconds once."""
+    """Compile each layer, on a GPU: a third quicker, after up to a minute once."""
     probe: bool = True
     """On a GPU, run the longest micro-batch once before training, so that a lack of memory shows at once."""
     threads: int | None = Field(None, ge=1, le=1024)

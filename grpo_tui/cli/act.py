@@ -49,14 +49,14 @@ def start_command(
 
 
 def stop_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
-    """Stop a service: its stop signal, its grace, then SIGKILL to all that is left of it."""
+    """Stop a service. Its stop signal, its grace, then SIGKILL to all that is left of it."""
     _act("stop", words, wait, timeout)
 
 
 def restart_command(
     words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None, take_ports: TakePortsOption = False
 ) -> None:
-    """Stop a service and start it again, and those that must follow; counts as no failure."""
+    """Stop a service and start it again. Those that must follow it do; it counts as no failure."""
     _act("restart", words, wait, timeout, take_ports)
 
 
@@ -68,7 +68,7 @@ def down_command(
     ] = None,
     take_ports: TakePortsOption = False,
 ) -> None:
-    """End a run and leave nothing of it; says what it ended and how long each part took."""
+    """End a run and leave nothing of it. Says what it ended and how long each part took."""
     if run is not None and asyncio.run(end_orphans(run, lambda line: print(line))):
         return
     targets = [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]
@@ -81,7 +81,7 @@ def down_command(
 def upgrade_command(
     run: RunArgument = None, all_: Annotated[bool, typer.Option("--all", help="Every live run of this folder.")] = False
 ) -> None:
-    """Replace the supervisor of a run by one of the program as it is installed now; no service is stopped."""
+    """Give a run a supervisor of the version installed now. No service is stopped."""
     for target in [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]:
         started = time.monotonic()
         old, new = asyncio.run(replace_daemon(target.folder))

@@ -82,7 +82,7 @@ def metrics_command(
         list[str] | None, typer.Option("--only", metavar="NAME", help="Metrics that begin so, repeatable: reward, …")
     ] = None,
 ) -> None:
-    """Show the measurements of every step; --json prints the lines of metrics.jsonl as they stand."""
+    """Show the measurements of every step. --json prints the lines of metrics.jsonl as they stand."""
     if only and as_json:
         raise typer.BadParameter("--json prints lines as they stand: leave --only out")
     starts = tuple(only or ("",))

@@ -53,7 +53,7 @@ def ps_command(as_json: JsonOption = False) -> None:
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:
-    """Show where a run stands: its services, GPUs, latest metrics, and what is wrong."""
+    """Show where a run stands and what is wrong. Its services, GPUs and latest metrics."""
     found = run_to_read(run)
     status = _with_diagnosis(found, run_status(found))
     if as_json:

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
-    """Show what would start, in which order, with which command, ports and GPUs. Starts nothing."""
+    """Show what would start, and start nothing. The order, and each command with its ports and GPUs."""
     loaded, plan = planned(profile, set_ or [])
     if as_json:
         print(json.dumps(describe(plan, loaded), indent=1))
@@ -43,7 +43,7 @@ def doctor_command(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, and a profile on it, before a start; each finding says what to do."""
+    """Check this machine, and a profile on it. Each finding says what to do."""
     import asyncio
 
     from grpo_tui.profile.doctor import GpuFacts, Machine, examine
