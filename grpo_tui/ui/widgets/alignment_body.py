@@ -46,10 +46,6 @@ class AlignmentBody(Lines, Wheel):
     AlignmentBody { height: 1fr; padding: 0 1; }
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.auto_links = False
-
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Not the clock."""
         return (state.alignment, state.history, state.warnings)

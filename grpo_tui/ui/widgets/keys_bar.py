@@ -30,7 +30,6 @@ class KeysBar(Lines):
         self.tells_screens = False
         """Whether the other screens are told here, for want of a line with their names."""
         self._keys = keys
-        self.auto_links = False  # a row of underlined words would be the loudest thing on the screen
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Which keys do something, and the word of the start and stop key."""

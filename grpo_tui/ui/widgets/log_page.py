@@ -48,10 +48,6 @@ class LogServices(Lines):
     """
     COMPONENT_CLASSES = {"here"}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.auto_links = False
-
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """The names."""
         return (state.logs.services, state.logs.chosen)

@@ -22,7 +22,6 @@ class TabsLine(Lines):
     def __init__(self, place: str) -> None:
         super().__init__()
         self._place = place
-        self.auto_links = False
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """The same for ever."""

@@ -27,10 +27,6 @@ class WarningsBar(Lines):
         """Made anew when a warning came or went."""
         return (state.warnings, state.status is None)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.auto_links = False
-
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """What is told; a click opens all of it."""
         return [row.stylize(OPENS_ALL) for row in self._told(state, width, height)]
