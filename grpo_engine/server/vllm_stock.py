@@ -157,7 +157,7 @@ def _built(llm: AsyncLLM, config: ServerConfig, arguments: AsyncEngineArgs) -> t
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-    except ImportError:  # vLLM 0.26
+    except ImportError:  # vLLM 0.26 to 0.28
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
     parts = (frontend_of(config), arguments)

@@ -53,8 +53,11 @@ def run_to_act_on(prefix: str | None) -> Run:
     """The live run to act on: the newest if nothing is said, with a note on stderr where others live beside it."""
     from grpo_tui.client.local import find_run, runs
 
-    run = find_run(prefix, also_ended=False)
-    others = [each.id for each in runs() if each.is_live and each.id != run.id] if prefix is None else []
+    live = [run for run in runs() if run.is_live] if prefix is None else []
+    if not live:
+        return find_run(prefix, also_ended=False)
+    newest, *others = live
     if others:
-        print(f"this is {run.id}, the newest; there live too: {', '.join(others)}", file=sys.stderr)
-    return run
+        also = ", ".join(run.id for run in others)
+        print(f"this is {newest.id}, the newest; there live too: {also}", file=sys.stderr)
+    return newest

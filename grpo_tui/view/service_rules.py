@@ -13,6 +13,7 @@ from grpo_engine.wire.supervisor import (
     ServiceStatus,
     Warning,
 )
+from grpo_tui.exit_codes import ExitCode
 from grpo_tui.view.format import bytes_text, count_text
 from grpo_tui.view.refusals import obstacles
 
@@ -22,8 +23,6 @@ INFERENCE_KIND = "inference"
 ENVIRONMENT_KINDS = frozenset({"environment", "atropos_environment"})
 TRAINER_KIND = "trainer"
 COMMAND_KIND = "command"
-USAGE_ERROR = 2
-"""With it programs of ours end where trying again comes to the same."""
 OUT_OF_WORK = frozenset({ServiceState.FINISHED, ServiceState.STOPPED, ServiceState.FAILED})
 OTHERS_BYTES = 1 << 30
 """Less of a GPU in strangers' hands is a display or a monitor, not a neighbour."""
@@ -195,6 +194,6 @@ def _help_for(service: ServiceStatus, status: RunStatus) -> str:
             return hint
     if service.exit_code == -9:
         return "killed from outside, most often by the kernel for want of memory: `dmesg` says so"
-    if service.exit_code == USAGE_ERROR and service.kind != COMMAND_KIND:
+    if service.exit_code == ExitCode.USAGE and service.kind != COMMAND_KIND:
         return f"a setting or the machine is to blame: `grpo-tui doctor --profile {status.profile}` looks at both"
     return "the last lines of its log say why"

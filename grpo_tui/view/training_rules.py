@@ -131,19 +131,29 @@ def _drifted_apart(measured: Measurements, began: float, now: float) -> Warning:
 
 def _what_follows(measured: Measurements) -> str:
     """Which other metrics are out of their bands because log-probs disagree: the ratio is made of them."""
-    ratio, clipped = measured.recent("grpo/mean_ratio"), measured.recent("grpo/clipped_fraction")
+    ratio, clipped = _ratio_out_of_band(measured), _much_clipped(measured)
     follows = []
-    if ratio is not None and not RATIO_BAND.holds(ratio):
+    if ratio is not None:
         follows.append(f"mean_ratio is {number_text(ratio)}")
-    if clipped is not None and clipped >= MANY_CLIPPED:
+    if clipped is not None:
         follows.append(f"{100 * clipped:.0f}% of the tokens are outside the clip")
     return f"; so {' and '.join(follows)}" if follows else ""
 
 
+def _ratio_out_of_band(measured: Measurements) -> float | None:
+    ratio = measured.recent("grpo/mean_ratio")
+    return None if ratio is None or RATIO_BAND.holds(ratio) else ratio
+
+
+def _much_clipped(measured: Measurements) -> float | None:
+    clipped = measured.recent("grpo/clipped_fraction")
+    return None if clipped is None or clipped < MANY_CLIPPED else clipped
+
+
 def mean_ratio(measured: Measurements) -> Iterator[Warning]:
     """The policy has moved away from the one that sampled."""
-    ratio = measured.recent("grpo/mean_ratio")
-    if ratio is None or RATIO_BAND.holds(ratio):
+    ratio = _ratio_out_of_band(measured)
+    if ratio is None:
         return
     yield Warning(
         id="mean-ratio",
@@ -156,8 +166,8 @@ def mean_ratio(measured: Measurements) -> Iterator[Warning]:
 
 def clipped_fraction(measured: Measurements) -> Iterator[Warning]:
     """So many ratios are outside the clip that training is mostly switched off."""
-    clipped = measured.recent("grpo/clipped_fraction")
-    if clipped is None or clipped < MANY_CLIPPED:
+    clipped = _much_clipped(measured)
+    if clipped is None:
         return
     yield Warning(
         id="clipped-fraction",

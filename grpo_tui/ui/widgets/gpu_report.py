@@ -25,7 +25,7 @@ from grpo_tui.ui.widgets.gpu_bars import (
     stacked,
 )
 from grpo_tui.ui.widgets.gpu_panel import NO_GPU_WORDS, host_parts
-from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.lines import Lines, Styled, are_same, fit, line, rule
 from grpo_tui.view.bars import split_cells
 from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_text, percent_text
 from grpo_tui.view.gpu_history import Columns, figures_of, laid_out, means, peaks
@@ -82,7 +82,7 @@ class GpuReport(Lines):
         width = self.size.width
         if width:
             inputs = (*self.inputs(state), width)
-            if self._made is None or not _are_same(inputs, self._made[0]):
+            if self._made is None or not are_same(inputs, self._made[0]):
                 made = report(state, width, self.chart_rows)
                 self._made, self.starts = (inputs, made.lines), made.starts
                 self.styles.height = max(1, len(made.lines))
@@ -91,10 +91,6 @@ class GpuReport(Lines):
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Those that were made."""
         return self._made[1] if self._made is not None else []
-
-
-def _are_same(now: Sequence[object], then: Sequence[object]) -> bool:
-    return all(one is other for one, other in zip(now, then, strict=True))
 
 
 def report(state: ViewState, width: int, chart_rows: int) -> Made:

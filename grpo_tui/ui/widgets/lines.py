@@ -5,6 +5,7 @@ Each part of the main screen is one. Styles are component classes, so that theme
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.cells import cell_len, set_cell_size
@@ -82,7 +83,7 @@ class Lines(Widget):
         if not width or not height:
             return
         inputs = self.inputs(state)
-        if self._inputs is not None and all(now is then for now, then in zip(inputs, self._inputs, strict=True)):
+        if self._inputs is not None and are_same(inputs, self._inputs):
             return
         self._inputs = inputs
         told = self.lines(state, width, height)[:height]
@@ -123,6 +124,11 @@ class Lines(Widget):
     def plain_lines(self) -> list[str]:
         """The lines as text, for tests."""
         return [line.plain for line in self._lines]
+
+
+def are_same(inputs: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether lines would be made of the very same objects again."""
+    return all(now is then for now, then in zip(inputs, before, strict=True))
 
 
 def differing_cells(old: Content, new: Content) -> tuple[int, int]:
