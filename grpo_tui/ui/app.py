@@ -170,7 +170,9 @@ class GrpoScreen(ThemedApp[None]):
             if self.shown is not self.main:
                 await self.pop_screen()
             if place != self.main.PLACE:
-                await self.push_screen(self._screens_of_run[place])
+                screen = self._screens_of_run[place]
+                screen.see(as_seen(self.state))
+                await self.push_screen(screen)
             self._draw()
 
     def action_restart_inference(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alignment_fakes import completion, group, healthy_group, write_groups
@@ -47,11 +49,15 @@ class Alignment(Shown):
 
 @asynccontextmanager
 async def alignment(
-    run_folder: Path, groups: Sequence[RolloutLine], size: tuple[int, int] = MIDDLE, **metrics: float | None
+    run_folder: Path,
+    groups: Sequence[RolloutLine],
+    size: tuple[int, int] = MIDDLE,
+    num_measured: int = 12,
+    **metrics: float | None,
 ) -> AsyncIterator[Alignment]:
-    """Open the screen on a run that recorded these groups."""
+    """Open the screen on a run that recorded these groups; `metrics` are those of its last five measured steps."""
     write_groups(run_folder, groups)
-    async with shown(run_folder, size, num_steps=12, **metrics) as screen:
+    async with shown(run_folder, size, num_steps=num_measured, **metrics) as screen:
         await screen.pilot.press("3")
         opened = Alignment(screen.app, screen.pilot, screen.connection)
         await opened.until(lambda: opened.app.state.alignment.measured is not None)
@@ -90,7 +96,8 @@ async def test_the_verdict_the_charts_and_the_steps_are_shown(tmp_path: Path, si
 async def test_a_wide_screen_shows_tokens_positions_and_versions_beside_the_charts(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    async with alignment(tmp_path, scaled(), size) as screen:
+    apart: dict[str, float | None] = {"alignment__diff_abs_mean": 0.49}  # since the first step, as the groups are
+    async with alignment(tmp_path, scaled(), size, num_measured=5, **apart) as screen:
         await screen.until_told("worst tokens")
         for words in (
             "likely: one side counts the temperature",
@@ -101,6 +108,27 @@ async def test_a_wide_screen_shows_tokens_positions_and_versions_beside_the_char
         ):
             assert words in screen.words, words
         assert ("over the run" in screen.words) is (size == LARGE)
+
+
+@pytest.mark.slow
+async def test_what_is_measured_first_is_for_the_state_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a second after it was opened, the verdict could be that of a run without metrics."""
+    num_lines = list[int]()
+    look = AlignmentReader.look
+
+    def noted(reader: AlignmentReader, window: Window, until_step: int | None, lines: Any, **more: Any) -> Any:
+        num_lines.append(len(lines))
+        return look(reader, window, until_step, lines, **more)
+
+    monkeypatch.setattr(AlignmentReader, "look", noted)
+    write_groups(tmp_path, scaled())
+    async with shown(tmp_path, MIDDLE, num_steps=12) as screen:
+        monkeypatch.setattr(screen.app, "_draw", lambda: None)  # whatever comes first
+        await screen.pilot.press("3")
+        async with asyncio.timeout(20):
+            while not num_lines:
+                await screen.pilot.pause(0.01)
+    assert num_lines[0] == 12
 
 
 @pytest.mark.slow

@@ -54,6 +54,10 @@ class RunScreen(Screen[None]):
         """What stands between the header and the line of what happens; one part of it takes the free rows."""
         raise NotImplementedError
 
+    def see(self, state: ViewState) -> None:
+        """Know how things stand before it comes into sight: what it reads first is for now, not for when it left."""
+        self._state = state
+
     def draw(self, state: ViewState) -> None:
         """Show another state; parts whose lines are the same paint nothing."""
         self._state = state
