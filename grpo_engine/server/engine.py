@@ -5,6 +5,7 @@ Types and a protocol only; imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,10 @@ class WeightsBusy(GrpoError):
     """Somebody else has paused the engine or is changing its weights (409)."""
 
 
+class NotANumber(GrpoError):
+    """The model computes NaN, so nothing that it says can be trained on (500)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One completion. Every list has one entry a generated token, the end token included."""
@@ -49,6 +54,14 @@ class Completion:
     policy_versions: list[int]
     text: str
     """Without special tokens, and cut before a stop string."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(sum(self.logprobs)):
+            raise NotANumber(
+                f"the weights of version {self.policy_versions[-1]} compute NaN: they hold NaN or infinities, or "
+                "overflow in this dtype. Train on from an earlier checkpoint with a lower --lr, and restart the "
+                "inference server: vLLM's cache keeps NaN, whatever weights follow"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -316,12 +317,7 @@ class TorchEngine:
     def _answer(self, jobs: list[Job]) -> None:
         assert self._weights is not None
         for job in jobs:
-            completions = [_completion(row, version, job, self._weights.tokenizer) for row, version in job.finished]
-            answer = Generation(
-                prompt_token_ids=job.prompt, prompt_logprobs=job.prompt_logprobs, completions=completions
-            )
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_result(answer)
+            _fulfil(partial(_generation, job, self._weights.tokenizer), job.future)
         with self._changed:
             done = set(map(id, jobs))
             self._waiting = deque(job for job in self._waiting if id(job) not in done)
@@ -392,6 +388,14 @@ def _fulfil(action: Callable[[], Any], future: Future[Any]) -> None:
         future.set_result(action())
     except Exception as error:  # it belongs to whoever asked
         future.set_exception(error)
+
+
+def _generation(job: Job, tokenizer: Any) -> Generation:
+    return Generation(
+        prompt_token_ids=job.prompt,
+        prompt_logprobs=job.prompt_logprobs,
+        completions=[_completion(row, version, job, tokenizer) for row, version in job.finished],
+    )
 
 
 def _completion(row: Decoded, version: int, job: Job, tokenizer: Any) -> Completion:

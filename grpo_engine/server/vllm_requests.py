@@ -5,7 +5,6 @@ Imports vLLM only inside functions; the answers are read by attribute, so that t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -125,4 +124,5 @@ def _most_probable(entry: Mapping[int, Any], num_top: int) -> list[tuple[int, fl
 
 
 def _finite(logprob: float) -> float:
-    return max(float(logprob), LOWEST_LOGPROB) if not math.isnan(logprob) else LOWEST_LOGPROB
+    """NaN stays NaN, which a `Completion` refuses: any number in its place would be trained on."""
+    return max(float(logprob), LOWEST_LOGPROB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -117,6 +118,22 @@ def test_half_written_weights_are_never_served_and_the_next_trainer_mends_them(
         assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
         bridge.publish(1, shift(model, 1))
         assert_agreement(server, model, 1)
+        bridge.close()
+
+
+def test_weights_that_compute_nan_are_told_as_that_until_whole_ones_follow(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server, server.client as client:
+        bridge = attach(model_folder, server, tmp_path)
+        model = bridge.attach().model
+        good = shift(model, 2)
+        bridge.publish(1, lambda: [p.data.fill_(math.nan) for p in model.parameters()])
+        for path, body in (("/generate", {"prompt": "a"}), ("/v1/completions", {"prompt": "a", "logprobs": 0})):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 500
+            assert "the weights of version 1 compute NaN" in answer.json()["detail"]
+        assert client.get("/health_generate").status_code == 500
+        bridge.publish(2, good)
+        assert_agreement(server, model, 2)
         bridge.close()
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from grpo_engine.errors import BridgeError, ConfigError, DataError, ModelError
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.engine import EngineUnavailable
+from grpo_engine.server.engine import EngineUnavailable, NotANumber
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.vllm_arguments import prepare_environment
 from grpo_engine.server.vllm_checkpoint import Parameters, check_fits, parameters_of
@@ -193,6 +193,14 @@ def test_answers_have_finite_values_of_every_token_and_the_most_probable_first()
     output.outputs[0].finish_reason = "error"
     with pytest.raises(EngineUnavailable, match="'error'"):
         generation(output, [3, 4], params, TokenVersions(12))
+
+
+def test_a_logprob_that_is_no_number_is_refused_and_not_reported_as_some_number() -> None:
+    completion = SimpleNamespace(
+        index=0, token_ids=[7], text="a", finish_reason="length", logprobs=[{7: SimpleNamespace(logprob=math.nan)}]
+    )
+    with pytest.raises(NotANumber, match="version 11 compute NaN"):
+        generation(SimpleNamespace(outputs=[completion]), [3], GenerateRequest(prompt="x"), TokenVersions(11))
 
 
 def test_tokens_that_follow_a_change_of_weights_are_of_the_new_version() -> None:
