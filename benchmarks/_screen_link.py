@@ -69,6 +69,7 @@ class FarTerminal(Terminal):
         super().__init__(argv, cwd=cwd, environment=environment, columns=columns, rows=rows)
         self._rate = bytes_a_second
         self._is_carrying = True
+        self._screen.write_process_input = self.press  # as every terminal, it answers where its cursor is
         self._keys = deque[tuple[float, bytes]]()
         self._coming = deque[tuple[float, bytes]]()
         self._free_at = 0.0

@@ -253,7 +253,7 @@ class GrpoScreen(ThemedApp[None]):
 
     def action_detach(self) -> None:
         """Leave the screen; the run goes on."""
-        self.exit()
+        self.leave()
 
     async def action_quit(self) -> None:
         """What the palette calls quitting is detaching."""

@@ -6,6 +6,7 @@ Textual (8.2) paints a whole screen for every layout, and several for a key that
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from rich.style import Style
 from textual._compositor import ChopsUpdate, CompositorUpdate, LayoutUpdate
 from textual.geometry import Size
 from textual.strip import Strip
+
+from grpo_tui.ui.line_pace import LinePace
 
 WORTH_A_MOVE = 5
 """So many cells that are the same are sent again between two that differ: moving the cursor costs more."""
@@ -75,12 +78,13 @@ class TerminalCells:
 class ChangedCells(CompositorUpdate):
     """An update of Textual's, of which only what differs is sent."""
 
-    def __init__(self, update: LayoutUpdate | ChopsUpdate, terminal: TerminalCells, size: Size) -> None:
-        self._update, self._terminal, self._size = update, terminal, size
+    def __init__(self, update: LayoutUpdate | ChopsUpdate, terminal: TerminalCells, size: Size, pace: LinePace) -> None:
+        self._update, self._terminal, self._size, self._pace = update, terminal, size, pace
 
     def render_segments(self, console: Console) -> str:
         """What Textual writes; it asks only when it does write."""
-        return self._terminal.sent_for(self._update, self._size, console)
+        sent = self._terminal.sent_for(self._update, self._size, console)
+        return sent + self._pace.painted(len(sent), time.monotonic())
 
 
 def _painted(update: LayoutUpdate | ChopsUpdate) -> Iterator[tuple[int, int, Sequence[Strip]]]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import RenderableType
+from textual import events
 from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import App, ReturnType
 from textual.filter import LineFilter, Monochrome, NoColor
@@ -20,6 +22,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 from grpo_tui.ui.changed_cells import ChangedCells, TerminalCells
 from grpo_tui.ui.glyphs import AsciiOnly
+from grpo_tui.ui.line_pace import GIVE_UP_S, LinePace
 from grpo_tui.ui.waiting import wait_at_most
 
 DARK, LIGHT, ANSI = "dark", "light", "ansi"
@@ -79,6 +82,8 @@ RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezter
 
 LAYOUT_LIMIT_S = 0.2
 """An empty frame is better than none for longer."""
+LAST_ANSWER_S = 1.0
+"""How long a terminal that owes an answer is waited for, before it goes to another program."""
 
 
 class ThemedApp(App[ReturnType]):
@@ -87,17 +92,53 @@ class ThemedApp(App[ReturnType]):
     def __init__(self, *, theme: str = DARK, is_ascii: bool = False) -> None:
         self._ascii = AsciiOnly() if is_ascii else None
         self._cells = TerminalCells()
+        self._pace = LinePace()
+        self._is_paint_due = False
+        self._leaves_with: tuple[ReturnType | None] | None = None
         super().__init__()
         for own in OWN_THEMES:
             self.register_theme(own)
         self.theme = theme
 
     def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
-        """Send cells that differ, where Textual (8.2) would send all of a screen for every layout."""
+        """Send cells that differ, where Textual (8.2) would send all of a screen for every layout.
+
+        While the line is full nothing is sent: then the newest is, whatever came between.
+        """
         shown: Any = renderable
         if isinstance(renderable, LayoutUpdate | ChopsUpdate):
-            shown = ChangedCells(renderable, self._cells, self.size)
+            if self._pace.is_full(time.monotonic()):
+                self._paint_later()
+                return
+            shown = ChangedCells(renderable, self._cells, self.size, self._pace)
         super()._display(screen, shown)
+
+    def _paint_later(self) -> None:
+        if not self._is_paint_due:
+            self._is_paint_due = True
+            self.set_timer(GIVE_UP_S, self._paint_what_is_due)  # should the answer be lost
+
+    def _paint_what_is_due(self) -> None:
+        if self._is_paint_due and not self._pace.is_full(time.monotonic()):
+            self._is_paint_due = False
+            self.screen.refresh()
+
+    def on_cursor_position(self, event: events.CursorPosition) -> None:
+        """The terminal answers how far it has come: go on, or leave."""
+        now = time.monotonic()
+        self._pace.answered(event.y + 1, event.x + 1, now)
+        self._paint_what_is_due()
+        if self._leaves_with is not None and not self._pace.owes_an_answer(now):
+            self.exit(*self._leaves_with)
+
+    def leave(self, result: ReturnType | None = None) -> None:
+        """End with this result, when the terminal has answered: what comes later is typed into the shell."""
+        self._pace.ask_no_more()
+        if not self._pace.owes_an_answer(time.monotonic()):
+            self.exit(result)
+        elif self._leaves_with is None:
+            self._leaves_with = (result,)
+            self.set_timer(LAST_ANSWER_S, lambda: self.exit(result))
 
     @asynccontextmanager
     async def painted_once(self) -> AsyncIterator[None]:

@@ -177,6 +177,11 @@ class RolloutView:
         return self.read.group if self.read is not None and self.read.chosen == self.chosen else None
 
     @property
+    def is_reading(self) -> bool:
+        """Whether the chosen group is still to be read."""
+        return self.read is not None and self.chosen is not None and self.read.chosen != self.chosen
+
+    @property
     def chosen_completion(self) -> SampledCompletion | None:
         """The completion that is read."""
         if self.group is None or not self.group.completions:

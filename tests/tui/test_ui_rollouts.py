@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from group_fakes import completion, group, write_groups
@@ -17,6 +19,8 @@ from grpo_tui.ui.widgets.activity_line import ActivityLine
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.rollout_group import RolloutGroup
 from grpo_tui.ui.widgets.rollout_list import RolloutList
+from grpo_tui.view.rollout_reader import RolloutReader
+from grpo_tui.view.rollout_view import GroupsRead
 from grpo_tui.view.state import MetricsRead
 
 pytestmark = pytest.mark.slow
@@ -65,6 +69,26 @@ async def test_a_narrow_screen_goes_from_the_list_to_the_group_and_back(tmp_path
         assert not part(screen, RolloutList).display
         await screen.pilot.press("escape")
         await screen.until(lambda: part(screen, RolloutList).display)
+
+
+async def test_a_group_stays_in_sight_until_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rollouts(tmp_path, group(1, (1.0, 0.0)), group(2, (0.5, 0.5)), size=WIDE) as screen:
+        before = part(screen, RolloutGroup, "#group").plain_lines
+        is_read = threading.Event()
+        read = RolloutReader.look
+
+        def slowly(*args: Any, **more: Any) -> GroupsRead:
+            is_read.wait(20)
+            return read(*args, **more)
+
+        monkeypatch.setattr(RolloutReader, "look", slowly)
+        await screen.pilot.press("n")
+        await screen.until(lambda: "reading …" in group_text(screen))
+        assert part(screen, RolloutGroup, "#group").plain_lines[1:] == before[1:]
+        is_read.set()
+        await screen.until(lambda: "group 2 of 2" in group_text(screen))
 
 
 async def test_short_completions_leave_their_rows_to_the_table_of_all_of_them(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class PickerApp(ThemedApp[Choice]):
         if filter_line.value:
             filter_line.value = ""
         else:
-            self.exit()
+            self.leave()
 
     @property
     def _marked(self) -> Choice | None:
@@ -149,7 +149,7 @@ class PickerApp(ThemedApp[Choice]):
 
     def _take(self, choice: Choice) -> None:
         if isinstance(choice, RunChoice) or choice.error is None:  # what is wrong with it is told already
-            self.exit(choice)
+            self.leave(choice)
 
     def _tell(self) -> None:
         """Say what is marked, as far as it fits."""

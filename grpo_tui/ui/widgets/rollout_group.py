@@ -92,6 +92,9 @@ class RolloutGroup(Lines, Wheel):
         self._num_body_lines = 1
         self._clickable: dict[int, int | list[Piece]] = {}
         """By the row of the pane: the number of a completion, or what stands in a row of its text."""
+        self._last: list[Content] = []
+        """The lines of the group that was shown last."""
+        self._last_size = (0, 0)
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Not the clock."""
@@ -102,8 +105,17 @@ class RolloutGroup(Lines, Wheel):
         view = state.rollouts
         self._clickable = {}
         subject = self._subject(view)
+        if subject is None and view.is_reading and self._last_size == (width, height):
+            # What stood there stays meanwhile: to wipe it costs as much of a slow line as the next group.
+            return [rule(width, "reading …"), *self._last[1:]]
+        self._last_size = (width, height)
         if subject is None:
-            return self._words_for_nothing(view, width)
+            self._last = self._words_for_nothing(view, width)
+        else:
+            self._last = self._lines_of(view, subject, width, height)
+        return self._last
+
+    def _lines_of(self, view: RolloutView, subject: Subject, width: int, height: int) -> list[Content]:
         title = rule(width, _title(subject), _place(view, subject))
         prompt = self._prompt_lines(subject.group.prompt, width, max(1, height // 8))
         completion = subject.completion
@@ -170,7 +182,7 @@ class RolloutGroup(Lines, Wheel):
         title = rule(width, "group")
         if view.chosen is None or view.read is None:
             return [title]
-        if view.read.chosen != view.chosen:
+        if view.is_reading:
             return [title, line(("reading …", ".muted"))]
         words = (
             f"Line {view.chosen + 1:,} of rollouts.jsonl cannot be read: it is damaged, or written by something else. "
