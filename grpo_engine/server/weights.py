@@ -24,6 +24,7 @@ from grpo_engine.bridges.handover import newest_handover
 from grpo_engine.errors import ModelError
 from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
+from grpo_engine.server.adapter_files import check_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
 from grpo_engine.server.exports import Owner, adopt, export, withdraw, write_bridge_file
@@ -38,10 +39,13 @@ class ServedWeights:
 
     model: Any
     """A causal model of transformers, in evaluation mode."""
+    model_name: str
     tokenizer: Any
     fence: Fence
     parameters: dict[str, Tensor]
     """The model's own parameters, without adapters; a tied one stands once."""
+    aliases: dict[str, str]
+    """Tied parameters: the second name → the first."""
     adapter: Adapter | None = None
     _num_adapters: int = 0
     _announced: tuple[Path, BridgeFile, Owner] | None = None
@@ -68,18 +72,15 @@ class ServedWeights:
         """Load an adapter beside the one that is served, and switch once it is whole.
 
         Raises:
-            ModelError: it cannot be loaded, or its rank is above `max_rank`; the old one stays.
+            ModelError: it cannot be loaded, or is none for this model; the old one stays.
         """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        check_adapter(path, model_name=self.model_name, shapes=shapes, aliases=self.aliases, max_rank=max_rank)
         number = self._num_adapters + 1
         inner_name = f"adapter_{number}"
         version = self.fence.read().policy_version + 1 if policy_version is None else policy_version
         try:
-            rank = _adapter_rank(path)
-            if rank > max_rank:
-                raise ModelError(f"{path}: rank {rank} is above --max-lora-rank {max_rank}")
             self.model.load_adapter(str(path), adapter_name=inner_name)
-        except ModelError:
-            raise
         except Exception as error:  # peft and safetensors raise what they like over a broken folder
             if inner_name in getattr(self.model, "peft_config", {}):
                 self.model.delete_adapter(inner_name)
@@ -129,7 +130,14 @@ def open_weights(
     if not config.shared_weights:
         model, version = _newest_weights(config, device)
         fence = Fence.private(policy_version=version)
-        return ServedWeights(model=model, tokenizer=tokenizer, fence=fence, parameters=_parameters_of(model))
+        return ServedWeights(
+            model=model,
+            model_name=config.model_name,
+            tokenizer=tokenizer,
+            fence=fence,
+            parameters=_parameters_of(model),
+            aliases=_aliases_of(model),
+        )
     path = bridge_file_path(config.bridge_file, environment)
     owner = Owner.of(instance, environment)
     fingerprint = _fingerprint(config)
@@ -159,9 +167,11 @@ def open_weights(
     logger.info("✓ Exported %d params to %s", len(manifest), path)
     return ServedWeights(
         model=model,
+        model_name=config.model_name,
         tokenizer=tokenizer,
         fence=fence,
         parameters=_parameters_of(model),
+        aliases=aliases,
         _announced=(path, file, owner),
     )
 
@@ -236,14 +246,6 @@ def _check_same_shapes(path: Path, fresh: Mapping[str, Tensor], served: Mapping[
                 f"{path}: does not fit the served model: {name} is {tuple(fresh[name].shape)}, "
                 f"but {tuple(tensor.shape)} is served"
             )
-
-
-def _adapter_rank(path: Path) -> int:
-    from peft import PeftConfig
-
-    config = PeftConfig.from_pretrained(str(path))
-    ranks = [config.r, *(config.rank_pattern or {}).values()]
-    return int(max(ranks))
 
 
 def _synchronize(model: Any) -> None:

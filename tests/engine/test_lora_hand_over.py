@@ -122,6 +122,26 @@ def test_a_broken_adapter_leaves_the_old_one_in_place(tmp_path: Path) -> None:
         assert_agreement(server, model, 1)
 
 
+def test_an_adapter_that_would_change_other_layers_or_another_model_is_served_by_no_engine(tmp_path: Path) -> None:
+    with stack(tmp_path, {"mode": "lora_only"}) as (server, bridge), server.client as client:
+        model = bridge.attach().model.eval()
+        bridge.publish(1, shift(model, 1))
+        save_adapter(model, tmp_path / "adapter")
+
+        def refused(words: str) -> None:
+            answer = client.post("/lora/load", json={"adapter_path": str(tmp_path / "adapter")})
+            assert answer.status_code == 400
+            assert words in answer.json()["detail"]
+            assert_agreement(server, model, 1)
+
+        change_config(tmp_path / "adapter", base_model_name_or_path="someone/else")
+        refused("made for someone/else")
+        change_config(tmp_path / "adapter", base_model_name_or_path=None)
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        save_file({name.replace("layers.1", "layers.7"): each for name, each in load_file(file).items()}, file)
+        refused("are no layers of the one that is served")
+
+
 # --- what can be seen of an adapter before it is loaded --------------------------------------------------------------
 
 
