@@ -138,9 +138,22 @@ class Fence:
         return state
 
     def writer(self) -> ProcessIdentity | None:
-        """Who wrote last or is writing; None before the first update, and after one that was given up."""
+        """Who wrote last or is writing; None before the first update, after one that was given up, and once whoever
+        wrote has signed off."""
         pid = self._words[_PID_AT]
         return ProcessIdentity(pid, self._words[_TICKS_AT]) if pid else None
+
+    def other_trainer(self, server_pid: int) -> int | None:
+        """Pid of a living process that wrote last, where it is neither this one nor the server."""
+        writer = self.writer()
+        if writer is None or writer.pid in (server_pid, os.getpid()) or not writer.is_alive():
+            return None
+        return writer.pid
+
+    def sign_off(self) -> None:
+        """Leave the page to another trainer: this process writes no more."""
+        if self.writer() == ProcessIdentity.of_this_process() and not self.read().is_writing:
+            self._words[_PID_AT] = 0
 
     @contextmanager
     def writing(self, policy_version: int) -> Iterator[None]:

@@ -96,13 +96,14 @@ class SharedVllmBridge:
         """Build the model on the server's memory.
 
         Raises:
-            BridgeError: the server shares nothing, or its bridge file is another one's.
+            BridgeError: the server shares nothing, its bridge file is another one's, or another trainer is at work.
             ModelError: the shared weights are of another model.
         """
         from grpo_engine.bridges.mapped_model import MappedModel
 
         file = self._find_export()
         fence = Fence.attach(file.fence_segment)
+        self._check_alone(file, fence)
         self._mend_half_written(file, fence)
         self._weights = MappedModel(self._context.model_name, file)
         self._wrap()
@@ -148,6 +149,7 @@ class SharedVllmBridge:
         """Unmap the fence; the weights go with the model."""
         self._client.close()
         if self._fence is not None:
+            self._fence.sign_off()
             self._fence.close()
 
     # --- which server ----------------------------------------------------------------------------------------------
@@ -204,6 +206,14 @@ class SharedVllmBridge:
                 raise
             self._let_go()
 
+    def _check_alone(self, file: BridgeFile, fence: Fence) -> None:
+        """Two trainers would compute with each other's weights, and each write over what the other has learned."""
+        if (other := fence.other_trainer(file.pid)) is not None:
+            raise BridgeError(
+                f"{self._path}: process {other} trains the weights of this server already: end it, or start an "
+                "inference server for each trainer"
+            )
+
     def _mend_half_written(self, file: BridgeFile, fence: Fence) -> None:
         """Have the server load the model again where an earlier trainer died while writing."""
         try:
@@ -227,6 +237,8 @@ class SharedVllmBridge:
         """Write the current version, and see that the memory is still that of the server that answers."""
         assert self._fence is not None
         assert self._version is not None
+        assert self._file is not None
+        self._check_alone(self._file, self._fence)
         if self._client.pause(self._pause_timeout_s).instance != self._instance():
             self._client.resume()
             self._attach_again(self._find_export())

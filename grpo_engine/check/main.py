@@ -211,11 +211,9 @@ def _other_trainer(config: CheckConfig) -> int | None:
     if not is_server_alive(file):
         return None
     fence = Fence.attach(file.fence_segment)
-    writer = fence.writer()
+    other = fence.other_trainer(file.pid)
     fence.close()
-    if writer is None or writer.pid in (file.pid, os.getpid()) or not writer.is_alive():
-        return None
-    return writer.pid
+    return other
 
 
 def _copy_of_its_own(config: CheckConfig) -> BridgeModel:

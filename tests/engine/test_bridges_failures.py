@@ -137,6 +137,34 @@ def test_weights_that_compute_nan_are_told_as_that_until_whole_ones_follow(model
         bridge.close()
 
 
+def test_a_second_trainer_is_refused_while_the_first_lives_and_writes(model_folder: Path, tmp_path: Path) -> None:
+    trains = (
+        "import sys; from grpo_engine.bridges.fence import Fence\n"
+        "with Fence.attach(sys.argv[1]).writing(1): pass\n"
+        "print(); sys.stdout.flush(); sys.stdin.read()"
+    )
+    with sharing(model_folder, tmp_path) as server:
+        early = attach(model_folder, server, tmp_path)
+        model = early.attach().model
+        segment = read_bridge_file(tmp_path / "bridge.json").fence_segment
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", trains, segment], **pipes) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            late, words = attach(model_folder, server, tmp_path), rf"process {other.pid} trains the weights"
+            with pytest.raises(BridgeError, match=words):
+                late.attach()
+            with pytest.raises(BridgeError, match=words):
+                early.publish(2, shift(model, 1))
+            with server.client as client:
+                assert client.get("/bridge/is_paused").json() == {"paused": False}
+        early.publish(2, shift(model, 1))
+        assert_agreement(server, model, 2)
+        early.close()
+        late.close()
+        assert Fence.attach(segment).writer() is None
+
+
 def test_a_writer_that_does_not_pause_only_costs_the_batch(model_folder: Path, tmp_path: Path) -> None:
     with sharing(model_folder, tmp_path) as server:
         file = read_bridge_file(tmp_path / "bridge.json")
