@@ -18,6 +18,7 @@ from grpo_tui.ui.connection import RunConnection
 from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.view import state as view
 from grpo_tui.view import travel
+from grpo_tui.view.folder_watch import FolderWatch
 from grpo_tui.view.log_tail import LogTail
 from grpo_tui.view.metrics_tail import MetricsTail
 from grpo_tui.view.timeline_file import TimelineFile
@@ -106,10 +107,13 @@ class RunNews:
     # --- files that grow -------------------------------------------------------------------------------------------
 
     async def _read_metrics(self) -> None:
-        """Follow `metrics.jsonl`."""
+        """Follow `metrics.jsonl`, and whether its folder is still there."""
         tail = MetricsTail(self._state().run_folder / METRICS_FILE)
+        folder = FolderWatch(self._state().run_folder)
         while True:
-            chunk = await asyncio.to_thread(tail.read)
+            chunk, fate = await asyncio.to_thread(lambda: (tail.read(), folder.look()))
+            if fate is not self._state().folder_fate:
+                self._post(messages.Came(view.FolderLooked(fate=fate)))
             if chunk.lines or chunk.is_restarted or chunk.num_bad_lines:
                 read = view.MetricsRead(
                     lines=chunk.lines, is_restarted=chunk.is_restarted, num_bad_lines=chunk.num_bad_lines

@@ -30,6 +30,7 @@ from grpo_engine.wire.supervisor import (
 from grpo_tui.supervisor.timeline import after_event
 from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel, viewer
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
+from grpo_tui.view.folder_watch import FolderFate, folder_warnings
 from grpo_tui.view.history import MetricHistory, extended
 from grpo_tui.view.phases import StartPhases, Transition, Transitions, after_hearing, after_looking, last_restart
 from grpo_tui.view.travel import Known
@@ -103,6 +104,7 @@ class ViewState:
     """What the latest start of each service was at, as its log tells, the newest last."""
     history: MetricHistory = field(default_factory=MetricHistory)
     num_bad_metric_lines: int = 0
+    folder_fate: FolderFate = FolderFate.THERE
     selected: str | None = None
     has_chosen: bool = False
     """Whether a person selected it; until the run is up, the selection else goes with what starts."""
@@ -157,6 +159,13 @@ class ViewState:
         return self.status is not None and self.status.state in ENDED_RUN_STATES
 
     @property
+    def folder_warnings(self) -> tuple[Warning, ...]:
+        """What is to be said of the run's folder; nothing while it is as it was."""
+        is_supervised = self.connection is Connection.LIVE
+        told = folder_warnings(self.folder_fate, self.run_folder, is_over=self.has_ended, is_supervised=is_supervised)
+        return tuple(told)
+
+    @property
     def may_act(self) -> bool:
         """Whether a key can do something to the run: to none that is over, past, out of reach or only watched."""
         is_there = not self.has_ended and self.connection not in (Connection.LOST, Connection.ENDED)
@@ -204,6 +213,13 @@ class MetricsRead:
     lines: tuple[MetricsLine, ...]
     is_restarted: bool = False
     num_bad_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderLooked:
+    """The run's folder was looked for."""
+
+    fate: FolderFate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +285,7 @@ class Told:
 
 Change = (
     Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
-    | Ticked | ConnectionLost | StatusRead | MetricsRead | LogRead
+    | Ticked | ConnectionLost | StatusRead | MetricsRead | FolderLooked | LogRead
     | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | Told
     | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
     | plot_view.PlotChange | log_view.LogChange | travel.TravelChange | viewer.ViewerChange
@@ -289,16 +305,18 @@ def reduce(state: ViewState, change: Change) -> ViewState:
         case Bye():
             status = state.status and state.status.model_copy(update={"state": change.state})
             note = f"the run is over: {change.state}"
-            return replace(state, connection=Connection.ENDED, connection_note=note, status=status)
+            return _rediagnosed(replace(state, connection=Connection.ENDED, connection_note=note, status=status))
         case Ticked():
             return replace(state, now=change.now, host_memory=_felt(state.host_memory, change.host_memory))
         case ConnectionLost():
             connection = Connection.ENDED if change.is_over else Connection.LOST
-            return replace(state, connection=connection, connection_note=change.note)
+            return _rediagnosed(replace(state, connection=connection, connection_note=change.note))
         case StatusRead():
             return _with_status(state, change.status)
         case MetricsRead():
             return _with_metrics(state, change)
+        case FolderLooked():
+            return _rediagnosed(replace(state, folder_fate=change.fate))
         case LogRead():
             return _with_log(state, change)
         case ServiceSelected():
@@ -405,14 +423,14 @@ def _selecting_what_starts(state: ViewState) -> ViewState:
 
 def _rediagnosed(state: ViewState) -> ViewState:
     """Put the daemon's warnings and our own into one list, each id once, the gravest first."""
-    warnings = merged_warnings(state.status, state.metric_warnings)
+    warnings = merged_warnings(state.status, (*state.folder_warnings, *state.metric_warnings))
     return state if warnings == state.warnings else replace(state, warnings=warnings)
 
 
-def merged_warnings(status: RunStatus | None, metric_warnings: tuple[Warning, ...]) -> tuple[Warning, ...]:
+def merged_warnings(status: RunStatus | None, own: tuple[Warning, ...]) -> tuple[Warning, ...]:
     """The daemon's warnings and our own, each id once, the gravest first."""
     by_id = {warning.id: warning for warning in (status.warnings if status else [])}
-    for warning in (*diagnose((), status), *metric_warnings):
+    for warning in (*diagnose((), status), *own):
         by_id.setdefault(warning.id, warning)
     return tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
 

@@ -34,7 +34,7 @@ def as_seen(state: ViewState) -> ViewState:
         start_phases=past.start_phases,
         history=cut.history,
         metric_warnings=cut.metric_warnings,
-        warnings=cut.warnings if past.status is not None else cut.metric_warnings,
+        warnings=(*state.folder_warnings, *(cut.warnings if past.status is not None else cut.metric_warnings)),
         notices=past.notices,
         outcome=_outcome(state, past),
         host_memory=None,
