@@ -77,8 +77,8 @@ def folder_warnings(fate: FolderFate, folder: Path, *, is_over: bool, is_supervi
     elif is_supervised:
         text = "this run's folder was deleted or moved while it goes on"
         hint = (
-            "services work on, but leave no record. The supervisor makes the folder anew at once, where it can: if this "
-            f"stays, see whether {folder.parent} can be written and its disk has room. D ends the run"
+            "services work on, but leave no record. The supervisor makes the folder anew at once, where it can: if "
+            f"this stays, see whether {folder.parent} can be written and its disk has room. D ends the run"
         )
     else:
         text = "this run's folder is gone, and no supervisor answers"
