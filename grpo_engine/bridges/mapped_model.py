@@ -7,7 +7,7 @@ that trainer and server share, the next server would find no room for its weight
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from grpo_engine.bridges.cuda_tensors import map_cuda_tensors
 from grpo_engine.bridges.shared_tensors import map_tensors
 from grpo_engine.errors import BridgeError
 from grpo_engine.models.loading import load_config, load_model_on_shared
+from grpo_engine.models.same_model import is_same_model
 from grpo_engine.wire.bridge_file import BridgeFile
 
 if TYPE_CHECKING:
@@ -30,10 +31,17 @@ class MappedModel:
         """Build the model on what the file describes.
 
         Raises:
-            BridgeError: the memory cannot be mapped.
-            ModelError: it is of another model.
+            BridgeError: the memory cannot be mapped, or the server names another model.
+            ModelError: it is of another shape.
         """
-        self.model: PreTrainedModel = load_model_on_shared(load_config(model_name), _map(file), file.aliases)
+        if not is_same_model(model_name, file.model):
+            raise BridgeError(
+                f"the inference server shares the weights of {file.model}, but {model_name} is to be trained: give "
+                "both the same model"
+            )
+        fresh = _map(file)
+        self._kinds = _kinds(fresh)
+        self.model: PreTrainedModel = load_model_on_shared(load_config(model_name), fresh, file.aliases)
         self.is_mapped = True
         own = dict(self.model.named_parameters(remove_duplicate=False))
         own |= dict(self.model.named_buffers(remove_duplicate=False))
@@ -48,12 +56,13 @@ class MappedModel:
         Raises:
             BridgeError: the memory cannot be mapped, or is of another model.
         """
-        fresh, own = _map(file), self.tensors
-        if fresh.keys() != own.keys() or any(fresh[name].shape != tensor.shape for name, tensor in own.items()):
+        fresh = _map(file)
+        if _kinds(fresh) != self._kinds:
             raise BridgeError(
-                f"the restarted inference server serves another model ({file.model}); restart the trainer too"
+                f"the restarted inference server shares other weights ({file.model}), or the same in another dtype or "
+                "on another GPU; restart the trainer too"
             )
-        for name, tensor in own.items():
+        for name, tensor in self.tensors.items():
             tensor.data = fresh[name]
         self.is_mapped = True
 
@@ -94,6 +103,10 @@ class MappedModel:
         if is_on_gpu:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # what a step leaves with torch's allocator is not free to others either
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
+    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
 
 
 def _map(file: BridgeFile) -> dict[str, Tensor]:

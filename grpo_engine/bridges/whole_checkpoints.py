@@ -94,6 +94,7 @@ class CheckpointBridge:
             self._control = server_control(self._context, self._folder, self._settings.server_config, os.environ)
             self._control.attach()
         info = self._client.info() if self._control is not None else self._find_server()
+        self._compare_models(info)
         model = self._own.load()
         self._handover = self._take_folder(on_gpu=next(model.parameters()).is_cuda)
         return BridgeModel(
@@ -142,6 +143,18 @@ class CheckpointBridge:
             self._require_restarted()
         self._served.note(self._written)
         self._handover.forget_older()
+
+    def _compare_models(self, info: BridgeInfo) -> None:
+        from grpo_engine.models.same_model import is_same_model
+
+        if not is_same_model(self._context.model_name, info.model_name):
+            logger.warning(
+                "%s serves %s; it gets the weights of %s, but keeps its own tokenizer and chat template: give both the "
+                "same model",
+                self._client.url,
+                info.model_name,
+                self._context.model_name,
+            )
 
     def _require_restarted(self) -> None:
         """The gate: training goes on with a new server that serves the new weights, or not at all."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -163,6 +163,31 @@ def test_a_second_trainer_is_refused_while_the_first_lives_and_writes(model_fold
         early.close()
         late.close()
         assert Fence.attach(segment).writer() is None
+
+
+def test_weights_of_another_model_are_not_trained_though_they_have_its_shape(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=5)
+    with sharing(model_folder, tmp_path) as server:
+        stranger = attach(other, server, tmp_path)
+        with closing(stranger), pytest.raises(BridgeError, match=r"weights of .*tiny, but .*other is to be trained"):
+            stranger.attach()
+        with closing(make_bridge({"mode": "none"}, other, server.url, tmp_path)) as writer:
+            writer.attach()
+        assert "keeps its own tokenizer" in caplog.text
+
+
+def test_a_restart_in_another_dtype_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
+    with sharing(model_folder, tmp_path) as server:
+        bridge = attach(model_folder, server, tmp_path)
+        bridge.attach()
+    flags = ("--shared-weights", "--bridge-file", str(tmp_path / "bridge.json"), "--dtype", "bfloat16")
+    port = int(server.url.rpartition(":")[2])
+    words = "the same in another dtype or on another GPU; restart the trainer"
+    restarted = running_server(model_folder, *flags, folder=tmp_path, port=port)
+    with restarted, closing(bridge), pytest.raises(BridgeError, match=words):
+        bridge.ensure_current()
 
 
 def test_a_writer_that_does_not_pause_only_costs_the_batch(model_folder: Path, tmp_path: Path) -> None:
