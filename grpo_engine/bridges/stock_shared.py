@@ -101,8 +101,8 @@ class StockSharedBridge:
         self._client.close()
 
     def _living_file(self) -> StockBridgeFile:
-        file = read_stock_file(self._path)
         standing = self._client.ask("GET", "/bridge/state_dict_info", None, _Standing)
+        file = read_stock_file(self._path)  # after the answer: a server that starts overwrites it piece by piece
         if standing.model != file.model:
             raise BridgeError(
                 f"{self._path}: describes the weights of {file.model}, but {self._client.url} serves {standing.model}; "

@@ -7,7 +7,7 @@ import http.server
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -258,10 +258,13 @@ class StockServer(http.server.BaseHTTPRequestHandler):
     """Atropos's `/bridge/*` routes, as far as a trainer may ask them."""
 
     can_pause = True
-    model = "m"
+    model = "somebody/model"
     asked: list[str]
+    loaded: Callable[[], object] = staticmethod(lambda: None)
+    """What it does before it answers at all."""
 
     def do_GET(self) -> None:
+        self.loaded()
         self._answer({"model": self.model, "dtype": "torch.float32", "shared_weights_enabled": True})
 
     def do_POST(self) -> None:
@@ -305,7 +308,7 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
     monkeypatch.setattr(mapped_model, "map_cuda_tensors", lambda manifest: mapped(manifest, memory))
     monkeypatch.setattr(cuda_tensors, "gpu_uuid", str)  # no GPU here: host memory stands for the server's
     path = tmp_path / "bridge.json"
-    path.write_text(stock_form("m", exported(fused)).model_dump_json())
+    path.write_text(stock_form(handler.model, exported(fused)).model_dump_json())
     context = BridgeContext(
         model_name=str(tmp_path / "model"),
         dtype="auto",
@@ -330,7 +333,9 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
         memory.update({f"{name}'": storage.clone().zero_() for name, storage in memory.items()})
         restarted = {f"{name}'": tensor for name, tensor in fused.items()}
         again = {name.removesuffix("'"): entry for name, entry in exported(restarted).items()}
-        path.write_text(stock_form("m", again).model_dump_json())
+        whole = stock_form(handler.model, again).model_dump_json()
+        path.write_text(whole[:100])  # that server overwrites it while it starts
+        handler.loaded = staticmethod(lambda: path.write_text(whole))
         handler.can_pause = False
         with caplog.at_level(logging.WARNING):
             bridge.ensure_current()
@@ -338,5 +343,5 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
         assert memory["model.norm.weight'"][OFFSET:].eq(3).all()
         assert caplog.text.count("weights change under its running generations") == 1
         handler.model = "other"
-        with pytest.raises(BridgeError, match=r"describes the weights of m, but .* serves other"):
+        with pytest.raises(BridgeError, match=r"describes the weights of somebody/model, but .* serves other"):
             bridge.ensure_current()
