@@ -31,7 +31,7 @@ _NOT_A_COLOUR = re.compile(
     r"|\x1b[PX^_][^\x1b]*\x1b\\"  # device control strings
     r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"  # two-character escapes
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOUR_OR_TAB = re.compile(r"(\x1b\[[0-9;:]*m|\t)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;:]*m)")
 
@@ -118,7 +118,7 @@ class LogTail:
 
 def without_colours(line: str) -> str:
     """The characters of a line without its colour sequences."""
-    return _COLOUR.sub("", line)
+    return COLOUR.sub("", line)
 
 
 def _from_first_whole_line(block: bytes, *, at_start: bool) -> bytes:

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rich.cells import cell_len
-
+from grpo_tui.view.folding import beginning, fold
 from grpo_tui.view.log_reader import Cut, Extent, LogLine
 from grpo_tui.view.log_search import BrokenPattern, Level, LineTest, line_test, line_tests
 from grpo_tui.view.log_tail import without_colours
@@ -364,7 +363,9 @@ def num_rows(line: LogLine, logs: LogsView) -> int:
     """Rows that a line takes, at most all."""
     if not logs.is_wrapped or logs.columns <= 0:
         return 1
-    return min(max(1, -(-cell_len(without_colours(line.text)) // logs.columns)), max(1, logs.rows))
+    most = max(1, logs.rows)
+    shown = without_colours(beginning(line.text, (most + 1) * logs.columns))
+    return min(most, len(fold(shown, logs.columns, most)))
 
 
 def is_same(line: LogLine, other: LogLine) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from rich.cells import cell_len, chop_cells
+from rich.cells import cell_len
 from rich.text import Text
 from textual import events
 from textual.content import Content
@@ -16,6 +16,7 @@ from textual.widgets import Input
 
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import NUM_SHARES, Lines, Styled, fit, line, rule
+from grpo_tui.view.folding import beginning, fold
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.log_reader import LogLine
 from grpo_tui.view.log_search import Level, marker
@@ -211,7 +212,9 @@ def _content(each: LogLine, logs: LogsView, gutter: Styled, width: int) -> list[
     name: list[str | Styled] = []
     if name_columns:
         name = [(fit(logs.services[each.source], name_columns - 1) + " ", _colour(each.source))]
-    text = _text(each.text)
+    most = max(1, logs.rows)
+    num_cells = (most + 1) * columns if logs.is_wrapped else logs.shift + columns + 1
+    text = _text(beginning(each.text, num_cells))
     if (regex := marker(logs.searched)) is not None:
         for found in regex.finditer(text.plain):
             text = text.stylize(".match", found.start(), found.end())
@@ -222,15 +225,15 @@ def _content(each: LogLine, logs: LogsView, gutter: Styled, width: int) -> list[
             + shown.truncate(columns, ellipsis=True).pad_right(max(0, columns - shown.cell_length))
         ]
     rows: list[Content] = []
-    start = 0
-    pieces, most = chop_cells(text.plain, columns) or [""], max(1, logs.rows)
+    pieces = fold(text.plain, columns, most)
     for piece in pieces[:most]:
         before = Content.assemble(gutter, *(name if not rows else [" " * name_columns]), end="")
-        part = text[start : start + len(piece)]
-        if len(rows) == most - 1 and len(pieces) > most:
-            part = text[start:].truncate(columns, ellipsis=True)  # a line of more rows than the page has
+        part = text[piece]
+        if len(rows) == most - 1 and len(pieces) > most:  # a line of more rows than the page has
+            part = text[piece.start : piece.stop + columns + 1].truncate(columns, ellipsis=True)
+        elif part.cell_length > columns:
+            part = part[:-1]  # the blank at which it was folded
         rows.append(before + part.pad_right(max(0, columns - part.cell_length)))
-        start += len(piece)
     return rows
 
 
