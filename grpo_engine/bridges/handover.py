@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from grpo_engine.bridges.fence import SHARED_MEMORY
 from grpo_engine.bridges.saving import saying_why_unwritten
-from grpo_engine.bridges.shared_names import run_of, stem_of
+from grpo_engine.bridges.shared_names import make_own_folder, run_of, stem_of
 from grpo_engine.errors import BridgeError
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.handover import HandoverNote
@@ -87,6 +87,8 @@ class Handover:
             BridgeError: the disk refuses, or another trainer writes there.
         """
         with saying_why_unwritten(storage):
+            if storage.is_relative_to(SHARED_MEMORY):
+                make_own_folder(storage)
             for place in (folder, storage):
                 place.mkdir(parents=True, exist_ok=True)
         self._claim: int | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from grpo_engine.bridges.fence import SHARED_MEMORY
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model, saying_why_unwritten, trainable_device
-from grpo_engine.bridges.shared_names import adapters_name, remove_left_adapters, run_of
+from grpo_engine.bridges.shared_names import adapters_name, make_own_folder, remove_left_adapters, run_of
 from grpo_engine.bridges.shared_tensors import dtype_from_text
 from grpo_engine.config import Config
 from grpo_engine.errors import BridgeError
@@ -180,6 +180,8 @@ class LoraOnlyBridge:
         path = self._folder / name
         self._kept = [kept for kept in self._kept if kept != path]
         with saying_why_unwritten(path):
+            if self._is_in_shared_memory():
+                make_own_folder(self._folder)
             save_adapter(self._model, path, self._dtype)
         self._kept.append(path)
         try:

@@ -6,12 +6,17 @@ made it does, and what a killed one left goes with the next.
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from grpo_engine.bridges.fence import SHARED_MEMORY
 from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX
+from grpo_engine.errors import BridgeError
 
 RUN_VARIABLE = "GRPO_TUI_RUN"
 BY_HAND = "hand"
@@ -32,6 +37,21 @@ def adapters_name(run: str | None) -> str:
     """Name of this process's folder of adapters."""
     me = ProcessIdentity.of_this_process()
     return f"{stem_of(run)}{_ADAPTERS}-{me.pid}-{me.start_ticks}"
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder below /dev/shm that other users cannot read, where they may have made one of its name before.
+
+    Raises:
+        BridgeError: they have.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise BridgeError(f"{path}: not a folder of this user's, who would trust its weights: have its owner remove it")
+    path.chmod(0o700)
 
 
 def remove_left_adapters(run: str | None) -> None:

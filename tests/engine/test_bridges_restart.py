@@ -189,6 +189,18 @@ def test_by_hand_shared_memory_that_a_killed_trainer_left_goes_with_the_next(
     assert list(tmp_path.glob("grpo-*")) == []
 
 
+def test_checkpoints_in_shared_memory_are_for_nobody_else_and_in_no_folder_that_somebody_else_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover_module, "SHARED_MEMORY", tmp_path)
+    handover = Handover(tmp_path / "h", tmp_path / "storage", model="m")
+    assert (tmp_path / "storage").stat().st_mode & 0o777 == 0o700
+    handover.close()
+    (tmp_path / "foreign").symlink_to(tmp_path)
+    with pytest.raises(BridgeError, match="not a folder of this user's"):
+        Handover(tmp_path / "h", tmp_path / "foreign", model="m")
+
+
 def test_what_an_earlier_trainer_left_in_its_storage_counts_as_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_lora_only_keeps_two_adapters_in_shared_memory_and_none_at_its_end(tmp_p
             served = Path(client.get("/lora/status").json()["active_adapter_path"])
         assert served.is_relative_to("/dev/shm")
         assert str(os.getpid()) in served.parent.name
+        assert served.parent.stat().st_mode & 0o777 == 0o700
         assert sorted(path.name for path in served.parent.iterdir()) == ["policy@000002", "policy@000003"]
         assert not (tmp_path / "run").exists()
         with server.client as client:
