@@ -24,6 +24,7 @@ from grpo_engine.server.app import Service, create_app
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import StartableEngine
 from grpo_engine.server.standby import Standby, die_with_standby
+from grpo_engine.server.vllm_sockets import sockets_of_a_server
 
 _VLLM_ENGINE = "grpo_engine.server.vllm_engine"
 
@@ -43,7 +44,8 @@ def run(config: ServerConfig) -> int:
     if config.has_standby:
         return Standby(config, serve).run()
     die_with_standby(os.environ)
-    return serve(config)
+    with sockets_of_a_server(config, os.environ):
+        return serve(config)
 
 
 def serve(config: ServerConfig) -> int:

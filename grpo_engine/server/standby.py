@@ -37,6 +37,7 @@ from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.preloading import preload
 from grpo_engine.server.vllm_processes import is_resource_tracker
+from grpo_engine.server.vllm_sockets import sockets_of_a_server
 from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 
 PARENT_VARIABLE = "GRPO_STANDBY_PID"
@@ -89,14 +90,16 @@ class Standby:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         gc.freeze()
         while True:
-            obstacle = why_unforkable()
-            if obstacle is not None:
-                logger.warning("Standby: %s; the server is started as a program of its own", obstacle)
-                self._server = self._start_program()
-            elif self._fork():
-                _leave(self._serve(self._config))
-            self._exit_code = None
-            if not self._keep():
+            with sockets_of_a_server(self._config, os.environ):
+                obstacle = why_unforkable()
+                if obstacle is not None:
+                    logger.warning("Standby: %s; the server is started as a program of its own", obstacle)
+                    self._server = self._start_program()
+                elif self._fork():
+                    _leave(self._serve(self._config))
+                self._exit_code = None
+                has_next = self._keep()
+            if not has_next:
                 return self._end()
             self._say_nothing_is_left()
 

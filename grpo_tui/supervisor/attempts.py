@@ -51,6 +51,7 @@ class Attempts:
         post: Post,
         notice: Notice,
         sampler: Sampler,
+        prepare: Callable[[], None],
     ) -> None:
         self._launch = launch
         self._run = run
@@ -60,6 +61,8 @@ class Attempts:
         self._post = post
         self._notice = notice
         self._sampler = sampler
+        self._prepare = prepare
+        """Sees to what a service finds on the disk when it starts."""
         self._effects: asyncio.Queue[tuple[Effect, Service]] = asyncio.Queue()
         self._is_ready = False
         self._num_renewals = 0
@@ -125,6 +128,7 @@ class Attempts:
             self._tell(Refused(in_the_way))
             return
         self.oom_kills_before = oom_kill_count()
+        self._prepare()
         try:
             keeper = await self._start(service.attempt)
         except GrpoError as error:

@@ -30,8 +30,9 @@ from grpo_engine.wire.supervisor import (
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.paths import SUPERVISOR_LOG
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.services.base import Launch
 from grpo_tui.services.hook import HookEvent
-from grpo_tui.supervisor import order, teardown
+from grpo_tui.supervisor import order, teardown, temporary
 from grpo_tui.supervisor.attempts import Attempts
 from grpo_tui.supervisor.broadcast import Broadcast
 from grpo_tui.supervisor.capped_log import LogCapper
@@ -84,7 +85,8 @@ class Supervisor:
         self._plan = plan
         self._run_folder = run_folder
         self._predecessor = predecessor
-        self._launches = {launch.name: launch for launch in plan.launches}
+        self._temporary_folder = self._take_temporary_folder()
+        self._launches = {launch.name: self._at_home(launch) for launch in plan.launches}
         self._services = {name: Service(name=name, since_s=time.monotonic()) for name in self._launches}
         self._hands: dict[str, Attempts] = {}
         self._ready_at: dict[str, float | None] = {}
@@ -174,9 +176,36 @@ class Supervisor:
                 post=self.post,
                 notice=self.notice,
                 sampler=self._sampler,
+                prepare=self._see_to_temporary_folder,
             )
             self._hands[name].may_take_ports = self._plan.take_ports and self._predecessor is None
         return [tasks.create_task(hands.work(), name=f"hands of {name}") for name, hands in self._hands.items()]
+
+    def _take_temporary_folder(self) -> Path | None:
+        """The one that an earlier daemon made, or a new one; None, told, where none can be made."""
+        ledger = None if self._predecessor is None else self._predecessor.ledger
+        if ledger is not None and ledger.temporary_folder is not None:
+            return ledger.temporary_folder
+        try:
+            return temporary.make_folder(self.run_name)
+        except OSError as error:
+            log.warning("no temporary folder for the run can be made (%s): what services leave is not removed", error)
+            return None
+
+    def _at_home(self, launch: Launch) -> Launch:
+        """A launch in the temporary folder of the run; what its profile says stands."""
+        if self._temporary_folder is None:
+            return launch
+        return replace(launch, env={**temporary.variables(self._temporary_folder), **launch.env})
+
+    def _see_to_temporary_folder(self) -> None:
+        if self._temporary_folder is None:
+            return
+        try:
+            temporary.make_anew(self._temporary_folder)
+        except OSError as error:
+            words = f"{self._temporary_folder}, TMPDIR of the services, was removed and cannot be made anew: {error}"
+            self.notice("warning", words, None)
 
     def _take_over(self) -> None:
         """Find what an earlier daemon left: living services go on, ended ones are told, none starts twice."""
@@ -285,6 +314,7 @@ class Supervisor:
             report=lambda line: self.notice("info", line, None),
             ledger=self._sampler.seen,
             take_ports=self._takes_ports_at_end,
+            temporary_folder=self._temporary_folder,
         )
         log.info("run %s is over: %s; ports %s are free", self.run_name, self._ending.state, ports or "(none)")
         self._ended_at = time.time()
@@ -560,6 +590,7 @@ class Supervisor:
             has_been_up=self._has_been_up,
             boot_id=boot_id(),
             restarting=tuple(self._restarting),
+            temporary_folder=self._temporary_folder,
             services={
                 name: to_ledger(
                     service,

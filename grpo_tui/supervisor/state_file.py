@@ -66,6 +66,8 @@ class Ledger(Message):
     """What the run was being ended as; None while it goes on."""
     has_been_up: bool
     restarting: tuple[str, ...]
+    temporary_folder: Path | None = None
+    """Of the run; None where none could be made."""
     services: dict[str, ServiceLedger]
 
 

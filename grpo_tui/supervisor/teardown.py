@@ -1,6 +1,7 @@
 """After a service has ended: nothing of it is left, and whoever else is in the way is named.
 
-In this order: processes with the run's marker (and those in the ledger), declared ports, GPU memory, shared memory.
+In this order: processes with the run's marker (and those in the ledger), declared ports, GPU memory, shared memory,
+the run's temporary folder.
 A keeper that lived to the end has left nothing to do here, so this is the second net and costs some milliseconds.
 Ends only what carries our marker or stands in our ledger, by pid and start time; a stranger is ended on explicit word
 alone, another user's process never.
@@ -17,8 +18,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from grpo_tui.supervisor import orphans, proc
+from grpo_tui.supervisor import orphans, proc, temporary
 from grpo_tui.supervisor.ports import Holder, port_holders
 from grpo_tui.supervisor.proc import ProcessId, Stat
 
@@ -51,7 +53,7 @@ class SweepReport:
     strangers: tuple[Holder, ...]
     """Who still holds a declared port."""
     removed: tuple[str, ...]
-    """Shared-memory files that were removed."""
+    """Shared-memory files and temporary folders that were removed."""
     gpu_memory_bytes: int | None
     """GPU memory still held when the wait ended; 0 when all is free, None when nobody knows."""
     seconds: float
@@ -66,12 +68,14 @@ async def sweep(
     ledger: Iterable[ProcessId] = (),
     gpu_memory: GpuMemory | None = None,
     take_ports: bool = False,
+    temporary_folder: Path | None = None,
 ) -> SweepReport:
     """End what is left of a service, or of the whole run if `service` is None, and say what could not be ended.
 
     Args:
         ledger: processes known to be the service's, for those that have neither parent nor marker any more.
         take_ports: the explicit word to end strangers of our own user that hold a declared port.
+        temporary_folder: the run's, where it is known.
     """
     started = time.monotonic()
     ledger = frozenset(ledger)
@@ -86,6 +90,8 @@ async def sweep(
     removed = await asyncio.to_thread(_remove_shared_memory, run if service is None else None, ledger)
     if removed:
         report(f"{whose}: removed from shared memory: {', '.join(removed)}")
+    if service is None:
+        removed += await _remove_temporary(run, temporary_folder, report)
     return SweepReport(
         ended=(*ended, *freed),
         unkillable=(*stuck, *held),
@@ -174,6 +180,15 @@ async def _gpu_is_free(gpu_memory: GpuMemory, whose: str, report: Report) -> int
     elif first:
         report(f"{whose}: {first / 1e9:.1f} GB of GPU memory free again after {_since(started)}")
     return held
+
+
+async def _remove_temporary(run: str, folder: Path | None, report: Report) -> list[str]:
+    removed, left = await asyncio.to_thread(temporary.remove_folders, run, folder)
+    if removed:
+        report(f"run {run}: removed what its services had left in {', '.join(removed)}")
+    for words in left:
+        report(f"run {run}: its temporary folder cannot be removed: {words}; remove it by hand")
+    return removed
 
 
 def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:

@@ -74,8 +74,14 @@ class Workplace:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What commands run in: sockets in a folder of this test's own."""
-        return {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), "OMP_NUM_THREADS": "1"}
+        """What commands run in: sockets and what is temporary in folders of this test's own."""
+        own = {"XDG_RUNTIME_DIR": str(self.runtime), "TMPDIR": str(self.temporary)}
+        return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+
+    @property
+    def temporary(self) -> Path:
+        """Where whatever is started here puts what is temporary."""
+        return self.runtime / "tmp"
 
     def profile(self, *services: str, name: str = "p") -> None:
         """Write a profile."""
@@ -143,6 +149,7 @@ def open_workplace(folder: Path) -> Iterator[Workplace]:
     """A workplace of which nothing may be left; a survivor fails the test, and is ended by its pid."""
     runtime = Path(tempfile.mkdtemp(prefix="grpo-test-"))
     place = Workplace(folder=folder, runtime=runtime)
+    place.temporary.mkdir()
     shared_before = set(os.listdir("/dev/shm"))
     try:
         yield place
@@ -152,9 +159,11 @@ def open_workplace(folder: Path) -> Iterator[Workplace]:
         for each in left:
             send_signal(each, signal.SIGKILL)
         sockets = [path.name for path in runtime.rglob("*.sock")]
+        temporary = os.listdir(place.temporary)
         shutil.rmtree(runtime)
     assert not names
     assert not sockets
+    assert not temporary
     assert not [port for port in place.ports if is_open(port)]
     runs = {path.name for path in (folder / "logs").glob("*")} if (folder / "logs").is_dir() else set()
     shared = [name for name in set(os.listdir("/dev/shm")) - shared_before if any(run in name for run in runs)]

@@ -1,0 +1,62 @@
+"""vLLM leaves the sockets of its processes lying: they have a folder that goes with the server."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.vllm_sockets import FOLDER_VARIABLE, sockets_of_a_server
+
+SOCKET = "123e4567-e89b-12d3-a456-426614174000"
+
+
+def config(engine: str = "vllm") -> ServerConfig:
+    return ServerConfig.model_validate({"model_name": "m", "engine": engine})
+
+
+def test_a_server_has_a_folder_for_its_sockets_which_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    environment: dict[str, str] = {}
+    with sockets_of_a_server(config(), environment):
+        folder = Path(environment[FOLDER_VARIABLE])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / SOCKET).touch()
+    assert not folder.exists()
+    assert environment == {}
+
+
+def test_sockets_have_a_name_that_the_kernel_takes_however_deep_the_temporary_folder_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    environment: dict[str, str] = {}
+    with sockets_of_a_server(config(), environment):
+        assert len(os.fsencode(Path(environment[FOLDER_VARIABLE]) / SOCKET)) <= 107
+
+
+@pytest.mark.parametrize(("engine", "environment"), [("vllm", {FOLDER_VARIABLE: "/of/mine"}), ("torch", {})])
+def test_a_folder_that_the_user_names_stands_and_a_server_without_sockets_has_none(
+    engine: str, environment: dict[str, str]
+) -> None:
+    before = dict(environment)
+    with sockets_of_a_server(config(engine), environment):
+        assert environment == before
+    assert environment == before
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with (
+        pytest.raises(GrpoError, match="no folder for vLLM's sockets can be made in /proc"),
+        sockets_of_a_server(config(), {}),
+    ):
+        pass
