@@ -254,10 +254,12 @@ def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
     if as_json:
         print(line.decode(errors="replace").rstrip("\n"))
         return True
+    from grpo_tui.view.metric_names import printed
+
     try:
         record = json.loads(line)
         shown = {name: value for name, value in record["metrics"].items() if name.startswith(starts)}
-        values = "  ".join(f"{name} {value:.5g}" for name, value in shown.items())
+        values = "  ".join(f"{name} {printed(name, value)}" for name, value in shown.items())
         text = f"step {record['step']}  {values}"
     except (ValueError, KeyError, TypeError):
         print(f"not a line of metrics: {line[:120]!r}", file=sys.stderr)

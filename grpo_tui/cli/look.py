@@ -94,13 +94,15 @@ def _print_rest(status: RunStatus) -> None:
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
     """The latest values that a person looks at first, with their healthy bands; `grpo-tui metrics` has them all."""
+    from grpo_tui.view.metric_names import printed
+
     lines: list[tuple[str, ...]] = [("METRIC", "NOW", "HEALTHY")]
     for name in ("step", *FIRST_METRICS, *filter(is_evaluated_score, metrics)):
         value = metrics.get(name)
         if value is not None:
             band = HEALTHY_BANDS.get(name)
             verdict = "" if band is None else f"{'yes' if band.holds(value) else 'NO'}, {_band(band)}"
-            lines.append((name, f"{value:.5g}", verdict))
+            lines.append((name, printed(name, value), verdict))
     return lines
 
 

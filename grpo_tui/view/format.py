@@ -77,6 +77,16 @@ def number_text(value: float | None) -> str:
     return f"{value:.{min(digits, 4)}f}"
 
 
+def whole_text(value: float) -> str:
+    """A count in at most eight characters: `64`, `123,456`, `1.235M`, `12.35G`."""
+    size, unit = abs(value), ""
+    for unit_size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if size >= unit_size:
+            value, unit = value / unit_size, name
+            break
+    return f"{value:.4g}{unit}" if unit else f"{value:,.0f}"
+
+
 def count_text(count: int, noun: str) -> str:
     """`1 restart`, `3 restarts`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS, METRIC_NAMES, Band
+from grpo_tui.view.format import number_text, whole_text
 
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "train/loss": ("loss", "policy_loss", "actor/pg_loss", "actor/loss", "loss/mean", "loss/policy_avg"),
@@ -71,6 +72,11 @@ _UNITS: tuple[tuple[str, str], ...] = (
     (r"num_groups$", "groups"),
     (r"num_prompts$", "prompts"),
 )
+_COUNTS = re.compile(
+    r"(^|[/_])(num_[a-z_]+|(global_)?steps?|policy_version)$"
+    r"|(staleness|_level|/all|length)[/_](max|min)$|(max|min)_(terminated_)?length$|scheduler/async_level$"
+)
+"""Names of what is counted: steps, prompts, groups, tokens, versions; and the most and the least of such."""
 _WORDS = re.compile(r"[^a-z0-9@]+")
 
 
@@ -111,6 +117,24 @@ def unit_of(name: str) -> str:
     if name.endswith(("fraction", "ratio")):
         return ""
     return next((unit for pattern, unit in _UNITS if re.search(pattern, name)), "")
+
+
+def value_text(name: str, value: float | None) -> str:
+    """A measured value in at most eight characters: whole where it is a count, else four digits that matter.
+
+    >>> value_text("eval/num_prompts", 64.0), value_text("rollout/length_mean", 64.0)
+    ('64', '64.00')
+    """
+    return whole_text(value) if value is not None and _is_count(name, value) else number_text(value)
+
+
+def printed(name: str, value: float) -> str:
+    """A measured value for a command's output: whole and in full where it is a count, else five digits that matter."""
+    return f"{value:.0f}" if _is_count(name, value) else f"{value:.5g}"
+
+
+def _is_count(name: str, value: float) -> bool:
+    return _COUNTS.search(name) is not None and float(value).is_integer()
 
 
 def group_of(name: str) -> str:

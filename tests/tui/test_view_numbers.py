@@ -1,13 +1,16 @@
 """Numbers as people read them, sparklines, and bars."""
 
 import itertools
+import math
 
 import pytest
 from screen_fakes import metrics_line
 
+from grpo_engine.wire.metrics import EVALUATION_PREFIX, METRIC_NAMES, environment_metric
 from grpo_tui.view.bars import split_cells
 from grpo_tui.view.format import age_text, bytes_text, clock_text, duration_text, number_text, percent_text, shortened
 from grpo_tui.view.history import MAX_LINES, RECENT_LINES, MetricHistory, bar_heights, bucketed, extended
+from grpo_tui.view.metric_names import printed, value_text
 
 
 @pytest.mark.parametrize(
@@ -120,3 +123,34 @@ def test_a_long_run_is_thinned_evenly_and_its_newest_steps_are_kept() -> None:
 )
 def test_a_bar_is_shared_out_to_the_cell(parts: list[int], total: int, num_cells: int, cells: list[int]) -> None:
     assert split_cells(parts, total, num_cells) == cells
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "on_screen", "in_a_command"),
+    [
+        ("eval/num_prompts", 64.0, "64", "64"),
+        ("rollout/sort6/num_groups", 3.0, "3", "3"),
+        ("rollout/staleness_max", 2.0, "2", "2"),
+        ("step", 123_456.0, "123,456", "123456"),
+        ("num_tokens", 12_345_678.0, "12.35M", "12345678"),
+        ("completions/max_length", 1024.0, "1,024", "1024"),
+        ("rollout/staleness_mean", 2.0, "2.000", "2"),
+        ("train/step_time", 64.0, "64.00", "64"),
+        ("eval/num_prompts", 63.5, "63.50", "63.5"),
+        ("num_tokens", math.inf, "inf", "inf"),
+    ],
+)
+def test_what_is_counted_is_a_whole_number(name: str, value: float, on_screen: str, in_a_command: str) -> None:
+    assert value_text(name, value) == on_screen
+    assert printed(name, value) == in_a_command
+
+
+def test_every_count_that_the_engine_measures_is_known_as_one() -> None:
+    names = [
+        "rollout/staleness_max",
+        f"{EVALUATION_PREFIX}num_prompts",
+        environment_metric("rollout", "a-b", "num_groups"),
+    ]
+    assert [value_text(name, 64.0) for name in names] == ["64", "64", "64"]
+    means = [name for name in METRIC_NAMES if name != "rollout/staleness_max"]
+    assert {value_text(name, 64.0) for name in means} == {"64.00"}

@@ -14,9 +14,8 @@ from grpo_tui.ui.widgets.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import curve_style
 from grpo_tui.ui.widgets.wheel import Wheel
 from grpo_tui.view.curves import listed, plotted
-from grpo_tui.view.format import number_text
 from grpo_tui.view.history import MetricHistory
-from grpo_tui.view.metric_names import band_of, group_of, our_name
+from grpo_tui.view.metric_names import band_of, group_of, our_name, value_text
 from grpo_tui.view.plot_view import MetricMarked, MetricSelected
 from grpo_tui.view.state import ViewState
 
@@ -134,7 +133,7 @@ def _line(
         sign,
         " ",
         _fit(text, width - VALUE_WIDTH - 6),
-        (" " + fit(number_text(value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
+        (" " + fit(value_text(row.name, value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
         (f" {verdict.sign}", verdict.style),
     )
     return shown.stylize(".selected") if row.name == selected else shown

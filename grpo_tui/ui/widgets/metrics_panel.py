@@ -15,9 +15,9 @@ from grpo_engine.wire.metrics import EVALUATION_PREFIX, Band, is_evaluated_score
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.messages import Came
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
-from grpo_tui.view.format import duration_text, number_text
+from grpo_tui.view.format import duration_text
 from grpo_tui.view.history import RECENT_LINES, MetricHistory, band_heights, bar_heights, bucketed
-from grpo_tui.view.metric_names import band_of, measured_as, unit_of
+from grpo_tui.view.metric_names import band_of, measured_as, unit_of, value_text
 from grpo_tui.view.plot_view import MetricSelected
 from grpo_tui.view.state import ViewState
 
@@ -151,7 +151,7 @@ def _cell(name: str, history: MetricHistory, width: int) -> Content:
     shown_name = name if is_roomy else _short_name(name)
     pieces: list[str | Styled] = [
         (fit(shown_name, name_width), ".muted"),
-        (" " + fit(number_text(value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
+        (" " + fit(value_text(name, value), VALUE_WIDTH, right=True), verdict.style or ".strong"),
         (f" {verdict.sign} ", verdict.style),
     ]
     spark_width = width - name_width - VALUE_WIDTH - 4

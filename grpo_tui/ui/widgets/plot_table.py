@@ -11,8 +11,8 @@ from grpo_tui.ui.widgets.lines import Styled, fit, line
 from grpo_tui.ui.widgets.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import curve_style, metric_text
 from grpo_tui.view.curves import Curve
-from grpo_tui.view.format import UNKNOWN, duration_text, number_text
-from grpo_tui.view.metric_names import band_of
+from grpo_tui.view.format import duration_text
+from grpo_tui.view.metric_names import band_of, value_text
 from grpo_tui.view.plot_view import PlotView
 
 DASHES = "┄"
@@ -62,7 +62,11 @@ def table(curves: Sequence[Curve], plots: PlotView, window: tuple[float, float],
         for name in names:
             value = values.get(name)
             verdict = judge(value, band) if name != "mean" else judge(None, None)
-            text = number_text(value) if value is not None else UNKNOWN
-            cells.append((fit(text, VALUE_WIDTH, right=True), verdict.style if verdict.style == ".warning" else ""))
+            cells.append(
+                (
+                    fit(value_text(curve.name, value), VALUE_WIDTH, right=True),
+                    verdict.style if verdict.style == ".warning" else "",
+                )
+            )
         rows.append(line((f"{sign} ", curve_style(curve.number)), fit(label, name_width - 2), *cells))
     return rows
