@@ -89,6 +89,15 @@ class MetricSelected(PlotChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionMoved(PlotChange):
+    """The selection moved by so many rows: two notches of a wheel may come before the first is drawn."""
+
+    by: int
+    names: tuple[str, ...]
+    """Of the list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricMarked(PlotChange):
     """A metric was marked, or its mark taken away."""
 
@@ -159,8 +168,8 @@ class ComparisonRead(PlotChange):
 
 
 AnyPlotChange = (
-    SearchChanged | MetricSelected | MetricMarked | MarksCleared | XAxisTurned | YAxisTurned | SmoothingTurned
-    | LogScaleTurned | BandTurned | WidthTurned | WindowSet | CursorSet | ComparisonBegan | ComparisonRead
+    SearchChanged | MetricSelected | SelectionMoved | MetricMarked | MarksCleared | XAxisTurned | YAxisTurned
+    | SmoothingTurned | LogScaleTurned | BandTurned | WidthTurned | WindowSet | CursorSet | ComparisonBegan | ComparisonRead
 )  # fmt: skip
 
 
@@ -172,6 +181,11 @@ def after(plots: PlotView, change: PlotChange) -> PlotView:
             return replace(plots, query=change.query, is_searching=change.is_searching)
         case MetricSelected():
             return replace(plots, selected=change.name)
+        case SelectionMoved(by=by, names=names):
+            if not names:
+                return plots
+            place = names.index(plots.selected) + by if plots.selected in names else max(0, by)
+            return replace(plots, selected=names[min(max(place, 0), len(names) - 1)])
         case MetricMarked():
             if change.name in plots.marked:
                 return replace(plots, marked=tuple(name for name in plots.marked if name != change.name))

@@ -28,6 +28,7 @@ from grpo_tui.ui.widgets.rollout_list import RolloutList
 from grpo_tui.ui.widgets.services_table import ServicesTable
 from grpo_tui.ui.widgets.tabs_line import TabsLine
 from grpo_tui.ui.widgets.travel_bar import TravelBar
+from grpo_tui.view.curves import listed
 
 pytestmark = pytest.mark.slow
 
@@ -77,8 +78,9 @@ async def test_the_wheel_moves_through_services_and_metrics(tmp_path: Path) -> N
         await screen.pilot.press("5")
         await at_place(screen, "metrics")
         await screen.until(lambda: bool(part(screen, MetricList).plain_lines))  # type: ignore[attr-defined]
-        turn_wheel(screen, part(screen, MetricList), 1)
-        await screen.until(lambda: screen.app.state.plots.selected == "reward/std")
+        turn_wheel(screen, part(screen, MetricList), 5)  # faster than it is drawn
+        names = listed(screen.app.state.history, "")
+        await screen.until(lambda: screen.app.state.plots.selected == names[5])
 
 
 async def test_a_completion_and_a_token_are_chosen_by_a_click_and_a_text_scrolls_by_the_wheel(tmp_path: Path) -> None:

@@ -142,11 +142,7 @@ class MetricsScreen(RunScreen):
     def action_select(self, by: int) -> None:
         """The metric so many rows further."""
         names = listed(self._state.history, self._state.plots.query)
-        if not names:
-            return
-        selected = self._state.plots.selected
-        place = names.index(selected) + by if selected in names else max(0, by)
-        self._tell(plot_view.MetricSelected(name=names[min(max(place, 0), len(names) - 1)]))
+        self._tell(plot_view.SelectionMoved(by=by, names=tuple(names)))
 
     def action_mark(self) -> None:
         """Mark the selected metric, or take its mark away."""
