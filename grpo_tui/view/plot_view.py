@@ -169,7 +169,8 @@ class ComparisonRead(PlotChange):
 
 AnyPlotChange = (
     SearchChanged | MetricSelected | SelectionMoved | MetricMarked | MarksCleared | XAxisTurned | YAxisTurned
-    | SmoothingTurned | LogScaleTurned | BandTurned | WidthTurned | WindowSet | CursorSet | ComparisonBegan | ComparisonRead
+    | SmoothingTurned | LogScaleTurned | BandTurned | WidthTurned | WindowSet | CursorSet
+    | ComparisonBegan | ComparisonRead
 )  # fmt: skip
 
 
