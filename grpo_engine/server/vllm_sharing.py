@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_FENCE_POLL_S = 0.002
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +59,10 @@ async def share(
     fingerprint = _fingerprint(config)
     adopted = adopt(path, owner, fingerprint)
     stem = f"{owner.stem}{instance}"
-    version = 0 if adopted is None else adopted.fence.read().policy_version
-    fence = Fence.create(f"{stem}-fence", policy_version=version)
     try:
         manifest, fused = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
-        if adopted is not None:
-            _take_over(adopted, manifest)
+        version = 0 if adopted is None else await take_over(adopted, manifest)
+        fence = Fence.create(f"{stem}-fence", policy_version=version)
         file = write_bridge_file(
             path,
             owner=owner,
@@ -101,11 +102,26 @@ async def _exported(
     return tensors, fused
 
 
-def _take_over(adopted: Adopted, manifest: Mapping[str, SharedTensor]) -> None:
-    for name, tensor in map_tensors(manifest).items():
-        tensor.copy_(adopted.tensors[name])
+async def take_over(adopted: Adopted, manifest: Mapping[str, SharedTensor]) -> int:
+    """Copy what a predecessor left into the exported weights; gives its version.
+
+    A trainer may still be writing there, which has not seen yet that the predecessor ended: it is waited for.
+
+    Raises:
+        HalfWritten: it died meanwhile.
+    """
+    own = map_tensors(manifest)
+    while True:
+        before = adopted.fence.check()
+        if not before.is_writing:
+            for name, tensor in own.items():
+                tensor.copy_(adopted.tensors[name])
+            if adopted.fence.read().sequence == before.sequence:
+                break
+        await asyncio.sleep(_FENCE_POLL_S)
     unlink_segments({adopted.file.fence_segment} | segments_of(adopted.file.tensors))
-    logger.info("Took over the weights of version %d from shared memory", adopted.fence.read().policy_version)
+    logger.info("Took over the weights of version %d from shared memory", before.policy_version)
+    return before.policy_version
 
 
 def _fingerprint(config: ServerConfig) -> str:

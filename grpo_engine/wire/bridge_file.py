@@ -18,13 +18,16 @@ from grpo_engine.wire.codec import Message
 FORMAT_VERSION = 1
 
 
+SegmentName = Annotated[str, Field(pattern=r"^[^/]*$")]
+"""A name below /dev/shm, and no path to anywhere else: whoever maps it writes into it."""
+
+
 class PosixHandle(Message):
     """A tensor in a POSIX shared-memory segment."""
 
     kind: Literal["posix"] = "posix"
-    segment: str
-    """Name below /dev/shm."""
-    offset_bytes: int
+    segment: SegmentName
+    offset_bytes: int = Field(ge=0)
 
 
 class ExportedStorage(Message):
@@ -72,7 +75,7 @@ class BridgeFile(Message):
     instance: str
     fingerprint: str = ""
     """Of model, configuration and dtype: a server that finds the file of its dead predecessor takes the memory over."""
-    fence_segment: str
+    fence_segment: SegmentName
     """POSIX segment of the fence page (see `grpo_engine.bridges.fence`)."""
     tensors: dict[str, SharedTensor]
     aliases: dict[str, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_engine.bridges.bridge_files import read_bridge_file
+from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.shared_tensors import (
     dtype_from_text,
     export_tensors,
@@ -17,7 +21,9 @@ from grpo_engine.bridges.shared_tensors import (
     unlink_segments,
 )
 from grpo_engine.errors import BridgeError
-from grpo_engine.wire.bridge_file import PosixHandle
+from grpo_engine.server.exports import Adopted
+from grpo_engine.server.vllm_sharing import take_over
+from grpo_engine.wire.bridge_file import BridgeFile, PosixHandle
 
 
 @pytest.fixture
@@ -76,6 +82,40 @@ def test_a_segment_that_is_gone_or_short_is_named(segment: str) -> None:
     unlink_segments([segment])
     with pytest.raises(BridgeError, match=r"cannot be mapped.*is the inference server up"):
         map_tensors(manifest)
+
+
+def test_a_bridge_file_that_names_memory_by_a_path_to_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bridge.json"
+    for fence, weights in (("../../tmp/x", "w"), ("f", "../x")):
+        handle = {"kind": "posix", "segment": weights, "offset_bytes": 0}
+        tensor = {"handle": handle, "shape": [1], "stride": [1], "dtype": "torch.float32"}
+        said = {"model": "m", "pid": 1, "pid_start_ticks": 1, "instance": "i"}
+        path.write_text(json.dumps({**said, "fence_segment": fence, "tensors": {"a": tensor}}))
+        with pytest.raises(BridgeError, match="segment: String should match"):
+            read_bridge_file(path)
+
+
+async def test_weights_that_a_trainer_still_writes_are_taken_over_once_they_are_whole(segment: str) -> None:
+    left = f"{segment}-left"
+    try:
+        manifest, theirs = export_tensors({"a": torch.zeros(3), "b": torch.zeros(3)}, left)
+        fence = Fence.create(f"{left}-fence", policy_version=4)
+        file = BridgeFile(
+            model="m", pid=1, pid_start_ticks=1, instance="i", fence_segment=f"{left}-fence", tensors=manifest
+        )
+        entries, own = export_tensors({"a": torch.ones(3), "b": torch.ones(3)}, segment)
+        with fence.writing(5):
+            theirs["a"].fill_(5)
+            taking = asyncio.create_task(take_over(Adopted(file=file, fence=fence, tensors=theirs), entries))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            theirs["b"].fill_(5)
+        assert await taking == 5
+        assert own["a"].tolist() == own["b"].tolist() == [5, 5, 5]
+        with pytest.raises(BridgeError, match="cannot be mapped"):
+            map_tensors(manifest)
+    finally:
+        unlink_segments([left, f"{left}-fence"])
 
 
 def test_no_room_is_said_and_leaves_nothing(segment: str) -> None:
