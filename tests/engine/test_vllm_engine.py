@@ -156,6 +156,12 @@ def mapped_segments(pid: int) -> set[str]:
     return {Path(path).name for path in maps if path.startswith(f"{SHARED_MEMORY}/")}
 
 
+def named_sockets(pid: int) -> set[Path]:
+    """What a process listens on that has a name in the file system."""
+    names = (Path(each.laddr) for each in psutil.Process(pid).net_connections("unix"))
+    return {name for name in names if name.is_socket()}
+
+
 def save_tiny_qwen2(folder: Path) -> Path:
     """A random Qwen2: fused biases, grouped heads, an end token that comes often."""
     save_tiny_model(folder, seed=1)
@@ -831,7 +837,10 @@ def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
     assert len(below) >= NUM_PROCESSES
     queues = set().union(*(mapped_segments(identity.pid) for identity in below))
     assert queues
+    sockets = set().union(*(named_sockets(identity.pid) for identity in below))
+    assert sockets
     assert adapted.server.stop() == 0
     wait_gone(below, within_s=10)
     assert not (segments | queues) & {path.name for path in SHARED_MEMORY.iterdir()}
+    assert not [path for path in sockets if path.parent.exists()]
     assert not adapted.bridge_file.exists()
