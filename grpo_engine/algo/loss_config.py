@@ -17,6 +17,9 @@ Correction = Literal["none", "truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 Preset = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "ppo_dual_clip"]
 
+PRESETS_WITH_BANDS: frozenset[Preset] = frozenset({"dapo", "gspo"})
+"""Presets whose paper gives a band: `clip_eps` does not change it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:

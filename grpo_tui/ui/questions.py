@@ -9,9 +9,9 @@ from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS
 from grpo_tui.view.format import count_text
 from grpo_tui.view.refusals import obstacles
+from grpo_tui.view.service_rules import TRAINER_KIND
 from grpo_tui.view.state import ViewState
 
-TRAINER_KIND = "trainer"
 KILLABLE_STATES = frozenset({ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING})
 
 

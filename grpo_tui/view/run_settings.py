@@ -6,17 +6,15 @@ clip is the usual one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from grpo_engine.algo.loss_config import LossConfig, Preset
-from grpo_tui.paths import RESOLVED_FILE
+from grpo_engine.algo.loss_config import PRESETS_WITH_BANDS, LossConfig, Preset
+from grpo_tui.view.resolved import read_resolved
+from grpo_tui.view.service_rules import INFERENCE_KIND, TRAINER_KIND
 
 USUAL_CLIP = 0.2
-PRESETS_WITH_BANDS = ("dapo", "gspo")
-"""Their papers give a band, which `clip_eps` does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +47,16 @@ class RunSettings:
 def read_settings(run_folder: Path) -> RunSettings:
     """Settings of a run; unknown ones where its file does not tell them."""
     try:
-        resolved = json.loads((run_folder / RESOLVED_FILE).read_bytes())
-        return settings_of(resolved)
-    except (OSError, ValueError, TypeError, AttributeError):
+        return settings_of(read_resolved(run_folder))
+    except (ValueError, TypeError, AttributeError):
         return RunSettings()
 
 
 def settings_of(resolved: dict[str, Any]) -> RunSettings:
     """Settings in a profile as a run writes it out."""
     services = [one for one in (resolved.get("services") or {}).values() if isinstance(one, dict)]
-    trainer: dict[str, Any] = next((one for one in services if one.get("kind") == "trainer"), {})
-    server: dict[str, Any] = next((one for one in services if one.get("kind") == "inference"), {})
+    trainer: dict[str, Any] = next((one for one in services if one.get("kind") == TRAINER_KIND), {})
+    server: dict[str, Any] = next((one for one in services if one.get("kind") == INFERENCE_KIND), {})
     environments = [one for one in services if one.get("kind") == "environment"]
     loss = trainer.get("loss", "grpo")
     preset = LossConfig.preset(loss if loss in get_args(Preset) else "grpo")

@@ -19,6 +19,7 @@ from grpo_tui.view.format import count_text, shortened
 from grpo_tui.view.rollout_file import GroupHead
 from grpo_tui.view.rollout_text import telling_starts, visible
 from grpo_tui.view.rollout_view import GroupChosen, GroupOpened, RolloutView
+from grpo_tui.view.service_rules import TRAINER_KIND
 from grpo_tui.view.state import ViewState
 
 BAR_WIDTH = 8
@@ -26,7 +27,6 @@ ENVIRONMENT_WIDTH = 7
 NUM_HEADINGS = 2
 NOTE_MARGIN = 14
 """Cells of a title beside its note."""
-TRAINER_KIND = "trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
