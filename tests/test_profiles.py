@@ -20,8 +20,8 @@ from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.dry_run import model_shape
+from grpo_engine.train.idle_settings import settings_without_effect
 from grpo_engine.train.memory_plan import Card, MemoryPlan, available_bytes, memory_plan
-from grpo_engine.train.objective import settings_without_effect
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import Plan, make_plan
 

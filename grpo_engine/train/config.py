@@ -7,16 +7,23 @@ docstring says why.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from grpo_engine.algo.loss_config import Correction, CorrectionLevel, KlEstimator, Preset
+from grpo_engine.algo.loss_config import (
+    PRESETS_WITH_BANDS,
+    Correction,
+    CorrectionLevel,
+    KlEstimator,
+    LossConfig,
+    Preset,
+)
 from grpo_engine.bridges import AnyBridge, CheckpointReload
 from grpo_engine.config import Config
 from grpo_engine.flags import Flag
-from grpo_engine.train.objective import contradictions
 from grpo_engine.wire.rollouts import MAX_SEQUENCES
 
 
@@ -243,6 +250,48 @@ class TrainConfig(Config):
         """Sequences in one optimizer step."""
         return self.batch_size * self.gradient_accumulation_steps
 
+    @property
+    def loss_config(self) -> LossConfig:
+        """The preset, refined by what the settings say.
+
+        Raises:
+            ValueError: settings that contradict each other; never of a config that has been made.
+        """
+        preset = LossConfig.preset(self.loss)
+        has_band = self.loss in PRESETS_WITH_BANDS
+        low, high = (preset.clip_low, preset.clip_high) if has_band else (self.clip_eps, self.clip_eps)
+        return replace(
+            preset,
+            clip_low=low if self.clip_low is None else self.clip_low,
+            clip_high=high if self.clip_high is None else self.clip_high,
+            dual_clip=preset.dual_clip if self.dual_clip is None else self.dual_clip,
+            cispo_max=preset.cispo_max if self.cispo_max is None else self.cispo_max,
+            constant_length=self.seq_len if preset.aggregation == "constant" else None,
+            kl_coef=self.kl_coef,
+            kl_estimator=self.kl_estimator,
+            kl_unbiased=self.kl_unbiased,
+            entropy_coef=self.entropy_coef,
+            correction=self.correction,
+            correction_level=self.correction_level,
+            correction_max=self.correction_max,
+            correction_min=self.correction_min,
+        )
+
+    @property
+    def advantage_divisor(self) -> Literal["group", "batch", "none"]:
+        """What advantages are divided by; Dr. GRPO is defined by dividing by nothing (arXiv 2503.20783)."""
+        return self.advantage_scale or ("none" if self.loss == "dr_grpo" else "group")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is run: for the loss, or, named without `kl_coef`, to measure the distance."""
+        return self.kl_coef > 0 or self.reference_model is not None
+
+    @property
+    def chooses_own_rate(self) -> bool:
+        """Whether the optimizer takes no learning rate."""
+        return self.optimizer == "adafactor" and self.adafactor_relative_step
+
     @field_validator("device")
     @classmethod
     def _is_a_device(cls, device: str) -> str:
@@ -292,6 +341,15 @@ class TrainConfig(Config):
                 f"lora_dropout {self.lora_dropout:g} cannot be merged: it would drop the inputs of the adapter and not "
                 "those of the weights it is folded into: set it to 0, or choose lora_only"
             )
-        for problem in contradictions(self):
-            raise ValueError(problem)
+        if self.overlong_buffer and self.overlong_length is None:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} needs overlong_length, the completion length at which the "
+                "penalty is full: set it to the max_tokens of the environment"
+            )
+        if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is more than overlong_length {self.overlong_length}, so that "
+                "the penalty would begin below no tokens at all: lower the buffer"
+            )
+        _ = self.loss_config  # refuses what contradicts itself
         return self

@@ -27,6 +27,7 @@ from grpo_engine.models.local import RANDOM_MODEL_BYTES
 from grpo_engine.models.random_models import published_shape
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.fitting import Advice, advice
+from grpo_engine.train.idle_settings import settings_without_effect
 from grpo_engine.train.memory_plan import (
     CUDA_CONTEXT_BYTES,
     Card,
@@ -36,7 +37,6 @@ from grpo_engine.train.memory_plan import (
     available_bytes,
     memory_plan,
 )
-from grpo_engine.train.objective import settings_without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -28,7 +28,6 @@ from grpo_engine.algo.head import TILES
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.layers import layer_of
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.objective import has_reference
 
 FP32, BF16 = 4, 2
 CUDA_CONTEXT_BYTES = 600_000_000
@@ -358,7 +357,7 @@ def _update(trained: Sequence[ParameterShape], config: TrainConfig) -> int:
 def _has_reference_copy(config: TrainConfig) -> bool:
     """With adapters the reference is the model under them, unless it is another model."""
     is_another = config.reference_model not in (None, config.model_name)
-    return has_reference(config) and (is_another or not config.bridge.trains_adapter)
+    return config.has_reference and (is_another or not config.bridge.trains_adapter)
 
 
 def _layers(indices: str | None) -> frozenset[int | None] | None:

@@ -19,7 +19,6 @@ from grpo_engine.errors import ModelError
 from grpo_engine.models.config import DtypeName
 from grpo_engine.models.loading import load_model
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.objective import has_reference
 from grpo_engine.train.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def load_reference(config: TrainConfig, model: PreTrainedModel | PeftModel) -> R
     Raises:
         ModelError: it cannot be loaded, or its vocabulary lacks tokens of the trained model's.
     """
-    if not has_reference(config):
+    if not config.has_reference:
         return None
     name = config.reference_model or config.model_name
     has_adapters = hasattr(model, "disable_adapter")

@@ -26,7 +26,6 @@ from grpo_engine.algo.shaping import overlong_penalty
 from grpo_engine.data.batching import Batch, MicroBatch, batch_advantages, make_batch, micro_batches
 from grpo_engine.errors import DataError
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.objective import advantage_scale
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.rollouts import ScoredGroup
 
@@ -81,7 +80,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
     rewards = shaped_rewards(batch, config)
     is_trained = trained_rows(batch, rewards, config)
     advantages = batch_advantages(
-        replace(batch, rewards=rewards), scale=advantage_scale(config), baseline=config.advantage_baseline
+        replace(batch, rewards=rewards), scale=config.advantage_divisor, baseline=config.advantage_baseline
     )
     advantages = torch.where(is_trained[:, None], advantages, 0.0)
     metrics = {"train/loss": 0.0, "train/grad_norm": 0.0, "train/lr": rate, **rollout_metrics(batch, policy_version)}

@@ -25,7 +25,7 @@ from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.train import checkpoints
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.objective import chooses_own_rate, loss_config, settings_without_effect
+from grpo_engine.train.idle_settings import settings_without_effect
 from grpo_engine.train.reference import load_reference
 from grpo_engine.train.scoring import Scorer
 
@@ -41,7 +41,7 @@ class Trainee:
 
     def __init__(self, attached: BridgeModel, config: TrainConfig) -> None:
         self.config = config
-        self.loss_config = loss_config(config)
+        self.loss_config = config.loss_config
         for sentence in settings_without_effect(config):
             log.warning("%s", sentence)
         self.model = attached.model
@@ -120,7 +120,7 @@ class Trainee:
         norm = float(self._masters.gradient_norm())
         is_finite = is_finite and norm < float("inf")  # false for NaN too
         if is_finite:
-            if not chooses_own_rate(self.config):
+            if not self.config.chooses_own_rate:
                 for group in self._optimizer.param_groups:
                     group["lr"] = rate
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))  # 1e-6 as in torch's clipping

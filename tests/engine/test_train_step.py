@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch, make_batch
-from grpo_engine.train.objective import loss_config, settings_without_effect
+from grpo_engine.train.idle_settings import settings_without_effect
 from grpo_engine.train.reference import FrozenCopy
 from grpo_engine.train.step import StepResult, drop_stale, fitting_batch, gradient_step, shaped_rewards
 from grpo_engine.train.trainee import Trainee, TrainingDiverged
@@ -273,10 +273,10 @@ def test_rewards_that_are_all_equal_are_counted_and_teach_nothing() -> None:
 
 
 def test_clip_eps_is_the_band_unless_a_preset_has_its_own() -> None:
-    assert (loss_config(settings(clip_eps=0.1)).clip_low, loss_config(settings(clip_eps=0.1)).clip_high) == (0.1, 0.1)
-    assert loss_config(settings(loss="dapo")).clip_high == 0.28
-    assert loss_config(settings(loss="dapo", clip_high=0.3)).clip_high == 0.3
-    assert loss_config(settings(loss="dr_grpo")).constant_length == 32
+    assert (settings(clip_eps=0.1).loss_config.clip_low, settings(clip_eps=0.1).loss_config.clip_high) == (0.1, 0.1)
+    assert settings(loss="dapo").loss_config.clip_high == 0.28
+    assert settings(loss="dapo", clip_high=0.3).loss_config.clip_high == 0.3
+    assert settings(loss="dr_grpo").loss_config.constant_length == 32
 
 
 @pytest.mark.parametrize(
@@ -287,20 +287,20 @@ def test_clip_eps_is_the_band_unless_a_preset_has_its_own() -> None:
     ],
 )  # fmt: skip
 def test_a_setting_of_the_loss_reaches_it(name: str, value: object) -> None:
-    assert getattr(loss_config(settings()), name) != value
-    assert getattr(loss_config(settings(**{name: value})), name) == value
+    assert getattr(settings().loss_config, name) != value
+    assert getattr(settings(**{name: value}).loss_config, name) == value
 
 
 def test_a_band_of_zero_is_a_band() -> None:
-    config = loss_config(settings(clip_low=0, clip_high=0.3))
+    config = settings(clip_low=0, clip_high=0.3).loss_config
     assert (config.clip_low, config.clip_high) == (0, 0.3)
 
 
 def test_bounds_that_are_not_given_are_the_presets() -> None:
-    assert loss_config(settings(loss="ppo_dual_clip")).dual_clip == 3
-    assert loss_config(settings(loss="ppo_dual_clip", dual_clip=2)).dual_clip == 2
-    assert loss_config(settings(loss="cispo")).cispo_max == 5
-    assert loss_config(settings(loss="cispo", cispo_max=3)).cispo_max == 3
+    assert settings(loss="ppo_dual_clip").loss_config.dual_clip == 3
+    assert settings(loss="ppo_dual_clip", dual_clip=2).loss_config.dual_clip == 2
+    assert settings(loss="cispo").loss_config.cispo_max == 5
+    assert settings(loss="cispo", cispo_max=3).loss_config.cispo_max == 3
 
 
 @pytest.mark.parametrize(

@@ -1,77 +1,12 @@
-"""From the trainer's settings to the loss: what they mean together, what they refuse, and which have no effect.
-
-Torch-free, so that settings are judged where a profile is read.
-"""
+"""Settings of the trainer that were given and change nothing. Torch-free: profiles are judged where they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
 
-from grpo_engine.algo.loss_config import LossConfig, Preset
+from grpo_engine.algo.loss_config import PRESETS_WITH_BANDS
 from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
-
-if TYPE_CHECKING:
-    from grpo_engine.train.config import TrainConfig
-
-PRESETS_WITH_BANDS: frozenset[Preset] = frozenset({"dapo", "gspo"})
-"""Presets whose paper gives a band: `clip_eps` does not change it."""
-
-
-def loss_config(config: TrainConfig) -> LossConfig:
-    """The preset, refined by what the settings say.
-
-    Raises:
-        ValueError: settings that contradict each other.
-    """
-    preset = LossConfig.preset(config.loss)
-    has_band = config.loss in PRESETS_WITH_BANDS
-    low, high = (preset.clip_low, preset.clip_high) if has_band else (config.clip_eps, config.clip_eps)
-    return replace(
-        preset,
-        clip_low=low if config.clip_low is None else config.clip_low,
-        clip_high=high if config.clip_high is None else config.clip_high,
-        dual_clip=preset.dual_clip if config.dual_clip is None else config.dual_clip,
-        cispo_max=preset.cispo_max if config.cispo_max is None else config.cispo_max,
-        constant_length=config.seq_len if preset.aggregation == "constant" else None,
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        kl_unbiased=config.kl_unbiased,
-        entropy_coef=config.entropy_coef,
-        correction=config.correction,
-        correction_level=config.correction_level,
-        correction_max=config.correction_max,
-        correction_min=config.correction_min,
-    )
-
-
-def advantage_scale(config: TrainConfig) -> Literal["group", "batch", "none"]:
-    """What advantages are divided by; Dr. GRPO is defined by dividing by nothing (arXiv 2503.20783)."""
-    return config.advantage_scale or ("none" if config.loss == "dr_grpo" else "group")
-
-
-def has_reference(config: TrainConfig) -> bool:
-    """Whether a reference model is run: for the loss, or, named without `kl_coef`, to measure the distance from it."""
-    return config.kl_coef > 0 or config.reference_model is not None
-
-
-def contradictions(config: TrainConfig) -> Iterator[str]:
-    """Settings of the objective that cannot go together, a sentence each."""
-    try:
-        loss_config(config)
-    except ValueError as error:
-        yield str(error)
-    if config.overlong_buffer and config.overlong_length is None:
-        yield (
-            f"overlong_buffer {config.overlong_buffer} needs overlong_length, the completion length at which the "
-            "penalty is full: set it to the max_tokens of the environment"
-        )
-    elif config.overlong_length is not None and config.overlong_buffer > config.overlong_length:
-        yield (
-            f"overlong_buffer {config.overlong_buffer} is more than overlong_length {config.overlong_length}, so that "
-            "the penalty would begin below no tokens at all: lower the buffer"
-        )
+from grpo_engine.train.config import TrainConfig
 
 
 def settings_without_effect(config: TrainConfig) -> Iterator[str]:
@@ -84,7 +19,7 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
         yield f"{name} has no effect on the trainer, which starts no vLLM: give it to the inference server"
     if isinstance(config.bridge, CheckpointSettings) and config.bridge.server_config and not config.bridge.restart:
         yield "server_config has no effect without --bridge-restart: give it to the inference server as --config"
-    if config.kl_estimator != "k3" and not has_reference(config):
+    if config.kl_estimator != "k3" and not config.has_reference:
         yield (
             f"kl_estimator {config.kl_estimator} has no effect without a reference, unless environments send "
             "ref_logprobs: set kl_coef, or reference_model to measure only"
@@ -112,17 +47,12 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def chooses_own_rate(config: TrainConfig) -> bool:
-    """Whether the optimizer takes no learning rate."""
-    return config.optimizer == "adafactor" and config.adafactor_relative_step
-
-
 def _idle_in_optimizer(config: TrainConfig) -> Iterator[str]:
     """Settings of another optimizer, and of a rate that nobody asks for."""
     if config.optimizer != "adafactor":
         for name in _given(config, "adafactor_scale_parameter", "adafactor_relative_step"):
             yield f"{name} has no effect with optimizer {config.optimizer}: choose adafactor, or leave it out"
-    if chooses_own_rate(config):
+    if config.chooses_own_rate:
         for name in _given(config, "lr", "warmup_steps", "lr_schedule"):
             yield f"{name} has no effect with adafactor_relative_step, which chooses the rate: leave one of them out"
     if not config.gradient_checkpointing:
