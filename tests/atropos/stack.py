@@ -28,8 +28,11 @@ class Stack:
         self.api_url = f"http://127.0.0.1:{self.api_port}"
         self.server_url = f"http://127.0.0.1:{self.server_port}"
         self.processes: dict[str, Process] = {}
+        temporary = folder / "tmp"  # for what the stock environment's W&B leaves, and whoever is killed
+        temporary.mkdir(exist_ok=True)
         self._environment = {
             **os.environ,
+            "TMPDIR": str(temporary),
             **{"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"},
             "VLLM_BRIDGE_CONFIG_PATH": str(folder / "bridge.json"),
         }
