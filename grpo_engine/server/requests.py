@@ -50,6 +50,11 @@ def add_error_answers(app: FastAPI) -> None:
         faults = [f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors()]
         return JSONResponse({"detail": "; ".join(faults)}, 422)
 
+    @app.exception_handler(Exception)
+    async def _on_defect(_request: Request, error: Exception) -> JSONResponse:
+        why = f"{type(error).__name__}: {error}"  # memory that runs out in a batch, for one
+        return JSONResponse({"detail": f"{why}; the server's log says where"}, 500)
+
     @app.exception_handler(ClientLeft)
     async def _on_left(_request: Request, _error: ClientLeft) -> JSONResponse:
         return JSONResponse({"detail": "the client left"}, 499)

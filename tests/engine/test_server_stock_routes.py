@@ -73,6 +73,19 @@ async def test_a_loading_engine_answers_503(path: str) -> None:
     assert answer.json()["detail"] == "the model is loading"
 
 
+async def test_an_error_that_nobody_foresaw_is_told_to_who_asked() -> None:
+    class Engine(SomeEngine):
+        def check_health(self) -> None:
+            raise RuntimeError("CUDA out of memory")
+
+    app = create_app(Service(engine=Engine(None), config=ServerConfig(model_name="m"), instance="i"))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as client:
+        answer = await client.post("/generate", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert answer.json()["detail"].startswith("RuntimeError: CUDA out of memory; ")
+
+
 async def test_inference_is_for_everybody_and_what_is_unknown_for_this_machine() -> None:
     engine = SomeEngine(some_routes())
     async with client_of(engine) as near, client_of(engine, peer=ELSEWHERE) as far:
