@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from grpo_engine.bridges.fence import SHARED_MEMORY
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
 from grpo_engine.bridges.saving import save_model, saying_why_unwritten, trainable_device
-from grpo_engine.bridges.shared_names import adapters_name, make_own_folder, remove_left_adapters, run_of
+from grpo_engine.bridges.shared_names import (
+    adapter_name,
+    adapters_name,
+    make_own_folder,
+    remove_left_adapters,
+    run_of,
+)
 from grpo_engine.bridges.shared_tensors import dtype_from_text
 from grpo_engine.config import Config
 from grpo_engine.errors import BridgeError
@@ -176,7 +182,7 @@ class LoraOnlyBridge:
         from grpo_engine.models.lora import save_adapter
 
         assert self._version is not None
-        name = f"policy@{self._version:06d}"
+        name = adapter_name(self._version)
         path = self._folder / name
         self._kept = [kept for kept in self._kept if kept != path]
         with saying_why_unwritten(path):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_engine.bridges.fence import SHARED_MEMORY
@@ -21,6 +22,7 @@ from grpo_engine.errors import BridgeError
 RUN_VARIABLE = "GRPO_TUI_RUN"
 BY_HAND = "hand"
 _ADAPTERS = "adapters"
+_POLICY = "policy@"
 
 
 def run_of(environment: Mapping[str, str]) -> str | None:
@@ -56,7 +58,39 @@ def make_own_folder(path: Path) -> None:
 
 def remove_left_adapters(run: str | None) -> None:
     """Remove the folders of adapters that dead processes left."""
+    for folder, trainer in _adapter_folders(run):
+        if not trainer.is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def adapter_name(policy_version: int) -> str:
+    """Name of the adapter of a version, to the server and as a folder."""
+    return f"{_POLICY}{policy_version:06d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftAdapter:
+    """One that a trainer handed over."""
+
+    path: Path
+    policy_version: int
+
+
+def newest_adapter(run: str) -> LeftAdapter | None:
+    """The newest that a living trainer of this run has put into shared memory, whole; None where there is none."""
+    adapters = [
+        LeftAdapter(path=path, policy_version=int(number))
+        for folder, trainer in _adapter_folders(run)
+        if trainer.is_alive()
+        for path in folder.glob(f"{_POLICY}*")
+        if (number := path.name.removeprefix(_POLICY)).isdigit()
+    ]
+    return max(adapters, key=lambda adapter: adapter.policy_version, default=None)
+
+
+def _adapter_folders(run: str | None) -> Iterator[tuple[Path, ProcessIdentity]]:
+    """Each with the process that made it."""
     for folder in SHARED_MEMORY.glob(f"{stem_of(run)}{_ADAPTERS}-*-*"):
         pid, start_ticks = folder.name.rsplit("-", 2)[1:]
-        if pid.isdigit() and start_ticks.isdigit() and not ProcessIdentity(int(pid), int(start_ticks)).is_alive():
-            shutil.rmtree(folder, ignore_errors=True)
+        if pid.isdigit() and start_ticks.isdigit():
+            yield folder, ProcessIdentity(int(pid), int(start_ticks))

@@ -56,6 +56,21 @@ class Adopted:
     tensors: dict[str, torch.Tensor]
 
 
+def awaited_trainer(path: Path) -> ProcessIdentity | None:
+    """The living trainer that wrote the weights of this server's dead predecessor, and so brings them to this one.
+
+    Until it has, a server that could not adopt them has those of the checkpoint, many versions old.
+    """
+    try:
+        file = read_bridge_file(path)
+        fence = Fence.attach(file.fence_segment)
+    except BridgeError:
+        return None
+    writer = fence.writer()
+    fence.close()
+    return writer if writer is not None and writer.pid != file.pid and writer.is_alive() else None
+
+
 def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
     """Map what the dead predecessor of this server exported; None when there is nothing to take over.
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from grpo_engine.bridges.process_identity import ProcessIdentity
 
+_TRAINER_COMES_WITHIN_S = 600.0
+"""It may be writing a large checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
@@ -18,6 +21,11 @@ class Pause:
     """Who will resume; None: nobody in particular."""
     until: float
     """Monotonic seconds."""
+
+    @classmethod
+    def until_it_comes(cls, trainer: ProcessIdentity, now: float) -> Pause:
+        """Of a server that has begun without the weights that a trainer wrote into the one before it."""
+        return cls(owner=trainer, until=now + _TRAINER_COMES_WITHIN_S)
 
     @property
     def owner_text(self) -> str:

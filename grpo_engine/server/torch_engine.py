@@ -219,6 +219,9 @@ class TorchEngine:
             )
             self._decoder = self._make_decoder(weights)
             self._tokenizer = tokenizer_for_another_thread(weights.tokenizer)
+            if weights.awaits is not None:
+                self._pause = Pause.until_it_comes(weights.awaits, time.monotonic())
+                logger.info("Requests wait until %s has brought its weights", self._pause.owner_text)
             self._set(weights=weights)
             while self._turn(weights):
                 pass

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_engine.bridges.fence import Fence, FenceState
 from grpo_engine.bridges.handover import newest_handover
 from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.bridges.shared_names import newest_adapter, run_of
 from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
@@ -196,6 +197,8 @@ class VllmEngine:
         if measured := [size for size in await llm.collective_rpc("grpo_cache_bytes") if size]:
             remember_cache_bytes(min(measured))
         self._stock_app = await stock_app(llm, self.guarded, self._config, self._arguments)
+        await self._take_newest_adapter(llm)
+        await self._wait_for_trainer(llm)
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))
 
@@ -212,6 +215,27 @@ class VllmEngine:
             return
         await self._read_checkpoint(llm, newest.path, newest.policy_version)
         logger.info("Took over version %d from %s", newest.policy_version, newest.path)
+
+    async def _take_newest_adapter(self, llm: AsyncLLM) -> None:
+        """Go on with what a trainer of this run handed to the server before this one."""
+        run = run_of(self._environment)
+        newest = newest_adapter(run) if run is not None and self._config.enable_lora else None
+        if newest is None:
+            return
+        try:
+            await self._load_adapter(llm, newest.path, newest.path.name, newest.policy_version)
+        except GrpoError as error:
+            logger.warning("%s; the bare model is served until the trainer brings another", error)
+        else:
+            logger.info("Took over version %d from %s", newest.policy_version, newest.path)
+
+    async def _wait_for_trainer(self, llm: AsyncLLM) -> None:
+        """Pause for the trainer whose weights went with the server before this one."""
+        if self._sharing is None or self._sharing.awaits is None:
+            return
+        self._pause = Pause.until_it_comes(self._sharing.awaits, time.monotonic())
+        await self._halt(llm)
+        logger.info("Requests wait until %s has brought its weights", self._pause.owner_text)
 
     async def _checked_patches(self, llm: AsyncLLM) -> Mapping[str, bool]:
         import vllm
@@ -378,7 +402,9 @@ class VllmEngine:
                     await self._go_on(llm)
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
-        llm = self._running()
+        return await self._load_adapter(self._running(), path, name, policy_version)
+
+    async def _load_adapter(self, llm: AsyncLLM, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         modules = await asyncio.to_thread(
             check_adapter,
             path,

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.bridge_files import bridge_file_path
 from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.shared_tensors import map_tensors, segments_of, unlink_segments
 from grpo_engine.bridges.stock_bridge_file import stock_form
 from grpo_engine.errors import BridgeError
 from grpo_engine.models.loading import load_config
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.exports import Adopted, Owner, adopt, withdraw, write_bridge_file
+from grpo_engine.server.exports import Adopted, Owner, adopt, awaited_trainer, withdraw, write_bridge_file
 from grpo_engine.server.vllm_checkpoint import Parameters
 from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
 
@@ -38,6 +39,8 @@ class Sharing:
     path: Path
     file: BridgeFile
     owner: Owner
+    awaits: ProcessIdentity | None
+    """The trainer that has newer weights, and brings them; nothing is to be sampled before it has."""
 
     def withdraw(self) -> None:
         """Take it back, where it goes with this server."""
@@ -57,6 +60,7 @@ async def share(
     path = bridge_file_path(config.bridge_file, environment)
     owner = Owner.of(instance, environment)
     fingerprint = _fingerprint(config)
+    trainer = awaited_trainer(path)
     adopted = adopt(path, owner, fingerprint)
     stem = f"{owner.stem}{instance}"
     try:
@@ -77,7 +81,8 @@ async def share(
         unlink_segments([f"{stem}-fence", f"{stem}-weights"])
         raise
     logger.info("✓ Exported %d params to %s", len(manifest), path)
-    return Sharing(fence=fence, path=path, file=file, owner=owner)
+    awaits = None if adopted is not None else trainer
+    return Sharing(fence=fence, path=path, file=file, owner=owner, awaits=awaits)
 
 
 async def _exported(

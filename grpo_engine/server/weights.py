@@ -21,13 +21,15 @@ from transformers import GenerationConfig
 from grpo_engine.bridges.bridge_files import bridge_file_path
 from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.handover import newest_handover
+from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.bridges.shared_names import newest_adapter, run_of
 from grpo_engine.errors import ModelError
 from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
 from grpo_engine.server.adapter_files import check_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
-from grpo_engine.server.exports import Owner, adopt, export, withdraw, write_bridge_file
+from grpo_engine.server.exports import Owner, adopt, awaited_trainer, export, withdraw, write_bridge_file
 from grpo_engine.wire.bridge_file import BridgeFile
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class ServedWeights:
     """The model's own parameters, without adapters; a tied one stands once."""
     aliases: dict[str, str]
     """Tied parameters: the second name → the first."""
+    awaits: ProcessIdentity | None = None
+    """The trainer that has newer ones, and brings them; nothing is to be sampled before it has."""
     adapter: Adapter | None = None
     _num_adapters: int = 0
     _announced: tuple[Path, BridgeFile, Owner] | None = None
@@ -130,7 +134,7 @@ def open_weights(
     if not config.shared_weights:
         model, version = _newest_weights(config, device)
         fence = Fence.private(policy_version=version)
-        return ServedWeights(
+        weights = ServedWeights(
             model=model,
             model_name=config.model_name,
             tokenizer=tokenizer,
@@ -138,9 +142,13 @@ def open_weights(
             parameters=_parameters_of(model),
             aliases=_aliases_of(model),
         )
+        if config.enable_lora:
+            _take_newest_adapter(weights, run_of(environment), config.max_lora_rank)
+        return weights
     path = bridge_file_path(config.bridge_file, environment)
     owner = Owner.of(instance, environment)
     fingerprint = _fingerprint(config)
+    trainer = awaited_trainer(path)
     adopted = adopt(path, owner, fingerprint)
     if adopted is not None:
         before_export()
@@ -172,6 +180,7 @@ def open_weights(
         fence=fence,
         parameters=_parameters_of(model),
         aliases=aliases,
+        awaits=None if adopted is not None else trainer,
         _announced=(path, file, owner),
     )
 
@@ -189,6 +198,19 @@ def _newest_weights(config: ServerConfig, device: torch.device) -> tuple[Any, in
             logger.info("Took over version %d from %s", handed_over.policy_version, handed_over.path)
             return model, handed_over.policy_version
     return load_model(config.model_name, dtype=config.dtype, device=str(device)).eval(), 0
+
+
+def _take_newest_adapter(weights: ServedWeights, run: str | None, max_rank: int) -> None:
+    """Go on with what a trainer of this run handed to the server before this one."""
+    newest = newest_adapter(run) if run is not None else None
+    if newest is None:
+        return
+    try:
+        weights.load_adapter(newest.path, newest.path.name, newest.policy_version, max_rank)
+    except ModelError as error:
+        logger.warning("%s; the bare model is served until the trainer brings another", error)
+    else:
+        logger.info("Took over version %d from %s", newest.policy_version, newest.path)
 
 
 def resolve_device(text: str) -> torch.device:

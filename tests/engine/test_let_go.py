@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from serving import RunningServer, free_port, model_logprobs, our_segments, running_server, save_tiny_model
-from test_bridges_contract import PROMPT, assert_agreement
+from test_bridges_contract import PROMPT, assert_agreement, served_logprobs, shift
 from training import ListedSource, made_up_groups, settings, weights_of
 
 from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext
@@ -185,6 +188,35 @@ def test_a_restart_while_a_batch_is_awaited_changes_no_number(
 
     run(serving, tmp_path / "run", config_for(serving, mode), EventfulSource(STEPS, {3: restart}))
     assert_same_training(tmp_path / "run", undisturbed, str(serving.model))
+
+
+def test_a_new_server_samples_nothing_before_the_trainer_has_brought_its_weights(serving: Serving) -> None:
+    """In the time between, a batch was sampled from the checkpoint, 41 versions old, and trained on."""
+    bridge = bridge_to(serving)
+    model = bridge.attach().model.eval()
+    bridge.publish(41, shift(model, 41))
+    serving.end(signal.SIGKILL)
+    serving.start()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(served_logprobs, serving.now, 2)
+        with serving.now.client as client:
+            assert client.get("/bridge/is_paused").json() == {"paused": True}
+        bridge.keep_up()
+        answer, *_ = asked.result()
+    assert answer["policy_versions"] == [[41, 41]]
+    bridge.close()
+
+
+def test_a_new_server_waits_for_no_trainer_that_is_gone(serving: Serving) -> None:
+    file = read_bridge_file(serving.folder / "bridge.json")
+    write = f"with Fence.attach({file.fence_segment!r}).writing(41): pass"
+    subprocess.run([sys.executable, "-c", f"from grpo_engine.bridges.fence import Fence\n{write}"], check=True)
+    with serving.now.client as client:
+        assert client.get("/bridge/info").json()["policy_version"] == 41
+    serving.end(signal.SIGKILL)
+    serving.start()
+    answer, *_ = served_logprobs(serving.now, 2)
+    assert answer["policy_versions"] == [[0, 0]]
 
 
 def test_a_server_that_ends_in_mid_step_costs_nothing(

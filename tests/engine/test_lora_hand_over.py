@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import model_logprobs, save_tiny_model
-from test_bridges_contract import PROMPT, assert_agreement, make_bridge, served_logprobs, shift, stack
+from serving import model_logprobs, running_server, save_tiny_model
+from test_bridges_contract import PROMPT, SERVER_FLAGS, assert_agreement, make_bridge, served_logprobs, shift, stack
 from transformers import AutoModelForCausalLM
 
 from grpo_engine.bridges import lora_only
@@ -95,6 +96,24 @@ def test_lora_only_is_refused_before_the_model_is_loaded_where_the_server_cannot
         unserved = make_bridge({"mode": "lora_only"}, tmp_path / "plain" / "model", server.url, tmp_path)
         with closing(unserved), pytest.raises(BridgeError, match="--enable-lora"):
             unserved.attach()
+
+
+def test_a_new_server_of_the_run_begins_with_the_adapter_that_was_served_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_TUI_RUN", f"test-adapters-{os.getpid()}")
+    with stack(tmp_path, {"mode": "lora_only"}) as (server, bridge):
+        model = bridge.attach().model.eval()
+        for version in (6, 7):
+            bridge.publish(version, shift(model, version))
+        server.stop(signal.SIGKILL)
+        flags, port = SERVER_FLAGS["lora_only"], int(server.url.rsplit(":", 1)[1])
+        with running_server(tmp_path / "model", *flags, folder=tmp_path, port=port) as again:
+            assert_agreement(again, model, 7)
+            bridge.ensure_current()
+            bridge.publish(8, shift(model, 8))
+            assert_agreement(again, model, 8)
+        bridge.close()
 
 
 def test_a_refused_adapter_ends_the_training_with_what_to_do_and_the_old_one_stays(tmp_path: Path) -> None:

@@ -625,7 +625,9 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
     before = read_bridge_file(shared.bridge_file)
     settings = {"environment": {"GRPO_TUI_RUN": RUN}, "port": int(shared.server.url.rsplit(":", 1)[1])}
     with serving_vllm(shared.model, shared.folder, "--logprobs-mode", "processed", **settings) as again:
-        if HAS_GPU:  # the memory of the killed server is gone; the trainer writes its weights again
+        if HAS_GPU:  # the memory of the killed server is gone; nothing is sampled until the trainer brings its weights
+            with again.server.client as client:
+                assert client.get("/bridge/is_paused").json() == {"paused": True}
             bridge.ensure_current()
         assert_agreement(again, model, version=50, prompt=LONG_PROMPT)
         assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
