@@ -61,17 +61,9 @@ class Fence:
         """Make the page below /dev/shm.
 
         Raises:
-            BridgeError: a segment of that name exists.
+            BridgeError: a segment of that name exists, or there is no room.
         """
-        try:
-            descriptor = os.open(SHARED_MEMORY / segment, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            raise BridgeError(f"{SHARED_MEMORY / segment}: exists already: another server holds this name") from None
-        try:
-            os.ftruncate(descriptor, PAGE_BYTES)
-            fence = cls(mmap.mmap(descriptor, PAGE_BYTES), segment)
-        finally:
-            os.close(descriptor)
+        fence = cls(create_segment(segment, PAGE_BYTES), segment)
         fence._format(policy_version)
         return fence
 
@@ -89,17 +81,10 @@ class Fence:
         Raises:
             BridgeError: it is gone, or no fence page of this layout.
         """
-        path = SHARED_MEMORY / segment
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise BridgeError(f"{path}: cannot be mapped: {error.strerror}; is the inference server up?") from None
-        try:
-            if os.fstat(descriptor).st_size != PAGE_BYTES:
-                raise BridgeError(f"{path}: not a fence page: {os.fstat(descriptor).st_size} bytes, not {PAGE_BYTES}")
-            fence = cls(mmap.mmap(descriptor, PAGE_BYTES), segment)
-        finally:
-            os.close(descriptor)
+        path, page = SHARED_MEMORY / segment, attach_segment(segment)
+        if len(page) != PAGE_BYTES:
+            raise BridgeError(f"{path}: not a fence page: {len(page)} bytes, not {PAGE_BYTES}")
+        fence = cls(page, segment)
         magic, layout = fence._words[_MAGIC_AT], fence._words[_LAYOUT_AT]
         if (magic, layout) != (_MAGIC, _LAYOUT):
             fence.close()
@@ -191,3 +176,45 @@ class Fence:
     def _format(self, policy_version: int) -> None:
         self._words[_LAYOUT_AT], self._words[_VERSION_AT] = _LAYOUT, policy_version
         self._words[_MAGIC_AT] = _MAGIC
+
+
+def create_segment(segment: str, size_bytes: int) -> mmap.mmap:
+    """Make memory below /dev/shm that no other user can map.
+
+    Raises:
+        BridgeError: the name is taken, or there is not enough room.
+    """
+    path = SHARED_MEMORY / segment
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise BridgeError(f"{path}: exists already: another server holds this name") from None
+    try:
+        # Reserves the memory now: a file that is only declared long ends the process by SIGBUS when it is full.
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        return mmap.mmap(descriptor, size_bytes)
+    except OSError as error:
+        path.unlink()
+        raise BridgeError(
+            f"{path}: {size_bytes:,} bytes of shared memory cannot be had: {error.strerror}; "
+            "make room below /dev/shm or mount it larger"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def attach_segment(segment: str) -> mmap.mmap:
+    """Map memory that another process made below /dev/shm.
+
+    Raises:
+        BridgeError: it is gone.
+    """
+    path = SHARED_MEMORY / segment
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise BridgeError(f"{path}: cannot be mapped: {error.strerror}; is the inference server up?") from None
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)

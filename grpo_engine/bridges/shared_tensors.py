@@ -7,11 +7,10 @@ resource tracker unlinks segments that another process still needs when the firs
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from grpo_engine.bridges.fence import SHARED_MEMORY
+from grpo_engine.bridges.fence import SHARED_MEMORY, attach_segment, create_segment
 from grpo_engine.errors import BridgeError
 from grpo_engine.wire.bridge_file import PosixHandle, SharedTensor
 
@@ -45,7 +44,7 @@ def export_tensors(
             dtype=str(tensor.dtype),
         )
         end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    memory = _create_segment(segment, max(end, _ALIGNMENT_BYTES))
+    memory = create_segment(segment, max(end, _ALIGNMENT_BYTES))
     shared = {name: _view(memory, entry) for name, entry in manifest.items()}
     for name, tensor in tensors.items():
         shared[name].copy_(tensor.detach())
@@ -65,7 +64,7 @@ def map_tensors(manifest: Mapping[str, SharedTensor]) -> dict[str, torch.Tensor]
             raise BridgeError(f"{name}: in CUDA memory, not in POSIX shared memory")
         segment = entry.handle.segment
         if segment not in memories:
-            memories[segment] = _attach_segment(segment)
+            memories[segment] = attach_segment(segment)
         tensors[name] = _view(memories[segment], entry)
     return tensors
 
@@ -81,38 +80,6 @@ def unlink_segments(segments: Iterable[str]) -> None:
         assert segment.startswith(SEGMENT_PREFIX), segment
         assert "/" not in segment, segment
         (SHARED_MEMORY / segment).unlink(missing_ok=True)
-
-
-def _create_segment(segment: str, size_bytes: int) -> mmap.mmap:
-    path = SHARED_MEMORY / segment
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise BridgeError(f"{path}: exists already: another server holds this name") from None
-    try:
-        # Reserves the memory now: a file that is only declared long ends the process by SIGBUS when it is full.
-        os.posix_fallocate(descriptor, 0, size_bytes)
-        return mmap.mmap(descriptor, size_bytes)
-    except OSError as error:
-        path.unlink()
-        raise BridgeError(
-            f"{path}: {size_bytes / 2**30:.2f} GiB of shared memory cannot be had: {error.strerror}; "
-            "make room below /dev/shm or mount it larger"
-        ) from None
-    finally:
-        os.close(descriptor)
-
-
-def _attach_segment(segment: str) -> mmap.mmap:
-    path = SHARED_MEMORY / segment
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise BridgeError(f"{path}: cannot be mapped: {error.strerror}; is the inference server up?") from None
-    try:
-        return mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
 
 
 def _view(memory: mmap.mmap, entry: SharedTensor) -> torch.Tensor:

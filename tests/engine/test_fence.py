@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -91,6 +92,18 @@ def test_a_page_is_made_once_and_read_only_as_what_it_is(segment: str) -> None:
     (SHARED_MEMORY / segment).write_bytes(b"short")
     with pytest.raises(BridgeError, match="5 bytes"):
         Fence.attach(segment)
+
+
+def test_a_page_for_which_there_is_no_room_is_said_and_leaves_nothing(
+    segment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(BridgeError, match=r"No space left on device; make room below /dev/shm"):
+        Fence.create(segment)
+    assert not (SHARED_MEMORY / segment).exists()
 
 
 def test_an_identity_is_more_than_an_id() -> None:
