@@ -46,6 +46,13 @@ def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_onc
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "info"
     assert "VLLM_ENABLE_STARTUP_PLAN" not in environment  # by it, 0.26 to 0.32 take the cache of another share
+    assert environment["VLLM_USE_MEGA_AOT_ARTIFACT"] == "1"
     settled = dict(environment)
     settle_environment(config, environment)
     assert environment == settled
+
+
+def test_vllm_is_not_asked_for_whole_programs_where_the_user_has_it_compile_otherwise() -> None:
+    environment = {"VLLM_USE_STANDALONE_COMPILE": "0"}  # vLLM refuses both together
+    settle_environment(inference(), environment)
+    assert "VLLM_USE_MEGA_AOT_ARTIFACT" not in environment
