@@ -112,29 +112,48 @@ def _with_extremes(
     """The least and the greatest of each metric over every `width` steps, of those before and of lines that go."""
     new: dict[str, list[Measured]] = {}
     for _, bucket in itertools.groupby(gone, key=lambda line: line.step // width):
-        lines = list(bucket)
-        for name in {name: None for line in lines for name in line.metrics}:
-            values = [(line.metrics[name], place) for place, line in enumerate(lines) if name in line.metrics]
-            for place in sorted({min(values)[1], max(values)[1]}):
-                line = lines[place]
-                new.setdefault(name, []).append(Measured(line.step, line.time, line.policy_version, line.metrics[name]))
+        ends: dict[str, tuple[float, MetricsLine, float, MetricsLine]] = {}
+        for line in bucket:
+            for name, value in line.metrics.items():
+                known = ends.get(name)
+                if known is None:
+                    ends[name] = value, line, value, line
+                elif value < known[0]:
+                    ends[name] = value, line, known[2], known[3]
+                elif value > known[2]:
+                    ends[name] = known[0], known[1], value, line
+        for name, (least, at_least, most, at_most) in ends.items():
+            found = new.setdefault(name, [])
+            found.append(Measured(at_least.step, at_least.time, at_least.policy_version, least))
+            if at_most is not at_least:
+                found.append(Measured(at_most.step, at_most.time, at_most.policy_version, most))
     return {name: _ends([*before.get(name, ()), *new.get(name, ())], width) for name in {**before, **new}}
 
 
 def _ends(values: list[Measured], width: int) -> tuple[Measured, ...]:
-    values.sort()
+    """Of each `width` steps the least and the greatest, in rising order of steps."""
+    values.sort(key=_STEP)
     ends: list[Measured] = []
-    for _, bucket in itertools.groupby(values, key=lambda one: one.step // width):
-        inside = list(bucket)
-        if len(inside) > 2:
-            inside = sorted({min(inside, key=_VALUE), max(inside, key=_VALUE)})
-        ends += inside
+    begin, num = 0, len(values)
+    while begin < num:
+        end, edge = begin + 1, (values[begin].step // width + 1) * width
+        while end < num and values[end].step < edge:
+            end += 1
+        if end - begin > 2:
+            inside = values[begin:end]
+            least, most = min(inside, key=_VALUE), max(inside, key=_VALUE)
+            ends += [least, most] if least.step < most.step else [most, least] if most.step < least.step else [least]
+        else:
+            ends += values[begin:end]
+        begin = end
     return tuple(ends)
 
 
 def _thinned(lines: Sequence[MetricsLine], stride: int) -> list[MetricsLine]:
     old, recent = lines[:-RECENT_LINES], lines[-RECENT_LINES:]
-    evaluations = [line for line in old if any(map(is_evaluation, line.metrics))]
+    names = set().union(*(line.metrics for line in old))  # 2,000 lines have 50 of them in all
+    of_evaluations = set(filter(is_evaluation, names))
+    evaluations = [line for line in old if not line.metrics.keys().isdisjoint(of_evaluations)] if of_evaluations else []
     evaluated = {line.step for line in evaluations}
     apart = 1
     while len(evaluations) > MAX_EVALUATIONS:
