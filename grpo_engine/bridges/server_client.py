@@ -28,7 +28,8 @@ _INFO = "/bridge/info"
 _RETRY_INTERVAL_S = 0.25
 _ANSWER_WITHIN_S = 600.0
 """A pause waits for the batch that runs, a reload for a checkpoint from a slow disk."""
-_UNAVAILABLE = 503
+_BUSY, _UNAVAILABLE = 409, 503
+"""Somebody else has paused it, or it is not there yet: both pass."""
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -96,7 +97,7 @@ class ServerClient:
         self._http.close()
 
     def ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
-        """One call; a server that is away or loading is asked again until the patience ends.
+        """One call; a server that is away, loading or paused by somebody else is asked again until the patience ends.
 
         Args:
             body: what was set of it is sent, since a stock server takes every key of a request for vLLM's.
@@ -111,19 +112,22 @@ class ServerClient:
         until = time.monotonic() + self._patience_s
         has_complained = False
         while True:
+            response = None
             try:
                 response = self._http.request(method, path, content=content, headers=headers)
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {error}"
-            else:
-                if response.status_code != _UNAVAILABLE:
+            is_over = time.monotonic() >= until
+            if response is not None:
+                passing = (_UNAVAILABLE,) if is_over else (_UNAVAILABLE, _BUSY)
+                if response.status_code not in passing:
                     return self._read(method, path, response, answer)
                 why = _detail(response)
             if self._is_stopping():
                 raise PeerUnavailable(
                     f"{method} {self.url}{path}: {why}; not awaited, since training is to stop or it has ended"
                 )
-            if time.monotonic() >= until:
+            if is_over:
                 raise PeerUnavailable(
                     f"{method} {self.url}{path}: no answer for {self._patience_s:g} s ({why}); "
                     "is the inference server up? Look at its log"

@@ -101,6 +101,24 @@ def test_a_pause_ends_at_its_time_limit_and_holds_requests_until_then(model_fold
         assert client.post("/bridge/resume").json()["status"] == "resumed"
 
 
+def test_a_hand_over_waits_for_somebody_elses_pause_and_is_refused_when_that_does_not_end(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with sharing(model_folder, tmp_path) as server, server.client as client:
+        bridge = attach(model_folder, server, tmp_path)
+        model = bridge.attach().model
+        client.post("/bridge/pause", json={"timeout_s": 0.5})
+        bridge.publish(1, shift(model, 1))
+        assert_agreement(server, model, 1)
+        client.post("/bridge/pause")
+        bridge._client._patience_s = 0
+        with pytest.raises(BridgeError, match=r"refused with 409: paused already by somebody who gave no owner_pid"):
+            bridge.publish(2, shift(model, 2))
+        client.post("/bridge/resume")
+        assert client.get("/bridge/info").json()["policy_version"] == 1
+        bridge.close()
+
+
 def test_half_written_weights_are_never_served_and_the_next_trainer_mends_them(
     model_folder: Path, tmp_path: Path
 ) -> None:
