@@ -69,7 +69,7 @@ class Runner:
         argv = [sys.executable, "-m", "grpo_engine", "atropos-env", "--file", str(file), "--model-name", "some/model"]
         argv += ["--python", str(stack.stock / "python"), "--rollout-server-url", stack.api_url, *flags]
         pipe = subprocess.PIPE
-        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(folder)}  # a killed one leaves its file
         self.process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=pipe, stderr=pipe)
 
     def line(self) -> str:

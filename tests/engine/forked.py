@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def _run(words: Sequence[str], log: Path, folder: Path, environment: Mapping[str
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of this environment, not the one that an import looked up
     import torch
 
     torch.set_num_threads(1)
