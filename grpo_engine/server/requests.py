@@ -31,6 +31,8 @@ _STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
     (DataError, 400),
     (ModelError, 400),
 )
+MAX_BODY_BYTES = 64 << 20
+"""A prompt of a million tokens takes 8 MB."""
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
@@ -66,13 +68,18 @@ def status_of(error: GrpoError) -> int:
 
 
 async def read_body(request: Request, model: type[ModelT]) -> ModelT:
-    """The body as `model`; 422 naming each key that is unknown or wrong.
+    """The body as `model`; 422 naming each key that is unknown or wrong, 413 where it is longer than any prompt.
 
     Raises:
         ClientLeft: the client closed the connection before it had sent all of it.
     """
+    body = bytearray()
     try:
-        return model.model_validate_json(await request.body())
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes, which no prompt is")
+        return model.model_validate_json(bytes(body))
     except ClientDisconnect:
         raise ClientLeft from None
     except ValidationError as error:

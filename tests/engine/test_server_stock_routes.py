@@ -86,6 +86,17 @@ async def test_an_error_that_nobody_foresaw_is_told_to_who_asked() -> None:
     assert answer.json()["detail"].startswith("RuntimeError: CUDA out of memory; ")
 
 
+async def test_a_body_that_does_not_end_is_refused_before_it_fills_the_memory() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1 << 20)
+
+    async with client_of(SomeEngine(None)) as client:
+        answer = await client.post("/generate", content=endless())
+    assert answer.status_code == 413
+    assert "longer than 67,108,864 bytes" in answer.json()["detail"]
+
+
 async def test_inference_is_for_everybody_and_what_is_unknown_for_this_machine() -> None:
     engine = SomeEngine(some_routes())
     async with client_of(engine) as near, client_of(engine, peer=ELSEWHERE) as far:
