@@ -269,3 +269,19 @@ async def test_the_strip_says_what_is_stale_or_not_known(
         assert words in screen.text(GpuPanel)
         width = screen.app.main.query_one(GpuPanel).size.width
         assert all(len(line) <= width for line in screen.lines(GpuPanel))
+
+
+async def test_gpus_out_of_sight_are_drawn_when_they_come_into_sight_and_not_with_each_sample(tmp_path: Path) -> None:
+    def eight(watts: float) -> list[GpuStatus]:
+        return [full_gpu(index, power_watts=watts) for index in range(8)]
+
+    async with shown(tmp_path, SMALL, run_status(run=tmp_path.name, gpus=eight(300.0))) as screen:
+        before, now = samples(lambda _: eight(300.0), 10), samples(lambda _: eight(451.0), 1)[0]
+        report = await inspected(screen, *before)
+        assert text_of(report).count("300 of 700 W") == 8
+        screen.connection.say(now.model_copy(update={"number": 100, "time": NOW + 1}))
+        await screen.until(lambda: "451 of 700 W" in text_of(report))
+        assert text_of(report).count("451 of 700 W") < 4
+        await screen.pilot.press(*"nnnnnnn")
+        last = report.starts[7]
+        await screen.until(lambda: "451 of 700 W" in report.plain_lines[last])

@@ -59,6 +59,19 @@ class ReportScroll(VerticalScroll, can_focus=False):
     }
     """
 
+    @property
+    def rows_in_sight(self) -> range:
+        """Of what is scrolled."""
+        top = self.scroll_offset.y
+        return range(top, top + self.size.height)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Bring up to date what comes into sight."""
+        super().watch_scroll_y(old_value, new_value)
+        for part in self.query(GpuReport):
+            part.in_sight = self.rows_in_sight
+            part.look_again()
+
 
 class GpusScreen(RunScreen):
     """One block a GPU; it scrolls."""
@@ -85,6 +98,7 @@ class GpusScreen(RunScreen):
         """Show another state."""
         for part in self.query(GpuReport):  # none while the screen is taken down
             part.chart_rows = self._chart_rows(state)
+            part.in_sight = self.query_one(ReportScroll).rows_in_sight
         super().draw(state)
 
     def _chart_rows(self, state: ViewState) -> int:

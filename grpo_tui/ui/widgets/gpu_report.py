@@ -53,10 +53,20 @@ DOWN_STATES = frozenset({ServiceState.FAILED, ServiceState.BACKOFF, ServiceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """The lines of all blocks, and where each begins."""
+    """The lines of all blocks, and where each begins; two that stand beside each other count as one."""
 
     lines: list[Content]
     starts: list[int]
+    blocks: list[list[Content]]
+    form: tuple[object, ...]
+    """What the number of rows depends on: blocks out of sight stay as they are while this is the same."""
+
+    def numbers_in_sight(self, rows: range) -> range:
+        """Of the blocks that have some of these rows."""
+        ends = [*self.starts[1:], len(self.lines) + 1]
+        spans = enumerate(zip(self.starts, ends, strict=True))
+        seen = [place for place, (start, end) in spans if start < rows.stop and end > rows.start]
+        return range(seen[0], seen[-1] + 1) if seen else range(0)
 
 
 class GpuReport(Lines):
@@ -69,48 +79,93 @@ class GpuReport(Lines):
     def __init__(self) -> None:
         super().__init__()
         self.chart_rows = 6
+        self.in_sight: range | None = None
+        """Its rows that the screen shows; None: maybe all."""
         self.starts: list[int] = []
         """The row on which each block begins."""
-        self._made: tuple[tuple[object, ...], list[Content]] | None = None
+        self._made: Made | None = None
+        self._made_of: tuple[object, ...] = ()
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Made anew with each sample; what the machine's own memory does in between is shown with the next."""
-        return (state.status, state.gpus, state.host_memory is None, state.until, self.chart_rows)
+        seen = range(0) if self._made is None or self.in_sight is None else self._made.numbers_in_sight(self.in_sight)
+        what = (state.status, state.gpus, state.host_memory is None, state.until, self.chart_rows)
+        return (*what, seen.start, seen.stop)
 
     def draw(self, state: ViewState) -> None:
         """Make the lines, and take the rows that they need."""
         width = self.size.width
         if width:
             inputs = (*self.inputs(state), width)
-            if self._made is None or not are_same(inputs, self._made[0]):
-                made = report(state, width, self.chart_rows)
-                self._made, self.starts = (inputs, made.lines), made.starts
+            if self._made is None or not are_same(inputs, self._made_of):
+                self._made = made = report(state, width, self.chart_rows, self._made, self.in_sight)
+                self._made_of, self.starts = (*self.inputs(state), width), made.starts
                 self.styles.height = max(1, len(made.lines))
         super().draw(state)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Those that were made."""
-        return self._made[1] if self._made is not None else []
+        return self._made.lines if self._made is not None else []
+
+    def look_again(self) -> None:
+        """Other rows came into sight."""
+        if self._state is not None:
+            self.draw(self._state)
 
 
-def report(state: ViewState, width: int, chart_rows: int) -> Made:
-    """A block for each GPU and one for the machine, in two columns where there is room for two."""
+def report(
+    state: ViewState, width: int, chart_rows: int, before: Made | None = None, in_sight: range | None = None
+) -> Made:
+    """A block for each GPU and one for the machine, in two columns where there is room for two.
+
+    Args:
+        before: what was made last; blocks of it that are out of sight are taken over where they have as many rows.
+        in_sight: the rows that are; None: maybe all.
+    """
     if state.status is None:
-        return Made(lines=[line(("nothing is known of this run yet", ".muted"))], starts=[0])
+        words = line(("nothing is known of this run yet", ".muted"))
+        return Made(lines=[words], starts=[0], blocks=[[words]], form=())
     gpus = state.status.gpus
     is_wide = width >= TWO_COLUMNS and bool(gpus)
     block_width = (width - COLUMN_GAP) // 2 if is_wide else width
     moments = moments_until(state.gpus, state.until)
     columns = laid_out(moments, block_width - GUTTER, state.gpus.span_s)
-    blocks = [_gpu_block(gpu, state, block_width, chart_rows, columns, moments) for gpu in gpus]
-    blocks.append(_host_block(state, block_width, chart_rows, columns))
-    lines = _all_together(gpus, width)
-    starts: list[int] = []
-    for place in range(0, len(blocks), 2 if is_wide else 1):
+    form = _form(state, width, chart_rows)
+    kept = before if before is not None and in_sight is not None and before.form == form else None
+    fresh = kept.numbers_in_sight(in_sight) if kept is not None and in_sight is not None else range(0)
+
+    def made(gpu: GpuStatus | None) -> list[Content]:
+        if gpu is None:
+            return _host_block(state, block_width, chart_rows, columns)
+        return _gpu_block(gpu, state, block_width, chart_rows, columns, moments)
+
+    lines, starts, blocks = _all_together(gpus, width), list[int](), list[list[Content]]()
+    whose = [*gpus, None]
+    a_row = 2 if is_wide else 1
+    for number, place in enumerate(range(0, len(whose), a_row)):
         starts.append(len(lines) if starts else 0)
-        lines += _beside(*blocks[place : place + 2], width=block_width) if is_wide else blocks[place]
-        lines.append(Content(""))
-    return Made(lines=lines[:-1], starts=starts)
+        if kept is not None and number not in fresh:
+            block = kept.blocks[number]
+        else:
+            parts = [made(gpu) for gpu in whose[place : place + a_row]]
+            block = [*(_beside(*parts, width=block_width) if is_wide else parts[0]), Content("")]
+        blocks.append(block)
+        lines += block
+    return Made(lines=lines[:-1], starts=starts, blocks=blocks, form=form)
+
+
+def _form(state: ViewState, width: int, chart_rows: int) -> tuple[object, ...]:
+    assert state.status is not None
+    what = (width, chart_rows, state.until, state.gpus.span_s, state.gpus.has_whole_commands, state.gpus.plan)
+    shown = tuple(service.name for service in state.services)
+    return (
+        *what,
+        shown,
+        *(
+            (gpu.index, gpu.stale_s is None, len(gpu.processes), len(gpu.mig), tuple(gpu.by_service))
+            for gpu in state.status.gpus
+        ),
+    )
 
 
 def _all_together(gpus: Sequence[GpuStatus], width: int) -> list[Content]:

@@ -92,6 +92,8 @@ class Lines(Widget):
         for y in range(max(len(before), len(self._lines))):
             old = before[y] if y < len(before) else None
             new = self._lines[y] if y < len(self._lines) else None
+            if old is new:
+                continue
             start, end = (0, width) if old is None or new is None else differing_cells(old, new)
             if start < end:
                 self.refresh(Region(start, y, end - start, 1))
