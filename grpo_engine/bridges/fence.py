@@ -160,10 +160,10 @@ class Fence:
         self._words[_SEQUENCE_AT] = sequence + 1 + sequence % 2
         try:
             yield
+            self._words[_VERSION_AT] = policy_version
         except BaseException:
             self._words[_PID_AT] = 0
             raise
-        self._words[_VERSION_AT] = policy_version
         self._words[_COUNT_AT] += 1
         self._words[_TIME_AT] = time.time_ns()
         self._words[_SEQUENCE_AT] += 1

@@ -6,7 +6,7 @@ log-prob convention added to every answer.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, FiniteFloat
 
@@ -89,14 +89,18 @@ class PauseRequest(Message):
 
     owner_pid: int | None = None
     """Process that will resume; the server resumes by itself when that process is gone."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
     """Longest pause; after it the server resumes by itself, and says so in its log."""
+
+
+PolicyVersion = Annotated[int, Field(ge=0, lt=2**63)]
+"""As the page of shared memory holds it that says which weights are served."""
 
 
 class ResumeRequest(Message):
     """Body of `POST /bridge/resume`."""
 
-    policy_version: int | None = None
+    policy_version: PolicyVersion | None = None
     """Version that is served from here on; absent: unchanged."""
 
 
@@ -104,7 +108,7 @@ class ReloadRequest(Message):
     """Body of `POST /bridge/reload`: read a checkpoint in place of the weights that are served."""
 
     path: str
-    policy_version: int
+    policy_version: PolicyVersion
 
 
 class LoraLoadRequest(Message):
@@ -112,7 +116,7 @@ class LoraLoadRequest(Message):
 
     adapter_path: str
     adapter_name: str | None = None
-    policy_version: int | None = None
+    policy_version: PolicyVersion | None = None
 
 
 class LoraStatus(Message):

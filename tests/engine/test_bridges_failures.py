@@ -119,6 +119,18 @@ def test_a_hand_over_waits_for_somebody_elses_pause_and_is_refused_when_that_doe
         bridge.close()
 
 
+def test_a_version_that_no_page_can_hold_is_refused_and_stops_nobody(model_folder: Path, tmp_path: Path) -> None:
+    with running_server(model_folder, folder=tmp_path) as server, server.client as client:
+        for path, more in (
+            ("/bridge/resume", {}),
+            ("/bridge/reload", {"path": str(model_folder)}),
+            ("/lora/load", {"adapter_path": str(model_folder)}),
+        ):
+            for version in (2**63, -1):
+                assert client.post(path, json={"policy_version": version, **more}).status_code == 422
+        assert server.generate(prompt="a", max_tokens=1)["policy_version"] == 0
+
+
 def test_half_written_weights_are_never_served_and_the_next_trainer_mends_them(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,14 @@ def test_a_failed_update_is_half_written_until_a_whole_one(segment: str) -> None
     assert (state.policy_version, state.update_count, state.is_writing) == (2, 1, False)
 
 
+def test_a_version_that_the_page_cannot_hold_leaves_the_update_given_up_and_not_under_way_for_ever() -> None:
+    fence = Fence.private()
+    with pytest.raises(ValueError, match="memoryview"), fence.writing(2**63):
+        pass
+    with pytest.raises(HalfWritten):
+        fence.check()
+
+
 @pytest.mark.slow
 def test_a_writer_that_dies_in_an_update_is_found_out(segment: str) -> None:
     fence = Fence.create(segment)
