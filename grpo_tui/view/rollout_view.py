@@ -88,10 +88,15 @@ class GroupFilter:
         elif self.kind is not RewardKind.ANY:
             parts.append(str(self.kind))
         if self.environment is not None:
-            parts.append(self.environment)
+            parts.append(environment_words(self.environment))
         if self.text:
             parts.append(f"“{self.text}”")
         return " · ".join(parts)
+
+
+def environment_words(name: str) -> str:
+    """An environment by its name; by its number where the rollout API told no name."""
+    return f"environment {name}" if name.isdecimal() else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

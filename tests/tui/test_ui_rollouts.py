@@ -193,3 +193,10 @@ async def test_an_empty_screen_says_why_and_what_will_fill_it(tmp_path: Path) ->
         await screen.until(lambda: "Stock trainers record none" in " ".join(part(screen, RolloutList).plain_lines))
         write_groups(tmp_path, group(1))
         await screen.until(lambda: "1 recorded" in text(screen, RolloutList))
+
+
+async def test_the_title_of_a_group_names_its_environment_or_says_what_the_number_is(tmp_path: Path) -> None:
+    async with rollouts(tmp_path, group(1, environment="sort6"), group(2, environment="0"), size=WIDE) as screen:
+        await screen.until(lambda: "─ step 2 · environment 0 ─" in group_text(screen))
+        await screen.pilot.press("n")
+        await screen.until(lambda: "─ step 1 · sort6 ─" in group_text(screen))

@@ -295,3 +295,8 @@ def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:
     assert telling_starts([f"{system}sort 12", f"{system}sort 31"]) == ["12", "31"]
     assert telling_starts([system, system]) == [system, system]
     assert telling_starts([]) == []
+
+
+def test_an_environment_that_told_no_name_is_called_by_its_number_in_words() -> None:
+    assert GroupFilter(environment="0").words == "environment 0"
+    assert GroupFilter(environment="sort6").words == "sort6"

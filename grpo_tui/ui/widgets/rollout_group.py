@@ -29,7 +29,7 @@ from grpo_tui.view.rollout_text import (
     visible,
     wrapped,
 )
-from grpo_tui.view.rollout_view import CompletionMoved, RolloutView, Tint, TokenMoved, TokenSet
+from grpo_tui.view.rollout_view import CompletionMoved, RolloutView, Tint, TokenMoved, TokenSet, environment_words
 from grpo_tui.view.state import ViewState
 
 TONES = frozenset({"cool-end", "cool", "warm", "warm-end", "bad-end", "bad", "good", "good-end", "cursor", "read"})
@@ -240,7 +240,7 @@ class RolloutGroup(Lines, Wheel):
 
 
 def _title(subject: Subject) -> str:
-    environment = f" · {visible(subject.group.environment)}" if subject.group.environment else ""
+    environment = f" · {environment_words(visible(subject.group.environment))}" if subject.group.environment else ""
     compared = "compared with: " if subject.is_marked else ""
     return f"{compared}step {subject.group.step:,}{environment}"
 
