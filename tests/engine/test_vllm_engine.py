@@ -620,6 +620,8 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
     bridge.publish(50, shift(model, 50))
     below = processes_below(shared.server.process.pid)
     assert len(below) >= NUM_PROCESSES
+    sockets = set().union(*(named_sockets(identity.pid) for identity in below))
+    assert sockets
     assert shared.server.stop(signal.SIGKILL) == -signal.SIGKILL
     wait_gone(below, within_s=10)
     before = read_bridge_file(shared.bridge_file)
@@ -631,6 +633,7 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
             bridge.ensure_current()
         assert_agreement(again, model, version=50, prompt=LONG_PROMPT)
         assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
+        assert not [path for path in sockets if path.parent.exists()]
         below = processes_below(again.server.process.pid)
         server = psutil.Process(read_bridge_file(again.bridge_file).pid)
         engine = next(p for p in server.children() if is_engine_core(p))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +17,50 @@ from grpo_engine.server.vllm_sockets import FOLDER_VARIABLE, sockets_of_a_server
 SOCKET = "123e4567-e89b-12d3-a456-426614174000"
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder whose name leaves room for sockets."""
+    with tempfile.TemporaryDirectory(prefix="g", dir="/tmp") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+def bind(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / SOCKET))
+
+
 def config(engine: str = "vllm") -> ServerConfig:
     return ServerConfig.model_validate({"model_name": "m", "engine": engine})
 
 
 def test_a_server_has_a_folder_for_its_sockets_which_goes_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Path,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     environment: dict[str, str] = {}
     with sockets_of_a_server(config(), environment):
         folder = Path(environment[FOLDER_VARIABLE])
-        assert folder.stat().st_mode & 0o777 == 0o700
-        (folder / SOCKET).touch()
-    assert not folder.exists()
+        assert (folder.parent, folder.stat().st_mode & 0o777) == (short, 0o700)
+        bind(folder)
+    assert os.listdir(short) == []
     assert environment == {}
+
+
+def test_what_a_killed_server_left_goes_with_the_next_and_nothing_else(short: Path) -> None:
+    (left, others, another) = (short / f"v-{name * 8}" for name in "abc")
+    for folder in (left, others):
+        folder.mkdir()
+        bind(folder)
+    (others / "notes").touch()
+    another.touch()
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    with sockets_of_a_server(config(), first):
+        bind(Path(first[FOLDER_VARIABLE]))
+        with sockets_of_a_server(config(), second):
+            assert (Path(first[FOLDER_VARIABLE]) / SOCKET).is_socket()
+            assert first != second
+    assert sorted(short.iterdir()) == [others, another]
 
 
 def test_sockets_have_a_name_that_the_kernel_takes_however_deep_the_temporary_folder_lies(
