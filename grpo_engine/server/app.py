@@ -60,16 +60,13 @@ def create_app(service: Service) -> FastAPI:
         if params.stream:
             raise HTTPException(400, "stream: answers come whole here; leave it out")
         engine.check_health()
-        if isinstance(params.prompt, str):
-            prompt, prompt_text = engine.encode(params.prompt), params.prompt
-        else:
-            prompt = params.prompt.prompt_token_ids
-            prompt_text = engine.decode(prompt)
+        asked = params.prompt
+        prompt = engine.encode(asked) if isinstance(asked, str) else asked.prompt_token_ids
         generation = await unless_client_leaves(request, engine.generate(prompt, params))
         content = generate_answer(
             generation,
             params,
-            prompt_text=prompt_text,
+            prompt_text=asked if isinstance(asked, str) else engine.decode(prompt),
             logprobs_mode=engine.logprobs_mode,
             version=engine.info().policy_version,
         )

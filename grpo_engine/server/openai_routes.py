@@ -16,7 +16,7 @@ from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Completion, Engine, Generation
 from grpo_engine.server.requests import read_body, unless_client_leaves
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, first_fault
 from grpo_engine.wire.inference import GenerateRequest
 
 _DEFAULT_CHAT_TOKENS = 1024
@@ -46,9 +46,16 @@ class SamplingFields(Message):
     stream: bool = False
 
     def sampling(self, *, max_tokens: int, logprobs: int | None) -> GenerateRequest:
-        """The same, as the engine reads it; the prompt travels beside it."""
+        """The same, as the engine reads it; the prompt travels beside it.
+
+        Raises:
+            DataError: a number that no engine takes.
+        """
         shared = self.model_dump(exclude={"model", "stream"}, include=set(SamplingFields.model_fields))
-        return GenerateRequest(prompt="", max_tokens=max_tokens, logprobs=logprobs, **shared)
+        try:
+            return GenerateRequest(prompt="", max_tokens=max_tokens, logprobs=logprobs, **shared)
+        except ValidationError as error:
+            raise DataError(first_fault(error)) from None
 
 
 class CompletionRequest(SamplingFields):

@@ -28,14 +28,14 @@ class GenerateRequest(Message):
     model_config = ConfigDict(extra="forbid")
 
     prompt: TokenPrompt | str
-    n: int = Field(1, ge=1)
-    max_tokens: int = Field(16, ge=1)
-    min_tokens: int = Field(0, ge=0)
+    n: int = Field(1, ge=1, lt=2**31)
+    max_tokens: int = Field(16, ge=1, lt=2**31)
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False

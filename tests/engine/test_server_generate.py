@@ -204,6 +204,8 @@ def test_prompt_logprobs_come_back(server: RunningServer, model: torch.nn.Module
         ({}, 422, "prompt"),
         ({"prompt": {"prompt_token_ids": [5] * 300}}, 400, "300"),
         ({"prompt": {"prompt_token_ids": [5000]}}, 400, "5000"),
+        ({"prompt": {"prompt_token_ids": [2**40]}}, 400, "is not in the vocabulary"),
+        ({"prompt": "a", "top_k": 10**30}, 422, "top_k: Input should be less than"),
         ({"prompt": ""}, 400, "no tokens"),
         ({"prompt": "a", "stream": True}, 400, "stream"),
     ],
@@ -213,6 +215,13 @@ def test_bad_input_is_refused_by_name(server: RunningServer, body: dict, status:
         answer = client.post("/generate", json=body)
     assert answer.status_code == status
     assert word in answer.json()["detail"]
+
+
+def test_a_number_that_no_engine_takes_is_refused_by_openais_routes_too(server: RunningServer) -> None:
+    with server.client as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "seed": 2**70})
+    assert answer.status_code == 400
+    assert "seed: Input should be less than" in answer.json()["detail"]
 
 
 def test_completions_stop_at_the_longest_sequence(server: RunningServer) -> None:
