@@ -319,7 +319,7 @@ def _event(line: bytes) -> Snapshot | Event | None:
 
 
 def _kind(service: ServiceStatus) -> MarkKind:
-    if service.state is ServiceState.STARTING and service.attempt > 1:
+    if service.state is ServiceState.STARTING and (service.attempt > 1 or service.restarts):  # in place: one attempt
         return MarkKind.RESTART
     return MARK_KINDS.get(service.state, MarkKind.STATE)
 
