@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/screen.md anew, from the recorded run in tests/.
+"""Draw the pictures of docs/screen.md anew, from the recorded runs in tests/.
 
     python scripts/screen_pictures.py [FOLDER]
 
@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDED = ROOT / "tests" / "recorded" / "tiny-cpu.tar.gz"
 SIZE = (120, 36)
 sys.path.insert(0, str(ROOT / "tests" / "tui"))
 
@@ -33,7 +32,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, scene in SCENES.items():
         with tempfile.TemporaryDirectory() as logs:
-            with tarfile.open(RECORDED) as tar:
+            with tarfile.open(scene.archive) as tar:
                 tar.extractall(logs, filter="data")
             (run,) = Path(logs).iterdir()
             svg = asyncio.run(drawn(scene, run))

@@ -1,7 +1,7 @@
-"""Pictures of every screen over the recorded run, the same on every machine: what tests and documents show.
+"""Pictures of every screen over recorded runs, the same on every machine: what tests and documents show.
 
-The run is the recorded one, read from its folder as `grpo-tui attach` does. It was made without a GPU, so the GPU
-screen has the made-up GPUs of `screen_fakes` beside its services; clock, time zone and memory are fixed.
+A run is read from its folder as `grpo-tui attach` does, that of the GPU screen made on an H200, the others without a
+GPU. One scene has two GPUs, which are made up. Clock, time zone and memory are fixed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from grpo_tui.ui import app as app_module
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.keys import PLACES
+from grpo_tui.ui.messages import Came
 from grpo_tui.ui.screens import SCREENS
+from grpo_tui.view.travel import WentTo
 
+RECORDED = Path(__file__).parents[1] / "recorded"
 GIB = 1 << 30
 MEMORY = SimpleNamespace(total=64 * GIB, available=41 * GIB)
 LIMIT_S = 60.0
@@ -44,14 +47,24 @@ class Scene:
 
     place: str
     keys: Sequence[str] = ()
+    recording: str = "tiny-cpu"
+    """Name of the archive in tests/recorded."""
+    moment: float | None = None
+    """Unix seconds to go back to; None: the end of the run."""
     has_gpus: bool = False
+    """Two that are made up."""
+
+    @property
+    def archive(self) -> Path:
+        """The recording."""
+        return RECORDED / f"{self.recording}.tar.gz"
 
 
 SCENES = {
     place: scene
     for place, scene in {
         "run": Scene(place="run"),
-        "gpus": Scene(place="gpus", has_gpus=True),
+        "gpus": Scene(place="gpus", recording="smollm-gpu", moment=1_795_354_158),
         "alignment": Scene(place="alignment"),
         "rollouts": Scene(place="rollouts", keys=("enter",)),
         "metrics": Scene(place="metrics"),
@@ -59,6 +72,8 @@ SCENES = {
     }.items()
     if place in SCREENS
 }
+"""Of the documents: every screen, as real runs show it."""
+ALL_SCENES = {**SCENES, "two-gpus": Scene(place="gpus", has_gpus=True)}
 
 
 @asynccontextmanager
@@ -86,6 +101,10 @@ async def standing(
                     await _until(pilot, lambda: bool(app.state.rollouts.read and app.state.rollouts.found))
                 for key in scene.keys:
                     await pilot.press(key)
+                if scene.moment is not None:
+                    await _until(pilot, lambda: app.state.travel.ends is not None)
+                    app.post_message(Came(WentTo(moment=scene.moment)))
+                    await _until(pilot, lambda: app.state.travel.until == scene.moment)
                 yield app, pilot
         finally:
             os.environ.pop("TZ", None)

@@ -1,4 +1,4 @@
-"""Every screen as a picture, text and colours, over the recorded run: at two sizes, and in a light and an ANSI theme.
+"""Every screen as a picture, text and colours, over recorded runs: at two sizes, and in a light and an ANSI theme.
 
 A picture that is wanted otherwise is accepted by one command, and then looked at in a browser before it is committed:
 
@@ -12,14 +12,13 @@ import os
 from pathlib import Path
 
 import pytest
-from picture_scenes import SCENES, picture, standing, words
+from picture_scenes import ALL_SCENES, picture, standing, words
 from test_recorded_runs import unpacked
 
 from grpo_tui.ui.themes import ANSI, DARK, LIGHT
 
 pytestmark = pytest.mark.slow
 PICTURES = Path(__file__).parent / "pictures"
-RECORDED = Path(__file__).parents[1] / "recorded" / "tiny-cpu.tar.gz"
 ACCEPTS = os.environ.get("GRPO_PICTURES") == "accept"
 LOOKS = {
     "80x24": ((80, 24), DARK),
@@ -30,13 +29,14 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", ALL_SCENES)
 async def test_a_screen_looks_as_it_was_accepted(tmp_path: Path, name: str, look: str) -> None:
     size, theme = LOOKS[look]
     file = PICTURES / f"{name}-{look}.svg"
     wanted = file.read_text() if file.exists() and not ACCEPTS else None
-    folder = unpacked(RECORDED, tmp_path / "logs")
-    async with standing(SCENES[name], folder, size, theme) as (app, pilot):
+    scene = ALL_SCENES[name]
+    folder = unpacked(scene.archive, tmp_path / "logs")
+    async with standing(scene, folder, size, theme) as (app, pilot):
         drawn = await picture(app, pilot, wanted)
     if ACCEPTS:
         PICTURES.mkdir(exist_ok=True)
@@ -50,5 +50,5 @@ async def test_a_screen_looks_as_it_was_accepted(tmp_path: Path, name: str, look
 
 
 def test_there_is_no_picture_that_nothing_draws() -> None:
-    known = {f"{name}-{look}.svg" for name in SCENES for look in LOOKS}
+    known = {f"{name}-{look}.svg" for name in ALL_SCENES for look in LOOKS}
     assert {path.name for path in PICTURES.glob("*.svg")} <= known
