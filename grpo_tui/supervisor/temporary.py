@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from grpo_engine.models.local import cache_folder
@@ -70,13 +71,13 @@ def remove_folders(run: str, known: Path | None) -> tuple[list[str], list[str]]:
     Returns what was removed of those that held something, and what could not be removed, with why; both in words.
     """
     removed, left = [], []
-    named = {path for base in _bases() for path in base.glob(f"{_stem(run, base)}-*")}
+    named = {path for base in _bases() for path in base.glob(f"{escape(_stem(run, base))}-*")}
     for folder in sorted(named | ({known} if known is not None else set())):
         if not _is_ours(folder):
             continue
         _move_kept(folder)
-        was_empty = not any(folder.iterdir())
         try:
+            was_empty = not any(folder.iterdir())
             shutil.rmtree(folder)
         except OSError as error:
             left.append(f"{error.filename or folder}: {error.strerror or error}")

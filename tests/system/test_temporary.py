@@ -95,7 +95,9 @@ def test_a_temporary_folder_that_a_cleaner_removed_is_there_again_for_the_next_s
     assert place.grpo("down").returncode == 0
 
 
-@pytest.mark.parametrize("run", [RUN, f"{'a-profile-with-a-long-name' * 4}-1122-130216-c584"])
+@pytest.mark.parametrize(
+    "run", [RUN, "odd[1]*-1122-130216-c584", f"{'a-profile-with-a-long-name' * 4}-1122-130216-c584"]
+)
 def test_sockets_of_vllm_fit_below_the_folder_of_any_run(outside: Path, run: str) -> None:
     folder = temporary.make_folder(run)
     assert folder.parent == outside
