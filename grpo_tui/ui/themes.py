@@ -116,7 +116,12 @@ class ThemedApp(App[ReturnType]):
     def _paint_later(self) -> None:
         if not self._is_paint_due:
             self._is_paint_due = True
-            self.set_timer(GIVE_UP_S, self._paint_what_is_due)  # should the answer be lost
+            self.set_timer(GIVE_UP_S, self._paint_without_answer)
+
+    def _paint_without_answer(self) -> None:
+        self._paint_what_is_due()
+        if self._is_paint_due:  # something else was painted lately
+            self.set_timer(GIVE_UP_S, self._paint_without_answer)
 
     def _paint_what_is_due(self) -> None:
         if self._is_paint_due and not self._pace.is_full(time.monotonic()):
