@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,7 +38,7 @@ MessageT = TypeVar("MessageT", bound=BaseModel)
 _MIN_PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
 """Between two attempts at a server that is away."""
-_SAY_EVERY_S = 10.0
+_AWAY_AFTER_S, _SAY_EVERY_S = 1.0, 10.0
 _COMPRESS_FROM_BYTES = 1024
 _REGISTER_EVERY_S = 0.25
 _ANSWER_S = 60.0
@@ -64,6 +65,7 @@ class RolloutApi:
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
+        self._peer = _Peer("rollout API")
         self._name = secrets.token_hex(8)
         self._num_posts = 0
 
@@ -99,7 +101,7 @@ class RolloutApi:
         async def ask() -> httpx.Response:
             return await self._http.request("GET", "/status-env", json=body, timeout=_ANSWER_S)
 
-        return _read(EnvironmentStatus, await _patiently(ask, "rollout API"))
+        return _read(EnvironmentStatus, await _patiently(ask, self._peer))
 
     async def post(self, groups: Sequence[ScoredGroup]) -> None:
         """Hand over groups, one or several, compressed when that makes them smaller; one call at a time.
@@ -118,7 +120,7 @@ class RolloutApi:
         async def send() -> httpx.Response:
             return await self._http.post(path, content=body, headers=headers, timeout=_ANSWER_S)
 
-        await _patiently(send, "rollout API")
+        await _patiently(send, self._peer)
 
     async def answer(self, evaluation_id: str, answer: EvaluationAnswer) -> None:
         """Hand over what an evaluation measured; sending it again is safe.
@@ -139,7 +141,7 @@ class RolloutApi:
         content = json.model_dump_json().encode() if json else None
         headers = {"Content-Type": "application/json"} if content else None
         return await _patiently(
-            lambda: self._http.request(method, path, content=content, headers=headers, timeout=_ANSWER_S), "rollout API"
+            lambda: self._http.request(method, path, content=content, headers=headers, timeout=_ANSWER_S), self._peer
         )
 
 
@@ -148,11 +150,12 @@ class InferenceServer:
 
     def __init__(self, http: httpx.AsyncClient, *, timeout_s: float) -> None:
         self._http = http
+        self._peer = _Peer("inference server")
         self._timeout_s = timeout_s
 
     async def wait_until_healthy(self) -> None:
         """Wait for `/health` to say 200."""
-        await _patiently(lambda: self._http.get("/health", timeout=5.0), "inference server")
+        await _patiently(lambda: self._http.get("/health", timeout=5.0), self._peer)
 
     async def generate(self, request: GenerateRequest) -> Completions:
         """Sample; an answer that was cut off by the server is asked for again.
@@ -165,14 +168,40 @@ class InferenceServer:
         while True:
             answer = await _patiently(
                 lambda: self._http.post("/generate", content=body, headers=headers, timeout=self._timeout_s),
-                "inference server",
+                self._peer,
             )
             completions = _read(Completions, answer)
             if "abort" not in completions.finish_reasons:
                 return completions
 
 
-async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: str) -> httpx.Response:
+class _Peer:
+    """A server that may be away; of the many requests that then wait for it, one says so."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._away_since: float | None = None
+        self._said_at = -math.inf
+
+    def does_not_answer(self, since: float, trouble: str | None) -> None:
+        """A request has been in vain since then, in monotonic seconds."""
+        now = time.monotonic()
+        if self._away_since is None and now - since <= _AWAY_AFTER_S:
+            return
+        if self._away_since is None or now - self._said_at > _SAY_EVERY_S:
+            self._away_since, self._said_at = self._away_since or since, now
+            log.warning(
+                "%s does not answer since %.0f s (%s); asking again", self.name, now - self._away_since, trouble
+            )
+
+    def answers_again(self) -> None:
+        """One that was in vain before is answered."""
+        if self._away_since is not None:
+            log.info("%s is back after %.1f s", self.name, time.monotonic() - self._away_since)
+            self._away_since = None
+
+
+async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: _Peer) -> httpx.Response:
     """Ask until an answer below 500 comes.
 
     Raises:
@@ -180,9 +209,7 @@ async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: str) ->
         UnknownEvaluation: it is 404 and about an evaluation.
         PeerError: it refuses for any other reason.
     """
-    began = said_at = time.monotonic()
-    pause_s = _MIN_PAUSE_S
-    is_away = False
+    began, pause_s, was_in_vain = time.monotonic(), _MIN_PAUSE_S, False
     while True:
         try:
             answer = await ask()
@@ -190,13 +217,11 @@ async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: str) ->
         except httpx.TransportError as error:
             answer, trouble = None, str(error) or type(error).__name__
         if answer is not None and trouble is None:
-            if is_away:
-                log.info("%s is back after %.1f s", peer, time.monotonic() - began)
-            return _accepted(answer, peer)
-        now = time.monotonic()
-        if now - said_at > _SAY_EVERY_S or (not is_away and now - began > 1.0):
-            log.warning("%s does not answer since %.0f s (%s); asking again", peer, now - began, trouble)
-            said_at, is_away = now, True
+            if was_in_vain:
+                peer.answers_again()
+            return _accepted(answer, peer.name)
+        was_in_vain = True
+        peer.does_not_answer(began, trouble)
         await asyncio.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _MAX_PAUSE_S)
 

@@ -19,6 +19,7 @@ from fastapi.responses import PlainTextResponse
 from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.data.source import RolloutSource
+from grpo_engine.environments import peers
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.main import work
 from grpo_engine.environments.peers import RolloutApi
@@ -403,3 +404,21 @@ async def test_a_refusal_ends_the_environment_with_the_servers_words() -> None:
             PeerError, match=r"POST http://api\.test/scored_data was refused with 422: group 0: scores\.1"
         ):
             await RolloutApi(http).post([ScoredGroup(tokens=[[1]], masks=[[1]], scores=[0.0])])
+
+
+async def test_of_many_requests_to_a_server_that_is_away_one_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for limit, seconds in {"_AWAY_AFTER_S": 0.0, "_MIN_PAUSE_S": 0.001}.items():
+        monkeypatch.setattr(peers, limit, seconds)
+    asked = itertools.count()
+    answers = httpx.MockTransport(lambda _request: httpx.Response(503 if next(asked) < 48 else 200, text="loading"))
+    async with httpx.AsyncClient(transport=answers, base_url="http://server") as http:
+        server = peers.InferenceServer(http, timeout_s=5)
+        with caplog.at_level("INFO"):
+            await asyncio.gather(*(server.wait_until_healthy() for _ in range(16)))
+    said = [record.message for record in caplog.records if record.name == peers.log.name]
+    assert [line.partition(" since")[0].partition(" after")[0] for line in said] == [
+        "inference server does not answer",
+        "inference server is back",
+    ]
