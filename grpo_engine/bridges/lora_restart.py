@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from grpo_engine.bridges.protocol import Bridge, BridgeContext
-from grpo_engine.bridges.saving import trainable_device
+from grpo_engine.bridges.saving import trainable_device, write_whole
 from grpo_engine.bridges.whole_checkpoints import CheckpointBridge, CheckpointSettings
 from grpo_engine.flags import Flag
 
@@ -98,7 +98,7 @@ class _MergedAdapter:
         from grpo_engine.models.loading import load_tokenizer
         from grpo_engine.models.merging import frozen_state
 
-        self._model.get_base_model().save_pretrained(partial, state_dict=frozen_state(self._model))
+        write_whole(self._model.get_base_model(), partial, frozen_state(self._model))
         load_tokenizer(self._context.model_name).save_pretrained(partial)
         weight_map: dict[str, str] = {}
         num_bytes = 0

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from serving import save_tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, modeling_utils
 
-from grpo_engine.bridges.saving import saying_why_unwritten
+from grpo_engine.bridges import saving
+from grpo_engine.bridges.saving import saying_why_unwritten, write_whole
 from grpo_engine.errors import BridgeError
 
 
@@ -27,6 +30,28 @@ def test_a_disk_that_is_full_for_the_tokenizer_is_named_too() -> None:
 def test_a_fault_of_the_program_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a fault"), saying_why_unwritten(tmp_path):
         raise ValueError("a fault")
+
+
+def test_a_model_of_many_files_is_written_whole_and_transformers_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_FILE_SIZE", "100KB")
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path / "tiny", seed=1))
+    before = modeling_utils.safe_save_file
+    write_whole(model, tmp_path / "written")
+    assert modeling_utils.safe_save_file is before
+    assert len(list((tmp_path / "written").glob("*.safetensors"))) > 3
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "written").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_file_that_cannot_be_written_ends_the_writing_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_FILE_SIZE", "100KB")
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path / "tiny", seed=1))
+    for number in range(2, 30):  # files
+        (tmp_path / "written" / f"model-00002-of-{number:05d}.safetensors").mkdir(parents=True)
+    with pytest.raises(BridgeError, match="make room"), saying_why_unwritten(tmp_path):
+        write_whole(model, tmp_path / "written")
 
 
 def test_what_safetensors_says_of_a_folder_is_passed_on(tmp_path: Path) -> None:
