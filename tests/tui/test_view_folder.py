@@ -69,7 +69,7 @@ def test_a_watch_keeps_no_file_open_after_its_end(tmp_path: Path) -> None:
 
 
 def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
-    fresh = ViewState(run_folder=Path("/work/logs/a-run"), now=NOW)
+    fresh = ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW)
     live = reduce(fresh, Snapshot(number=1, status=run_status(run="a-run")))
     assert live.folder_warnings == ()
 
@@ -77,7 +77,7 @@ def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
     (warning,) = gone.warnings
     assert warning.severity == "error"
     assert "deleted or moved while it goes on" in warning.text
-    assert "whether /work/logs can be written" in (warning.hint or "")
+    assert "whether /runs/logs can be written" in (warning.hint or "")
 
     (unattended,) = reduce(gone, ConnectionLost(note="hung up")).warnings
     assert "no supervisor answers" in unattended.text
@@ -85,7 +85,7 @@ def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
 
     (over,) = reduce(gone, Bye(state=RunState.FINISHED)).warnings
     assert over.severity == "warning"
-    assert "Put back as /work/logs/a-run it is read again" in (over.hint or "")
+    assert "Put back as /runs/logs/a-run it is read again" in (over.hint or "")
 
     (anew,) = reduce(live, FolderLooked(fate=FolderFate.MADE_ANEW)).warnings
     assert "begins anew" in anew.text
@@ -95,7 +95,7 @@ def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
 
 
 def test_the_warning_stands_while_somebody_travels_in_time() -> None:
-    fresh = ViewState(run_folder=Path("/work/logs/a-run"), now=NOW)
+    fresh = ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW)
     gone = reduce(reduce(fresh, Snapshot(number=1, status=run_status(run="a-run"))), FolderLooked(fate=FolderFate.GONE))
     past = Past(
         moment=NOW - 60, status=run_status(run="a-run"), transitions={}, start_phases={}, notices=(), log=LogView()
