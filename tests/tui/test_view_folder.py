@@ -81,7 +81,7 @@ def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
 
     (unattended,) = reduce(gone, ConnectionLost(note="hung up")).warnings
     assert "no supervisor answers" in unattended.text
-    assert "`grpo-tui down a-run`, typed in /work" in (unattended.hint or "")
+    assert "`grpo-tui down a-run`, typed in /runs" in (unattended.hint or "")
 
     (over,) = reduce(gone, Bye(state=RunState.FINISHED)).warnings
     assert over.severity == "warning"
