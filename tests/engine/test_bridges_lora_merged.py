@@ -131,9 +131,15 @@ def test_a_server_of_another_model_of_the_same_shape_is_refused(serving: Serving
     save_tiny_model(tmp_path / "other", seed=2)
     serving.model = tmp_path / "other"
     bridge = bridge_to(serving, "lora_merged")
-    with pytest.raises(BridgeError, match=r"row \d+ is not that of .*other weights than those of .*/other: start both"):
+    with pytest.raises(BridgeError, match=r"shares the weights of .*/model, but .*/other is to be trained: give both"):
         bridge.attach()
     bridge.close()
+
+
+def test_a_server_whose_model_was_written_over_since_it_started_is_refused(serving: Serving, bridge: Bridge) -> None:
+    save_tiny_model(serving.model, seed=2)
+    with pytest.raises(BridgeError, match=r"row \d+ is not that of .*other weights than those of .*/model: start both"):
+        bridge.attach()
 
 
 def test_of_a_server_that_has_ended_nothing_is_kept_and_the_adapter_is_saved_all_the_same(
