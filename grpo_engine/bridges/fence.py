@@ -128,12 +128,12 @@ class Fence:
         pid = self._words[_PID_AT]
         return ProcessIdentity(pid, self._words[_TICKS_AT]) if pid else None
 
-    def other_trainer(self, server_pid: int) -> int | None:
-        """Pid of a living process that wrote last, where it is neither this one nor the server."""
+    def other_trainer(self, server_pid: int) -> ProcessIdentity | None:
+        """The living process that wrote last, where it is neither this one nor the server."""
         writer = self.writer()
         if writer is None or writer.pid in (server_pid, os.getpid()) or not writer.is_alive():
             return None
-        return writer.pid
+        return writer
 
     def sign_off(self) -> None:
         """Leave the page to another trainer: this process writes no more."""

@@ -76,8 +76,13 @@ class LeftAdapter:
     policy_version: int
 
 
-def newest_adapter(run: str) -> LeftAdapter | None:
-    """The newest that a living trainer of this run has put into shared memory, whole; None where there is none."""
+def newest_adapter(run: str | None) -> LeftAdapter | None:
+    """The newest that a living trainer of this run has put into shared memory, whole; None where there is none.
+
+    Nor is there by hand, where the adapters of several servers bear one name.
+    """
+    if run is None:
+        return None
     adapters = [
         LeftAdapter(path=path, policy_version=int(number))
         for folder, trainer in _adapter_folders(run)

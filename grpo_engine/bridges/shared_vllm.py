@@ -210,7 +210,7 @@ class SharedVllmBridge:
         """Two trainers would compute with each other's weights, and each write over what the other has learned."""
         if (other := fence.other_trainer(file.pid)) is not None:
             raise BridgeError(
-                f"{self._path}: process {other} trains the weights of this server already: end it, or start an "
+                f"{self._path}: process {other.pid} trains the weights of this server already: end it, or start an "
                 "inference server for each trainer"
             )
 

@@ -24,6 +24,7 @@ import torch
 from grpo_engine.bridges import Bridge, BridgeModel
 from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.fence import Fence
+from grpo_engine.bridges.process_identity import ProcessIdentity
 from grpo_engine.bridges.saving import trainable_device
 from grpo_engine.bridges.shared_vllm import OnSharedMemory
 from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
@@ -144,8 +145,8 @@ def _check_weights(session: _Session, report: Report, folder: Path) -> None:
     bridge: Bridge | None = None
     try:
         try:
-            if (pid := _other_trainer(config)) is not None:
-                report.add(other_trainer(pid))
+            if (other := _other_trainer(config)) is not None:
+                report.add(other_trainer(other.pid))
                 return
             if can_be_handed_weights(facts, config):
                 bridge = _build_bridge(config, folder)
@@ -200,8 +201,8 @@ def _build_bridge(config: CheckConfig, folder: Path) -> Bridge:
     return settings.build(replace(bridge_context(config, folder), patience_s=config.check_timeout_s))
 
 
-def _other_trainer(config: CheckConfig) -> int | None:
-    """Pid of a living trainer that writes into the memory which this one would write into."""
+def _other_trainer(config: CheckConfig) -> ProcessIdentity | None:
+    """A living trainer that writes into the memory which this one would write into."""
     if not isinstance(config.bridge, OnSharedMemory):
         return None  # servers do not say who hands them checkpoints or adapters
     path = bridge_file_path(config.bridge.config_path, os.environ)

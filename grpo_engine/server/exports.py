@@ -66,9 +66,9 @@ def awaited_trainer(path: Path) -> ProcessIdentity | None:
         fence = Fence.attach(file.fence_segment)
     except BridgeError:
         return None
-    writer = fence.writer()
+    trainer = fence.other_trainer(file.pid)
     fence.close()
-    return writer if writer is not None and writer.pid != file.pid and writer.is_alive() else None
+    return trainer
 
 
 def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:

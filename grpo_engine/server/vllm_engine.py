@@ -218,8 +218,7 @@ class VllmEngine:
 
     async def _take_newest_adapter(self, llm: AsyncLLM) -> None:
         """Go on with what a trainer of this run handed to the server before this one."""
-        run = run_of(self._environment)
-        newest = newest_adapter(run) if run is not None and self._config.enable_lora else None
+        newest = newest_adapter(run_of(self._environment)) if self._config.enable_lora else None
         if newest is None:
             return
         try:

@@ -202,7 +202,7 @@ def _newest_weights(config: ServerConfig, device: torch.device) -> tuple[Any, in
 
 def _take_newest_adapter(weights: ServedWeights, run: str | None, max_rank: int) -> None:
     """Go on with what a trainer of this run handed to the server before this one."""
-    newest = newest_adapter(run) if run is not None else None
+    newest = newest_adapter(run)
     if newest is None:
         return
     try:
