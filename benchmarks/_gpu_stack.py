@@ -1,7 +1,8 @@
 """Whole training runs for `gpu.py`: brought up by `grpo-tui`, followed, taken down, and looked for afterwards.
 
 A run is said as PROFILE[:MODE]:STEPS[:finished]. It is taken down after so many optimizer steps; with `finished` it is
-given so many and awaited instead. What it did comes from its folder alone, so that nothing slows it.
+given so many and awaited instead. What it did comes from its folder alone, so that nothing slows it. Where asked for,
+vLLM is restarted once on the way, as a key of the screen does it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,13 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
     spec, used_before_mb, began = Spec.read(text), bench.gpu.used_mb(), time.monotonic()
     folder = _bring_up(spec, bench)
     try:
-        _follow(folder, spec, began + bench.options.run_limit)
+        until = began + bench.options.run_limit
+        if (restart_at := bench.options.restart_at) is not None:
+            _follow(folder, spec, until, num_steps=restart_at)
+            restart_began = time.monotonic()
+            _grpo(bench, "restart", folder.name, "vllm", "--wait")
+            bench.tell("restart_s", text, round(time.monotonic() - restart_began, 2), at_step=_num_steps(folder))
+        _follow(folder, spec, until)
         status = _grpo(bench, "status", folder.name, "--json")
     finally:
         down_began = time.monotonic()
@@ -133,20 +140,26 @@ def _bring_up(spec: Spec, bench: Bench) -> Path:
     return bench.fleet.folder / json.loads(said.splitlines()[0])["folder"]
 
 
-def _follow(folder: Path, spec: Spec, until: float) -> None:
-    """Return when the run has so many steps, or is over where it is to finish.
+def _follow(folder: Path, spec: Spec, until: float, num_steps: int | None = None) -> None:
+    """Return when the run has so many steps (default: what was asked for, or until it is over where it is to finish).
 
     Raises:
         RuntimeError: it ended otherwise, or time did.
     """
+    wanted = None if spec.finishes and num_steps is None else num_steps or spec.steps
     while True:
         state = stored_status(look_at(folder)).state if (folder / "state.json").exists() else None
-        num_steps = sum("train/loss" in line.metrics for line in read_metrics(folder))
-        if state in ENDED_RUN_STATES if spec.finishes else num_steps >= spec.steps:
+        made = _num_steps(folder)
+        if state in ENDED_RUN_STATES if wanted is None else made >= wanted:
             return
         if state in ENDED_RUN_STATES or time.monotonic() > until:
-            raise RuntimeError(f"{folder.name} is {state} after {num_steps} of {spec.steps} steps\n{_why(folder)}")
+            raise RuntimeError(f"{folder.name} is {state} after {made} of {spec.steps} steps\n{_why(folder)}")
         time.sleep(LOOK_EVERY_S)
+
+
+def _num_steps(folder: Path) -> int:
+    """How many optimizer steps it has made."""
+    return sum("train/loss" in line.metrics for line in read_metrics(folder))
 
 
 def _why(folder: Path) -> str:

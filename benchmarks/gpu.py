@@ -488,6 +488,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--run", action="append", default=[], help="PROFILE[:MODE]:STEPS[:finished] for stack; repeat")
     parser.add_argument("--run-limit", type=float, default=240.0, help="seconds for one of them")
     parser.add_argument("--run-set", action="append", default=[], help="KEY=VALUE, for all of them")
+    parser.add_argument("--restart-at", type=int, help="restart vLLM once in each of them, after so many steps")
     parser.add_argument("--down-limit", type=float, help="seconds that services get to end; default: their own")
     parser.add_argument("--record", type=int, help="the run of this number (0 is the first) is recorded")
     return parser
