@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_engine.bridges.tensor_files import write_tensors
 from grpo_engine.errors import BridgeError
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def save_model(model: PreTrainedModel | PeftModel, model_name: str, folder: Path
 def write_whole(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write a model without its tokenizer, several files at a time.
 
-    transformers writes one after the other: of the 20 s after which a server had 8 B new weights, that took 16.
+    transformers writes one after the other, each from fresh main memory: of the 20 s after which a server had 8 B new
+    weights, that took 16.
 
     Args:
         tensors: what of it; None: all.
@@ -51,8 +53,9 @@ def write_whole(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tens
     with ThreadPoolExecutor(_MOST_WRITERS) as pool:
         writings = []
 
-        def write_soon(*arguments: Any, **options: Any) -> None:
-            writings.append(pool.submit(write, *arguments, **options))
+        def write_soon(content: dict[str, Tensor], *arguments: Any, **options: Any) -> None:
+            from_gpu = all(tensor.is_cuda and tensor.is_floating_point() for tensor in content.values())
+            writings.append(pool.submit(write_tensors if from_gpu else write, content, *arguments, **options))
 
         setattr(modeling_utils, _WRITER, write_soon)
         try:
