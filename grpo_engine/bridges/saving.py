@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_engine.bridges.tensor_files import write_tensors
 from grpo_engine.errors import BridgeError
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FILE_SIZE = "1GB"
-_MOST_WRITERS = 8
 _WRITER = "safe_save_file"
 """By what name transformers (5.5 to 5.19) knows what writes a file."""
 
@@ -46,16 +44,18 @@ def write_whole(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tens
     """
     from transformers import modeling_utils
 
+    from grpo_engine.models.tensor_files import WRITERS, can_write, write_tensors
+
     write = getattr(modeling_utils, _WRITER, None)
     if write is None:
         model.save_pretrained(folder, state_dict=tensors)
         return
-    with ThreadPoolExecutor(_MOST_WRITERS) as pool:
+    with ThreadPoolExecutor(WRITERS) as pool:
         writings = []
 
         def write_soon(content: dict[str, Tensor], *arguments: Any, **options: Any) -> None:
-            from_gpu = all(tensor.is_cuda and tensor.is_floating_point() for tensor in content.values())
-            writings.append(pool.submit(write_tensors if from_gpu else write, content, *arguments, **options))
+            is_plain = all(map(can_write, content.values()))
+            writings.append(pool.submit(write_tensors if is_plain else write, content, *arguments, **options))
 
         setattr(modeling_utils, _WRITER, write_soon)
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_engine.models.tensor_files import WRITERS, can_write, write_tensors
+
 SHARD_BYTES = 4 * 2**30
-"""Of one file of tensors: so much host memory writing takes at most, beyond the largest tensor."""
+"""Of one file of tensors; so much host memory writing takes at most, where tensors of a GPU are not contiguous."""
 
 _TENSOR, _TUPLE, _DICT, _FLOAT, _DTYPE = "tensor", "tuple", "dict", "float", "dtype"
 """Keys of the one-entry objects that JSON has no notation of its own for."""
@@ -38,9 +41,17 @@ def write_state(folder: Path, name: str, state: Any, *, shard_bytes: int = SHARD
     tensors: dict[str, Tensor] = {}
     outline = _Outliner(tensors).outline(state, "")
     files = []
-    for number, names in enumerate(_shards(tensors, shard_bytes), start=1):
-        files.append(f"{name}-{number:05d}.safetensors")
-        save_file(_storable({key: tensors[key] for key in names}), folder / files[-1])
+    with ThreadPoolExecutor(WRITERS) as pool:
+        writings = []
+        for number, names in enumerate(_shards(tensors, shard_bytes), start=1):
+            files.append(f"{name}-{number:05d}.safetensors")
+            content = {key: tensors[key].detach() for key in names}
+            if all(map(can_write, content.values())):
+                writings.append(pool.submit(write_tensors, content, folder / files[-1]))
+            else:
+                save_file(_storable(content), folder / files[-1])
+    for writing in writings:
+        writing.result()
     text = json.dumps({"files": files, "state": outline}, allow_nan=False)
     (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
@@ -118,7 +129,7 @@ def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     storable: dict[str, Tensor] = {}
     memories: set[int] = set()
     for name, tensor in tensors.items():
-        on_cpu = tensor.detach().cpu().contiguous()
+        on_cpu = tensor.cpu().contiguous()
         memory = on_cpu.untyped_storage()
         if memory.nbytes() != on_cpu.nbytes or memory.data_ptr() in memories:
             on_cpu = on_cpu.clone()

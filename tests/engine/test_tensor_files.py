@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from grpo_engine.bridges import tensor_files
-from grpo_engine.bridges.tensor_files import write_tensors
+from grpo_engine.models import tensor_files
+from grpo_engine.models.tensor_files import write_tensors
 
 
 def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
@@ -21,6 +21,9 @@ def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(2.5),
         "none": torch.empty(0, 4),
         "c.master": torch.randn(33, generator=generator),
+        "step": torch.tensor(7),
+        "quantized": torch.arange(250, dtype=torch.uint8).view(5, 50),
+        "is_done": torch.tensor([True, False, True]),
     }
 
 
@@ -46,7 +49,7 @@ def test_a_parameter_is_written_without_its_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4).T], ids=["integers", "strides"]
+    "tensor", [torch.zeros(3, dtype=torch.complex64), torch.zeros(3, 4).T], ids=["type", "strides"]
 )
 def test_what_it_does_not_write_is_refused_before_there_is_a_file(tmp_path: Path, tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"file: bad is torch"):
