@@ -14,7 +14,7 @@ from grpo_engine.bridges.saving import write_whole
 from grpo_engine.models import tensor_files
 from grpo_engine.train.state_files import read_state, write_state
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
