@@ -100,6 +100,10 @@ def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
         logger.warning("%s: its weights are of another model or dtype (%s); they are replaced", path, file.model)
         unlink_segments(segments)
         return None
+    if not segments_of(file.tensors):
+        logger.info("%s: weights in GPU memory ended with the server that held them; the model is loaded again", path)
+        unlink_segments(segments)
+        return None
     try:
         fence = Fence.attach(file.fence_segment)
         fence.check()

@@ -42,6 +42,8 @@ _RESERVE_BYTES = 1 << 30
 _NUM_ADAPTER_PLACES = 2
 _FREE_WITHIN_S = 60.0
 """The driver takes back a killed server's memory within a second; a trainer lets go of it after the step at hand."""
+_TOLD_AFTER_S = 5.0
+"""A restart under a trainer takes 1 s of it: no matter for a warning."""
 _LOOK_EVERY_S = 0.1
 _CACHED_LAYER = "full_attention"
 
@@ -210,7 +212,7 @@ def check_room(
     longest = _model_config(folder).get("max_position_embeddings")
     if isinstance(longest, int) and longest < config.max_model_len:  # it is served with as much as it has positions for
         config = config.model_copy(update={"max_model_len": longest})
-    until, is_awaited = clock() + _FREE_WITHIN_S, False
+    began, is_told = clock(), False
     while True:
         gpus = (look() or [])[: config.tensor_parallel_size]
         if problem := _first(too_small(config, need, gpu) for gpu in gpus):
@@ -218,11 +220,12 @@ def check_room(
         problem = _first(not_free(config, need, gpu) for gpu in gpus)
         if problem is None:
             return
-        if clock() > until:
+        waited_s = clock() - began
+        if waited_s > _FREE_WITHIN_S:
             raise EngineUnavailable(problem)
-        if not is_awaited:
-            logger.warning("%s; waiting for it for %g s", problem, _FREE_WITHIN_S)
-            is_awaited = True
+        if waited_s > _TOLD_AFTER_S and not is_told:
+            logger.warning("%s; waiting for it for %g s", problem, _FREE_WITHIN_S - waited_s)
+            is_told = True
         sleep(_LOOK_EVERY_S)
 
 

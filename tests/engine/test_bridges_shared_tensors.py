@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,9 @@ from grpo_engine.bridges.shared_tensors import (
     unlink_segments,
 )
 from grpo_engine.errors import BridgeError
-from grpo_engine.server.exports import Adopted
+from grpo_engine.server.exports import Adopted, Owner, adopt
 from grpo_engine.server.vllm_sharing import take_over
-from grpo_engine.wire.bridge_file import BridgeFile, PosixHandle
+from grpo_engine.wire.bridge_file import BridgeFile, CudaHandle, PosixHandle, SharedTensor
 
 
 @pytest.fixture
@@ -116,6 +117,37 @@ async def test_weights_that_a_trainer_still_writes_are_taken_over_once_they_are_
             map_tensors(manifest)
     finally:
         unlink_segments([left, f"{left}-fence"])
+
+
+def test_a_server_that_follows_one_on_a_gpu_finds_no_weights_and_that_is_no_matter_for_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner(instance="second", run=f"run-{os.getpid()}")
+    fence = f"{owner.stem}first-fence"
+    handle = CudaHandle(
+        device_index=0,
+        gpu_uuid="GPU-x",
+        ipc_handle_b64="",
+        storage_size=4,
+        storage_offset_orig=0,
+        ref_counter_handle_b64="",
+        ref_counter_offset=0,
+        event_handle_b64="",
+        event_sync_required=True,
+        tensor_storage_offset=0,
+    )
+    weight = SharedTensor(handle=handle, shape=(1,), stride=(1,), dtype="torch.float32")
+    file = BridgeFile(  # no process has begun at 1 tick
+        model="m", pid=1, pid_start_ticks=1, instance="first", fence_segment=fence, tensors={"a": weight}
+    )
+    (tmp_path / "bridge.json").write_text(file.model_dump_json())
+    Fence.create(fence, policy_version=4).close()
+    with caplog.at_level(logging.INFO):
+        assert adopt(tmp_path / "bridge.json", owner, fingerprint="") is None
+    assert [(record.levelno, "ended with the server" in record.message) for record in caplog.records] == [
+        (logging.INFO, True)
+    ]
+    assert not Path("/dev/shm", fence).exists()
 
 
 def test_no_room_is_said_and_leaves_nothing(segment: str) -> None:

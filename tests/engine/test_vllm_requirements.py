@@ -200,10 +200,16 @@ def test_a_share_that_others_hold_is_named_with_what_is_left() -> None:
     assert "the model alone needs 41.1 GB" in str(not_free(config(), need(40), gpu(30)))
 
 
-def test_memory_of_a_server_that_has_just_ended_is_waited_for(checkpoint: Path) -> None:
+def test_memory_of_a_server_that_has_just_ended_is_waited_for_and_told_of_where_it_takes_long(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     free, now = iter([10, 10, 90]), iter(range(100))
     check_room(config(), checkpoint, lambda: [gpu(next(free))], clock=lambda: next(now) / 10, sleep=lambda _s: None)
     assert next(free, None) is None
+    assert not caplog.records
+    free, now = iter([10] * 8 + [90]), iter(range(100))
+    check_room(config(), checkpoint, lambda: [gpu(next(free))], clock=lambda: next(now), sleep=lambda _s: None)
+    assert [record.message.split("; ")[-1] for record in caplog.records] == ["waiting for it for 54 s"]
     with pytest.raises(EngineUnavailable, match=r"of which 10\.0 GB are free"):
         check_room(config(), checkpoint, lambda: [gpu(10)], clock=lambda: next(now), sleep=lambda _s: None)
     check_room(config(), checkpoint, lambda: None)
