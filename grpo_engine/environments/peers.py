@@ -209,19 +209,22 @@ async def _patiently(ask: Callable[[], Awaitable[httpx.Response]], peer: _Peer) 
         UnknownEvaluation: it is 404 and about an evaluation.
         PeerError: it refuses for any other reason.
     """
-    began, pause_s, was_in_vain = time.monotonic(), _MIN_PAUSE_S, False
+    away_since, pause_s = math.inf, _MIN_PAUSE_S
     while True:
+        asked = time.monotonic()
         try:
             answer = await ask()
             trouble = f"{answer.status_code} {answer.text[:200]}" if answer.status_code >= 500 else None
         except httpx.TransportError as error:
             answer, trouble = None, str(error) or type(error).__name__
+            if isinstance(error, httpx.TimeoutException):
+                away_since = min(away_since, asked)  # all the while; what else fails may have gone well until then
         if answer is not None and trouble is None:
-            if was_in_vain:
+            if away_since < math.inf:
                 peer.answers_again()
             return _accepted(answer, peer.name)
-        was_in_vain = True
-        peer.does_not_answer(began, trouble)
+        away_since = min(away_since, time.monotonic())
+        peer.does_not_answer(away_since, trouble)
         await asyncio.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _MAX_PAUSE_S)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -422,3 +423,24 @@ async def test_of_many_requests_to_a_server_that_is_away_one_says_so(
         "inference server does not answer",
         "inference server is back",
     ]
+
+
+@pytest.mark.parametrize("ends_in", ["an answer", "silence"])
+async def test_a_long_request_that_fails_at_its_end_does_not_count_as_silence_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends_in: str
+) -> None:
+    clock = itertools.chain([0.0], itertools.repeat(100.0))  # the first request takes so many seconds
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(peers, "_MIN_PAUSE_S", 0.001)
+    asked = itertools.count()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if next(asked) == 0 and ends_in == "silence":
+            raise httpx.ReadTimeout("no answer", request=request)
+        return httpx.Response(503 if next(asked) == 1 else 200, text="this server is ending")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://server") as http:
+        await peers.InferenceServer(http, timeout_s=5).wait_until_healthy()
+    said = [record.message for record in caplog.records if record.name == peers.log.name]
+    expected = ["inference server does not answer since 100 s (no answer); asking again"]
+    assert said == (expected if ends_in == "silence" else [])
