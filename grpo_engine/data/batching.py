@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_engine.algo.advantages import Baseline, Scale, group_advantages
-from grpo_engine.data.groups import GroupRows, check_group, read_group
+from grpo_engine.data.groups import GroupRows, check_group, read_group, sender_words
 from grpo_engine.errors import DataError
 from grpo_engine.wire.inference import LogprobsMode
 from grpo_engine.wire.rollouts import ScoredGroup
@@ -172,17 +172,10 @@ def make_batch(
     if not groups:
         raise DataError("a batch of no groups: wait for the rollout API to hand some out")
     names = environment_names or {}
-    read = [
-        read_group(
-            group,
-            environment=None if group.env_id is None else names.get(group.env_id),
-            default_logprobs_mode=default_logprobs_mode,
-        )
-        for group in groups
-    ]
+    read = [read_group(group, environment_names=names, default_logprobs_mode=default_logprobs_mode) for group in groups]
     layout = _Layout.of(read, seq_len)
     is_trained = layout.padded(torch.cat([rows.is_trained for rows in read]))
-    _refuse_untrained(is_trained, read, seq_len)
+    _refuse_untrained(is_trained, read, seq_len, names)
     tokens = layout.padded(torch.cat([rows.tokens for rows in read]))  # (B, T + 1)
     mask = is_trained[:, 1:]
     is_cut = torch.cat([rows.lengths for rows in read]) > seq_len
@@ -377,15 +370,18 @@ def _each_row(read: Sequence[GroupRows], values: Sequence[int] | Sequence[bool])
     return torch.tensor(values).repeat_interleave(torch.tensor([len(rows.lengths) for rows in read]))
 
 
-def _refuse_untrained(is_trained: Tensor, read: Sequence[GroupRows], seq_len: int) -> None:
+def _refuse_untrained(
+    is_trained: Tensor, read: Sequence[GroupRows], seq_len: int, environment_names: Mapping[int, str]
+) -> None:
     trains = is_trained.any(-1)
     if trains.all():
         return
     row = int((~trains).nonzero()[0])  # counted on through the groups
-    for group_number, rows in enumerate(read):
+    for rows in read:
         if row < len(rows.lengths):
             raise DataError(
-                f"group {group_number} of environment {rows.env_id}: sequence {row} has {int(rows.lengths[row])} "
-                f"tokens, and none of its first {seq_len} is trained: raise seq_len, or send shorter prompts"
+                f"group of {sender_words(rows.env_id, environment_names)}: sequence {row} has "
+                f"{int(rows.lengths[row])} tokens, and none of its first {seq_len} is trained: "
+                "raise seq_len, or send shorter prompts"
             )
         row -= len(rows.lengths)

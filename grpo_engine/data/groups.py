@@ -8,7 +8,7 @@ Groups come from strangers, so nothing about them is taken for granted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, get_args
@@ -53,28 +53,39 @@ class GroupRows:
     env_id: int | None
 
 
-def check_group(group: ScoredGroup, *, environment: str | None = None) -> None:
+def sender_words(env_id: int | None, environment_names: Mapping[int, str]) -> str:
+    """Who sent a group, for messages: by name and id, or by id alone, since a stock rollout API tells no names."""
+    if env_id is None:
+        return "an unnamed environment"
+    name = environment_names.get(env_id)
+    return f"the environment with env_id {env_id}" if name is None else f"environment {name!r} (env_id {env_id})"
+
+
+def check_group(group: ScoredGroup, *, environment_names: Mapping[int, str] | None = None) -> None:
     """Pass a group that can be trained on.
 
     Args:
         group: as it was posted.
-        environment: the sender's name, for the message.
+        environment_names: env_id to name, for the message.
 
     Raises:
         DataError: the environment, the sequence and the position, what is wrong there, and what to do.
     """
-    read_group(group, environment=environment)
+    read_group(group, environment_names=environment_names)
 
 
 def read_group(
-    group: ScoredGroup, *, environment: str | None = None, default_logprobs_mode: LogprobsMode = "raw"
+    group: ScoredGroup,
+    *,
+    environment_names: Mapping[int, str] | None = None,
+    default_logprobs_mode: LogprobsMode = "raw",
 ) -> GroupRows:
     """Check a group and read it; `default_logprobs_mode` holds where the group does not say (stock servers: raw).
 
     Raises:
         DataError: as `check_group`.
     """
-    where = _sender(group, environment)
+    where = f"group of {sender_words(group.env_id, environment_names or {})}"
     num_sequences = len(group.tokens)
     if num_sequences == 0:
         raise DataError(f"{where}: the group has no sequences: post at least one, or nothing")
@@ -183,12 +194,6 @@ class _Ragged:
         if flat.ndim != 1:
             raise DataError(f"{self.where}: {name} holds something else than numbers: post one flat list a sequence")
         return flat
-
-
-def _sender(group: ScoredGroup, environment: str | None) -> str:
-    if environment is not None:
-        return f"group of environment {environment!r}" + ("" if group.env_id is None else f" (env_id {group.env_id})")
-    return "group of an unnamed environment" if group.env_id is None else f"group of environment {group.env_id}"
 
 
 def _refuse_unsupported(group: ScoredGroup, where: str) -> None:

@@ -122,7 +122,12 @@ def train(
                 )
                 entry = JournalEntry(head=head, groups=groups)
             try:
-                batch = fitting_batch(entry.groups, config.seq_len, vocab_size=trainee.vocab_size)
+                batch = fitting_batch(
+                    entry.groups,
+                    config.seq_len,
+                    vocab_size=trainee.vocab_size,
+                    environment_names=entry.head.environments,
+                )
             except DataError:
                 source.mark_used()  # the next trainer would fail at the same batch
                 raise

@@ -24,6 +24,7 @@ from grpo_engine.algo.loss import LossInputs, LossOutputs, drift_metrics, policy
 from grpo_engine.algo.schedule import learning_rate
 from grpo_engine.algo.shaping import overlong_penalty
 from grpo_engine.data.batching import Batch, MicroBatch, batch_advantages, make_batch, micro_batches
+from grpo_engine.data.groups import sender_words
 from grpo_engine.errors import DataError
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.trainee import Trainee
@@ -300,41 +301,52 @@ def drop_stale(groups: Sequence[ScoredGroup], version: int, max_staleness: int |
     return fresh
 
 
-def fitting_batch(groups: Sequence[ScoredGroup], seq_len: int, *, vocab_size: int) -> Batch:
+def fitting_batch(
+    groups: Sequence[ScoredGroup],
+    seq_len: int,
+    *,
+    vocab_size: int,
+    environment_names: Mapping[int, str] | None = None,
+) -> Batch:
     """A batch of the groups that can be trained on; others are named in the log and left out, so that one ends no run.
 
     Args:
         vocab_size: of the model, which would end with an index out of range, on a GPU beyond repair.
+        environment_names: env_id to name, for messages; a stock rollout API tells none.
 
     Raises:
         DataError: none can be, so that it is the environment that is wrong and not a group.
     """
+    names = environment_names or {}
     try:
-        return _known_batch(groups, seq_len, vocab_size)
+        return _known_batch(groups, seq_len, vocab_size, names)
     except DataError:
-        return _known_batch(list(_fitting(groups, seq_len, vocab_size)) or groups, seq_len, vocab_size)
+        return _known_batch(list(_fitting(groups, seq_len, vocab_size, names)) or groups, seq_len, vocab_size, names)
 
 
-def _known_batch(groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int) -> Batch:
+def _known_batch(
+    groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int, environment_names: Mapping[int, str]
+) -> Batch:
     """Raises DataError where `make_batch` does, and for tokens that the model does not have."""
-    batch = make_batch(groups, seq_len=seq_len)
+    batch = make_batch(groups, seq_len=seq_len, environment_names=environment_names)
     for tokens in (batch.inputs, torch.where(batch.mask, batch.labels, 0)):
         is_unknown = (tokens < 0) | (tokens >= vocab_size)
         if is_unknown.any():
             row, position = is_unknown.nonzero()[0].tolist()
-            sender = batch.env_ids[row]
             raise DataError(
-                f"group of {'an unnamed environment' if sender is None else f'environment {sender}'}: "
+                f"group of {sender_words(batch.env_ids[row], environment_names)}: "
                 f"{tokens[row, position]} is none of the model's {vocab_size} tokens, so it comes from the tokenizer "
                 "of another model: give environment and inference server the model that is trained"
             )
     return batch
 
 
-def _fitting(groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int) -> Iterator[ScoredGroup]:
+def _fitting(
+    groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int, environment_names: Mapping[int, str]
+) -> Iterator[ScoredGroup]:
     for group in groups:
         try:
-            _known_batch([group], seq_len, vocab_size)
+            _known_batch([group], seq_len, vocab_size, environment_names)
         except DataError as error:
             log.error("group left out: %s", error)
         else:

@@ -95,8 +95,13 @@ def test_a_sequence_longer_than_seq_len_is_cut_marked_and_counted() -> None:
 
 def test_a_prompt_that_fills_seq_len_is_refused_with_its_sequence() -> None:
     late = example(masks=[[-100, -100, 7, 2], [-100, -100, -100, -100, 2]])
-    with pytest.raises(DataError, match="group 1 of environment 3: sequence 1 has 5 tokens, and none of its first 4"):
+    words = "sequence 1 has 5 tokens, and none of its first 4"
+    with pytest.raises(DataError, match=f"group of the environment with env_id 3: {words}"):
         make_batch([generated(2, 0), late], seq_len=4)
+    with pytest.raises(DataError, match=rf"group of environment 'gsm8k' \(env_id 3\): {words}"):
+        make_batch([generated(2, 0), late], seq_len=4, environment_names={3: "gsm8k"})
+    with pytest.raises(DataError, match=f"group of an unnamed environment: {words}"):
+        make_batch([generated(2, 0), late.model_copy(update={"env_id": None})], seq_len=4)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def test_reference_log_probabilities_come_along_when_all_groups_have_them() -> N
 def test_a_group_without_log_probabilities_names_its_environment_and_the_flag() -> None:
     for missing in (None, [], [[], []]):
         group = example(inference_logprobs=missing)
-        with pytest.raises(DataError, match=r"environment 3: no inference_logprobs.*--openai\.server_type vllm"):
+        with pytest.raises(DataError, match=r"env_id 3: no inference_logprobs.*--openai\.server_type vllm"):
             check_group(group)
         with pytest.raises(DataError, match=r"environment 'gsm8k' \(env_id 3\): no inference_logprobs"):
             make_batch([group], seq_len=8, environment_names={3: "gsm8k"})
@@ -254,7 +259,7 @@ def test_a_group_that_cannot_be_trained_on_is_refused_with_environment_place_and
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:
         check_group(example(**changes))
-    assert str(caught.value).startswith("group of environment 3: ")
+    assert str(caught.value).startswith("group of the environment with env_id 3: ")
 
 
 def test_a_batch_needs_groups_and_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ from training import ListedSource, ListeningBridge, made_up_groups, settings, sm
 
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.source import RolloutSource
+from grpo_engine.errors import DataError
 from grpo_engine.train.by_environment import metrics_by_environment, row_names, spread_groups
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.journal import Journal, JournalEntry, JournalHead
@@ -120,3 +122,50 @@ def test_a_step_that_is_made_again_from_the_journal_tells_the_same_names(tmp_pat
     assert [line.environment for line in second] == [line.environment for line in first] == ["sort6", "copy6"]
     assert again.metrics["reward/copy6/mean"] == whole.metrics["reward/copy6/mean"]
     assert again.metrics.keys() == whole.metrics.keys()
+
+
+def strange(env_id: int | None) -> ScoredGroup:
+    """A group of another model's tokenizer, which is left out."""
+    rows = {"tokens": [[5, 99_999]] * 4, "masks": [[-100, 99_999]] * 4, "inference_logprobs": [[1.0, -1.0]] * 4}
+    [group] = groups_of(env_id)
+    return group.model_copy(update={**rows, "policy_versions": None})
+
+
+def without_logprobs(env_id: int | None) -> ScoredGroup:
+    """A group that cannot even be read."""
+    [group] = groups_of(env_id)
+    return group.model_copy(update={"inference_logprobs": None})
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"), [(strange, "99999 is none of the model's"), (without_logprobs, "no inference_logprobs")]
+)
+@pytest.mark.parametrize(
+    ("env_id", "sender"),
+    [
+        (1, "environment 'copy6' (env_id 1)"),
+        (7, "the environment with env_id 7"),
+        (None, "an unnamed environment"),
+    ],
+    ids=["named", "not-named", "without-id"],
+)
+def test_a_group_that_is_left_out_is_told_with_the_name_of_its_environment_or_else_its_id(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[int | None], ScoredGroup],
+    fault: str,
+    env_id: int | None,
+    sender: str,
+) -> None:
+    records(tmp_path, settings(training_steps=1, rollouts_every=1), [*groups_of(0), make(env_id)])
+    assert f"group left out: group of {sender}: {fault}" in caplog.text
+
+
+def test_a_batch_that_ends_a_run_names_its_environment_also_when_it_comes_from_the_journal(tmp_path: Path) -> None:
+    config = settings(training_steps=1)
+    with pytest.raises(DataError, match=r"^group of environment 'copy6' \(env_id 1\): 99999 is none of the model's"):
+        records(tmp_path / "first", config, [strange(1)])
+    head = JournalHead(step=1, policy_version=0, lease="", environments=NAMES, settings=decisive_settings(config))
+    Journal(tmp_path / "again/checkpoints").keep(JournalEntry(head=head, groups=[strange(1)]))
+    with pytest.raises(DataError, match=r"^group of environment 'copy6' \(env_id 1\): 99999 is none of the model's"):
+        records(tmp_path / "again", config)
