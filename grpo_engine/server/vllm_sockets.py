@@ -17,10 +17,10 @@ from pathlib import Path
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
-_PREFIX, _LONGEST_PATH_BYTES = "v-", 107
-_LONGEST_BELOW = len(f"/{_PREFIX}12345678/123e4567-e89b-12d3-a456-426614174000")
+_PREFIX = "v-"
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def sockets_of_a_server(config: ServerConfig, environment: MutableMapping[str, s
 def _base() -> Path:
     """The temporary folder, unless a socket in it would have a longer name than the kernel takes."""
     own = Path(tempfile.gettempdir())
-    return own if len(os.fsencode(own)) + _LONGEST_BELOW <= _LONGEST_PATH_BYTES else Path("/tmp")
+    return own if len(os.fsencode(own)) <= MAX_TEMPORARY_FOLDER_BYTES else Path("/tmp")
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:

@@ -16,6 +16,9 @@ from grpo_engine.wire.codec import Message
 PROTOCOL_VERSION = 1
 RUN_FOLDER_VARIABLE, SERVICE_VARIABLE = "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_INFERENCE"
 """In the environment of services: the folder of their run, and for a trainer the name of the inference service."""
+MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
+"""How long the name of a service's TMPDIR may be: the kernel takes 107 bytes for a socket's path, and vLLM's sockets
+lie in a folder that our server makes there for those of one start."""
 ADDRESS_FILE = "daemon.json"
 """In the run folder: an `Address`."""
 

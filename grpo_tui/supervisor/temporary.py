@@ -18,11 +18,9 @@ from glob import escape
 from pathlib import Path
 
 from grpo_engine.models.local import cache_folder
-from grpo_tui.paths import MAX_SOCKET_PATH_BYTES
+from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 
 FOLDER, COMPILED_CODE = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
-MAX_FOLDER_BYTES = MAX_SOCKET_PATH_BYTES - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
-"""Which leaves room for a socket of vLLM's, in the folder that our server makes for those of one start."""
 CHANCE_BYTES = len("-12345678")
 ALWAYS_SHORT = Path("/tmp")
 OF_TORCH = "torchinductor_{user}"
@@ -97,7 +95,7 @@ def _stem(run: str, base: Path) -> str:
 
 
 def _fits(folder: Path) -> bool:
-    return len(os.fsencode(folder)) + CHANCE_BYTES <= MAX_FOLDER_BYTES
+    return len(os.fsencode(folder)) + CHANCE_BYTES <= MAX_TEMPORARY_FOLDER_BYTES
 
 
 def _is_ours(folder: Path) -> bool:

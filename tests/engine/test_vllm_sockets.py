@@ -13,6 +13,7 @@ import pytest
 from grpo_engine.errors import GrpoError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.vllm_sockets import FOLDER_VARIABLE, sockets_of_a_server
+from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 
 SOCKET = "123e4567-e89b-12d3-a456-426614174000"
 
@@ -72,6 +73,20 @@ def test_sockets_have_a_name_that_the_kernel_takes_however_deep_the_temporary_fo
     environment: dict[str, str] = {}
     with sockets_of_a_server(config(), environment):
         assert len(os.fsencode(Path(environment[FOLDER_VARIABLE]) / SOCKET)) <= 107
+
+
+@pytest.mark.parametrize("num_bytes_too_many", [0, 1])
+def test_the_longest_temporary_folder_that_a_run_may_have_is_just_short_enough_for_sockets(
+    short: Path, monkeypatch: pytest.MonkeyPatch, num_bytes_too_many: int
+) -> None:
+    room = MAX_TEMPORARY_FOLDER_BYTES + num_bytes_too_many - len(os.fsencode(short)) - 1
+    longest = short / ("d" * room)
+    longest.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(longest))
+    environment: dict[str, str] = {}
+    with sockets_of_a_server(config(), environment):
+        bind(Path(environment[FOLDER_VARIABLE]))
+        assert Path(environment[FOLDER_VARIABLE]).parent == (Path("/tmp") if num_bytes_too_many else longest)
 
 
 @pytest.mark.parametrize(("engine", "environment"), [("vllm", {FOLDER_VARIABLE: "/of/mine"}), ("torch", {})])
