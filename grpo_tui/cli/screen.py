@@ -69,7 +69,7 @@ def pick_and_show(overrides: list[str], *, theme: str | None = None, is_read_onl
     from grpo_tui.ui.themes import theme_to_open
 
     picker = PickerApp(
-        [*run_choices(), *([] if is_read_only else profile_choices())],
+        lambda: [*run_choices(), *([] if is_read_only else profile_choices())],
         lambda name: plan_of(name, overrides),
         theme=theme_to_open(theme, read_preferences(preferences_file()).theme, os.environ),
         is_ascii=wants_ascii(os.environ),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +16,11 @@ from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.wire.supervisor import RunState
 from grpo_tui.client.local import Run, age_words, runs, stored_status
-from grpo_tui.paths import LOGS, available_profiles, new_run_id
+from grpo_tui.paths import LOGS, PROFILES, available_profiles, new_run_id
 
 MAX_ENDED_RUNS = 5
+EDITORS = ("nano", "vim", "vi")
+"""Where neither VISUAL nor EDITOR names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,38 @@ def plan_of(name: str, overrides: Sequence[str] = ()) -> str:
 
     loaded = load(name, list(overrides))
     return plan_text(make_plan(loaded, run_folder=LOGS / new_run_id(loaded.name), python=sys.executable), loaded)
+
+
+@contextmanager
+def own_copy(choice: ProfileChoice) -> Iterator[Path]:
+    """Within, a profile's file in `./profiles`, which comes before an installed one of that name.
+
+    One that is copied there for it and stays as it was is removed again, so that updates of ours still arrive.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    own = PROFILES / choice.path.name
+    if own.exists():
+        yield own
+        return
+    had_folder, content = PROFILES.is_dir(), choice.path.read_bytes()
+    PROFILES.mkdir(exist_ok=True)
+    own.write_bytes(content)
+    try:
+        yield own
+    finally:
+        if own.exists() and own.read_bytes() == content:
+            own.unlink()
+            if not had_folder and not any(PROFILES.iterdir()):
+                PROFILES.rmdir()
+
+
+def editor_command(environment: Mapping[str, str]) -> list[str]:
+    """The words that begin the user's editor."""
+    said = shlex.split(environment.get("VISUAL") or environment.get("EDITOR") or "")
+    found = (name for name in EDITORS if shutil.which(name, path=environment.get("PATH", os.defpath)))
+    return said or [next(found, EDITORS[-1])]
 
 
 def _told(run: Run) -> RunChoice:

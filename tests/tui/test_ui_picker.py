@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,17 @@ from textual.widgets import OptionList, Static
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.wire.supervisor import RunState
+from grpo_tui import paths
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.ui.choices import Choice, ProfileChoice, RunChoice, matching, profile_choices
+from grpo_tui.ui.choices import (
+    Choice,
+    ProfileChoice,
+    RunChoice,
+    editor_command,
+    matching,
+    own_copy,
+    profile_choices,
+)
 from grpo_tui.ui.screens.picker import PickerApp
 from grpo_tui.ui.screens.reading import ReadingScreen
 
@@ -38,7 +47,7 @@ def told_plan(name: str) -> str:
 
 @asynccontextmanager
 async def offered(choices: list[Choice] = CHOICES) -> AsyncIterator[tuple[PickerApp, Pilot[Choice]]]:
-    app = PickerApp(choices, told_plan)
+    app = PickerApp(lambda: choices, told_plan)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         yield app, pilot
@@ -48,6 +57,10 @@ async def until(pilot: Pilot[Choice], is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not is_so():
             await pilot.pause(0.01)
+
+
+def text_of(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
 
 
 def rows(app: PickerApp) -> list[str]:
@@ -105,6 +118,74 @@ async def test_a_profile_that_cannot_be_read_is_not_started_and_escape_leaves_wi
         await pilot.press("escape")
         await until(pilot, lambda: app._exit)
         assert app.return_value is None
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileChoice:
+    """A profile that came with the package; this folder has none."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "here").mkdir()
+    path = tmp_path / "package" / "tiny.toml"
+    path.write_text("# Hardware: two cores.\n")
+    monkeypatch.chdir(tmp_path / "here")
+    return ProfileChoice(name="tiny", path=path, description="in a minute", words=())
+
+
+def test_a_profile_that_is_edited_is_a_file_of_ones_own_and_one_that_stays_as_it_was_is_not(
+    installed: ProfileChoice,
+) -> None:
+    with own_copy(installed) as own:
+        assert own.read_bytes() == installed.path.read_bytes()
+    assert not Path("profiles").exists()
+    with own_copy(installed) as own:
+        own.write_text("# Hardware: four cores.\n")
+    assert own == Path("profiles/tiny.toml")
+    with own_copy(installed) as own:
+        assert own.read_text() == "# Hardware: four cores.\n"
+        own.write_bytes(installed.path.read_bytes())
+    assert own.exists()  # it was there before: nobody's to remove
+    assert installed.path.read_text() == "# Hardware: two cores.\n"
+
+
+def test_the_editor_is_the_one_that_is_named_or_one_that_is_there(tmp_path: Path) -> None:
+    assert editor_command({"EDITOR": "code --wait", "PATH": ""}) == ["code", "--wait"]
+    assert editor_command({"VISUAL": "emacs", "EDITOR": "vi"}) == ["emacs"]
+    assert editor_command({"PATH": str(tmp_path)}) == ["vi"]
+    (tmp_path / "nano").touch(mode=0o755)
+    assert editor_command({"PATH": str(tmp_path)}) == ["nano"]
+
+
+@pytest.mark.slow
+async def test_an_edited_profile_is_read_again_and_stays_marked(
+    installed: ProfileChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nsed -i s/two/four/ "$1"\n')
+    editor.chmod(0o755)
+    monkeypatch.setenv("VISUAL", str(editor))
+    monkeypatch.setattr(paths, "INSTALLED_PROFILES", installed.path.parent)
+    app = PickerApp(lambda: [BIG, *(each for each in profile_choices() if each.name == "tiny")], told_plan)
+    monkeypatch.setattr(app, "suspend", nullcontext)  # a test has no terminal to lend
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("down", "ctrl+o")
+        await until(pilot, lambda: "four cores" in str(app.query_one("#about", Static).content))
+    assert text_of(Path("profiles/tiny.toml")) == "# Hardware: four cores.\n"
+    assert text_of(installed.path) == "# Hardware: two cores.\n"
+
+
+@pytest.mark.slow
+async def test_an_editor_that_is_not_there_is_told_and_the_list_goes_on(
+    installed: ProfileChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VISUAL", "no-such-editor")
+    app = PickerApp(lambda: [installed], told_plan)
+    monkeypatch.setattr(app, "suspend", nullcontext)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: bool(app._notifications))
+        said = next(iter(app._notifications)).message
+    assert said == "no-such-editor: No such file or directory; EDITOR names another editor"
+    assert text_of(Path("profiles/tiny.toml")) is None
 
 
 def test_every_word_that_was_typed_must_be_there_in_any_order_and_case() -> None:

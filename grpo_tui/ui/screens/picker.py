@@ -1,21 +1,23 @@
 """`grpo-tui` without a profile: choose a run to join or a profile to start. An app of its own, gone before the run's.
 
-Typing filters; what stands below says what the marked one is, and `^e` what it would start.
+Typing filters; what stands below says what the marked one is, `^e` what it would start, and `^o` opens it in an editor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Callable, Sequence
 
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from grpo_engine.errors import GrpoError
-from grpo_tui.ui.choices import Choice, ProfileChoice, RunChoice, matching
+from grpo_tui.ui.choices import Choice, ProfileChoice, RunChoice, editor_command, matching, own_copy
 from grpo_tui.ui.glyphs import RUN_GLYPHS
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.themes import DARK, ThemedApp
@@ -25,7 +27,7 @@ from grpo_tui.ui.widgets.warnings_bar import wrapped
 MAX_NAME_WIDTH = 36
 ABOUT_SHARE = 0.35
 """Of the rows, for what is said of the marked one."""
-KEYS = (("enter", "start or join"), ("^e", "what would start"), ("↑↓", "choose"), ("esc", "leave"))
+KEYS = (("enter", "start or join"), ("^e", "what would start"), ("^o", "edit"), ("↑↓", "choose"), ("esc", "leave"))
 
 
 class PickerApp(ThemedApp[Choice]):
@@ -53,13 +55,14 @@ class PickerApp(ThemedApp[Choice]):
         Binding("up", "mark(-1)", "up", priority=True, tooltip="mark the one above"),
         Binding("down", "mark(1)", "down", priority=True, tooltip="mark the one below"),
         Binding("ctrl+e", "plan", "plan", priority=True, tooltip="show what the marked profile would start"),
+        Binding("ctrl+o", "edit", "edit", priority=True, tooltip="open the marked profile in an editor"),
         Binding("escape", "leave", "leave", tooltip="leave; clears the filter first"),
         Binding("ctrl+c,ctrl+q", "quit", "leave", show=False, priority=True, tooltip="leave"),
     ]
 
     def __init__(
         self,
-        choices: Sequence[Choice],
+        read_choices: Callable[[], Sequence[Choice]],
         plan_of: Callable[[str], str],
         *,
         theme: str = DARK,
@@ -69,10 +72,12 @@ class PickerApp(ThemedApp[Choice]):
         """Offer choices.
 
         Args:
+            read_choices: gives what there is to choose; asked again after a profile was edited.
             plan_of: what a profile of some name would start, in words; may block, and raises `GrpoError`.
         """
         super().__init__(theme=theme, is_ascii=is_ascii)
-        self._choices = choices
+        self._read_choices = read_choices
+        self._choices = read_choices()
         self._plan_of = plan_of
         self._is_read_only = is_read_only
         self._listed: dict[str, Choice] = {}
@@ -134,6 +139,25 @@ class PickerApp(ThemedApp[Choice]):
         page = "\n".join((*choice.words, "", text))
         self.push_screen(ReadingScreen(f"what {choice.name} would start", Content(page), is_wide=True))
 
+    def action_edit(self) -> None:
+        """Open the marked profile in an editor; one that is installed is copied into `./profiles` first."""
+        choice = self._marked
+        if isinstance(self.screen, ReadingScreen) or not isinstance(choice, ProfileChoice):
+            return
+        command = editor_command(os.environ)
+        try:
+            with own_copy(choice) as path, self.suspend():
+                subprocess.run([*command, str(path)], check=False)
+        except SuspendNotSupported:
+            self.notify("this terminal cannot be lent to an editor", severity="error")
+        except OSError as error:
+            self.notify(f"{error.filename}: {error.strerror}; EDITOR names another editor", severity="error")
+        self._choices = self._read_choices()
+        options = self.query_one(OptionList)
+        self._list(self.query_one(Input).value)
+        if _key(choice) in self._listed:
+            options.highlighted = options.get_option_index(_key(choice))
+
     def action_leave(self) -> None:
         """Clear the filter; where there is none, leave."""
         filter_line = self.query_one(Input)
@@ -162,7 +186,7 @@ class PickerApp(ThemedApp[Choice]):
 
     def _list(self, typed: str) -> None:
         found = matching(self._choices, typed)
-        self._listed = {f"{type(choice).__name__} {choice.name}": choice for choice in found}
+        self._listed = {_key(choice): choice for choice in found}
         options = self.query_one(OptionList)
         options.clear_options()
         width = min(MAX_NAME_WIDTH, max((len(choice.name) for choice in found), default=0))
@@ -176,6 +200,10 @@ class PickerApp(ThemedApp[Choice]):
             options.add_option(Option(_nothing(typed, is_read_only=self._is_read_only), disabled=True))
         options.action_first()
         self._tell()
+
+
+def _key(choice: Choice) -> str:
+    return f"{type(choice).__name__} {choice.name}"
 
 
 def _heading(choice: Choice) -> str:
