@@ -235,7 +235,13 @@ class Exchange:
             # With those whose place it takes: else they would be back, with their shares, after a restart.
             changed = [each for each in self.ledger.environments.values() if before.get(each.id) != each]
             await self._write(lambda: self._store.save_environments(*changed))
-            _event(logging.INFO, "environment registered", environment=record.name, group_size=record.group_size)
+            _event(
+                logging.INFO,
+                "environment registered",
+                environment=record.name,
+                env_id=record.id,
+                group_size=record.group_size,
+            )
             self._tell()
         return record
 
