@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.register_assert_rewrite("vllm_serving")  # most of what the tests with a real vLLM assert is there
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:

@@ -1,4 +1,7 @@
-"""A real vLLM behind our routes, as a process of its own: numbers against transformers, weights shared, ends clean."""
+"""A real vLLM on one copy of the weights with the trainer: what it generates, whose weights it reads, and who ends it.
+
+The tests share one server: they run in the order in which they stand here, and the last of them kills it.
+"""
 
 from __future__ import annotations
 
@@ -9,157 +12,48 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
-from peft import PeftModel
-from pydantic import TypeAdapter
-from safetensors.torch import load_file, save_file
-from serving import EOS, RunningServer, free_port, python_path, save_tiny_model, wait_healthy
+from serving import EOS, save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from vllm_serving import (
+    HAS_GPU,
+    LONG_PROMPT,
+    NUM_PROCESSES,
+    PROMPT,
+    VERSION_HEADER,
+    Stack,
+    assert_agreement,
+    assert_close,
+    load,
+    logits_of,
+    logprobs_of,
+    named_sockets,
+    processes_below,
+    segments_now,
+    serving_vllm,
+    shift,
+    wait_gone,
+)
 
-from grpo_engine.bridges import ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.bridge_files import read_bridge_file
-from grpo_engine.bridges.fence import SHARED_MEMORY, Fence
-from grpo_engine.bridges.process_identity import ProcessIdentity
+from grpo_engine.bridges.fence import Fence
 from grpo_engine.bridges.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
-from grpo_engine.models.config import LoraSettings
-from grpo_engine.models.lora import adapter_tensors, add_lora, save_adapter
 from grpo_engine.server.engine import LOWEST_LOGPROB
-from grpo_engine.server.vllm_checkpoint import can_reload_below_adapters
 from grpo_engine.wire.inference import GenerateResponse
-from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPT = [10, 20, 30]
-LONG_PROMPT = [4 + i % 90 for i in range(200)]
-"""Longer than a block of the prefix cache."""
-VERSION_HEADER = "X-Policy-Version"
 VOCABULARY = 101
 """Not a multiple of 64: vLLM pads it."""
 LETTER_E = 4 + ord("e") - 32
 RUN = f"vllmtest{os.getpid()}"
-HAS_GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", "bfloat16") if HAS_GPU else ("cpu", "float32")
-NUM_PROCESSES = 1 if HAS_GPU else 2
-"""Below the server: vLLM's engine core; on a CPU its worker is a process of its own."""
-TOLERANCE = 1e-3
-"""Of each log-probability in float32."""
-MEAN_TOLERANCE = 0.25
-"""Of a completion's in bfloat16: up to 0.158 was seen on an H200 with these large random weights, whose logits bfloat16
-rounds to tenths; other weights are off by more than 0.5."""
-
-
-@dataclass(slots=True)
-class Stack:
-    """A server, what was seen of its start, and where its files are."""
-
-    server: RunningServer
-    model: Path
-    folder: Path
-    statuses: list[int] = field(default_factory=list)
-
-    @property
-    def bridge_file(self) -> Path:
-        return self.folder / "bridge.json"
-
-    def bridge(self, settings: dict[str, object]) -> Bridge:
-        if settings["mode"] in ON_SHARED_MEMORY:
-            settings = {**settings, "config_path": self.bridge_file}
-        context = BridgeContext(
-            model_name=str(self.model),
-            dtype=DTYPE,
-            device=DEVICE,
-            server_url=self.server.url,
-            folder=self.folder / "run",
-            lora=LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
-            patience_s=60,
-        )
-        return TypeAdapter(AnyBridge).validate_python(settings).build(context)
-
-
-@contextmanager
-def serving_vllm(
-    model: Path, folder: Path, *flags: str, environment: dict[str, str] | None = None, port: int | None = None
-) -> Iterator[Stack]:
-    """A vLLM server that is healthy; ended by SIGTERM, or else by SIGKILL."""
-    port, log = port or free_port(), folder / f"server-{time.monotonic_ns()}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "grpo_engine", "server", "--engine", "vllm", "--device", DEVICE),
-                *("--model-name", str(model), "--dtype", DTYPE, "--port", str(port), "--threads", "1"),
-                *(
-                    "--gpu-memory-utilization",
-                    "0.1",
-                    "--max-model-len",
-                    "256",
-                    "--bridge-file",
-                    str(folder / "bridge.json"),
-                    "--shared-weights",
-                    *flags,
-                ),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            env={
-                **os.environ,
-                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"},
-                **(environment or {}),
-            },
-        )
-    stack = Stack(RunningServer(process, f"http://127.0.0.1:{port}", log), model, folder)
-    try:
-        while not stack.statuses or stack.statuses[-1] != 200:
-            assert process.poll() is None, log.read_text(errors="replace")
-            with suppress(httpx.TransportError):
-                stack.statuses.append(httpx.get(f"{stack.server.url}/health", trust_env=False).status_code)
-            time.sleep(0.1)  # the interval of a probe, whose limit is the test's own
-        yield stack
-    finally:
-        with suppress(subprocess.TimeoutExpired):
-            stack.server.stop()
-        process.kill()
-        process.wait()
-
-
-def processes_below(pid: int) -> list[ProcessIdentity]:
-    identities = [ProcessIdentity.of(child.pid) for child in psutil.Process(pid).children(recursive=True)]
-    return [identity for identity in identities if identity is not None]
-
-
-def wait_gone(identities: list[ProcessIdentity], within_s: float) -> None:
-    until = time.monotonic() + within_s
-    while any(identity.is_alive() for identity in identities) and time.monotonic() < until:
-        time.sleep(0.05)  # the interval of a probe
-    assert [identity for identity in identities if identity.is_alive()] == []
-
-
-def segments_now() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*")}
-
-
-def mapped_segments(pid: int) -> set[str]:
-    """What a process has mapped of shared memory."""
-    maps = Path(f"/proc/{pid}/maps").read_text().split()
-    return {Path(path).name for path in maps if path.startswith(f"{SHARED_MEMORY}/")}
-
-
-def named_sockets(pid: int) -> set[Path]:
-    """What a process listens on that has a name in the file system."""
-    names = (Path(each.laddr) for each in psutil.Process(pid).net_connections("unix"))
-    return {name for name in names if name.is_socket()}
 
 
 def save_tiny_qwen2(folder: Path) -> Path:
@@ -202,99 +96,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Tied embeddings, adapters on all but `down_proj` beside shared weights, raw log-probs, vLLM's development routes,
-    started by hand."""
-    folder = tmp_path_factory.mktemp("adapted")
-    model = save_tiny_model(folder / "model", seed=2, tied=True)
-    opened = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    flags = ("--enable-lora", "--max-lora-rank", "8")
-    flags += (
-        "--enable-request-id-headers",
-        "--lora-target-modules",
-        "qkv_proj",
-        "o_proj",
-        "gate_up_proj",
-    )  # vLLM's own
-    with serving_vllm(model, folder, *flags, environment=opened) as stack:
-        yield stack
-
-
-def load(folder: Path) -> torch.nn.Module:
-    """The checkpoint as it is served."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPE)).to(DEVICE).eval()
-
-
-def logits_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([tokens], device=DEVICE)).logits[0].float().cpu()
-
-
-def assert_close(values: torch.Tensor, expected: torch.Tensor, temperature: float = 1.0) -> None:
-    if HAS_GPU:
-        assert (values - expected).abs().mean() < MEAN_TOLERANCE / temperature  # which divides the logits' rounding too
-    else:
-        torch.testing.assert_close(values, expected, atol=TOLERANCE, rtol=0)
-
-
-def logprobs_of(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-    logits = logits_of(model, prompt + completion) / temperature
-    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
-    return rows.gather(-1, torch.tensor(completion)[:, None])[:, 0]
-
-
-def assert_agreement(
-    stack: Stack,
-    model: torch.nn.Module,
-    *,
-    version: int,
-    prompt: list[int] = PROMPT,
-    temperature: float = 1.0,
-    divided_by: float | None = None,
-    **body: object,
-) -> GenerateResponse:
-    """What is served are the model's log-probabilities, at the temperature that the convention says."""
-    body = {"max_tokens": 12, "logprobs": 0, "temperature": temperature, **body}
-    raw = stack.server.generate(prompt={"prompt_token_ids": prompt}, **body)
-    answer = GenerateResponse.model_validate(raw)
-    assert answer.token_ids is not None
-    assert answer.logprobs is not None
-    for tokens, entries in zip(answer.token_ids, answer.logprobs, strict=True):
-        assert [next(iter(position[0])) for position in entries] == [str(token) for token in tokens]
-        values = torch.tensor([next(iter(position[0].values())) for position in entries])
-        divisor = temperature if divided_by is None else divided_by
-        assert_close(values, logprobs_of(model, prompt, tokens, divisor), divisor)
-    assert answer.policy_version == version
-    assert answer.policy_versions == [[version] * len(tokens) for tokens in answer.token_ids]
-    return answer
-
-
 def counter_of(stack: Stack, name: str) -> float:
     """What vLLM's counters say."""
     with stack.server.client as client:
         lines = client.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
-
-
-def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
-    """A writer that gives every trainable parameter new values, far from the old ones."""
-    generator = torch.Generator().manual_seed(seed)
-    values = {
-        name: p.detach() + 0.05 * torch.randn(p.shape, generator=generator).to(p)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-    def write() -> None:
-        for name, parameter in model.named_parameters():
-            if name in values:
-                parameter.data.copy_(values[name])
-
-    return write
-
-
-# --- single copy: in the order in which they stand here, since they share one server ---------------------------------
 
 
 def test_health_is_503_until_vllm_serves(shared: Stack) -> None:
@@ -646,206 +452,3 @@ def test_a_killed_server_leaves_no_process_and_its_successor_takes_the_weights_o
 
 def is_engine_core(process: psutil.Process) -> bool:
     return not any("resource_tracker" in part for part in process.cmdline())
-
-
-# --- adapters, tied embeddings, raw log-probs ------------------------------------------------------------------------
-
-
-def test_raw_logprobs_are_those_before_the_temperature(adapted: Stack) -> None:
-    model = load(adapted.model)
-    answer = assert_agreement(adapted, model, version=0, temperature=0.7, divided_by=1.0, n=4)
-    assert answer.logprobs_mode == "raw"
-
-
-def test_tied_embeddings_are_shared_as_one_also_below_adapters(adapted: Stack) -> None:
-    file = read_bridge_file(adapted.bridge_file)
-    assert file.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    bridge = adapted.bridge({"mode": "shared_vllm"})
-    model = bridge.attach().model.eval()
-    untrained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    bridge.publish(1, shift(model, 1))
-    assert_agreement(adapted, model, version=1, prompt=LONG_PROMPT)
-    with adapted.server.client as client:  # the adapters' trainer below starts from the checkpoint
-        answer = client.post("/bridge/reload", json={"path": str(adapted.model), "policy_version": 2})
-    if can_reload_below_adapters():
-        answer.raise_for_status()
-    else:
-        assert answer.status_code == 400
-        assert "without --enable-lora" in answer.json()["detail"]
-
-        def restore() -> None:
-            for name, parameter in model.named_parameters():
-                parameter.data.copy_(untrained[name])
-
-        bridge.publish(2, restore)
-    bridge.close()
-
-
-def test_adapters_follow_each_other_while_requests_run(adapted: Stack) -> None:
-    bridge = adapted.bridge({"mode": "lora_only"})
-    model = bridge.attach().model.eval()
-    is_over = threading.Event()
-    answers: list[dict] = []
-
-    def hammer() -> None:
-        while not is_over.is_set():
-            answers.append(adapted.server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=64, logprobs=0))
-
-    thread = threading.Thread(target=hammer)
-    thread.start()
-    try:
-        for version in range(3, 8):
-            bridge.publish(version, shift(model, version))
-            assert_agreement(adapted, model, version=version, prompt=LONG_PROMPT, n=2)
-    finally:
-        is_over.set()
-        thread.join()
-    assert all(len(set(answer["policy_versions"][0])) == 1 for answer in answers)
-    with adapted.server.client as client:
-        status = client.get("/lora/status").json()
-        assert (status["active_adapter_name"], status["load_count"]) == ("policy@000007", 5)
-        broken = adapted.folder / "broken"
-        model.save_pretrained(broken)
-        weights = broken / "adapter_model.safetensors"
-        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-        refused = client.post("/lora/load", json={"adapter_path": str(broken)})
-        assert refused.status_code == 400
-        assert "broken" in refused.json()["detail"]
-        settings = broken / "adapter_config.json"
-        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"r": 64}))
-        large = client.post("/lora/load", json={"adapter_path": str(broken)})
-        assert "rank 64 is above --max-lora-rank 8" in large.json()["detail"]
-    assert_agreement(adapted, model, version=7)
-    with adapted.server.client as client:
-        assert client.post("/lora/unload").json()["previous_name"] == "policy@000007"
-    with model.disable_adapter():
-        assert_agreement(adapted, model, version=8)
-    bridge.close()
-
-
-def test_vllms_routes_use_the_adapter_that_is_served(adapted: Stack) -> None:
-    bridge = adapted.bridge({"mode": "lora_only"})
-    model = bridge.attach().model.eval()
-    bridge.publish(9, shift(model, 9))
-    body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
-    with adapted.server.client as client:
-        answer = client.post("/v1/completions", json=body)
-        client.post("/lora/unload").raise_for_status()
-    [choice] = answer.json()["choices"]
-    expected = logprobs_of(model, PROMPT, choice["token_ids"], 1.0)
-    assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected)
-    assert answer.headers[VERSION_HEADER] == "9"
-    assert "X-Request-Id" in answer.headers
-    bridge.close()
-
-
-def test_vllms_development_routes_change_nothing(adapted: Stack) -> None:
-    with adapted.server.client as client:
-        assert client.get("/server_info").status_code == 200  # they are there
-        before = client.get("/lora/status").json()
-        loading = client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": str(adapted.folder)})
-        others = [client.post(path, json={}) for path in ("/pause", "/collective_rpc", "/sleep", "/update_weights")]
-        assert {answer.status_code for answer in (loading, *others)} == {404}
-        assert loading.json()["detail"].endswith("use /lora/load")
-        assert client.get("/lora/status").json() == before
-        assert client.get("/server_info", headers={"X-Forwarded-For": "10.1.2.3"}).status_code == 403
-    assert_agreement(adapted, load(adapted.model), version=10)
-
-
-def save_adapter_for(stack: Stack, folder: Path, targets: tuple[str, ...] = ("q_proj", "v_proj")) -> Path:
-    """An adapter of rank 4 on the served model, with random factors."""
-    torch.manual_seed(0)
-    adapted = add_lora(AutoModelForCausalLM.from_pretrained(stack.model), LoraSettings(rank=4, target_modules=targets))
-    for _, factor in adapter_tensors(adapted).items():
-        factor.data.normal_(std=0.05)
-    save_adapter(adapted, folder)
-    return folder
-
-
-def test_what_vllm_refuses_leaves_the_old_adapter_and_the_next_one_is_served(adapted: Stack, tmp_path: Path) -> None:
-    good, other = (save_adapter_for(adapted, tmp_path / name) for name in ("good", "other"))
-    file = other / "adapter_model.safetensors"
-    save_file({name: -each if "lora_B" in name else each for name, each in load_file(file).items()}, file)
-    settings = other / "adapter_config.json"
-    whole = settings.read_text()
-    model = load(adapted.model)
-    with adapted.server.client as client:
-
-        def serve(folder: Path, version: int) -> httpx.Response:
-            return client.post("/lora/load", json={"adapter_path": str(folder), "policy_version": version})
-
-        serve(good, 20).raise_for_status()
-        settings.write_text(json.dumps(json.loads(whole) | {"lora_alpha": "much"}))  # only vLLM looks at that
-        refused = serve(other, 21)
-        assert refused.status_code == 400
-        assert "not an adapter for this model" in refused.json()["detail"]
-        assert_agreement(adapted, PeftModel.from_pretrained(load(adapted.model), good), version=20)
-        settings.write_text(whole)
-        serve(other, 22).raise_for_status()
-        assert_agreement(adapted, PeftModel.from_pretrained(model, other), version=22)
-        patches = client.get("/bridge/debug").json()["patches_applied"]
-        assert patches["watch_server"]
-        assert patches["hear_outputs"]
-
-
-def test_an_adapter_that_finds_no_layer_is_refused_by_name(adapted: Stack, tmp_path: Path) -> None:
-    partly = save_adapter_for(adapted, tmp_path / "partly", ("q_proj", "down_proj"))
-    with adapted.server.client as client:
-        served = client.get("/lora/status").json()["active_adapter_path"]
-        refused = client.post("/lora/load", json={"adapter_path": str(partly)})
-        assert refused.status_code == 400
-        assert "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj found no layer" in refused.json()["detail"]
-        assert client.get("/lora/status").json()["active_adapter_path"] == served
-
-
-def test_hundreds_of_swaps_leave_nothing_behind(adapted: Stack, tmp_path: Path) -> None:
-    folders = [save_adapter_for(adapted, tmp_path / str(n), ("q_proj", "v_proj", "o_proj", "up_proj")) for n in (0, 1)]
-    processes = [psutil.Process(identity.pid) for identity in processes_below(adapted.server.process.pid)]
-    processes.append(psutil.Process(adapted.server.process.pid))
-
-    def swap(count: int) -> int:
-        with adapted.server.client as client:
-            for number in range(count):
-                client.post("/lora/load", json={"adapter_path": str(folders[number % 2])}).raise_for_status()
-        return sum(process.memory_info().rss for process in processes)
-
-    before = swap(50)
-    assert swap(200) - before < 200 * folder_bytes(folders[0]) // 4
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def test_a_restart_in_place_serves_the_checkpoint_from_new_processes_and_leaves_none_of_the_old(
-    adapted: Stack,
-) -> None:
-    before, below = read_bridge_file(adapted.bridge_file), processes_below(adapted.server.process.pid)
-    adapted.server.process.send_signal(RESTART_SIGNAL)
-    while NOTHING_LEFT_LINE not in adapted.server.log.read_text(errors="replace"):
-        assert adapted.server.process.poll() is None
-        time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
-    assert not any(identity.is_alive() for identity in below)
-    assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
-    wait_healthy(adapted.server)
-    after = read_bridge_file(adapted.bridge_file)
-    assert psutil.Process(after.pid).ppid() == adapted.server.process.pid
-    assert after.instance != before.instance
-    assert_agreement(adapted, load(adapted.model), version=0)
-
-
-def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
-    file = read_bridge_file(adapted.bridge_file)
-    segments = {file.fence_segment, *segments_of(file.tensors)}
-    assert segments <= segments_now()
-    below = processes_below(adapted.server.process.pid)
-    assert len(below) >= NUM_PROCESSES
-    queues = set().union(*(mapped_segments(identity.pid) for identity in below))
-    assert queues
-    sockets = set().union(*(named_sockets(identity.pid) for identity in below))
-    assert sockets
-    assert adapted.server.stop() == 0
-    wait_gone(below, within_s=10)
-    assert not (segments | queues) & {path.name for path in SHARED_MEMORY.iterdir()}
-    assert not [path for path in sockets if path.parent.exists()]
-    assert not adapted.bridge_file.exists()

@@ -25,7 +25,8 @@ from grpo_engine.models.lora import adapter_tensors
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 serving = pytest.importorskip("serving")
-test_vllm_engine = pytest.importorskip("test_vllm_engine", reason="vLLM is not installed here")
+vllm_serving = pytest.importorskip("vllm_serving")
+pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +76,7 @@ def gpu_bytes_in_use() -> int:
 def test_hundreds_of_adapters_under_running_requests_take_no_more_memory_than_two(tmp_path: Path) -> None:
     model = save_wide_model(tmp_path / "model")
     torch.cuda.empty_cache()
-    with test_vllm_engine.serving_vllm(model, tmp_path, "--enable-lora", "--max-lora-rank", "16") as stack:
+    with vllm_serving.serving_vllm(model, tmp_path, "--enable-lora", "--max-lora-rank", "16") as stack:
         context = BridgeContext(
             model_name=str(model),
             dtype="bfloat16",
