@@ -1,4 +1,4 @@
-"""A real vLLM behind our routes, for tests: its process, its traces on the machine, its numbers against transformers'."""
+"""A real vLLM behind our routes, for tests: its process, its traces on the machine, its numbers beside the model's."""
 
 from __future__ import annotations
 
