@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/screen.md anew, from the recorded runs in tests/.
+"""Draw the pictures of docs/ anew, from the recorded runs in tests/.
 
     python scripts/screen_pictures.py [FOLDER]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZE = (120, 36)
 sys.path.insert(0, str(ROOT / "tests" / "tui"))
 
-from picture_scenes import SCENES, Scene, picture, standing  # noqa: E402
+from picture_scenes import DOCUMENTED, Scene, picture, standing  # noqa: E402
 
 from grpo_tui.ui.themes import DARK  # noqa: E402
 
@@ -30,7 +30,7 @@ async def drawn(scene: Scene, run: Path) -> str:
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, scene in SCENES.items():
+    for name, scene in DOCUMENTED.items():
         with tempfile.TemporaryDirectory() as logs:
             with tarfile.open(scene.archive) as tar:
                 tar.extractall(logs, filter="data")

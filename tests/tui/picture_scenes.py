@@ -1,6 +1,6 @@
 """Pictures of every screen over recorded runs, the same on every machine: what tests and documents show.
 
-A run is read from its folder as `grpo-tui attach` does, that of the GPU screen made on an H200, the others without a
+A run is read from its folder as `grpo-tui attach` does; those of two scenes were made on an H200, the others without a
 GPU. One scene has two GPUs, which are made up. Clock, time zone and memory are fixed.
 """
 
@@ -60,11 +60,13 @@ class Scene:
         return RECORDED / f"{self.recording}.tar.gz"
 
 
+ON_H200 = 1_795_354_158.0
+"""A moment after the restart of vLLM in the recording that was made there."""
 SCENES = {
     place: scene
     for place, scene in {
         "run": Scene(place="run"),
-        "gpus": Scene(place="gpus", recording="smollm-gpu", moment=1_795_354_158),
+        "gpus": Scene(place="gpus", recording="smollm-gpu", moment=ON_H200),
         "alignment": Scene(place="alignment"),
         "rollouts": Scene(place="rollouts", keys=("enter",)),
         "metrics": Scene(place="metrics"),
@@ -72,8 +74,9 @@ SCENES = {
     }.items()
     if place in SCREENS
 }
-"""Of the documents: every screen, as real runs show it."""
-ALL_SCENES = {**SCENES, "two-gpus": Scene(place="gpus", has_gpus=True)}
+"""Every screen, as real runs show it."""
+DOCUMENTED = {**SCENES, "run-on-h200": Scene(place="run", recording="smollm-gpu", moment=ON_H200)}
+ALL_SCENES = {**DOCUMENTED, "two-gpus": Scene(place="gpus", has_gpus=True)}
 
 
 @asynccontextmanager
