@@ -1,13 +1,13 @@
 """Seconds from a start, or from the key press of a restart, to a healthy vLLM: ours in place, beside stock's.
 
     python benchmarks/restart.py --model MODEL [--device cpu] [--rounds 3] [--cold] [--no-stock] [--imports]
-        [--flag=--cuda-graph-sizes …] [--stock-flag=--cudagraph-capture-sizes …] [--lines]
+        [--flag=--cuda-graph-sizes …] [--stock-flag=--cudagraph-capture-sizes …] [--lines] [--stacks]
 
 Ours is started once and then restarted in place, as the supervisor does it: a signal to its standby, and healthy once
 the next server answers. Stock vLLM with the same settings is started twice, each time from nothing. `--cold` gives both
 empty caches of compiled code first, so that the first figure of each is that of a machine that never served this model.
 Below the figures stands what each restart was at, by the lines of the log, in seconds from the key press; `--lines`
-tells all of them.
+tells all of them, and `--stacks` where vLLM's engine is every half second, by py-spy.
 
 `--imports` tells instead which modules the processes of a restarted server import after the fork, and their
 milliseconds: what belongs into `grpo_engine/server/preloading.py`.
@@ -19,7 +19,9 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +34,7 @@ from _gpu_servers import Failed, Fleet, Gpu, Server
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 from grpo_tui.services.inference import VLLM_PHASES
+from grpo_tui.supervisor import proc
 
 TARGET_S = 9.0
 LIMIT_S = 400.0
@@ -43,10 +46,15 @@ PHASES = (*VLLM_PHASES, (r"server\.main: Ready", "healthy"))
 IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)$", re.MULTILINE)
 SHOWN_IMPORTS = 40
 SHOWN_OF_LINES = 160
+ENGINE = "VLLM::EngineCor"
+"""What the kernel calls the process that holds the GPU."""
+STACK_EVERY_S, SHOWN_FRAMES = 0.5, 12
 
 
 def main() -> None:
     options = flags().parse_args()
+    if options.stacks and shutil.which("py-spy") is None:
+        raise SystemExit("--stacks needs py-spy: pip install py-spy")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
     folder = Path(tempfile.mkdtemp(prefix="grpo-restart-"))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -68,7 +76,7 @@ def ours(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
     print(f"ours   start                {server.loaded_s:6.2f} s", flush=True)
     restarts = []
     for number in range(1, options.rounds + 1):
-        seconds, lines = restart_in_place(server, tells_all=options.lines)
+        seconds, lines = restart_in_place(server, tells_all=options.lines, tells_stacks=options.stacks)
         restarts.append(round(seconds, 2))
         print(f"ours   restart in place {number}   {seconds:6.2f} s  (target {TARGET_S:g} s)", flush=True)
         for at_s, words in lines:
@@ -89,15 +97,21 @@ def stock(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
     return {"stock_start_s": starts}
 
 
-def restart_in_place(server: Server, *, tells_all: bool = False) -> tuple[float, list[tuple[float, str]]]:
+def restart_in_place(
+    server: Server, *, tells_all: bool = False, tells_stacks: bool = False
+) -> tuple[float, list[tuple[float, str]]]:
     """Seconds from the signal to the next server's first good answer, and when it got to what."""
     offset = server.log.stat().st_size
     began = time.monotonic()
     server.process.send_signal(RESTART_SIGNAL)
     lines: list[tuple[float, str]] = []
+    num_looks = 0
     heard = LineReader(server.log, offset, lambda line: note(line, lines, time.monotonic() - began, tells_all))
     while not any(words == "the last server is gone" for _, words in lines) or not server._is_healthy():
         heard.read()
+        if tells_stacks and time.monotonic() - began > (num_looks + 1) * STACK_EVERY_S:
+            num_looks += 1
+            lines += [(time.monotonic() - began, stack) for stack in engine_stacks(server)]
         if server.process.poll() is not None:
             raise Failed(f"{server.name} ended with {server.process.returncode}:\n{server.told()}")
         if time.monotonic() - began > LIMIT_S:
@@ -106,6 +120,19 @@ def restart_in_place(server: Server, *, tells_all: bool = False) -> tuple[float,
     seconds = time.monotonic() - began
     heard.read()
     return seconds, lines
+
+
+def engine_stacks(server: Server) -> list[str]:
+    """Where the main thread of each engine is, the innermost call first."""
+    engines = [process for process in proc.processes_of_run(server.mark) if process.comm == ENGINE]
+    told = []
+    for engine in engines:
+        command = ["py-spy", "dump", "--nonblocking", "--pid", str(engine.pid)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        _, _, main_thread = said.partition('"MainThread"')
+        frames = [line.strip() for line in main_thread.partition("\nThread ")[0].splitlines()[1:]]
+        told.append(" < ".join(frames[:SHOWN_FRAMES]) or "no stack to be had")
+    return told
 
 
 def note(line: str, lines: list[tuple[float, str]], at_s: float, tells_all: bool) -> None:
@@ -201,6 +228,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--cold", action="store_true", help="begin with empty caches of compiled code")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lines", action="store_true", help="tell every line of a restart's log")
+    parser.add_argument("--stacks", action="store_true", help="tell where vLLM is every half second; needs py-spy")
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("--flag", action="append", default=[], help="a further word for our server")
     parser.add_argument("--stock-flag", action="append", default=[], help="a further word for stock vLLM")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_engine.server import vllm_requirements
 from grpo_engine.server.vllm_environment import settle_environment
 from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
 from grpo_tui.services.base import Place
@@ -39,7 +40,7 @@ def test_a_server_with_a_standby_is_restarted_in_place(settings: dict[str, objec
 
 def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_once() -> None:
     environment = {"XDG_CACHE_HOME": "/cache", "TRITON_CACHE_DIR": "/mine"}
-    config = inference(threads=2)
+    config = inference(threads=2, device="cuda")
     settle_environment(config, environment)
     assert environment["TRITON_CACHE_DIR"] == "/mine"
     assert environment["VLLM_CACHE_ROOT"] == "/cache/grpo-engine/vllm"
@@ -54,5 +55,26 @@ def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_onc
 
 def test_vllm_is_not_asked_for_whole_programs_where_the_user_has_it_compile_otherwise() -> None:
     environment = {"VLLM_USE_STANDALONE_COMPILE": "0"}  # vLLM refuses both together
-    settle_environment(inference(), environment)
+    settle_environment(inference(device="cuda"), environment)
     assert "VLLM_USE_MEGA_AOT_ARTIFACT" not in environment
+
+
+def test_on_a_cpu_vllm_writes_no_programs_that_it_cannot_read_back() -> None:
+    environment: dict[str, str] = {}
+    settle_environment(inference(device="cpu"), environment)
+    assert environment["VLLM_USE_AOT_COMPILE"] == "0"
+    assert "VLLM_USE_MEGA_AOT_ARTIFACT" not in environment
+    mine = {"VLLM_USE_AOT_COMPILE": "1"}
+    settle_environment(inference(device="cpu"), mine)
+    assert mine["VLLM_USE_AOT_COMPILE"] == "1"
+
+
+@pytest.mark.parametrize(("is_for_cpu", "expected"), [(True, "0"), (False, None)])
+def test_which_vllm_is_installed_says_where_it_serves_when_nobody_else_does(
+    is_for_cpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = vllm_requirements.Installed(version="0.32.0", is_for_cpu=is_for_cpu)
+    monkeypatch.setattr(vllm_requirements, "installed_vllm", lambda: installed)
+    environment: dict[str, str] = {}
+    settle_environment(inference(), environment)
+    assert environment.get("VLLM_USE_AOT_COMPILE") == expected
