@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +15,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)
+
+
+@pytest.fixture(autouse=True)
+def empty_card() -> Iterator[None]:
+    """Begin with all of the GPU's memory: models with hooks refer to themselves, and so outlive their test."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)  # a test may have played a smaller card
