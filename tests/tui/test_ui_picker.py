@@ -59,6 +59,10 @@ async def until(pilot: Pilot[Choice], is_so: Callable[[], bool]) -> None:
             await pilot.pause(0.01)
 
 
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def text_of(path: Path) -> str | None:
     return path.read_text() if path.exists() else None
 
@@ -186,6 +190,20 @@ async def test_an_editor_that_is_not_there_is_told_and_the_list_goes_on(
         said = next(iter(app._notifications)).message
     assert said == "no-such-editor: No such file or directory; EDITOR names another editor"
     assert text_of(Path("profiles/tiny.toml")) is None
+
+
+@pytest.mark.slow
+async def test_a_folder_that_takes_no_profile_is_told(
+    installed: ProfileChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(Path("profiles"), "a file")
+    app = PickerApp(lambda: [installed], told_plan)
+    monkeypatch.setattr(app, "suspend", nullcontext)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: bool(app._notifications))
+        said = next(iter(app._notifications)).message
+    assert said == "profiles: File exists; it is not edited"
 
 
 def test_every_word_that_was_typed_must_be_there_in_any_order_and_case() -> None:

@@ -151,7 +151,8 @@ class PickerApp(ThemedApp[Choice]):
         except SuspendNotSupported:
             self.notify("this terminal cannot be lent to an editor", severity="error")
         except OSError as error:
-            self.notify(f"{error.filename}: {error.strerror}; EDITOR names another editor", severity="error")
+            what_to_do = "EDITOR names another editor" if error.filename == command[0] else "it is not edited"
+            self.notify(f"{error.filename}: {error.strerror}; {what_to_do}", severity="error")
         self._choices = self._read_choices()
         options = self.query_one(OptionList)
         self._list(self.query_one(Input).value)
