@@ -34,7 +34,7 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))  # else in /tmp
     environment.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
     if _is_on_cpu(config):
-        # vLLM (0.26 to 0.33) writes a compiled model there that it cannot read back, and so compiles at every start.
+        # vLLM (seen with 0.32) writes a compiled model there that it cannot read back, and so compiles at every start.
         # What inductor keeps by itself is read back: a restart takes 3 s, not 6.
         environment.setdefault("VLLM_USE_AOT_COMPILE", "0")
     # A compiled model is kept as one program and read in 0.3 s, not 3: vLLM's own choice with torch 2.12 and newer.

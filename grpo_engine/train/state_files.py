@@ -45,7 +45,7 @@ def write_state(folder: Path, name: str, state: Any, *, shard_bytes: int = SHARD
         writings = []
         for number, names in enumerate(_shards(tensors, shard_bytes), start=1):
             files.append(f"{name}-{number:05d}.safetensors")
-            content = {key: tensors[key].detach() for key in names}
+            content = {key: tensors[key] for key in names}
             if all(map(can_write, content.values())):
                 writings.append(pool.submit(write_tensors, content, folder / files[-1]))
             else:
@@ -129,7 +129,7 @@ def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     storable: dict[str, Tensor] = {}
     memories: set[int] = set()
     for name, tensor in tensors.items():
-        on_cpu = tensor.cpu().contiguous()
+        on_cpu = tensor.detach().cpu().contiguous()
         memory = on_cpu.untyped_storage()
         if memory.nbytes() != on_cpu.nbytes or memory.data_ptr() in memories:
             on_cpu = on_cpu.clone()

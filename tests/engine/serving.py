@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,3 +150,20 @@ def model_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[i
 def our_segments() -> set[str]:
     """What the servers that this process started have in shared memory; other runs may be on the machine."""
     return {path.name for path in Path("/dev/shm").glob("grpo-*") if any(i in path.name for i in _INSTANCES)}
+
+
+def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
+    """A writer that gives every trainable parameter new values, far from the old ones."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {
+        name: p.detach() + 0.05 * torch.randn(p.shape, generator=generator).to(p)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+    def write() -> None:
+        for name, parameter in model.named_parameters():
+            if name in values:
+                parameter.data.copy_(values[name])
+
+    return write

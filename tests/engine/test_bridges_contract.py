@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import TypeAdapter
-from serving import RunningServer, model_logprobs, our_segments, running_server, save_tiny_model
+from serving import RunningServer, model_logprobs, our_segments, running_server, save_tiny_model, shift
 
 from grpo_engine.bridges import ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.models.config import LoraSettings
@@ -75,23 +75,6 @@ def make_bridge(
         **more,  # type: ignore[arg-type]
     )
     return TypeAdapter(AnyBridge).validate_python(settings).build(context)
-
-
-def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
-    """A writer that gives every trainable parameter new values, far from the old ones."""
-    generator = torch.Generator().manual_seed(seed)
-    values = {
-        name: p.detach().float() + 0.05 * torch.randn(p.shape, generator=generator)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-    def write() -> None:
-        for name, parameter in model.named_parameters():
-            if name in values:
-                parameter.data.copy_(values[name])
-
-    return write
 
 
 def served_logprobs(server: RunningServer, completion_tokens: int = 6) -> tuple[dict, list[int], torch.Tensor]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from serving import save_tiny_model, wait_healthy
+from serving import save_tiny_model, shift, wait_healthy
 from transformers import AutoModelForCausalLM
 from vllm_serving import (
     LONG_PROMPT,
@@ -33,7 +33,6 @@ from vllm_serving import (
     processes_below,
     segments_now,
     serving_vllm,
-    shift,
     wait_gone,
 )
 

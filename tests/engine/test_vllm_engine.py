@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import EOS, save_tiny_model
+from serving import EOS, save_tiny_model, shift
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from vllm_serving import (
     HAS_GPU,
@@ -37,7 +37,6 @@ from vllm_serving import (
     processes_below,
     segments_now,
     serving_vllm,
-    shift,
     wait_gone,
 )
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,20 +184,3 @@ def assert_agreement(
     assert answer.policy_version == version
     assert answer.policy_versions == [[version] * len(tokens) for tokens in answer.token_ids]
     return answer
-
-
-def shift(model: torch.nn.Module, seed: int) -> Callable[[], None]:
-    """A writer that gives every trainable parameter new values, far from the old ones."""
-    generator = torch.Generator().manual_seed(seed)
-    values = {
-        name: p.detach() + 0.05 * torch.randn(p.shape, generator=generator).to(p)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-    def write() -> None:
-        for name, parameter in model.named_parameters():
-            if name in values:
-                parameter.data.copy_(values[name])
-
-    return write

@@ -151,6 +151,16 @@ def test_a_profile_that_is_edited_is_a_file_of_ones_own_and_one_that_stays_as_it
     assert installed.path.read_text() == "# Hardware: two cores.\n"
 
 
+async def told_by_editing(choice: ProfileChoice, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the screen says when the one profile that it offers is edited."""
+    app = PickerApp(lambda: [choice], told_plan)
+    monkeypatch.setattr(app, "suspend", nullcontext)  # a test has no terminal to lend
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: bool(app._notifications))
+        return next(iter(app._notifications)).message
+
+
 def test_the_editor_is_the_one_that_is_named_or_one_that_is_there(tmp_path: Path) -> None:
     assert editor_command({"EDITOR": "code --wait", "PATH": ""}) == ["code", "--wait"]
     assert editor_command({"VISUAL": "emacs", "EDITOR": "vi"}) == ["emacs"]
@@ -182,12 +192,7 @@ async def test_an_editor_that_is_not_there_is_told_and_the_list_goes_on(
     installed: ProfileChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VISUAL", "no-such-editor")
-    app = PickerApp(lambda: [installed], told_plan)
-    monkeypatch.setattr(app, "suspend", nullcontext)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("ctrl+o")
-        await until(pilot, lambda: bool(app._notifications))
-        said = next(iter(app._notifications)).message
+    said = await told_by_editing(installed, monkeypatch)
     assert said == "no-such-editor: No such file or directory; EDITOR names another editor"
     assert text_of(Path("profiles/tiny.toml")) is None
 
@@ -197,12 +202,7 @@ async def test_a_folder_that_takes_no_profile_is_told(
     installed: ProfileChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_text(Path("profiles"), "a file")
-    app = PickerApp(lambda: [installed], told_plan)
-    monkeypatch.setattr(app, "suspend", nullcontext)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("ctrl+o")
-        await until(pilot, lambda: bool(app._notifications))
-        said = next(iter(app._notifications)).message
+    said = await told_by_editing(installed, monkeypatch)
     assert said == "profiles: File exists; it is not edited"
 
 
