@@ -12,7 +12,11 @@ TEST := $(VENV)/.test
 GPU := $(VENV)/.gpu
 ATROPOS := $(VENV)/atropos
 
-.PHONY: demo smollm gpu test check format bench clean
+# At most 10 minutes for `make test`, 25 for `make test-all`, on two quiet cores: scripts/test_durations.py.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+CHECK := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+.PHONY: demo smollm gpu test test-all check format bench clean
 
 demo: $(CORE)  ## open the screen on the tiny-cpu profile
 	$(BIN)/grpo-tui --profile tiny-cpu
@@ -23,14 +27,17 @@ smollm: $(SMOLLM)  ## the same on a real 135M model
 gpu: $(GPU)  ## vLLM for CUDA, with the torch that it is built for; then .venv/bin/grpo-tui --profile hermes8b-shared
 	$(BIN)/grpo-tui doctor
 
-test: check  ## everything: format, lint, types, import contracts, tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # hundreds of processes start: let them find compiled modules
+test: $(TEST)  ## format, lint, types, import contracts, and every promise of the README against real processes
+	@rm -f build/fast.xml; started=$$(date +%s); $(CHECK) && \
+	$(PYTEST) -m "not gpu and not extended" --junitxml=build/fast.xml; status=$$?; \
+	$(BIN)/python scripts/test_durations.py report fast build/fast.xml $$(($$(date +%s) - started)); exit $$status
+
+test-all: test  ## and the tests marked `extended`: kill matrices, long fuzzing, more of vLLM, TRL and Atropos
+	@rm -f build/extended.xml; started=$$(date +%s); $(PYTEST) -m "not gpu and extended" --junitxml=build/extended.xml; status=$$?; \
+	$(BIN)/python scripts/test_durations.py report extended build/extended.xml $$(($$(date +%s) - started)); exit $$status
 
 check: $(TEST)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(CHECK)
 
 format: $(TEST)
 	$(BIN)/ruff format .

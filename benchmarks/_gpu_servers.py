@@ -1,6 +1,6 @@
-"""Inference servers for `gpu.py`: started, asked at full speed, ended, and what they leave on the GPU.
+"""Inference servers for `gpu.py`: start, throughput, end, and memory left on the GPU.
 
-Every process of a server carries its mark in the environment (`grpo_tui.supervisor.proc`), so that none is lost
+Every process of a server carries its mark in the environment (`grpo_tui.supervisor.keeper.proc`), so that none is lost
 whatever it does; nothing is ended by name.
 """
 
@@ -23,11 +23,12 @@ from typing import Any
 
 from rollouts import HOST, Connection, free_port, request
 
-from grpo_tui.supervisor import proc
-from grpo_tui.supervisor.gpus import GpuReader
+from grpo_engine.wire.environment_variables import RUN_VARIABLE
+from grpo_tui.supervisor.keeper import proc
+from grpo_tui.supervisor.usage.gpus import GpuReader
 
 HAS_ITS_MEMORY = r"KV cache size|Available KV cache memory"
-"""A line of vLLM after which its memory hardly moves: another one may measure what is free."""
+"""A log line of vLLM after which its memory is stable: the next server may measure what is free."""
 POLL_S = 0.02
 SETTLED_S, SETTLED_MB = 1.0, 64.0
 GONE_WITHIN_S, GONE_WITHIN_S_OF_KILL = 10.0, 4.0
@@ -37,28 +38,28 @@ _MARKS = iter(range(10**6))
 
 
 class Failed(Exception):
-    """A server did not come up, or an answer was not what it should be."""
+    """A server did not become healthy, or an answer was wrong."""
 
 
 class Gpu:
-    """The memory of the first GPU as NVML sees it; None where there is none."""
+    """Memory of the first GPU from NVML; None without a GPU."""
 
     def __init__(self) -> None:
         self._reader = GpuReader()
 
     def used_mb(self) -> float | None:
-        """What all processes together hold."""
+        """Memory used by all processes."""
         gpus = asyncio.run(self._reader.memory(limit_s=20))
         return gpus[0].used_bytes / 1e6 if gpus else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A way to ask for tokens."""
+    """A route that samples tokens."""
 
     path: str
     body: Callable[[list[int], int], dict[str, Any]]
-    """Prompt and number of new tokens → what is posted."""
+    """Prompt and number of new tokens → request body."""
     count: Callable[[dict[str, Any]], int]
     """Generated tokens of an answer."""
 
@@ -85,12 +86,12 @@ GENERATE = Route(
     },
     count=lambda answer: sum(map(len, answer["token_ids"])),
 )
-"""As our environments ask: with the log-probability of every sampled token."""
+"""The request of our environments: with the log-probability of every sampled token."""
 
 
 @dataclass(kw_only=True)
 class Server:
-    """One that runs, or has ended."""
+    """A server, running or ended."""
 
     name: str
     port: int
@@ -133,7 +134,7 @@ class Server:
             return False
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[Any, float]:
-        """The answer to a question that must succeed, and the milliseconds that it took."""
+        """The answer to a request that must succeed, and its milliseconds."""
         began = time.perf_counter()
         status, answer = asyncio.run(self._ask(method, path, body))
         took_ms = 1e3 * (time.perf_counter() - began)
@@ -141,7 +142,7 @@ class Server:
             raise Failed(f"{self.name}: {method} {path}: {status} {answer[:300]!r}")
         try:
             return json.loads(answer), took_ms
-        except ValueError:  # a stock route says it in words
+        except ValueError:  # a stock route answers with plain text
             return answer.decode(), took_ms
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
@@ -154,12 +155,12 @@ class Server:
             writer.close()
 
     def tokens_per_s(self, route: Route, prompts: list[list[int]], num_new: int) -> float:
-        """Generated tokens a second of so many requests at once, from the first byte sent to the last received."""
+        """Generated tokens per second of concurrent requests, from the first byte sent to the last received."""
         return asyncio.run(self._tokens_per_s(route, prompts, num_new))
 
     async def _tokens_per_s(self, route: Route, prompts: list[list[int]], num_new: int) -> float:
         posts = [request("POST", route.path, json.dumps(route.body(prompt, num_new)).encode()) for prompt in prompts]
-        # vLLM's workers on a CPU take up to a second to wake up: one token before, which is not counted.
+        # vLLM's workers on a CPU take up to a second to wake up: one token is sampled before, and not counted.
         status, answer = await self._ask("POST", route.path, route.body(prompts[0][1:], 1))
         if status != 200:
             raise Failed(f"{self.name}: POST {route.path}: {status} {answer[:300]!r}")
@@ -183,11 +184,11 @@ class Server:
         return num_tokens / seconds
 
     def processes(self) -> list[proc.Stat]:
-        """All that live of it."""
+        """Its live processes."""
         return proc.processes_of_run(self.mark)
 
     def end(self, number: signal.Signals, gpu: Gpu) -> dict[str, Any]:
-        """Signal its first process alone, and see what becomes of the others and of the memory.
+        """Signal its first process, then measure when the others exit and the memory is free.
 
         Whoever is left after some seconds is ended, and counted.
         """
@@ -219,7 +220,7 @@ class Server:
         }
 
     def kill(self) -> None:
-        """End whatever lives of it, at once."""
+        """Kill its remaining processes."""
         until = time.monotonic() + GONE_WITHIN_S
         while (left := self.processes()) and time.monotonic() < until:
             for process in left:
@@ -232,13 +233,13 @@ class Server:
 
 @dataclass(kw_only=True)
 class Fleet:
-    """The servers and helpers of a stage; a context in which all are ended at last."""
+    """Servers and helpers of a stage; a context that ends all of them."""
 
     folder: Path
     """For logs and bridge files."""
     environment: dict[str, str]
     within_s: float
-    """A server may take so long to start."""
+    """Limit for the start of a server."""
     _ends: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Fleet:
@@ -248,9 +249,9 @@ class Fleet:
         self._ends.close()
 
     def marked(self, name: str) -> tuple[str, dict[str, str]]:
-        """A mark for the processes of one server or helper, and the environment that carries it."""
+        """A marker for the processes of one server or helper, and the environment that holds it."""
         mark = f"bench-{os.getpid()}-{next(_MARKS)}-{name}"
-        return mark, {**self.environment, proc.RUN: mark}
+        return mark, {**self.environment, RUN_VARIABLE: mark}
 
     def start(self, name: str, argv: list[str], **environment: str) -> Server:
         """Start a server; it may not be healthy yet."""
@@ -271,11 +272,11 @@ class Fleet:
         return server
 
     def ended_with_me(self, end: Callable[[], None]) -> None:
-        """Have something else ended too."""
+        """Register a function that ends something else."""
         self._ends.callback(end)
 
 
 def random_prompts(count: int, num_tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts that no server has seen."""
+    """Random prompts that no prefix cache contains."""
     rng = random.Random(seed)
     return [[rng.randrange(vocabulary // 20, vocabulary) for _ in range(num_tokens)] for _ in range(count)]

@@ -1,8 +1,8 @@
-"""Whole training runs for `gpu.py`: brought up by `grpo-tui`, followed, taken down, and looked for afterwards.
+"""Whole training runs for `gpu.py`: started by `grpo-tui`, followed, ended, and checked for leftovers.
 
-A run is said as PROFILE[:MODE]:STEPS[:finished]. It is taken down after so many optimizer steps; with `finished` it is
-given so many and awaited instead. What it did comes from its folder alone, so that nothing slows it. Where asked for,
-vLLM is restarted once on the way, as a key of the screen does it.
+A run is given as PROFILE[:MODE]:STEPS[:finished]. It is ended after that many optimizer steps; with `finished` it has
+that many steps and runs to its end. Figures are read from the run folder only, so measuring slows nothing. With
+`--restart-at`, vLLM is restarted once, as by the key of the screen.
 """
 
 from __future__ import annotations
@@ -17,29 +17,27 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import record_run
+from _gpu_bench import Bench
 
 from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.run_folder import METRICS_FILE
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunChanged, RunState, Snapshot, UsageSampled
 from grpo_tui.client.api import look_at, stored_status
-from grpo_tui.paths import METRICS_FILE
-from grpo_tui.supervisor import proc
-
-if TYPE_CHECKING:
-    from gpu import Bench
+from grpo_tui.supervisor.keeper import proc
 
 BEYOND = 10
-"""A run that is to be taken down has so many times the steps, so that it does not end by itself."""
+"""Factor on the steps of a run that is ended, so that it does not finish before."""
 LOOK_EVERY_S = 0.2
 ENDS = 3
-"""Steps at both ends whose mean reward is told."""
+"""First and last steps whose mean reward is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is to run."""
+    """A run, parsed from its text."""
 
     profile: str
     mode: str | None
@@ -56,7 +54,7 @@ class Spec:
 
 
 def run_stack(text: str, number: int, bench: Bench) -> None:
-    """One run, and a line about it."""
+    """Run it and print its figures."""
     spec, used_before_mb, began = Spec.read(text), bench.gpu.used_mb(), time.monotonic()
     folder = _bring_up(spec, bench)
     try:
@@ -131,7 +129,7 @@ def read_metrics(folder: Path) -> list[MetricsLine]:
 
 
 def _bring_up(spec: Spec, bench: Bench) -> Path:
-    """Start the run; its folder. It may not be ready yet, and is ended where that fails."""
+    """Start the run and return its folder; it may not be ready yet."""
     settings = [f"services.trainer.training_steps={spec.steps if spec.finishes else spec.steps * BEYOND}"]
     settings += [f"bridge.mode={spec.mode}"] if spec.mode else []
     settings += bench.options.run_set
@@ -141,10 +139,10 @@ def _bring_up(spec: Spec, bench: Bench) -> Path:
 
 
 def _follow(folder: Path, spec: Spec, until: float, num_steps: int | None = None) -> None:
-    """Return when the run has so many steps (default: what was asked for, or until it is over where it is to finish).
+    """Return when the run has `num_steps` steps (default: those of the spec, or its end if it is to finish).
 
     Raises:
-        RuntimeError: it ended otherwise, or time did.
+        RuntimeError: the run ended in another way, or the limit passed.
     """
     wanted = None if spec.finishes and num_steps is None else num_steps or spec.steps
     while True:
@@ -158,12 +156,12 @@ def _follow(folder: Path, spec: Spec, until: float, num_steps: int | None = None
 
 
 def _num_steps(folder: Path) -> int:
-    """How many optimizer steps it has made."""
+    """Number of optimizer steps so far."""
     return sum("train/loss" in line.metrics for line in read_metrics(folder))
 
 
 def _why(folder: Path) -> str:
-    """What those say that are not as they should be, and the ends of their logs."""
+    """State, reason and last log lines of every service."""
     services = stored_status(look_at(folder)).services
     return "\n".join(
         f"{service.name} {service.state} {service.why or ''}\n{Path(service.log).read_text(errors='replace')[-600:]}"
@@ -181,7 +179,7 @@ def _ready_s(folder: Path) -> float | None:
 
 
 def _memory(folder: Path) -> dict[str, Any]:
-    """The most that each service had on GPUs, as its daemon saw it."""
+    """Peak GPU memory of each service, as the supervisor sampled it."""
     most: dict[str, int] = {}
     for event in record_run.read_events(folder):
         if isinstance(event, UsageSampled):
@@ -191,7 +189,7 @@ def _memory(folder: Path) -> dict[str, Any]:
 
 
 def _when_free(bench: Bench, before_mb: float | None) -> tuple[float | None, float | None]:
-    """Seconds until the GPU has no more in use than before the run, and what is left then (or after some seconds)."""
+    """Seconds until GPU memory is back to its value before the run, and the difference left (after 5 s at most)."""
     began = time.monotonic()
     while (used_mb := bench.gpu.used_mb()) is not None and before_mb is not None:
         free_s = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The table of `gpu.py`, from its lines: ours beside stock, ratios, and what was to be reached."""
+"""The table of `gpu.py`, from its lines: ours beside stock, ratios, and targets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEERS = {
     "ours lora, /generate": "stock lora, logprobs",
     "ours lora eager, /generate": "ours lora, /generate",
 }
-"""Who is asked → whose speed stands beside it. `/generate` always gives log-probabilities, so its peer does too."""
+"""Lane → its peer. `/generate` always returns log-probabilities, so its peer does too."""
 AT_LEAST = {who: 0.98 for who in PEERS if who.endswith(("trainer attached", "lora_merged"))}
 """Of the peer's speed."""
 TIMES_EAGER = 6.0
@@ -44,7 +44,7 @@ SHOWN_ELSEWHERE = {"tokens_per_s", "failed", "took", "run", "began"}
 
 
 def print_table(lines: Iterable[str]) -> None:
-    """All figures; where one was measured again, the newest counts."""
+    """All figures; of repeated ones the newest."""
     said = [json.loads(line) for line in lines if line.startswith("{")]
     records = [record for record in said if "figure" in record]
     _print_speeds({(r["who"], r["requests"]): r["value"] for r in records if r["figure"] == "tokens_per_s"})
@@ -56,7 +56,7 @@ def print_table(lines: Iterable[str]) -> None:
         print(f"{figure:<26}{who:<46}{_text(value):>12}   {_verdict(value, limit)}{_more(record)}")
     for run in (r for r in records if r["figure"] == "run"):
         print("\n" + _run_line(run))
-    for other in said:  # restart.py's have a form of their own
+    for other in said:  # restart.py prints another format
         if "figure" not in other:
             print("\n" + "  ".join(f"{name} {_text(value)}" for name, value in other.items()))
     failures = _latest_failures(records)
@@ -68,7 +68,7 @@ def print_table(lines: Iterable[str]) -> None:
 
 
 def _latest_failures(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What failed when each stage was run last."""
+    """Failures of the newest run of each stage."""
     began = {record["stage"]: place for place, record in enumerate(records) if record["figure"] == "began"}
     return [r for at, r in enumerate(records) if r["figure"] == "failed" and at > began.get(r["stage"], -1)]
 

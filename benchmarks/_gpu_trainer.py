@@ -27,7 +27,7 @@ from grpo_engine.models.optimizers import MasterWeights
 
 
 class Worker:
-    """One bridge, and what was attached by it."""
+    """A bridge and the model attached by it."""
 
     def __init__(self, bridge: Bridge, attached: BridgeModel) -> None:
         self._bridge = bridge
@@ -41,7 +41,7 @@ class Worker:
         }
 
     def masters(self) -> dict[str, Any]:
-        """Make what an optimizer would step."""
+        """Create the masters that an optimizer would step."""
         self._masters = MasterWeights(
             self._attached.model.named_parameters(), are_shared=self._attached.is_shared, kind="float32"
         )
@@ -52,7 +52,7 @@ class Worker:
         return {"parameters": sum(master.numel() for master in self._masters.parameters), **memory()}
 
     def publish(self, times: int, write: str, every_s: float) -> dict[str, Any]:
-        """Hand over `times` times, with a rest before each, as a step of training would be."""
+        """Publish `times` times, with a pause before each in place of a training step."""
         if write == "masters" and self._masters is None:
             self.masters()
         publishes = []
@@ -62,7 +62,7 @@ class Worker:
         return {"publishes": publishes, "version": self._version}
 
     def save(self, folder: str) -> dict[str, Any]:
-        """Write what is trained, as vLLM loads it."""
+        """Write the trained weights in the format that vLLM loads."""
         self._attached.save(Path(folder))
         return {"folder": folder}
 
@@ -87,13 +87,13 @@ class Worker:
 
 
 def synchronize() -> None:
-    """Wait for what was given to the GPU."""
+    """Wait for the GPU's queue."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def memory() -> dict[str, float]:
-    """What this process has of its own from torch's allocator."""
+    """Memory that this process has from torch's allocator."""
     if not torch.cuda.is_available():
         return {}
     return {
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints, answers stay lines of their own
+    sys.stdout = sys.stderr  # output of libraries must not mix with the answers
     settings: dict[str, Any] = {"mode": options.mode}
     if options.bridge_file is not None:
         settings["config_path"] = options.bridge_file

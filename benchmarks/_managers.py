@@ -1,4 +1,4 @@
-"""The managers that `supervisor.py` compares, each driven as its manual says; and a look at who of it is alive.
+"""The managers that `supervisor.py` compares, each driven as its manual says, and checks for processes that are left.
 
 Every program is a file below the folder that a manager works in, so whatever a process does to its parents, group,
 session or environment, the folder in its command line tells that it is one of ours to count and to end.
@@ -23,28 +23,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from grpo_tui.supervisor.keeper.client import living_keepers
+from grpo_tui.supervisor.keeper.proc import Stat, command_line, living, read_stat, send_signal
 from grpo_tui.supervisor.lock import read_address
-from grpo_tui.supervisor.proc import Stat, command_line, living, read_stat, send_signal
-from grpo_tui.supervisor.processes import living_keepers
 
 PEERS = ("supervisor==4.3.0", "honcho==2.0.0")
 GRACE_S = 1.0
-"""From TERM to KILL, where a manager lets one say; honcho has 5 s, counted from the first program that has ended."""
+"""Seconds from TERM to KILL, where configurable; honcho has 5 s, counted from the first program that exited."""
 LIMIT_S = 60.0
 END_LIMIT_S = 10.0
-"""A manager that is still there so long after it was told to end is taken as one that does not."""
+"""A manager that is still running that long after its stop command counts as not ending."""
 GRPO_TUI = (sys.executable, "-m", "grpo_tui")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a manager is to run."""
+    """A program for a manager to run."""
 
     name: str
     argv: tuple[str, ...]
     ports: tuple[int, ...] = ()
     settings: str = ""
-    """More lines of its table in our profile: needs and probes, for which the peers have no word."""
+    """More lines of its table in our profile: needs and probes, which the peers do not have."""
 
 
 class Manager(Protocol):
@@ -54,19 +54,19 @@ class Manager(Protocol):
     folder: Path
 
     def start(self, programs: Sequence[Program], environment: Mapping[str, str]) -> None:
-        """Type its command; returns when that does, or at once where it stays in the foreground."""
+        """Run its start command; return when that returns, or at once if it stays in the foreground."""
 
     def pids(self) -> list[int]:
-        """Its own processes: the supervisor first, then what stands between it and the programs."""
+        """Its own processes: the supervisor first, then those between it and the programs."""
 
     def end(self) -> None:
-        """Have it stop everything, and return when it is gone, or does not go."""
+        """Stop everything; return when it has exited, or at the limit."""
 
     def stop(self, program: str) -> None:
-        """Stop one program, or everything where it cannot stop one."""
+        """Stop one program, or everything if it cannot stop one."""
 
     def status_command(self) -> tuple[str, ...] | None:
-        """The command that asks it how its programs are."""
+        """Its status command."""
 
 
 class GrpoTui:
@@ -89,7 +89,7 @@ class GrpoTui:
         self.command("up", "--profile", "p.toml", "--detach")
 
     def command(self, *words: str) -> str:
-        """Type one of our commands in the folder; what it prints."""
+        """Run one of our commands in the folder; its output."""
         done = subprocess.run(
             [*GRPO_TUI, *words], cwd=self.folder, env=self._environment, capture_output=True, text=True, check=False
         )
@@ -98,7 +98,7 @@ class GrpoTui:
         return done.stdout
 
     def run_folder(self) -> Path:
-        """Where the newest run writes."""
+        """The folder of the newest run."""
         return max(path.parent for path in self.folder.glob("logs/*/plan.json"))
 
     def pids(self) -> list[int]:
@@ -112,7 +112,7 @@ class GrpoTui:
         self.command("down")
 
     def stop(self, program: str) -> None:
-        """`stop`, until nothing of the service is left."""
+        """`stop`, until no process of the service is left."""
         self.command("stop", program, "--wait")
 
     def status_command(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class GrpoTui:
 
 
 class Supervisord:
-    """supervisord, told to signal whole groups, which is not its default."""
+    """supervisord, configured to signal whole groups, which is not its default."""
 
     name = "supervisord"
 
@@ -131,7 +131,7 @@ class Supervisord:
         self._control = (str(binaries / "supervisorctl"), "-c", str(folder / "supervisord.conf"))
 
     def start(self, programs: Sequence[Program], environment: Mapping[str, str]) -> None:
-        """`supervisord`, which leaves the foreground by itself."""
+        """`supervisord`, which daemonizes."""
         here = self.folder
         lines = ["[unix_http_server]", f"file={here}/s.sock", "[supervisord]"]
         lines += [f"logfile={here}/supervisord.log", f"pidfile={here}/supervisord.pid"]
@@ -148,7 +148,7 @@ class Supervisord:
         wait_until(lambda: has_text(here / "supervisord.pid"))
 
     def pids(self) -> list[int]:
-        """The one process."""
+        """Its only process."""
         return [int((self.folder / "supervisord.pid").read_text())]
 
     def end(self) -> None:
@@ -167,7 +167,7 @@ class Supervisord:
 
 
 class Honcho:
-    """honcho, a foreman: no commands but its start, and everything ends with any one program."""
+    """honcho: no commands except start; all programs end when any one ends."""
 
     name = "honcho"
 
@@ -185,7 +185,7 @@ class Honcho:
             self._process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
 
     def pids(self) -> list[int]:
-        """The main process, and the fork of it beside each program."""
+        """The main process, and its fork for each program."""
         assert self._process is not None
         return [each.pid for each in living() if f"honcho start -f {self.folder}" in command_line(each.pid)]
 
@@ -197,11 +197,11 @@ class Honcho:
             self._process.wait(END_LIMIT_S)
 
     def stop(self, program: str) -> None:
-        """It cannot stop one."""
+        """honcho cannot stop one program."""
         self.end()
 
     def status_command(self) -> None:
-        """It cannot be asked."""
+        """honcho has no status command."""
         return
 
 
@@ -250,7 +250,7 @@ class ProcessCompose:
 
 
 def makers(root: Path) -> dict[str, Callable[[Path], Manager]]:
-    """Every manager that can be had here, by name: ours, those of PyPI in an environment of their own, and one of PATH.
+    """Every available manager by name: ours, those of PyPI in a separate environment, and one from PATH.
 
     What cannot be had is named on stderr.
     """
@@ -277,29 +277,29 @@ def is_alive(pid: int) -> bool:
 
 
 def has_text(path: Path) -> bool:
-    """Whether somebody has written into a file."""
+    """Whether a file has content."""
     return path.exists() and path.stat().st_size > 0
 
 
 def seen_below(folder: Path) -> list[Stat]:
-    """Living processes whose command line names the folder."""
+    """Live processes whose command line contains the folder."""
     return [each for each in living() if each.pid != os.getpid() and str(folder) in command_line(each.pid)]
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether the port has a listener."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports that nobody listens on, below those that the kernel hands to outgoing connections."""
+    """Ports without a listener, below the kernel's range for outgoing connections."""
     free = (port for port in random.sample(range(20_000, 32_000), 1000) if not is_open(port))
     return tuple(itertools.islice(free, count))
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float | None:
-    """Seconds until something holds; None when it does not within the limit."""
+    """Seconds until the condition holds; None after the limit."""
     began = time.monotonic()
     while not holds():
         if time.monotonic() - began > limit_s:
@@ -309,12 +309,12 @@ def wait_until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float | N
 
 
 def gone_within(limit_s: float, pids: Collection[int]) -> float | None:
-    """Seconds until all of these have ended; None when not all do within the limit."""
+    """Seconds until all of these have exited; None after the limit."""
     return wait_until(lambda: not any(map(is_alive, pids)), limit_s)
 
 
 def end_below(folder: Path, managing: Sequence[Stat]) -> None:
-    """End by identity whoever is left of a case: its programs, and the processes that managed them."""
+    """Kill the remaining processes of a case, by PID and start time: its programs and their managers."""
     left = {each.pid: each for each in [*managing, *seen_below(folder)]}
     for each in left.values():
         send_signal(each, signal.SIGKILL)

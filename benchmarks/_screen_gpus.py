@@ -1,4 +1,4 @@
-"""A daemon's stand-in that tells of busy GPUs: other utilisation, power and temperature every second.
+"""A fake supervisor that sends busy GPUs: new utilisation, power and temperature every second.
 
 It speaks the protocol on the run's socket; services and memory stay as they are.
 """
@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.run_folder import ADDRESS_FILE, PLAN_FILE
 from grpo_engine.wire.supervisor import (
-    ADDRESS_FILE,
     Address,
     GpuProcess,
     GpuStatus,
@@ -29,7 +29,6 @@ from grpo_engine.wire.supervisor import (
     SupervisorInfo,
     UsageSampled,
 )
-from grpo_tui.paths import PLAN_FILE
 
 GIB = 1 << 30
 SAMPLE_S = 1.0
@@ -38,11 +37,11 @@ NAMES = ("api", "vllm", "env", "trainer")
 
 @contextmanager
 def busy_gpus(folder: Path, socket: Path, num_gpus: int) -> Iterator[None]:
-    """A run in `folder` whose GPUs are all busy, told to whoever asks."""
+    """A run in `folder` whose GPUs are all busy, sent to every client."""
     folder.mkdir(parents=True)
     for name in NAMES:
         (folder / f"{name}.log").write_text("up\n")
-    (folder / PLAN_FILE).write_text("{}\n")  # by which runs are known
+    (folder / PLAN_FILE).write_text("{}\n")  # marks the folder as a run
     (folder / ADDRESS_FILE).write_bytes(to_line(Address(pid=os.getpid(), socket=str(socket))))
     loop = asyncio.new_event_loop()
 
@@ -84,7 +83,7 @@ async def _tell(folder: Path, num_gpus: int, reader: asyncio.StreamReader, write
     )  # fmt: skip
     writer.write(to_line(Snapshot(number=0, status=status)))
     number = 0
-    with suppress(asyncio.CancelledError):  # the run is taken away under its viewers
+    with suppress(asyncio.CancelledError):  # the run ends while viewers are connected
         while not reader.at_eof():
             number += 1
             sample = UsageSampled(

@@ -1,4 +1,4 @@
-"""A terminal at the far end of a slow line: every byte takes its time each way, and only so many go a second.
+"""A terminal over a slow connection: a delay each way and a limited number of bytes per second.
 
 The line takes in all that is written, as ssh does with its window of megabytes: what a screen writes too much piles up
 in it, and is seen as lateness.
@@ -21,12 +21,12 @@ from terminal import DOWN, UP, Terminal
 
 ONE_WAY_S = 0.1
 SLOW_LINE = 64_000
-"""Bytes a second: a poor mobile line."""
+"""Bytes per second: a poor mobile connection."""
 READ_BYTES = 1 << 12
 QUIET_S = 0.6
-"""A frame is whole when nothing follows for so long; a run that is over has no clock that ticks."""
+"""A frame is complete when no byte follows for so long; a run that has ended shows no ticking clock."""
 REPEAT_S, HELD_S = 0.05, 5.0
-"""A key that is held comes twenty times a second."""
+"""A held key repeats twenty times per second."""
 LEFT, PAGE_UP = "\x1b[D", "\x1b[5~"
 FAR_KEYS = (
     ("run", "1", ("f", "f", "z", "z")),
@@ -36,7 +36,7 @@ FAR_KEYS = (
     ("metrics", "5", (DOWN, DOWN, UP, "s")),
     ("logs", "6", (UP, PAGE_UP, "l", "w")),
 )
-"""Screens, the key that opens each, and some that are pressed there."""
+"""Screens, the key that opens each, and keys that are pressed there."""
 AWAY = {"1": "2", **dict.fromkeys("23456", "1")}
 HELD_KEYS = (
     ("back in time on run", "1", LEFT),
@@ -45,11 +45,11 @@ HELD_KEYS = (
     ("log scrolled", "6", UP),
     ("next group of rollouts", "4", "n"),
 )
-"""The line of time is open: the run is over."""
+"""The timeline is open, since the run has ended."""
 
 
 class FarTerminal(Terminal):
-    """A program on a terminal; keys reach it late, and so does what it writes."""
+    """A program on a terminal whose input and output are delayed."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FarTerminal(Terminal):
         super().__init__(argv, cwd=cwd, environment=environment, columns=columns, rows=rows)
         self._rate = bytes_a_second
         self._is_carrying = True
-        self._screen.write_process_input = self.press  # as every terminal, it answers where its cursor is
+        self._screen.write_process_input = self.press  # as every terminal, it answers cursor position requests
         self._keys = deque[tuple[float, bytes]]()
         self._coming = deque[tuple[float, bytes]]()
         self._free_at = 0.0
@@ -79,7 +79,7 @@ class FarTerminal(Terminal):
         self._line.start()
 
     def take(self, limit_s: float) -> bytes:
-        """What has come out of the line within the limit, as soon as there is something."""
+        """Bytes that arrived within the limit, as soon as there are any."""
         deadline = time.monotonic() + limit_s
         with self._news:
             while True:
@@ -94,12 +94,12 @@ class FarTerminal(Terminal):
                 self._news.wait(next_at - now)
 
     def press(self, keys: str) -> None:
-        """Type at the far end."""
+        """Send keys."""
         self._keys.append((time.monotonic() + ONE_WAY_S, keys.encode()))
         os.write(self._said, b".")
 
     def close(self) -> None:
-        """Take the line down, and the program behind it."""
+        """Close the connection and end the program."""
         if self._is_carrying:
             self._is_carrying = False
             os.write(self._said, b".")
@@ -128,29 +128,29 @@ class FarTerminal(Terminal):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What came of keys."""
+    """Measured response to keys."""
 
     late_s: float
-    """From the last key to the last byte at the far end, without the time of the line itself."""
+    """From the last key to the last byte received, minus the delay of the connection."""
     num_bytes: int
 
 
 def recorded_run(root: Path) -> Path:
-    """A folder with a run that is over in its `logs`."""
+    """A folder with an ended run in its `logs`."""
     with tarfile.open(RECORDED) as tar:
         tar.extractall(root / "logs", filter="data")
     return root
 
 
 def settled(terminal: Terminal) -> float:
-    """Take in what comes until nothing does; when the last byte came."""
+    """Read until nothing more arrives; the time of the last byte."""
     while data := terminal.take(QUIET_S):
         terminal.put(data)
     return terminal.last_heard_at
 
 
 def pressed(terminal: Terminal, key: str) -> Cost:
-    """Press a key, and wait until all that it brings stands."""
+    """Press a key and wait for its complete frame."""
     before, pressed_at = len(terminal.written), time.monotonic()
     terminal.press(key)
     return _cost(terminal, pressed_at, before)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from grpo_tui.view.log_reader import LogFile, LogReader, MatchCount
-from grpo_tui.view.log_search import Level, LineTest, line_tests
+from grpo_tui.view.logs.reader import LogFile, LogReader, MatchCount
+from grpo_tui.view.logs.search import Level, LineTest, line_tests
 
 LOG_BYTES = 2_000_000_000
 NUM_LINES = 100
@@ -23,12 +23,12 @@ NUM_LINES = 100
 ROUNDS = 5
 OPEN_TARGET_S, SEARCH_TARGET_MB_S = 0.3, 500.0
 NEEDLE = "Device-side assert"
-"""It stands once in the file, at its end."""
+"""It occurs once in the file, near its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure; `target` is None for a peer, and for what has none."""
+    """One figure; `target` is None for a peer or without a target."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ class Row:
 
 
 def measure(num_bytes: int = LOG_BYTES) -> list[Row]:
-    """Write a log, open and search it; the best of some rounds each, as other work on the machine only adds."""
+    """Write a log, open and search it; the fastest of some rounds each, since other load only adds time."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-screen-logs-"))
     try:
         log = folder / "trainer.log"
@@ -62,7 +62,7 @@ def write_log(path: Path, num_bytes: int) -> None:
 
 
 def opening(log: Path) -> list[Row]:
-    """The last lines, by a reader that has never seen the file."""
+    """The last lines, by a new reader."""
     return [
         Row(name="open at the tail", value=best_s(lambda: open_at_tail(log)), unit="s", target=OPEN_TARGET_S),
         *peer("tail", ["tail", "-n", str(NUM_LINES), str(log)], "s"),
@@ -70,7 +70,7 @@ def opening(log: Path) -> list[Row]:
 
 
 def open_at_tail(log: Path) -> None:
-    """As the screen does it: how far it reaches, where the last line begins, the lines above."""
+    """As the screen does: file size, start of the last line, the lines above."""
     reader = LogReader([LogFile(name=log.stem, path=log)])
     ends = reader.extent().ends
     found = reader.before(reader.last_lines_begin(ends), NUM_LINES)
@@ -79,7 +79,7 @@ def open_at_tail(log: Path) -> None:
 
 
 def searching(log: Path) -> list[Row]:
-    """The whole file for what is there once."""
+    """Search the whole file for a text that occurs once."""
     size = log.stat().st_size
     rows: list[Row] = []
     for name, pattern, target in (
@@ -104,7 +104,7 @@ def count(log: Path, tests: tuple[LineTest, ...]) -> None:
 
 
 def peer(name: str, command: list[str], unit: str, size: int | None = None) -> list[Row]:
-    """The same by a program of the machine, where it is there."""
+    """The same by an installed program, if present."""
     if shutil.which(command[0]) is None:
         return []
     seconds = best_s(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))

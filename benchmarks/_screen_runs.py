@@ -1,4 +1,4 @@
-"""What `screen.py` looks at: a live run of plain commands, and a run of an hour made from a recorded one.
+"""Runs for `screen.py`: a live run of plain commands, and a run of an hour made from a recorded one.
 
 The hour is a recorded run's lines over and over, with times, steps and numbers that go on. A small server says its
 events on the run's socket as a daemon would, while the files grow beside it.
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_engine.wire.codec import to_line
-from grpo_engine.wire.supervisor import ADDRESS_FILE, Address, Hello
+from grpo_engine.wire.run_folder import ADDRESS_FILE
+from grpo_engine.wire.supervisor import Address, Hello
 
 GRPO_TUI = (sys.executable, "-P", "-m", "grpo_tui")
 RECORDED = Path(__file__).parents[1] / "tests" / "recorded" / "tiny-cpu.tar.gz"
@@ -35,12 +36,12 @@ while True:
     number, due = number + 10_000, due + 0.05
     time.sleep(max(0.0, due - time.monotonic()))
 """
-"""200,000 lines a second, as far as the machine lets it."""
+"""200,000 lines per second, or as many as the machine can."""
 
 
 @dataclass(kw_only=True)
 class LiveRun:
-    """A run with its daemon, in a folder of its own."""
+    """A run with its supervisor, in a separate folder."""
 
     folder: Path
     services: Mapping[str, str]
@@ -48,7 +49,7 @@ class LiveRun:
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, *words: str) -> str:
-        """Type one of our commands; what it prints."""
+        """Run one of our commands; its output."""
         done = subprocess.run(
             [*GRPO_TUI, *words], cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
         )
@@ -59,7 +60,7 @@ class LiveRun:
 
 @contextmanager
 def live_run(folder: Path, services: Mapping[str, str]) -> Iterator[LiveRun]:
-    """Bring services up until all are ready; whatever happens, they are gone afterwards."""
+    """Start services and wait until all are ready; always end them afterwards."""
     folder.mkdir()
     run = LiveRun(folder=folder, services=services, environment=environment(folder))
     tables = [
@@ -75,7 +76,7 @@ def live_run(folder: Path, services: Mapping[str, str]) -> Iterator[LiveRun]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Sockets in a folder of the benchmark's own, and compiled files as they are all day."""
+    """Sockets in the benchmark's folder, and cached compiled files."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONDONTWRITEBYTECODE", "NO_COLOR")}
     return {**kept, "XDG_RUNTIME_DIR": str(folder)}
 
@@ -85,7 +86,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class LongRun:
-    """The folder of a run whose hour is still to be told, and what is told of it."""
+    """The folder of a run, and the lines of an hour that are still to be sent."""
 
     folder: Path
     events: list[bytes]
@@ -95,12 +96,12 @@ class LongRun:
     last_step: int = 0
 
     def files(self) -> dict[str, list[bytes]]:
-        """What each file of the run is told of, by name."""
+        """Lines for each file of the run, by name."""
         return {"metrics.jsonl": self.metrics, "rollouts.jsonl": self.rollouts, **self.logs}
 
 
 def long_run(root: Path) -> LongRun:
-    """Unpack the recorded run below `root/logs`, with empty files; its lines, so often that they make an hour."""
+    """Unpack the recorded run below `root/logs`, with empty files; its lines, repeated to an hour."""
     with tarfile.open(RECORDED) as tar:
         tar.extractall(root / "logs", filter="data")
     (folder,) = (root / "logs").iterdir()
@@ -142,7 +143,7 @@ def _moved(line: dict[str, Any], turn: int, lasts_s: float, num_steps: int) -> d
 
 @contextmanager
 def told_by_a_daemon(run: LongRun, socket: Path) -> Iterator[threading.Event]:
-    """Tell the run on a socket to whoever asks, as fast as it is taken in; the event says that all was told."""
+    """Send the run to every client of a socket, as fast as it is read; the event is set when all was sent."""
     is_told = threading.Event()
     loop = asyncio.new_event_loop()
     (run.folder / ADDRESS_FILE).write_bytes(to_line(Address(pid=os.getpid(), socket=str(socket))))

@@ -148,7 +148,7 @@ def main() -> None:
     for variant in sorted(args.variants, key=lambda variant: "liger" in variant):  # Liger's patches stay in the process
         try:
             print(json.dumps(measure(variant, args)), flush=True)
-        except Exception as error:  # whatever a variant dies of, the others are still worth their figures
+        except Exception as error:  # any failure: the other variants still give figures
             reason = next(iter(str(error).splitlines()), "")
             print(json.dumps({"variant": variant, "failed": f"{type(error).__name__}: {reason}"}), flush=True)
             print(f"{variant}: {error!r}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""CPU seconds of the commands that people and scripts type all day, beside a Python that only starts.
+"""CPU seconds of the commands that users and scripts run most, beside an empty Python program.
 
     .venv/bin/python benchmarks/commands.py
 
@@ -48,7 +48,7 @@ def main() -> None:
                 "grpo-tui plan": (*GRPO_TUI, "plan", "--profile", "hermes8b-shared"),
             }
             for title, argv in commands.items():
-                cpu_seconds(argv, folder)  # compiled files and caches are warm, as they are all day
+                cpu_seconds(argv, folder)  # compiled files and caches are warm
                 median = statistics.median(cpu_seconds(argv, folder) for _ in range(RUNS))
                 verdict = (
                     ""

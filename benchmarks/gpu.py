@@ -1,24 +1,23 @@
-"""Ours beside stock vLLM on one GPU, in the same run: speed, hand-overs, memory, ends, and whole training runs.
+"""Ours beside stock vLLM on one GPU, in the same run: speed, weight updates, memory, ends, and whole training runs.
 
     python benchmarks/gpu.py --stages plain lora [--out FOLDER] [--model PATH|NAME] [--within 540]
     python benchmarks/gpu.py --stages stack --run smollm-gpu:shared_vllm:60 --run llama8b-random:lora_only:20
     python benchmarks/gpu.py --table FOLDER/gpu.jsonl …          the table of earlier runs, also of several
 
-STAGES: model: make or find the model. plain: stock and ours with shared weights, alone and while a trainer is attached,
+STAGES: model: create the model. plain: stock and ours with shared weights, alone and while a trainer is attached,
 publishing, adapters merged into the weights, a checkpoint read in place, SIGTERM. lora: adapters in stock, in ours, and
 in ours without CUDA graphs; swaps; SIGKILL of the process that serves. restart: `benchmarks/restart.py`. stack:
 whole runs under `grpo-tui` (`_gpu_stack.py`).
 
 Every figure is printed at once as a line of JSON, also into FOLDER/gpu.jsonl; the table comes last. A stage that fails
 says why and the next goes on; none leaves a process. Stock is `vllm.entrypoints.openai.api_server` with the flags that
-ours gives vLLM. Speeds are medians of interleaved repeats: 32-token prompts that nobody has seen, 256 new tokens.
+ours gives vLLM. Speeds are medians of interleaved repeats: 32-token prompts that no cache contains, 256 new tokens.
 `--device cpu --model local/tiny --new-tokens 8 --requests 1 4` rehearses all of it without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -29,231 +28,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from _gpu_servers import GENERATE, HAS_ITS_MEMORY, Failed, Fleet, Gpu, Route, Server, completions, random_prompts
+from _gpu_bench import Bench, Lanes, Trainer, bridge_file
+from _gpu_servers import GENERATE, Failed, Fleet, Server, completions
+from _gpu_stack import run_stack
 from _gpu_table import print_table
 
-from grpo_tui.supervisor import proc
+from grpo_tui.supervisor.keeper import proc
 
 HERE = Path(__file__).parent
 STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "stack": 540}
-"""Name → seconds that it may take."""
-PROMPT_TOKENS = 32
-PUBLISHES, PUBLISHES_UNDER_LOAD, RELOADS, SWAPS = 20, 5, 3, 10
-LOAD_REQUESTS, LOAD_TOKENS = 64, 512
+"""Name → its limit in seconds."""
+PUBLISHES, RELOADS, SWAPS = 20, 3, 10
 ADAPTER = "adapter"
-ANSWER_WITHIN_S = 120.0
 SHARE_OF_THREE = 0.28
-"""Of the GPU's memory for each of three servers, where a trainer with a model of its own stands beside them."""
-
-Lanes = dict[str, tuple[Server, Route]]
-"""What is compared: name → who is asked, and how."""
-
-
-@dataclass(kw_only=True)
-class Bench:
-    """What a stage has to work with."""
-
-    stage: str
-    options: argparse.Namespace
-    model: str
-    vocabulary: int
-    fleet: Fleet
-    gpu: Gpu = field(default_factory=Gpu)
-    seeds: Iterator[int] = field(default_factory=itertools.count)
-
-    def tell(self, figure: str, who: str, value: Any = None, **more: Any) -> None:
-        """A figure, at once."""
-        print(json.dumps({"stage": self.stage, "figure": figure, "who": who, "value": value, **more}), flush=True)
-
-    @contextmanager
-    def part(self, name: str, *, is_quiet: bool = False) -> Iterator[None]:
-        """Something whose failure does not end the stage."""
-        began = time.monotonic()
-        try:
-            yield
-        except Exception as error:  # whatever it is, the other parts are still worth their figures
-            self.tell("failed", name, reason=f"{type(error).__name__}: {error}"[-4000:])
-        if not is_quiet:
-            self.tell("took", name, round(time.monotonic() - began, 1), unit="s")
-
-    @property
-    def is_cpu(self) -> bool:
-        return bool(self.options.device == "cpu")
-
-    # --- servers ---------------------------------------------------------------------------------------------------
-
-    def stock(self, name: str, *flags: str, share: float) -> Server:
-        """Stock vLLM, with what ours gives it too."""
-        argv = ["vllm.entrypoints.openai.api_server", "--model", self.model, "--served-model-name", "m"]
-        argv += ["--dtype", self.options.dtype, "--max-model-len", str(self.options.max_model_len)]
-        argv += ["--max-num-seqs", "256", "--generation-config", "vllm", "--disable-log-stats"]
-        argv += ["--disable-uvicorn-access-log"]
-        if not self.is_cpu:
-            argv += ["--gpu-memory-utilization", str(share)]
-        return self.fleet.start(
-            name, [*argv, *flags], VLLM_WORKER_MULTIPROC_METHOD="fork", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
-        )
-
-    def ours(self, name: str, *flags: str, share: float) -> Server:
-        """Our server on vLLM."""
-        argv = [
-            "grpo_engine",
-            "server",
-            "--engine",
-            "vllm",
-            "--model-name",
-            self.model,
-            "--device",
-            self.options.device,
-        ]
-        argv += ["--dtype", self.options.dtype, "--max-model-len", str(self.options.max_model_len)]
-        argv += ["--gpu-memory-utilization", str(share), "--logprobs-mode", self.options.logprobs_mode]
-        argv += ["--served-model-name", "m"]
-        return self.fleet.start(name, [*argv, *flags, *self.options.server_flag])
-
-    def up(self, servers: list[Server]) -> list[Server]:
-        """Those of them that come up."""
-        healthy = []
-        for server in servers:
-            with self.part(f"start of {server.name}"):
-                server.wait(within_s=self.fleet.within_s)
-                self.tell("start_s", server.name, round(server.loaded_s, 1), gpu_used_mb=self.gpu.used_mb())
-                healthy.append(server)
-        return healthy
-
-    def measured(self, server: Server) -> Server:
-        """The same, once it has taken its memory, which another one's start must not see changing."""
-        with self.part(f"memory of {server.name}"):
-            server.wait(within_s=self.fleet.within_s, line=HAS_ITS_MEMORY)
-        return server
-
-    # --- figures ---------------------------------------------------------------------------------------------------
-
-    def speeds(self, lanes: Lanes, *, num_new: int | None = None, repeats: int | None = None) -> None:
-        """Tokens a second of every lane, by turns."""
-        num_new, repeats = num_new or self.options.new_tokens, repeats or self.options.repeats
-        counts = self.options.requests
-
-        def prompts(count: int) -> list[list[int]]:
-            return random_prompts(count, PROMPT_TOKENS, self.vocabulary, next(self.seeds))
-
-        good = dict(lanes)
-        for lane, (server, route) in lanes.items():
-            with self.part(f"first requests of {lane}", is_quiet=True):
-                del good[lane]
-                server.tokens_per_s(route, prompts(max(counts)), min(16, num_new))
-                good[lane] = (server, route)
-        values: dict[tuple[str, int], list[float]] = {}
-        for _ in range(repeats):
-            for count in counts:
-                for lane, (server, route) in good.items():
-                    speed = server.tokens_per_s(route, prompts(count), num_new)
-                    values.setdefault((lane, count), []).append(round(speed, 1))
-        for (lane, count), each in values.items():
-            self.tell("tokens_per_s", lane, round(statistics.median(each), 1), requests=count, values=each)
-
-    def publishes(self, who: str, trainer: Trainer, times: int, write: str, every_s: float = 0.0) -> None:
-        """Milliseconds of hand-overs."""
-        spans = trainer.ask(do="publish", times=times, write=write, every_s=every_s)["publishes"]
-        for name in ("total_ms", "before_ms", "write_ms", "after_ms"):
-            each = [span[name] for span in spans]
-            worst = {"first": round(each[0], 2), "max": round(max(each), 2)}
-            self.tell(f"publish_{name}", who, round(statistics.median(each), 2), **worst)
-
-    def publishes_under_load(self, who: str, server: Server, trainer: Trainer, write: str) -> None:
-        """The same while many requests run."""
-        num_new = 8 if self.is_cpu else LOAD_TOKENS
-        prompts = random_prompts(LOAD_REQUESTS, PROMPT_TOKENS, self.vocabulary, next(self.seeds))
-        faults: list[Exception] = []
-
-        def load() -> None:
-            try:
-                server.tokens_per_s(GENERATE, prompts, num_new)
-            except Exception as error:
-                faults.append(error)
-
-        thread = threading.Thread(target=load)
-        thread.start()
-        time.sleep(0.0 if self.is_cpu else 0.5)  # until all of them generate
-        # Sooner after each other, a pause would wait until what was frozen has been computed anew.
-        self.publishes(who, trainer, PUBLISHES_UNDER_LOAD, write, every_s=0.0 if self.is_cpu else 0.6)
-        self.tell("load_outlasted_publishes", who, thread.is_alive())
-        thread.join()
-        if faults:
-            raise faults[0]
-
-    def end(self, server: Server, number: signal.Signals) -> None:
-        """End a server and say what became of it."""
-        ending = server.end(number, self.gpu)
-        self.tell("end", f"{server.name}, {number.name}", ending["memory_free_s"], **ending)
-
-
-class Trainer:
-    """`_gpu_trainer.py` in a process of its own."""
-
-    def __init__(self, bench: Bench, mode: str, server: Server, folder: Path) -> None:
-        mark, environment = bench.fleet.marked(mode)
-        self._log = bench.fleet.folder / f"trainer-{mode}.log"
-        argv = [sys.executable, str(HERE / "_gpu_trainer.py"), "--mode", mode, "--server", server.url]
-        argv += ["--model", bench.model, "--folder", str(folder), "--device", bench.options.device]
-        argv += ["--dtype", bench.options.dtype]
-        if mode != "lora_only":
-            argv += ["--bridge-file", str(bridge_file(bench))]
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
-            )
-        bench.fleet.ended_with_me(self.kill)
-        self._mark = mark
-        try:
-            self.attached = self._answer()
-        except Failed:
-            self.kill()
-            raise
-
-    def ask(self, **question: Any) -> dict[str, Any]:
-        """One answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """Let it close its bridge."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        finally:
-            self.kill()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def kill(self) -> None:
-        """End what is left of it."""
-        for process in proc.processes_of_run(self._mark):
-            proc.send_signal(process, signal.SIGKILL)
-        self._process.wait(10)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        limit = threading.Timer(ANSWER_WITHIN_S, self.kill)
-        limit.start()
-        line = self._process.stdout.readline()
-        limit.cancel()
-        if not line:
-            raise Failed(f"the trainer's side ended:\n{self._log.read_text(errors='replace')[-3000:]}")
-        return dict(json.loads(line))
+"""Share of the GPU's memory for each of three servers, if a trainer with its own model runs beside them."""
 
 
 def stock_lanes(stock: Server, healthy: list[Server]) -> Lanes:
@@ -261,14 +51,6 @@ def stock_lanes(stock: Server, healthy: list[Server]) -> Lanes:
     if stock not in healthy:
         return {}
     return {"stock": (stock, completions("m")), "stock, logprobs": (stock, completions("m", logprobs=0))}
-
-
-def bridge_file(bench: Bench) -> Path:
-    """Of the server with shared weights."""
-    return bench.fleet.folder / "bridge.json"
-
-
-# --- stages -------------------------------------------------------------------------------------------------------
 
 
 def plain(bench: Bench) -> None:
@@ -295,7 +77,7 @@ def plain(bench: Bench) -> None:
             bench.publishes("shared_vllm, idle, nothing written", trainer, PUBLISHES, "nothing")
             bench.publishes_under_load("shared_vllm, 64 running, nothing written", ours, trainer, "nothing")
             if stock in healthy:
-                bench.end(stock, signal.SIGTERM)  # the masters need its room
+                bench.end(stock, signal.SIGTERM)  # the masters need its memory
             bench.tell("masters", "shared_vllm", **trainer.ask(do="masters"))
             bench.publishes("shared_vllm, idle, from fp32 masters", trainer, PUBLISHES, "masters")
             bench.publishes_under_load("shared_vllm, 64 running, from fp32 masters", ours, trainer, "masters")
@@ -362,7 +144,7 @@ def lora(bench: Bench) -> None:
 
 
 def restart(bench: Bench) -> None:
-    """What `restart.py` prints, with the words that `--restart-flag` gives it."""
+    """Run `restart.py` with the flags of `--restart-flag`."""
     script = HERE / "restart.py"
     if not script.exists():
         raise Failed(f"{script} is not there")
@@ -372,8 +154,6 @@ def restart(bench: Bench) -> None:
 
 def stack(bench: Bench) -> None:
     """Whole runs."""
-    from _gpu_stack import run_stack
-
     for number, spec in enumerate(bench.options.run):
         with bench.part(spec):
             run_stack(spec, number, bench)
@@ -391,7 +171,7 @@ def inner(stage: str, options: argparse.Namespace) -> None:
     environment |= {"HF_HUB_OFFLINE": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if options.device == "cpu" else {})
     began = time.monotonic()
     model = options.model
-    if stage != "stack":  # its profiles name their own
+    if stage != "stack":  # its profiles name their models
         lines = subprocess.run(
             [sys.executable, "-c", "from grpo_engine.models.loading import resolve_model as r\n"
                                    f"print(r({options.model!r}))"],
@@ -413,7 +193,7 @@ def inner(stage: str, options: argparse.Namespace) -> None:
 
 
 def keep_logs(folder: Path, out: Path, stage: str) -> None:
-    """The ends of all logs in one file: few files come back from a lent machine."""
+    """Write the last part of all logs into one file."""
     with open(out / f"{stage}.log", "a") as file:
         for log in sorted(folder.glob("**/*.log")):
             file.write(f"\n===== {log.name}\n{log.read_text(errors='replace')[-40_000:]}")
@@ -421,7 +201,7 @@ def keep_logs(folder: Path, out: Path, stage: str) -> None:
 
 
 def run_stage(stage: str, limit_s: float, out: Path) -> None:
-    """A stage as a process of its own, which is ended with all that it started when its time is over."""
+    """Run a stage as a process, which is ended with everything it started at its limit."""
     mark = f"bench-stage-{os.getpid()}-{stage}"
     with (out / "gpu.jsonl").open("a") as file:
 
@@ -454,7 +234,7 @@ def run_stage(stage: str, limit_s: float, out: Path) -> None:
 
 
 def end_all(mark: str) -> None:
-    """End whoever carries a stage's mark still."""
+    """Kill processes that still have a stage's marker."""
     spared = proc.ourselves()
     for each in proc.living():
         try:
@@ -466,7 +246,7 @@ def end_all(mark: str) -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    """What can be said."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["model", "plain", "lora", "restart"])
     parser.add_argument("--inner", choices=STAGES, help=argparse.SUPPRESS)
@@ -480,8 +260,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.45)
     parser.add_argument("--logprobs-mode", default="raw", help="of ours; stock has raw")
-    parser.add_argument("--server-flag", action="append", default=[], help="a further word for ours")
-    parser.add_argument("--restart-flag", action="append", default=[], help="a further word for restart.py")
+    parser.add_argument("--server-flag", action="append", default=[], help="another flag for our server")
+    parser.add_argument("--restart-flag", action="append", default=[], help="another flag for restart.py")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)

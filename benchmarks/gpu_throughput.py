@@ -69,7 +69,7 @@ def made_up_groups(args: argparse.Namespace, seed: int) -> list[ScoredGroup]:
 
 
 def row_flags() -> argparse.ArgumentParser:
-    """What both sides are told of the rows."""
+    """Flags for the rows, shared by both sides."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--row-tokens", type=int, default=16_384)
@@ -179,7 +179,7 @@ def main() -> None:
         print("TRL: not installed here (.venv/bin/pip install -c constraints.txt -e '.[peers]')")
     elif args.peer:
         gc.collect()
-        torch.cuda.empty_cache()  # the peer is another process, which needs what ours held
+        torch.cuda.empty_cache()  # the peer is another process and needs this memory
         print_table(own, theirs(args))
 
 

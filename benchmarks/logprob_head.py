@@ -31,14 +31,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_engine.algo.fused_loss import fused_policy_loss
 from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.algo.loss import LossConfig, LossInputs, policy_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What is measured, and on what."""
+    """What is measured, and its sizes."""
 
     device: str
     rows: int
@@ -48,9 +47,9 @@ class Shape:
     dtype: str
     threads: int
     warm_up: int
-    """Whole passes before the measured ones: a GPU compiles its kernels in the first."""
+    """Warm-up passes: a GPU compiles its kernels in the first."""
     passes: int
-    """Measured ones, of which the mean is taken."""
+    """Measured passes, which are averaged."""
     entropy_coef: float
     frozen: bool
     """The weight gets no gradient, as with adapters."""
@@ -62,7 +61,7 @@ TARGETS = {"cpu": "memory at most 0.10 × plain, time at most 1.2 ×", "cuda": "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """One batch in front of the output layer."""
+    """One batch of hidden states before the output layer."""
 
     hidden: Tensor
     weight: Tensor
@@ -91,13 +90,6 @@ class Problem:
         """What the loss needs beside the present log-probabilities."""
         mask = torch.ones_like(self.labels, dtype=torch.bool)
         return LossInputs(logprobs, self.rollout_logprobs, self.advantages, mask, entropy=entropy)
-
-
-def fused(problem: Problem) -> Tensor:
-    """`fused_policy_loss`: gradients are taken as the logits go by."""
-    inputs = problem.inputs(problem.rollout_logprobs)
-    hidden, labels = problem.hidden.flatten(0, 1), problem.labels.flatten()
-    return fused_policy_loss(hidden, problem.weight, labels, inputs, problem.config).outputs.loss
 
 
 def two_steps(problem: Problem) -> Tensor:
@@ -136,7 +128,6 @@ def liger(problem: Problem) -> Tensor:
 
 VARIANTS: dict[str, Callable[[Problem], Tensor]] = {
     "plain": plain,
-    "fused": fused,
     "two steps": two_steps,
     "Liger": liger,
 }

@@ -1,4 +1,4 @@
-"""A run that is over as a small recording for the screen's tests: its folder, thinned and without names.
+"""Packs an ended run as a small recording for the screen's tests: its folder, thinned and anonymised.
 
     python benchmarks/record_run.py RUN_FOLDER FILE.tar.gz
 
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_engine.wire.metrics import RolloutLine
+from grpo_engine.wire.run_folder import METRICS_FILE, PLAN_FILE, RESOLVED_FILE, ROLLOUTS_FILE, STATE_FILE, TIMELINE_FILE
 from grpo_engine.wire.supervisor import Event, RunStatus, Snapshot, UsageSampled, read_from_daemon
 from grpo_tui.client.local import look_at, stored_status
-from grpo_tui.paths import METRICS_FILE, PLAN_FILE, RESOLVED_FILE, ROLLOUTS_FILE, STATE_FILE, TIMELINE_FILE
 from grpo_tui.profile.plan_file import Plan
-from grpo_tui.supervisor.capped_log import place
+from grpo_tui.run_files.log_file import place
 
 MAX_BYTES = 400_000
 MAX_METRICS, MAX_USAGE, MAX_ROLLOUTS, MAX_COMPLETIONS = 400, 240, 120, 8
@@ -44,7 +44,7 @@ ThingT = TypeVar("ThingT")
 
 
 def read_events(run_folder: Path) -> list[Snapshot | Event]:
-    """What its daemons said, the oldest first."""
+    """Events of its supervisors, the oldest first."""
     path = run_folder / TIMELINE_FILE
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     messages = (read_from_daemon(line) for line in lines if line.endswith(b"\n"))
@@ -76,7 +76,7 @@ def _archive(run_folder: Path, share: float) -> bytes:
             entry = tarfile.TarInfo(f"{run_folder.name}/{name}")
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-        for checkpoint in sorted((run_folder / "checkpoints").glob("step_*")):  # that there was one, and when
+        for checkpoint in sorted((run_folder / "checkpoints").glob("step_*")):  # only that it existed, and when
             entry = tarfile.TarInfo(f"{run_folder.name}/checkpoints/{checkpoint.name}")
             entry.type, entry.mode, entry.mtime = tarfile.DIRTYPE, 0o755, checkpoint.stat().st_mtime
             tar.addfile(entry)
@@ -89,7 +89,7 @@ def _files(run_folder: Path, share: float) -> dict[str, str]:
     plan = Plan(profile_name=status.profile, profile_folder=Path("profiles"), launches=())
     files = {
         STATE_FILE: RunStatus.model_dump_json(_with_own_logs(status), indent=1) + "\n",
-        PLAN_FILE: plan.to_json() + "\n",  # what was launched has paths and environments, and nobody reads it any more
+        PLAN_FILE: plan.to_json() + "\n",  # the plan has paths and environments, and no reader needs it
         METRICS_FILE: _lines(thinned(_read_lines(run_folder / METRICS_FILE), int(MAX_METRICS * share))),
         ROLLOUTS_FILE: _lines(
             _fewer_completions(line)
@@ -115,7 +115,7 @@ class PackedLog:
     ends_before: list[int]
     """Absolute offsets in the run's own log, of the ends of its lines."""
     ends_after: list[int]
-    """Offsets in `text` of the ends of the same lines, or of what stands in their place."""
+    """Offsets in `text` of the ends of the same lines, or of their replacement."""
 
     def moved(self, offset: int) -> int:
         """Where the line that ended before an offset ends in the recording."""
@@ -146,7 +146,7 @@ def _packed_log(path: Path, share: float) -> PackedLog:
         ends_before.append(before)
         ends_after.append(size)
     if text and text[-1] == "\n":
-        text.pop()  # behind the last end of a line is no line
+        text.pop()  # no line follows the last line end
     return PackedLog("".join(text), ends_before, ends_after)
 
 
@@ -156,7 +156,7 @@ def _dropped(path: Path) -> int:
 
 
 def _with_own_logs(status: RunStatus) -> RunStatus:
-    """The same, with logs that are found wherever the recording is unpacked."""
+    """The same, with log paths relative to the recording."""
     services = [service.model_copy(update={"log": Path(service.log).name}) for service in status.services]
     return status.model_copy(update={"services": services})
 
@@ -203,7 +203,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def without_names(text: str) -> str:
-    """The text without what tells where, by whom and on which card it was made."""
+    """The text without host, user and GPU identifiers."""
     text = _PATH.sub("…/", text)
     text = _ADDRESS.sub("192.0.2.1", text)
     cards = {

@@ -1,11 +1,11 @@
-"""Seconds from a start, or from the key press of a restart, to a healthy vLLM: ours in place, beside stock's.
+"""Seconds from a start or restart request to a healthy vLLM: ours in place, beside stock vLLM.
 
     python benchmarks/restart.py --model MODEL [--device cpu] [--rounds 3] [--cold] [--no-stock] [--imports]
         [--flag=--cuda-graph-sizes …] [--stock-flag=--cudagraph-capture-sizes …] [--lines] [--stacks]
 
-Ours is started once and then restarted in place, as the supervisor does it: a signal to its standby, and healthy once
-the next server answers. Stock vLLM with the same settings is started twice, each time from nothing. `--cold` gives both
-empty caches of compiled code first, so that the first figure of each is that of a machine that never served this model.
+Ours is started once and then restarted in place, as the supervisor does it: a signal to its fork server, and healthy
+once the next server answers. Stock vLLM with the same settings is started twice, each time from nothing. `--cold` gives
+both empty caches of compiled code first, so that the first figure of each is that of a machine that never served it.
 Below the figures stands what each restart was at, by the lines of the log, in seconds from the key press; `--lines`
 tells all of them, and `--stacks` where vLLM's engine is every half second, by py-spy.
 
@@ -32,22 +32,23 @@ from pathlib import Path
 from _gpu_servers import Failed, Fleet, Gpu, Server
 
 from grpo_engine.models.loading import resolve_model
-from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
+from grpo_engine.wire.fork_server import RESTART_SIGNAL
+from grpo_engine.wire.log_lines import FORK_SERVER_RESTARTS
 from grpo_tui.services.inference import VLLM_PHASES
-from grpo_tui.supervisor import proc
+from grpo_tui.supervisor.keeper import proc
 
 TARGET_S = 9.0
 LIMIT_S = 400.0
 POLL_S = 0.01
 CPU_CACHE_BYTES = 1 << 30
-"""As ours takes on a CPU."""
-GONE_LINE = re.escape(NOTHING_LEFT_LINE)
+"""As our server uses on a CPU."""
+GONE_LINE = re.escape(FORK_SERVER_RESTARTS.text)
 PHASES = (*VLLM_PHASES, (r"server\.main: Ready", "healthy"))
 IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)$", re.MULTILINE)
 SHOWN_IMPORTS = 40
 SHOWN_OF_LINES = 160
 ENGINE = "VLLM::EngineCor"
-"""What the kernel calls the process that holds the GPU."""
+"""Kernel name of the process that holds the GPU."""
 STACK_EVERY_S, SHOWN_FRAMES = 0.5, 12
 
 
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def ours(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
-    """Start it, restart it in place again and again, and end it."""
+    """Start it, restart it in place repeatedly, and end it."""
     server = start_ours(options, fleet)
     server.wait(within_s=LIMIT_S)
     print(f"ours   start                {server.loaded_s:6.2f} s", flush=True)
@@ -86,7 +87,7 @@ def ours(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
 
 
 def stock(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
-    """Start it twice, each time from nothing."""
+    """Start it twice as a new process."""
     starts = []
     for number in (1, 2):
         server = start_stock(options, fleet, f"stock-{number}")
@@ -100,7 +101,7 @@ def stock(options: argparse.Namespace, fleet: Fleet) -> dict[str, object]:
 def restart_in_place(
     server: Server, *, tells_all: bool = False, tells_stacks: bool = False
 ) -> tuple[float, list[tuple[float, str]]]:
-    """Seconds from the signal to the next server's first good answer, and when it got to what."""
+    """Seconds from the signal to the next server's first successful answer, and the time of each phase."""
     offset = server.log.stat().st_size
     began = time.monotonic()
     server.process.send_signal(RESTART_SIGNAL)
@@ -123,7 +124,7 @@ def restart_in_place(
 
 
 def engine_stacks(server: Server) -> list[str]:
-    """Where the main thread of each engine is, the innermost call first."""
+    """Stack of each engine's main thread, the innermost call first."""
     engines = [process for process in proc.processes_of_run(server.mark) if process.comm == ENGINE]
     told = []
     for engine in engines:
@@ -136,7 +137,7 @@ def engine_stacks(server: Server) -> list[str]:
 
 
 def note(line: str, lines: list[tuple[float, str]], at_s: float, tells_all: bool) -> None:
-    """Keep when a phase begins, or every line."""
+    """Record when a phase begins, or every line."""
     if re.search(GONE_LINE, line):
         words: str | None = "the last server is gone"
     else:
@@ -157,7 +158,7 @@ class LineReader:
         self._take = take
 
     def read(self) -> None:
-        """Take those that were added since."""
+        """Return the lines added since the last call."""
         with self._log.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
@@ -167,13 +168,13 @@ class LineReader:
 
 
 def tell_imports(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Print what is imported after the fork of a restarted server, by whichever of its processes, slowest first."""
+    """Print modules that a restarted server imports after the fork, in all of its processes, slowest first."""
     server = start_ours(options, fleet, PYTHONPROFILEIMPORTTIME="1")
     server.wait(within_s=LIMIT_S)
     restart_in_place(server)
     told = server.log.read_text(errors="replace")
     end(server)
-    after = told[told.rindex(NOTHING_LEFT_LINE) :]
+    after = told[told.rindex(FORK_SERVER_RESTARTS.text) :]
     found = [(int(own), int(all_), len(indent), name) for own, all_, indent, name in IMPORT_LINE.findall(after)]
     print(
         f"{len(found)} imports after the fork, {sum(own for own, *_ in found) / 1e3:.0f} ms in all processes together"
@@ -184,7 +185,7 @@ def tell_imports(options: argparse.Namespace, fleet: Fleet) -> None:
 
 
 def start_ours(options: argparse.Namespace, fleet: Fleet, **environment: str) -> Server:
-    """Our server on vLLM, with a standby."""
+    """Our server on vLLM, with a fork server."""
     argv = ["grpo_engine", "server", "--engine", "vllm", "--standby", "--model-name", options.model]
     argv += ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(options.max_model_len)]
     argv += ["--gpu-memory-utilization", str(options.share), "--served-model-name", "m"]
@@ -192,7 +193,7 @@ def start_ours(options: argparse.Namespace, fleet: Fleet, **environment: str) ->
 
 
 def start_stock(options: argparse.Namespace, fleet: Fleet, name: str) -> Server:
-    """Stock vLLM, with what ours gives it too."""
+    """Stock vLLM with the flags that our server passes to it."""
     argv = ["vllm.entrypoints.openai.api_server", "--model", resolve_model(options.model), "--served-model-name", "m"]
     argv += ["--dtype", options.dtype, "--max-model-len", str(options.max_model_len), "--max-num-seqs", "256"]
     argv += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
@@ -202,7 +203,7 @@ def start_stock(options: argparse.Namespace, fleet: Fleet, name: str) -> Server:
 
 
 def caches(options: argparse.Namespace, fleet: Fleet, whose: str) -> dict[str, str]:
-    """Folders for compiled code that are empty at first, where they are asked for."""
+    """Empty cache folders for compiled code, if requested."""
     if not options.cold:
         return {}
     names = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -210,7 +211,7 @@ def caches(options: argparse.Namespace, fleet: Fleet, whose: str) -> dict[str, s
 
 
 def end(server: Server) -> None:
-    """End it politely, and see that nothing is left."""
+    """End it with SIGTERM and check that no process is left."""
     left = server.end(signal.SIGTERM, Gpu())["processes_left"]
     if left:
         raise Failed(f"{server.name} left {left}")
@@ -225,10 +226,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory")
     parser.add_argument("--rounds", type=int, default=3, help="restarts in place")
-    parser.add_argument("--cold", action="store_true", help="begin with empty caches of compiled code")
+    parser.add_argument("--cold", action="store_true", help="start with empty caches of compiled code")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--lines", action="store_true", help="tell every line of a restart's log")
-    parser.add_argument("--stacks", action="store_true", help="tell where vLLM is every half second; needs py-spy")
+    parser.add_argument("--lines", action="store_true", help="print every log line of a restart")
+    parser.add_argument("--stacks", action="store_true", help="print vLLM's stack every half second; needs py-spy")
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("--flag", action="append", default=[], help="a further word for our server")
     parser.add_argument("--stock-flag", action="append", default=[], help="a further word for stock vLLM")

@@ -54,7 +54,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A rollout API that runs."""
+    """A running rollout API."""
 
     name: str
     port: int
@@ -71,13 +71,13 @@ class Server:
 
 
 class Connection:
-    """One kept-alive HTTP connection; as little work of its own as possible, so that the server is what is measured."""
+    """One keep-alive HTTP connection with little overhead, so that the server dominates the measurement."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer to a ready-made request."""
+        """Status and body of the answer to a prepared request."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = next(
@@ -95,7 +95,7 @@ class Connection:
 
 @asynccontextmanager
 async def connected(server: Server) -> AsyncIterator[Connection]:
-    """A connection for the time of a block."""
+    """A connection for the duration of a block."""
     reader, writer = await asyncio.open_connection(HOST, server.port, limit=2**26)
     try:
         yield Connection(reader, writer)
@@ -104,7 +104,7 @@ async def connected(server: Server) -> AsyncIterator[Connection]:
 
 
 def request(method: str, path: str, body: bytes = b"", *, packed: bool = False) -> bytes:
-    """A request as stock clients make it; answers are not compressed, which loopback clients need not ask for."""
+    """A request as stock clients send it; without compression of the answer."""
     encoding = "Content-Encoding: gzip\r\n" if packed else ""
     head = f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n{encoding}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -129,7 +129,7 @@ def post(num_sequences: int, num_tokens: int, num_prompt: int, seed: int, env_id
 
 
 async def register(trainer: Connection, batch_size: int) -> None:
-    """Announce a run, as a trainer does, and let environments in."""
+    """Register as a trainer and start the run."""
     run = {"wandb_group": "", "wandb_project": "", "batch_size": batch_size, "max_token_len": 4096}
     run |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6}
     await trainer.ask_json("POST", "/register", run)
@@ -150,7 +150,7 @@ async def post_all(server: Server, posts: Iterator[bytes]) -> None:
 
 
 async def fetch(trainer: Connection, num_batches: int) -> None:
-    """Fetch batches until there were so many."""
+    """Fetch batches until enough arrived."""
     question = request("GET", "/batch")
     while num_batches:
         _, answer = await trainer.ask(question)
@@ -175,7 +175,7 @@ async def through(server: Server) -> dict[str, float]:
 
 
 async def waiting(server: Server, *, with_shares: bool) -> dict[str, float]:
-    """Many environments that ask while many groups wait, and one batch."""
+    """Many environments poll while many groups are queued; then one batch."""
     async with connected(server) as trainer:
         await register(trainer, ENVIRONMENTS * 4)
         for number in range(ENVIRONMENTS):
@@ -199,7 +199,7 @@ async def waiting(server: Server, *, with_shares: bool) -> dict[str, float]:
                     due = max(due + POLL_S, began)
 
         await asyncio.gather(*(poll(number) for number in range(ENVIRONMENTS)))
-    async with connected(server) as trainer:  # anew: servers hang up on who says nothing for some seconds
+    async with connected(server) as trainer:  # new connection: servers close idle ones after some seconds
         began = time.perf_counter()
         await fetch(trainer, 1)
         batch_s = time.perf_counter() - began
@@ -212,7 +212,7 @@ async def waiting(server: Server, *, with_shares: bool) -> dict[str, float]:
 
 
 async def memory(server: Server) -> dict[str, float]:
-    """Resident memory while groups come and go."""
+    """Resident memory while groups are queued and delivered."""
     posts = [post(4, 24, 8, seed, None) for seed in range(16)]
     marks: list[float] = []
     async with connected(server) as trainer:
@@ -229,7 +229,7 @@ async def memory(server: Server) -> dict[str, float]:
 
 @contextmanager
 def running(name: str, argv: list[str], port: int, folder: Path) -> Iterator[Server]:
-    """A server for the time of a block, in a folder of its own."""
+    """A server for the duration of a block, in a separate folder."""
     with open(folder / f"{name}.log", "w") as log:
         process = subprocess.Popen(argv, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -298,7 +298,7 @@ def main() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])

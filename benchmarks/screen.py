@@ -1,4 +1,4 @@
-"""What the screen costs and how fast it answers: the real program in a pseudo-terminal, beside its targets and peers.
+"""Cost and latency of the screen: the real program in a pseudo-terminal, beside targets and peers.
 
     python benchmarks/screen.py [--only NAME…] [--json]
 
@@ -42,9 +42,9 @@ PRESSES = 120
 IDLE_S = 30.0
 LIMIT_S = 30.0
 QUIET_S = 0.004
-"""A frame has come when so long nothing follows; only then is it put on the screen, which takes longer."""
+"""A frame is complete when no byte follows for so long; only then is it parsed, which takes longer."""
 BETWEEN_KEYS_S = (0.05, 0.11, 0.17)
-"""Pauses of a quick person, not in step with any clock of the screen."""
+"""Pauses between keys of a fast user, not aligned with any timer of the screen."""
 PEERS = ("bpytop==1.0.68", "toolong==1.5.0")
 KEYS = "q detach"
 FOUR = dict.fromkeys(("api", "vllm", "env", "trainer"), QUIET)
@@ -53,7 +53,7 @@ FLOODED = {**FOUR, "trainer": FLOOD}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured thing, beside its target and the peers' figures."""
+    """One figure, its target and the peers' figures."""
 
     name: str
     unit: str
@@ -70,7 +70,7 @@ class Figure:
         object.__setattr__(self, "is_met", met)
 
     def line(self) -> str:
-        """For a person; the ratio says how many times better than its target the figure is."""
+        """One printed line; the ratio is target over figure."""
         target = ""
         if self.target is not None:
             ratio = self.value / self.target if self.is_more_better else self.target / max(self.value, 1e-9)
@@ -86,7 +86,7 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """A temporary folder, and the programs of peers that can be had here."""
+    """A temporary folder and the available programs of peers."""
 
     root: Path
     peers: Path | None
@@ -99,7 +99,7 @@ class Bench:
 
 @contextmanager
 def opened(argv: Sequence[str], folder: Path, variables: Mapping[str, str]) -> Iterator[Terminal]:
-    """A program on a terminal, put away afterwards."""
+    """A program on a terminal, ended afterwards."""
     terminal = Terminal(argv, cwd=folder, environment=variables, columns=SIZE[0], rows=SIZE[1])
     try:
         yield terminal
@@ -115,7 +115,7 @@ def attached(run: LiveRun) -> Terminal:
 
 
 def came_at(terminal: Terminal, is_so: Callable[[], bool]) -> float:
-    """When the bytes came after which the screen is so; frames are taken whole before they are looked at."""
+    """Arrival time of the bytes that fulfil the condition; frames are parsed when complete."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         taken = list[tuple[float, bytes]]()
@@ -133,7 +133,7 @@ def came_at(terminal: Terminal, is_so: Callable[[], bool]) -> float:
 
 
 def is_complete(terminal: Terminal, names: Sequence[str]) -> bool:
-    """Whether header, every service with its state, and the keys stand."""
+    """Whether header, every service with its state, and the keys are shown."""
     rows = [row.lstrip(" ▌").split() for row in terminal.rows]
     ready = {row[0] for row in rows if len(row) > 2 and row[2] == "ready"}
     return "running" in terminal.rows[0] and ready >= set(names) and KEYS in terminal.text
@@ -143,7 +143,7 @@ def is_complete(terminal: Terminal, names: Sequence[str]) -> bool:
 
 
 def attaching(bench: Bench) -> Iterator[Figure]:
-    """From exec to the first frame that holds header, services and keys."""
+    """From exec to the first frame with header, services and keys."""
     with live_run(bench.root / "attaching", FOUR) as run:
         took, cpu, num_bytes = list[float](), list[float](), list[float]()
         for turn in range(ATTACHES + 1):
@@ -191,7 +191,7 @@ def keys(bench: Bench) -> Iterator[Figure]:
 
 
 def idling(bench: Bench) -> Iterator[Figure]:
-    """Four services that do nothing, sampled every second; everybody in the same seconds."""
+    """Four idle services, sampled every second; all programs in the same seconds."""
     with live_run(bench.root / "idling", FOUR) as run:
         log = next((run.folder / "logs").glob("*/trainer.log"))
         watched = {"grpo-tui": attached(run)}
@@ -221,7 +221,7 @@ def idling(bench: Bench) -> Iterator[Figure]:
 
 
 def gpus(bench: Bench) -> Iterator[Figure]:
-    """The same while GPUs are busy: a stand-in for the daemon tells other figures of them every second."""
+    """The same while GPUs are busy: a fake supervisor sends new figures every second."""
     for num in (1, 8):
         root = bench.root / f"gpus{num}"
         with busy_gpus(root / "logs" / "busy", bench.root / f"gpus{num}.sock", num):
@@ -240,7 +240,7 @@ def gpus(bench: Bench) -> Iterator[Figure]:
 
 
 def far(bench: Bench) -> Iterator[Figure]:
-    """A recorded run over a line of 100 ms each way; the line's own 200 ms are taken off every time."""
+    """A recorded run over a connection with 100 ms delay each way; those 200 ms are subtracted."""
     argv = [*GRPO_TUI, "attach"]
     for words, rate in (("", None), (", 64 kB/s", SLOW_LINE)):
         root = recorded_run(bench.root / f"far{rate}")
@@ -251,7 +251,7 @@ def far(bench: Bench) -> Iterator[Figure]:
             came_at(terminal, lambda: KEYS in terminal.text)  # noqa: B023
             settled(terminal)
             for name, opening, others in FAR_KEYS:
-                pressed(terminal, opening)  # the first time it reads its files
+                pressed(terminal, opening)  # its first opening reads files
                 pressed(terminal, AWAY[opening])
                 costs = [pressed(terminal, opening), *(pressed(terminal, key) for key in others)]
                 late, size = [1000 * each.late_s for each in costs], [each.num_bytes / 1000 for each in costs]
@@ -272,7 +272,7 @@ def far(bench: Bench) -> Iterator[Figure]:
 
 
 def remembering(bench: Bench) -> Iterator[Figure]:
-    """An hour of a recorded run (its lines over and over), told in half a minute; then every screen is opened."""
+    """An hour of a recorded run (its lines repeated), sent in half a minute; then every screen is opened."""
     root = bench.root / "remembering"
     run = long_run(root)
     socket = bench.root / "hour.sock"
@@ -324,7 +324,7 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
 
 
 def _ways(terminal: Terminal, *, is_flooded: bool) -> list[tuple[str, Callable[[], bool]]]:
-    """Keys, and what each must bring; they lead in a circle."""
+    """Keys and their expected frames; they form a cycle."""
 
     def is_log_of(name: str) -> Callable[[], bool]:
         return lambda: any(f"▌ {name}" in row for row in terminal.rows) and f"log {name}" in terminal.text
@@ -338,7 +338,7 @@ def _ways(terminal: Terminal, *, is_flooded: bool) -> list[tuple[str, Callable[[
         ("z", has_table),
         ("f", lambda: "following" in terminal.text),
     ]
-    if is_flooded:  # the flooded log stays the one that is shown
+    if is_flooded:  # the flooded log stays shown
         return stay
     return [
         *stay,
@@ -403,7 +403,7 @@ def _process_compose(program: str, folder: Path) -> Terminal:
 
 
 def _import_s() -> float:
-    """A Python that only loads the library: nobody who draws with it is quicker."""
+    """A Python that only imports the library: the lower bound of any program that uses it."""
     argv = [sys.executable, "-P", "-c", "import textual.app, textual.widget, textual.screen"]
 
     def once() -> float:
@@ -422,7 +422,7 @@ def _named(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _listen_for(seconds: float, terminals: Iterator[Terminal] | Sequence[Terminal]) -> None:
-    """Take in what is written for so long, so that nobody waits for a reader."""
+    """Read output for so long, so that no writer blocks."""
     everybody = list(terminals)
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
@@ -453,7 +453,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="NAME")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its folder goes, and whoever runs in it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its folder and processes are removed
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 2:
         print(f"the machine is busy (load {load:.1f} on {cores} cores): times will be too long", file=sys.stderr)
@@ -467,7 +467,7 @@ def main() -> None:
 
 
 def _install_peers(home: Path) -> Path | None:
-    """An environment with the peers of PyPI; None where they cannot be had, which is said."""
+    """A virtual environment with the peers of PyPI; None, with a message, if it cannot be installed."""
     if shutil.which("process-compose") is None:
         print("process-compose is not in PATH: it takes no part", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)

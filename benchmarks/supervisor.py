@@ -1,4 +1,4 @@
-"""What our supervisor takes and what it leaves, beside supervisord and honcho on the same programs in the same run.
+"""Cost and leftovers of our supervisor beside supervisord and honcho, on the same programs in the same run.
 
     python benchmarks/supervisor.py [--only NAME…] [--json]
 
@@ -43,11 +43,11 @@ from _managers import (
 )
 
 from grpo_tui.client.socket import Daemon
-from grpo_tui.supervisor.proc import Stat, read_stat
+from grpo_tui.supervisor.keeper.proc import Stat, read_stat
 
 RUNS = 3
 SETTLE_S = 2.0
-"""What a manager has not ended so long after it could know of it counts as left."""
+"""A process that is not ended so long after the manager could know of it counts as left."""
 IDLE_S = 20.0
 LINES = 1_000_000
 PEER_LINES = {"honcho": 100_000}
@@ -75,8 +75,8 @@ if os.fork() == 0:
     os._exit(0)
 while True: signal.pause()
 """
-"""A leader with deaf children: in its group, in groups and sessions of their own, with a cleaned environment, forked
-twice."""
+"""A leader with children that ignore SIGTERM: in its group, in separate groups and sessions, with a cleaned
+environment, forked twice."""
 TALKER = """
 import os, pathlib, sys, time
 lines, folder, line = int(sys.argv[1]), pathlib.Path(sys.argv[2]), b"x" * 99 + b"\\n"
@@ -107,13 +107,13 @@ healthy.set()
 time.sleep(600)
 """
 Values = dict[str, float | None]
-"""A figure of every manager by name; None where it has no such thing, or never came there."""
+"""A figure of every manager by name; None where it does not apply or was not reached."""
 PROGRAMS = {"holder": HOLDER, "family": FAMILY, "talker": TALKER, "marker": MARKER, "healthy_later": HEALTHY_LATER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured thing of every manager; None where a manager has no such thing."""
+    """One figure for every manager; None where it does not apply."""
 
     name: str
     unit: str
@@ -127,7 +127,7 @@ class Figure:
         object.__setattr__(self, "is_met", met)
 
     def line(self) -> str:
-        """For a person."""
+        """One printed line."""
         target = "" if self.target is None else f"≤ {self.target:g} {'met' if self.is_met else 'MISSED'}"
         peers = [f"{name} {self._beside(value)}" for name, value in self.values.items() if name != US]
         return f"{self.name:<70}{_number(self.values[US]):>9} {self.unit:<8}{target:<14}{'   '.join(peers)}".rstrip()
@@ -146,7 +146,7 @@ def _number(value: float | None) -> str:
 
 @dataclass(slots=True)
 class Bench:
-    """The temporary folder, the managers, and cases that are empty again afterwards."""
+    """The temporary folder, the managers, and cases that are cleaned up."""
 
     root: Path
     make: Mapping[str, Callable[[Path], Manager]]
@@ -156,7 +156,7 @@ class Bench:
     def running(
         self, name: str, build: Callable[[Path], Sequence[Program]], environment: Mapping[str, str] | None = None
     ) -> Iterator[tuple[Manager, list[Stat]]]:
-        """A manager with its programs in a folder of their own, its own processes first; ended whatever happens."""
+        """A manager with its programs in a separate folder, its own processes first; always ended."""
         folder = self.folder()
         manager, managing = self.make[name](folder), list[Stat]()
         programs = build(folder)
@@ -195,7 +195,7 @@ def holders(how: str, folder: Path) -> list[Program]:
 
 
 def family(folder: Path) -> list[Program]:
-    """One program that tries to get away in five ways."""
+    """One program whose children escape in five ways."""
     ports = free_ports(5)
     return [Program(name="family", argv=python(folder, "family", folder / "holder.py", *ports), ports=ports)]
 
@@ -226,7 +226,7 @@ def stopping(bench: Bench) -> Iterator[Figure]:
 
 
 def escapees(bench: Bench) -> Iterator[Figure]:
-    """Five deaf children that got away from their leader's group."""
+    """Five children that ignore SIGTERM and left their leader's group."""
 
     def kill_leader(manager: Manager, leader: Stat) -> None:
         os.kill(leader.pid, 9)
@@ -253,7 +253,7 @@ def escapees(bench: Bench) -> Iterator[Figure]:
 
 
 def logging(bench: Bench) -> Iterator[Figure]:
-    """A program that writes as fast as it can."""
+    """A program that logs as fast as possible."""
     seconds, cpu = {name: list[float]() for name in ["file", *bench.make]}, {name: list[float]() for name in bench.make}
     for turn in range(RUNS):
         for name in (list(seconds), list(reversed(seconds)))[turn % 2]:
@@ -279,7 +279,7 @@ def logging(bench: Bench) -> Iterator[Figure]:
 
 
 def idling(bench: Bench) -> Iterator[Figure]:
-    """Four services that do nothing, all managers in the same seconds."""
+    """Four idle services, all managers in the same seconds."""
     with _all_running(bench) as cases:
         before = {name: _usage(managing) for name, managing in cases.items()}
         switches = [_switches(each.pid) for each in cases[US][1:]]
@@ -303,7 +303,7 @@ def starting(bench: Bench) -> Iterator[Figure]:
             took = list[float]()
             for _ in range(runs):
                 environment = dict(os.environ)
-                environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else nothing of ours is ever warm
+                environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else our modules are never cached
                 if how != "warm":
                     environment["PYTHONPYCACHEPREFIX"] = str(bench.folder() / "compiled")
                 took.append(_first_spawn(bench, name, environment))

@@ -1,6 +1,6 @@
-"""`grpo-engine api | server | env | atropos-env | train | check`: the services by hand, and a look before training.
+"""`grpo-engine api | server | env | atropos-env | train | check`: each service by hand, and a check before training.
 
-Loads only the one that is asked for.
+Imports only the chosen command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one service until it ends; returns its exit code."""
+    """Run one service until it exits; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in {"-h", "--help"}:
         print(_usage())
@@ -31,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a request says nothing that metrics do not
-    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own
     try:
         code = command(words[1:])
     except GrpoError as error:
-        who = f"grpo-engine {words[0]}: "  # which settings that are wrong say themselves, a line each
+        who = f"grpo-engine {words[0]}: "  # messages about settings have the prefix already, on each line
         print(who + str(error).removeprefix(who), file=sys.stderr)
         code = USAGE_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End a server that failed without taking torch and vLLM apart.
+    """Exit a failed server without the destructors of torch and vLLM.
 
-    Triton's bindings use that to report leaks: sixty lines below the one that says what was wrong.
+    Triton's bindings report leaks there: sixty lines after the error message.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,7 +87,7 @@ def _env(argv: Sequence[str]) -> int:
 
 
 def _atropos_env(argv: Sequence[str]) -> int:
-    """Serves an environment of Atropos, and says so when it asks the wrong inference server."""
+    """Runs an environment of Atropos, and reports when it uses the wrong inference server."""
     from grpo_engine.environments.atropos.config import AtroposEnvConfig
 
     description = _atropos_env.__doc__ or ""
@@ -108,7 +108,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _check(argv: Sequence[str]) -> int:
-    """Tells before training whether sampler and trainer agree; takes the flags of train."""
+    """Checks before training whether sampler and trainer agree; takes the flags of train."""
     from grpo_engine.check.config import CheckConfig
 
     config = parse_flags(CheckConfig, argv, prog="grpo-engine check", description=_check.__doc__ or "")

@@ -1,8 +1,7 @@
 """Settings: one declaration each, from which files, flags, `--help` and error messages are made.
 
 A setting is a field of a `Config` with a type, bounds, a default and a docstring under it. This module reads TOML and
-JSON, applies dotted overrides and turns validation errors into sentences; `flags.py` beside it makes the command line.
-It knows no setting by name, and imports neither torch nor anything of ours but the errors.
+JSON, applies dotted overrides and formats validation errors; `flags.py` makes the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pydantic.fields import FieldInfo
 from grpo_engine.errors import ConfigError
 
 RawTable = dict[str, Any]
-"""A table as TOML or JSON gave it, before validation; the only untyped mapping that travels."""
+"""A table as TOML or JSON gave it, before validation; the only untyped mapping that is passed on."""
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -29,7 +28,7 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 class Config(BaseModel):
     """Base of all settings: unknown keys are refused, values never change.
 
-    The docstrings under the fields are the help, which `flags` reads from the source when somebody asks for it.
+    The docstrings under the fields are the help, which `flags` reads from the source on demand.
     """
 
     model_config = ConfigDict(
@@ -65,10 +64,10 @@ def read_table(path: Path) -> RawTable:
 def apply_overrides(table: RawTable, overrides: Iterable[str]) -> RawTable:
     """Return a copy of `table` with each `a.b.c=value` put in its place.
 
-    The value is read as TOML (`2e-6`, `true`, `[1, 2]`, `{ a = 1 }`), and as plain text where it is none.
+    The value is read as TOML (`2e-6`, `true`, `[1, 2]`, `{ a = 1 }`), and else as plain text.
 
     Raises:
-        ConfigError: an override without `=`, or a path that leads through a value that is no table.
+        ConfigError: an override without `=`, or a path through a value that is not a table.
     """
     result = _deep_copy(table)
     for override in overrides:
@@ -86,7 +85,7 @@ def apply_overrides(table: RawTable, overrides: Iterable[str]) -> RawTable:
 
 
 def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
-    """Validate `table`, or say what is wrong with it, one line a fault.
+    """Validate `table`.
 
     Raises:
         ConfigError: every fault as `where: dotted.key: what (hint)`.
@@ -108,9 +107,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[
                 _, owner = _follow(model, fault["loc"][:-1])
                 same = _names_of_the_same(owner, written[-1])
                 text = (
-                    f"another name of {same[0]!r}, which is set as well: set that one alone"
+                    f"another name of {same[0]!r}, which is also set: set only that"
                     if same
-                    else f"not a setting here{did_you_mean(written[-1], setting_names(owner))}"
+                    else f"unknown setting{did_you_mean(written[-1], setting_names(owner))}"
                 )
             case "missing":
                 text = "required, but missing"
@@ -163,7 +162,7 @@ def _follow(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
     """Walk a pydantic location: the keys that the user wrote, and the class that owns the last table.
 
     Pydantic puts the tag of a union's member between two keys (`services.trainer.⟨trainer⟩.lr`), which
-    nobody wrote.
+    is not in the file.
     """
     written: list[str] = []
     current: Any = model

@@ -1,4 +1,4 @@
-"""Every error that is meant for a person.
+"""Every error whose message is shown to users.
 
 A message has three parts: what is wrong with the actual value, where, and what to do about it.
 
@@ -9,7 +9,7 @@ A message has three parts: what is wrong with the actual value, where, and what 
     ├── PeerError            another process answered something outside the protocol
     │   └── PeerUnavailable  … or did not answer within its time limit
     ├── BridgeError          weights cannot reach inference
-    │   └── HalfWritten      a writer died in the middle of an update
+    │   └── HalfWritten      a writer died during an update
     └── CheckpointError      a checkpoint is missing, incomplete, or belongs to something else
 """
 
@@ -19,14 +19,14 @@ from collections.abc import Iterable
 
 
 def first_of(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message: the first ones, and how many there are besides."""
+    """Names for a message: the first ones, and the number of others."""
     listed = list(names)
     rest = len(listed) - most
     return ", ".join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class GrpoError(Exception):
-    """Base of every error with a message for a person; anything else that escapes is a defect."""
+    """Base of every error with a message for users; any other exception that escapes is a bug."""
 
 
 class ConfigError(GrpoError, ValueError):

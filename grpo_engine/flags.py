@@ -38,12 +38,12 @@ from grpo_engine.config import (
 )
 from grpo_engine.errors import ConfigError
 
-_OF_OTHERS = {
+_REPLACED_FLAGS = {
     "--single-copy": "--weight-bridge-mode shared_vllm always has one copy: leave it out",
     "--use-shared-memory": "weights are not broadcast over NCCL; leave it out where trainer and server share a GPU "
     "(--weight-bridge-mode shared_vllm), and take --weight-bridge-mode none where they do not",
 }
-"""Flags of earlier reference trainers, with what stands for them here."""
+"""Flags of earlier reference trainers, with their replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class OtherFlags:
-    """Annotation of a table that takes the flags which are no settings here, for somebody else to read."""
+    """Annotation of a table that takes unknown flags, for another program."""
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[Config], *, with_help: bool = True) -> None:
     """Add a flag for every setting of `model`: `--batch-size`, its aliases, and `--table.key` for nested tables.
 
     Args:
-        with_help: whether anybody will read the help; reading docstrings takes as long as all the rest.
+        with_help: whether help texts are needed; reading docstrings doubles the time.
     """
     for setting in _settings(model):
         field = setting.field
@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Config], *, with_help
 
 
 def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
-    """Read settings from a command line: `--config FILE`, flags, and `--set dotted.key=value`, the later the stronger.
+    """Read settings from a command line: `--config FILE`, flags, and `--set dotted.key=value`, in rising precedence.
 
     Raises:
         ConfigError: what is wrong, by flag name.
@@ -104,7 +104,7 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     if others is not None and rest:
         table[others] = {**table.get(others, {}), **_table_of(rest, prefix=f"{others}.")}
     table = apply_overrides(table, namespace.set)
-    return validated(model, _without_foreignkeys_of(model, table), where=prog)
+    return validated(model, _without_foreign_keys(model, table), where=prog)
 
 
 def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
@@ -133,15 +133,15 @@ def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
 
 
 def _unknown(words: Sequence[str], flags: Sequence[str]) -> str:
-    """What is wrong with words that no flag took, in one line."""
+    """The message for unknown flags and arguments."""
     first = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
     if first is None:
         return f"unrecognized arguments: {' '.join(words)}"
-    if first in _OF_OTHERS:
-        return f"{first}: {_OF_OTHERS[first]}"
+    if first in _REPLACED_FLAGS:
+        return f"{first}: {_REPLACED_FLAGS[first]}"
     if first.startswith(("--env.", "--openai.")):
-        return f"{first}: a flag of an environment of Atropos; `grpo-engine atropos-env --help` says how to run one"
-    return f"{first}: no flag here{did_you_mean(first, flags)}; --help lists them"
+        return f"{first}: a flag of Atropos environments; see `grpo-engine atropos-env --help`"
+    return f"{first}: unknown flag{did_you_mean(first, flags)}; --help lists all flags"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ class _Setting:
     flags: tuple[str, ...]
     annotations: tuple[Any, ...]
     is_tag: bool = False
-    """Whether it chooses the member of a union, and so is always said."""
+    """Whether it chooses the member of a union, and so is always written."""
 
 
 def _table_for_others(model: type[BaseModel]) -> str | None:
-    """The setting that takes the flags which are none here."""
+    """The setting that takes unknown flags."""
     fields = model.model_fields.items()
     return next((name for name, field in fields if any(isinstance(m, OtherFlags) for m in field.metadata)), None)
 
@@ -223,7 +223,7 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _without_foreignkeys_of(model: type[BaseModel], table: RawTable) -> RawTable:
+def _without_foreign_keys(model: type[BaseModel], table: RawTable) -> RawTable:
     """Drop, with a warning, the keys of a union's table that belong to another member than the chosen one."""
     result = dict(table)
     for name, field in model.model_fields.items():

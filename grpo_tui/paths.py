@@ -12,24 +12,12 @@ from pathlib import Path
 from grpo_engine.errors import GrpoError
 
 LOGS = Path("logs")
-"""Runs live below the folder in which a command was typed."""
+"""Runs are below the current folder."""
 PROFILES = Path("profiles")
 INSTALLED_PROFILES = Path(__file__).parent / "profiles"
-"""Copies that travel with the package, for a machine without a checkout."""
+"""Copies in the package, for machines without a checkout."""
 MAX_SOCKET_PATH_BYTES = 107
-"""`sun_path` of a unix socket holds 108 bytes with its end mark."""
-
-STATE_FILE = "state.json"
-RESOLVED_FILE = "resolved.json"
-PLAN_FILE = "plan.json"
-METRICS_FILE = "metrics.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"
-TIMELINE_FILE = "events.jsonl"
-SUPERVISOR_LOG = "supervisor.log"
-KEEPERS = "keepers"
-BRIDGE_FILE = "vllm_bridge_config.json"
-HANDOVER_FOLDER = "handover"
-"""`current` in it is the newest checkpoint that the trainer handed to inference."""
+"""`sun_path` of a unix socket has 108 bytes, one for the terminating NUL."""
 
 
 def profile_folders() -> list[Path]:
@@ -39,7 +27,7 @@ def profile_folders() -> list[Path]:
 
 
 def available_profiles() -> dict[str, Path]:
-    """Every profile by name; a name in the nearer folder hides the same name further away."""
+    """Every profile by name; a nearer folder takes precedence."""
     found: dict[str, Path] = {}
     for folder in profile_folders():
         for path in sorted(folder.glob("*.toml")):
@@ -50,17 +38,17 @@ def available_profiles() -> dict[str, Path]:
 def new_run_id(profile_name: str, now: float | None = None) -> str:
     """`tiny-cpu-1121-041503-7f3a`: readable, sortable within a profile, short enough for one line.
 
-    Processes and shared memory of a run are known by it on the whole machine, where another folder may start a run of
-    the same profile in the same second: hence the four digits of chance.
+    It identifies processes and shared memory on the whole machine, where another folder may start a run of the same
+    profile in the same second: hence four random digits.
     """
     return f"{profile_name}-{time.strftime('%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
 def runtime_folder() -> Path:
-    """The folder for sockets, 0700 and ours, made if need be: `$XDG_RUNTIME_DIR/grpo-tui` or `/tmp/grpo-<uid>`.
+    """The folder for sockets, created with mode 0700: `$XDG_RUNTIME_DIR/grpo-tui` or `/tmp/grpo-<uid>`.
 
     Raises:
-        GrpoError: it cannot be made; or it belongs to somebody else, or others may enter it.
+        GrpoError: it cannot be created, belongs to another user, or is open to others.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK):
@@ -72,19 +60,20 @@ def runtime_folder() -> Path:
         status = folder.stat()
     except OSError as error:
         raise GrpoError(
-            f"{folder}, the folder for sockets, cannot be made: {error.strerror}; "
+            f"{folder}, the folder for sockets, cannot be created: {error.strerror}; "
             "remove what is there or set XDG_RUNTIME_DIR to a folder of yours"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise GrpoError(
             f"{folder}, the folder for sockets, has mode {status.st_mode & 0o777:04o} and belongs to user "
-            f"{status.st_uid}; it must be yours alone: `chmod 700` or remove it, or set XDG_RUNTIME_DIR"
+            f"{status.st_uid}; it must be yours with mode 0700: `chmod 700` or remove it, or set XDG_RUNTIME_DIR"
         )
     return folder
 
 
 def socket_path(run_folder: Path) -> Path:
-    """The daemon's socket for a run: named by a digest of the run folder, so that any depth of folders fits."""
+    """The supervisor's socket for a run: named by a digest of the run folder, which may be longer than a socket's
+    path."""
     digest = hashlib.blake2b(str(run_folder.resolve()).encode(), digest_size=8).hexdigest()
     path = runtime_folder() / f"{digest}.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def slim(wheel: Path, architecture: int | None, dropped: tuple[str, ...]) -> None:
-    """Write a wheel anew where it has anything to lose: files that begin with `dropped`, and other GPUs' code."""
+    """Rewrite a wheel if parts of it can be dropped: files that begin with `dropped`, and other GPUs' code."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         record = next(name for name in names if name.endswith(".dist-info/RECORD"))

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/ anew, from the recorded runs in tests/.
+"""Draw the pictures of docs/ from the recorded runs in tests/.
 
     python scripts/screen_pictures.py [FOLDER]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = (120, 36)
-sys.path.insert(0, str(ROOT / "tests" / "tui"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from picture_scenes import DOCUMENTED, Scene, picture, standing  # noqa: E402
 

@@ -38,6 +38,7 @@ def loaded_after(statement: str) -> set[str]:
         "grpo_tui.profile.plan",
         "grpo_engine.cli",
         "grpo_engine.bridges",
+        "grpo_engine.diagnosis.alignment",
         "grpo_engine.train.config",
         "grpo_engine.server.config",
         "grpo_engine.rollouts.config",
@@ -74,7 +75,7 @@ def test_a_command_on_a_run_loads_no_profile_and_no_kind_of_service(command: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["grpo_tui.cli.up", "grpo_tui.cli.screen"])
-def test_a_command_that_starts_a_run_loads_little_before_it_starts_the_daemon(module: str) -> None:
+def test_a_command_that_starts_a_run_imports_little_before_the_supervisor_starts(module: str) -> None:
     loaded = modules_after(f"import {module}")
     ours = {name for name in loaded if name.partition(".")[0] in ("grpo_tui", "grpo_engine")}
     assert ours - {"grpo_tui.cli.arguments"} == {
@@ -104,7 +105,7 @@ def test_the_daemon_loads_neither_a_screen_nor_a_command_line() -> None:
 
 
 @pytest.mark.slow
-def test_the_mathematics_load_torch_and_nothing_of_transformers() -> None:
+def test_the_loss_imports_torch_and_not_transformers() -> None:
     loaded = loaded_after("import grpo_engine.algo.loss")
     assert "torch" in loaded
     assert not loaded.intersection({"transformers", "pydantic", "httpx"})

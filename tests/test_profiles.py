@@ -19,9 +19,9 @@ from grpo_engine.models.random_models import published_shape
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.dry_run import model_shape
-from grpo_engine.train.idle_settings import settings_without_effect
-from grpo_engine.train.memory_plan import Card, MemoryPlan, available_bytes, memory_plan
+from grpo_engine.train.memory.dry_run import model_shape
+from grpo_engine.train.memory.plan import Card, MemoryPlan, available_bytes, memory_plan
+from grpo_engine.train.unused_settings import settings_without_effect
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import Plan, make_plan
 
@@ -91,7 +91,7 @@ def test_the_commands_of_a_plan_are_accepted_by_the_services_they_start(path: Pa
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_a_plan_survives_its_file(path: Path, tmp_path: Path) -> None:
+def test_a_plan_is_the_same_after_reading_its_file(path: Path, tmp_path: Path) -> None:
     plan = make_plan(load(str(path)), run_folder=tmp_path, python=sys.executable)
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -181,9 +181,9 @@ def test_the_figures_in_the_head_of_a_profile_are_those_of_the_plan(claim: Claim
     assert 0.8 * cache_tokens < tokens < 1.02 * cache_tokens
 
 
-def test_the_profile_in_the_readme_is_one(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (tmp_path / "mine.toml").write_text(readme.partition("```toml\n")[2].partition("```")[0])
+def test_the_example_profile_in_the_docs_loads(tmp_path: Path) -> None:
+    document = (Path(__file__).parents[1] / "docs" / "profiles.md").read_text()
+    (tmp_path / "mine.toml").write_text(document.partition("```toml\n")[2].partition("```")[0])
     (tmp_path / "secrets.env").write_text("TOKEN=x\n")
     loaded = load(str(tmp_path / "mine.toml"), ["model.name=local/tiny"])
     plan = make_plan(loaded, run_folder=tmp_path / "run", python=sys.executable)

@@ -205,3 +205,45 @@ def test_word_problems_are_written_as_the_task_reads_them(tmp_path: Path) -> Non
     item = next(task.items(0))
     assert task.score(item, f"So the answer is {item.answer}.") == 1
     assert task.score(item, "I do not know.") == 0
+
+
+@pytest.fixture
+def durations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("test_durations")
+
+
+def test_both_tiers_of_the_tests_stay_within_their_budget(durations: ModuleType) -> None:
+    files = durations.load()
+    for tier, budget_s in durations.BUDGETS_S.items():
+        slowest = sorted(((times[tier], name) for name, times in files.items() if tier in times), reverse=True)[:8]
+        assert durations.expected_s(files, tier) <= budget_s, f"make the slowest faster, or extended: {slowest}"
+
+
+def test_every_test_file_has_a_recorded_duration(durations: ModuleType) -> None:
+    root = SCRIPTS.parent
+    files = {str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")}
+    files = {name for name in files if not name.startswith("tests/gpu/")}
+    recorded = durations.load().keys()
+    assert not files - recorded, "not recorded: make test-all, then scripts/test_durations.py record"
+    assert not recorded - files, "no longer there: make test-all, then scripts/test_durations.py record"
+
+
+def test_recording_durations_names_the_files_that_grew(
+    durations: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = '<testcase classname="tests.test_scripts" name="a" time="{}"/>'
+    paths = [tmp_path / "fast.xml", tmp_path / "extended.xml"]
+    for path, seconds in zip(paths, (12.0, 7.0), strict=True):
+        path.write_text(f"<testsuites><testsuite>{case.format(seconds)}{case.format(0.5)}</testsuite></testsuites>")
+    monkeypatch.setattr(durations, "FILE", tmp_path / "durations.json")
+    (tmp_path / "durations.json").write_text('{"files": {"tests/test_scripts.py": {"fast": 2.0, "extended": 7.0}}}')
+
+    durations.record(paths)
+
+    assert durations.load() == {"tests/test_scripts.py": {"fast": 12.5, "extended": 7.5}}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "test_scripts" in line] == ["  tests/test_scripts.py: 12 s, recorded 2 s"]
+
+    durations.report("fast", paths[0], 700.4)
+    assert capsys.readouterr().out == "fast tests: 700 s, budget 600 s on two quiet cores\n"

@@ -1,6 +1,6 @@
-"""Advantages: how much better a completion is than others of the same prompt.
+"""Advantages: how much better a completion is than others of the same prompt; and the penalty of overlong ones.
 
-B completions. Knows rewards and group ids alone; overrides of single sequences are the caller's.
+B completions. Inputs are rewards, group ids and lengths only; the caller overrides single sequences.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def group_advantages(
 ) -> Tensor:
     """Rewards minus their group's baseline, in units of a standard deviation.
 
-    A group whose rewards are all equal teaches nothing and gets exactly 0. So does a group of one: it has nothing to
-    be compared with (the raw reward, which some implementations keep, would be an uncentred advantage).
+    A group whose rewards are all equal has no signal and gets exactly 0. So does a group of one (the raw reward, which
+    some implementations keep, would be an uncentred advantage).
 
     Args:
         rewards: (B,) of any float dtype.
@@ -111,3 +111,28 @@ def _check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
             f"group_ids is {group_ids.dtype} of shape {tuple(group_ids.shape)}: "
             f"expected one integer for each of the {len(rewards)} rewards"
         )
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """DAPO's soft overlong punishment (eq. 13), to be added to the rewards before advantages are taken.
+
+    0 up to `max_length - buffer`, from there along a line to -1 at `max_length`, and -1 beyond; multiply it for
+    another full penalty. A `buffer` of 0 punishes what is longer than `max_length`, and nothing else.
+
+    Args:
+        lengths: (B,) tokens of the completions.
+        max_length: length at which the penalty is full.
+        buffer: tokens below it over which the penalty grows.
+
+    Returns:
+        (B,) fp32, or float64 where `lengths` is.
+
+    Raises:
+        ValueError: a `buffer` that does not lie within 0..max_length.
+    """
+    if not 0 <= buffer <= max_length:
+        raise ValueError(f"buffer = {buffer} with max_length = {max_length}: must be 0 to max_length tokens")
+    room = (max_length - buffer - lengths).to(torch.promote_types(lengths.dtype, torch.float32))
+    if buffer == 0:
+        return torch.where(room < 0, -1.0, 0.0).to(room.dtype)
+    return (room / buffer).clamp(-1, 0)

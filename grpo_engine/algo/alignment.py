@@ -54,7 +54,7 @@ def row_staleness(policy_versions: Tensor, mask: Tensor, version: int) -> Tensor
     Args:
         policy_versions: (B, T) int64 version of the weights that sampled each token; outside the mask anything.
         mask: (B, T) bool: tokens that are trained and whose version is known.
-        version: the trainer's version now. Tokens of a later one, sampled while it was handed over, count as fresh.
+        version: the trainer's version now. Tokens of a later one, sampled during a weight update, count as fresh.
     """
     return torch.where(mask, version - policy_versions, 0).clamp(min=0).amax(dim=-1)
 

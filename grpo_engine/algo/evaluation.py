@@ -1,8 +1,8 @@
-"""What held-out answers say of a policy: avg@k, pass@k, and how sure of them one may be. Pure.
+"""Metrics of held-out answers: avg@k, pass@k, and their standard errors. Pure.
 
-P prompts, G completions of each. Prompts are what is drawn at random, and completions of one prompt resemble each
-other, so that errors go over prompts: the standard deviation of the P per-prompt values over sqrt(P) (Miller 2024,
-arXiv 2411.00640, who calls it clustered; clusters have equal size here).
+P prompts, G completions of each. Prompts are the random draw, and completions of one prompt are correlated, so errors
+are computed over prompts: the standard deviation of the P per-prompt values over sqrt(P) (Miller 2024, arXiv
+2411.00640, who calls it clustered; clusters have equal size here).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Estimate(NamedTuple):
 
     mean: Tensor
     standard_error: Tensor
-    """NaN for a single prompt: one value says nothing of how much others differ."""
+    """NaN for a single prompt."""
 
 
 def avg_at_k(rewards_PG: Tensor) -> Tensor:
@@ -54,5 +54,5 @@ def over_prompts(values_P: Tensor) -> Estimate:
 
 
 def ks_up_to(num_samples: int) -> list[int]:
-    """The k for which pass@k is told: 1, 2, 4, … and `num_samples` itself."""
+    """The k for which pass@k is reported: 1, 2, 4, … and `num_samples` itself."""
     return sorted({*(2**power for power in range(num_samples.bit_length())), num_samples})

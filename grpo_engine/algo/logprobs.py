@@ -1,10 +1,10 @@
-"""Log-probability and entropy of tokens, straight from hidden states: the logits are never all there at once.
+"""Log-probability and entropy of tokens from hidden states, without materialising all logits.
 
 N tokens, H hidden size, V vocabulary. For 8,192 tokens of a 128,000-word vocabulary the logits alone are 4 GB in fp32,
-and a plain log-softmax keeps several such tensors. Here the (N, V) plane is walked in tiles, made anew in the backward
-pass. Words are the outer loop: a block of the weight gets its whole gradient at once, and no fp32 copy of all of it is
-kept; only the gradient of `hidden` is summed over blocks, in fp32. Gradients reach `hidden`, `weight` and `bias`, not
-the temperature, and not twice.
+and a plain log-softmax keeps several such tensors. Here logits are computed in tiles, and recomputed in the backward
+pass. Words are the outer loop: a block of the weight gets its whole gradient at once, so that no fp32 copy of all of it
+is needed; only the gradient of `hidden` is summed over blocks, in fp32. Gradients reach `hidden`, `weight` and `bias`,
+not the temperature, and not twice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_engine.algo.head import (
-    Head,
-    Running,
-    Softmax,
-    add_product,
-    check_shapes,
-    flat_temperature,
-    logits_dtype,
-    product,
-)
+from grpo_engine.algo.head import Head, add_product, check_shapes, flat_temperature, logits_dtype, product
+from grpo_engine.algo.tiles import Running, Softmax
 
 
 def token_logprobs(

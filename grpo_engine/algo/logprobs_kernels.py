@@ -1,4 +1,4 @@
-"""`fold_tile` and `tile_gradient` of `head` as Triton kernels: each reads a tile of fp32 products once.
+"""`fold_tile` and `tile_gradient` of `tiles` as Triton kernels: each reads a tile of fp32 products once.
 
 One program owns a row (fold) or a stretch of one (gradient): nothing is shared, so results do not depend on the order
 in which programs run. Comparisons are written so that NaN passes through: `tl.maximum` would drop it.
@@ -6,24 +6,21 @@ in which programs run. Comparisons are written so that NaN passes through: `tl.m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from grpo_engine.algo.head import Running, Softmax, Tile
+from grpo_engine.algo.tiles import Running, Softmax, Tile
 
 WORDS = 4096
 """Words that a program holds at a time."""
 FLOOR: tl.constexpr = tl.constexpr(-1e4)
-"""`NEVER` of `head`."""
+"""`NEVER` of `tiles`."""
 
 
 def fold_tile(tile: Tile, running: Running) -> None:
-    """Take the tile's words into its tokens' softmax; leaves the products as they are."""
+    """Add the tile's words to its tokens' softmax; the products are unchanged."""
     products = tile.products
     num_rows, num_columns = products.shape
     with torch.cuda.device_of(products):  # type: ignore[no-untyped-call]

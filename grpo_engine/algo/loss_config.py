@@ -58,7 +58,7 @@ class LossConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; it needs the entropies."""
     correction: Correction = "none"
-    """What becomes of the weight pi_old / pi_rollout: nothing, held inside its bounds, or set to zero outside them."""
+    """Treatment of the weight pi_old / pi_rollout: not used, clamped to its bounds, or set to zero outside them."""
     correction_level: CorrectionLevel = "token"
     """`sequence`: the product over the sequence's tokens weighs all of them; `geometric`: its root of their number, so
     that bounds do not depend on the length."""
@@ -111,8 +111,9 @@ class LossConfig:
         - `cispo`: MiniMax-M1, arXiv 2506.13585, eq. 4-5, without a lower bound as there.
         - `ppo_dual_clip`: arXiv 1912.09729, eq. 5, with its c = 3.
 
-        How TRL 1.16 maps onto these (`tests/engine/test_against_trl.py` compares value and gradient). Its advantages
-        are `group_advantages` with its defaults (unbiased standard deviation, plus 1e-4), for each of its loss types:
+        How TRL 1.16 maps onto these (`tests/engine/algo/test_against_trl.py` compares value and gradient). Its
+        advantages are `group_advantages` with its defaults (unbiased standard deviation, plus 1e-4), for each of its
+        loss types:
 
         - `grpo`: TRL takes the mean over the sequences of a micro-batch, those without a trained token included, and
           divides by the accumulation steps. That is ours where every sequence trains a token; else pass `denominator`

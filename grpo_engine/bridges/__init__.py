@@ -1,4 +1,4 @@
-"""How weights reach inference; one file a mode, and the union here is the registration. Torch-free to import."""
+"""How weights reach inference: one file per mode, registered in the union here. Torch-free to import."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from grpo_engine.bridges.shared_vllm import SharedVllm
 AnyBridge = Annotated[SharedVllm | LoraMerged | LoraOnly | LoraRestart | CheckpointReload, Field(discriminator="mode")]
 """Every bridge, chosen by `mode`."""
 
-ON_SHARED_MEMORY = frozenset(
-    str(kind.model_fields["mode"].default) for kind in get_args(get_args(AnyBridge)[0]) if kind.shares_memory
+KINDS: tuple[type[SharedVllm | LoraMerged | LoraOnly | LoraRestart | CheckpointReload], ...] = get_args(
+    get_args(AnyBridge)[0]
 )
-"""Modes in which the trainer maps the weights that the server has."""
+"""The settings class of every mode."""
+
+ON_SHARED_MEMORY = frozenset(str(kind.model_fields["mode"].default) for kind in KINDS if kind.shares_memory)
+"""Modes in which the trainer maps the server's weights."""
 
 __all__ = [
+    "KINDS",
+    "ON_SHARED_MEMORY",
     "AnyBridge",
     "Bridge",
     "BridgeContext",

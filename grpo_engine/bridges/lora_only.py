@@ -1,56 +1,26 @@
-"""`lora_only`: the base model never changes; every step a new adapter is written and swapped in over HTTP.
-
-Adapters carry versioned names (`policy@000123`): a server that keys its prefix cache by name then never serves keys and
-values of older weights. They travel through shared memory, where it has room: the disk is not touched.
-"""
+"""Mode `lora_only`: the base model never changes; every step a new adapter is written and loaded by the server."""
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from grpo_engine.bridges.fence import SHARED_MEMORY
-from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, connect
-from grpo_engine.bridges.saving import save_model, saying_why_unwritten, trainable_device
-from grpo_engine.bridges.shared_names import (
-    adapter_name,
-    adapters_name,
-    make_own_folder,
-    remove_left_adapters,
-    run_of,
-)
-from grpo_engine.bridges.shared_tensors import dtype_from_text
+from grpo_engine.bridges.placement.adapter import AdaptedModel
+from grpo_engine.bridges.protocol import Bridge, BridgeContext
+from grpo_engine.bridges.transport.adapter import AdapterBridge
 from grpo_engine.config import Config
-from grpo_engine.errors import BridgeError
 from grpo_engine.flags import Flag
-
-if TYPE_CHECKING:
-    import torch
-    from peft import PeftModel
-
-    from grpo_engine.wire.inference import BridgeInfo
-
-_KEPT_ADAPTERS = 2
-"""The one that is served and the one before it, which a request may still be using."""
-_NUM_FITTING = 2 * _KEPT_ADAPTERS
-"""Shared memory must have room for those, the one that is being written, and one that a long request still needs."""
-
-logger = logging.getLogger(__name__)
 
 
 class LoraOnly(Config):
-    """An adapter on a frozen model, swapped over HTTP."""
+    """An adapter on a frozen model, loaded by the server over HTTP."""
 
     after_server_restart: ClassVar[str] = (
         "the trainer loads its latest adapter into the new server before its next step"
     )
-    """What the trainer does then, for the people who restart one."""
+    """What happens then; shown to users who restart a server."""
     trains_adapter: ClassVar[bool] = True
-    """Whether an adapter on a frozen model learns, and not the model."""
+    """Whether an adapter on a frozen model is trained instead of the model."""
     shares_memory: ClassVar[bool] = False
     """Whether trainer and server map the same weights."""
     mode: Annotated[Literal["lora_only"], Flag(("--weight-bridge-mode",))] = "lora_only"
@@ -60,154 +30,5 @@ class LoraOnly(Config):
     has room, else the run folder."""
 
     def build(self, context: BridgeContext) -> Bridge:
-        """The bridge itself."""
-        return LoraOnlyBridge(self, context)
-
-
-class LoraOnlyBridge:
-    """See `grpo_engine.bridges.protocol.Bridge`."""
-
-    def __init__(self, config: LoraOnly, context: BridgeContext) -> None:
-        self._context = context
-        self._run = run_of(os.environ)
-        self._configured_folder = config.adapter_folder
-        self._client = connect(context)
-        self._instance = ""
-        self._version: int | None = None
-        """What was handed over last."""
-        self._kept: list[Path] = []
-        self._folder: Path
-        self._dtype: torch.dtype | None
-        self._model: PeftModel
-
-    def attach(self) -> BridgeModel:
-        """Load the base model and put an adapter on it that changes nothing yet.
-
-        Raises:
-            BridgeError: the server takes no such adapters, or serves another model.
-        """
-        info = self._client.info()
-        self._check_server(info)
-        from grpo_engine.models.loading import load_model
-        from grpo_engine.models.lora import add_lora
-
-        self._instance = info.instance
-        base = load_model(
-            self._context.model_name, dtype=self._context.dtype, device=trainable_device(self._context.device)
-        )
-        self._model = add_lora(base, self._context.lora)
-        self._folder = self._chosen_folder()
-        return BridgeModel(
-            model=self._model,
-            is_shared=False,
-            policy_version=info.policy_version,
-            save=lambda folder: save_model(self._model, self._context.model_name, folder),
-        )
-
-    def publish(self, version: int, write: Callable[[], None]) -> None:
-        """Take the new values and swap the adapter."""
-        write()
-        self._version = version
-        self._hand_over()
-
-    def keep_up(self) -> None:
-        """Nothing of the server is mapped here."""
-
-    def ensure_current(self) -> None:
-        """Hand the adapter over again to a server that was restarted or serves something else."""
-        info = self._client.info()
-        if self._version is not None and (info.instance != self._instance or info.policy_version != self._version):
-            logger.warning(
-                "the inference server serves version %d instead of %d; loading the adapter again",
-                info.policy_version,
-                self._version,
-            )
-            self._instance = info.instance
-            self._hand_over()
-
-    def close(self) -> None:
-        """Leave the last adapter's files on a disk; shared memory is given back: the server has read them."""
-        self._client.close()
-        if self._kept and self._is_in_shared_memory():
-            shutil.rmtree(self._folder, ignore_errors=True)
-        else:
-            self._forget_all_but(1, in_use=())
-
-    def _check_server(self, info: BridgeInfo) -> None:
-        """Refuse before anything is loaded what the server would refuse at the first hand-over."""
-        from grpo_engine.models.same_model import is_same_model
-
-        if not is_same_model(self._context.model_name, info.model_name):
-            raise BridgeError(
-                f"{self._client.url}: serves {info.model_name}, but the adapter is to be trained on "
-                f"{self._context.model_name}: give both the same model"
-            )
-        status, rank = self._client.lora_status(), self._context.lora.rank
-        if not status.lora_available:
-            raise BridgeError(f"{self._client.url}: takes no adapters: start the inference server with --enable-lora")
-        if status.max_lora_rank and rank > status.max_lora_rank:
-            raise BridgeError(
-                f"{self._client.url}: serves adapters up to rank {status.max_lora_rank}, not {rank}: start it with "
-                f"--max-lora-rank {rank}, or train with --lora-r {status.max_lora_rank}"
-            )
-        self._dtype = None if status.adapter_dtype is None else dtype_from_text(status.adapter_dtype)
-
-    def _chosen_folder(self) -> Path:
-        if self._configured_folder is not None:
-            return self._configured_folder.absolute()
-        from grpo_engine.models.lora import adapter_tensors
-
-        remove_left_adapters(self._run)
-        on_disk = (self._context.folder / "adapters").absolute()
-        factors = adapter_tensors(self._model).values()
-        needed_bytes = _NUM_FITTING * sum(each.numel() * (self._dtype or each.dtype).itemsize for each in factors)
-        try:
-            free_bytes = shutil.disk_usage(SHARED_MEMORY).free
-        except OSError as error:
-            logger.warning("%s: %s; adapters go through %s", SHARED_MEMORY, error, on_disk)
-            return on_disk
-        if free_bytes >= needed_bytes:
-            return SHARED_MEMORY / adapters_name(self._run)
-        logger.warning(
-            "%s: %.0f MB are free, but the adapters of this run take up to %.0f MB; they go through %s, which may be "
-            "slower. Mount it larger (in a container: --shm-size)",
-            SHARED_MEMORY,
-            free_bytes / 1e6,
-            needed_bytes / 1e6,
-            on_disk,
-        )
-        return on_disk
-
-    def _hand_over(self) -> None:
-        from grpo_engine.models.lora import save_adapter
-
-        assert self._version is not None
-        name = adapter_name(self._version)
-        path = self._folder / name
-        self._kept = [kept for kept in self._kept if kept != path]
-        with saying_why_unwritten(path):
-            if self._is_in_shared_memory():
-                make_own_folder(self._folder)
-            save_adapter(self._model, path, self._dtype)
-        self._kept.append(path)
-        try:
-            in_use = self._client.load_adapter(path, name, self._version)
-        except BridgeError as error:
-            raise BridgeError(
-                f"{error}. The server goes on with the adapter before it, so training ends here: no further step would "
-                "reach inference"
-            ) from error
-        self._forget_all_but(_KEPT_ADAPTERS, in_use)
-
-    def _forget_all_but(self, count: int, in_use: Collection[str]) -> None:
-        """Remove the older adapters, unless the server may read one again for a long request."""
-        older, kept = self._kept[:-count], self._kept[-count:]
-        for path in older:
-            if str(path) in in_use:
-                kept.insert(0, path)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-        self._kept = kept
-
-    def _is_in_shared_memory(self) -> bool:
-        return self._configured_folder is None and self._folder.is_relative_to(SHARED_MEMORY)
+        """Pair placement and transport."""
+        return AdapterBridge(context, AdaptedModel(context), folder=self.adapter_folder)

@@ -1,6 +1,7 @@
-"""What every bridge offers the training loop, and what it is told. Torch-free to import.
+"""Interfaces between training loop, bridges and placements. Torch-free to import.
 
-Leaves out how weights travel: one file a mode, beside this one.
+A mode (one file beside this one) pairs a placement, where the trained parameters live, with a transport, by which new
+versions reach the server.
 """
 
 from __future__ import annotations
@@ -12,17 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpo_engine.models.config import DtypeName, LoraSettings
+from grpo_engine.retrying import never
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from grpo_engine.bridges.server_client import ServerClient
-
-
-def never() -> bool:
-    """Nobody asks to stop."""
-    return False
+    from grpo_engine.bridges.transport.server_client import ServerClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +38,13 @@ class BridgeContext:
     lora: LoraSettings
     """Used by the modes that train an adapter."""
     patience_s: float = 300.0
-    """How long a server may be away (loading, restarting) before training gives up."""
+    """How long a server may be away (loading, restarting) before training fails."""
     server_flags: tuple[str, ...] = ()
-    """What `grpo-engine server` is started with, where the trainer starts it itself."""
+    """Flags of `grpo-engine server`, where the trainer starts it itself."""
     server_environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of that server besides this process's own."""
+    """Variables of that server in addition to this process's own."""
     is_stopping: Callable[[], bool] = never
-    """Asked while a server is awaited: once true, the wait ends as if patience had."""
+    """Checked while waiting for a server: once true, the wait ends as at the time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +52,22 @@ class BridgeModel:
     """A model to train."""
 
     model: PreTrainedModel | PeftModel
-    """Its parameters are what is handed over; with adapters it is PEFT's wrapper."""
+    """Its trained parameters are what is published; with an adapter it is PEFT's wrapper."""
     is_shared: bool
     """Whether writing into a parameter changes what inference reads."""
     policy_version: int
-    """What the server served when it was asked first."""
+    """What the server served when the bridge attached."""
     save: Callable[[Path], None]
     """Writes the model (or its adapter) and the tokenizer into a folder, as transformers, PEFT and vLLM load them."""
     unmerged: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Within, the model computes with its parameters as they are now; outside it may do so with those that were handed
-    over last, as where an adapter is folded into the weights that inference reads."""
+    """Within, the model computes with its current parameters; outside it may compute with those published last, as
+    where an adapter is merged into the weights that inference reads."""
 
 
 class Bridge(Protocol):
     """How new weights reach inference; one trainer, one server.
 
-    Every method raises `PeerUnavailable` when the server stays away for longer than the context's patience.
+    Every method raises `PeerUnavailable` when the server is away for longer than the context's `patience_s`.
     """
 
     def attach(self) -> BridgeModel:
@@ -83,26 +80,44 @@ class Bridge(Protocol):
     def publish(self, version: int, write: Callable[[], None]) -> None:
         """Make the server serve `version`; `write` copies the new values into the model's trained parameters.
 
-        `write` runs with the fence closed where inference reads the very same memory. It runs again, until the next
-        publish, for a server that was restarted: it must bring all of them each time, and look the parameters' storage
-        up when it runs (`parameter.data`), since that may have moved.
+        `write` runs under the weight lock where inference reads the same memory. Until the next publish it is called
+        again for each server that was restarted: it must write all parameters each time, and look up their storage when
+        it runs (`parameter.data`), since that may have moved.
         """
 
-    def keep_up(self) -> None:
-        """Notice that the server has ended, and let go of what is mapped of it; never waits for the next one.
+    def poll_server(self) -> None:
+        """Release what is mapped of a server that has exited, and attach to its successor if there is one; never waits.
 
-        Called a few times a second while a batch is awaited; must cost next to nothing where all is well.
+        Called a few times per second while a batch is awaited; must cost next to nothing while the server runs.
         """
 
     def ensure_current(self) -> None:
-        """Notice a server that was restarted, and give it the current version again; one GET where all is well."""
+        """Wait until the server serves the current version, publishing it again after a restart; usually one GET."""
 
     def close(self) -> None:
-        """Let go of the server and of whatever was left for it to read."""
+        """Disconnect from the server and remove the files that were written for it."""
+
+
+class Placement(Protocol):
+    """Where the trained parameters live, for transports that write files."""
+
+    def load(self) -> PreTrainedModel | PeftModel:
+        """Load the model to train; called once."""
+
+    def max_bytes(self) -> int:
+        """Size of two checkpoints."""
+
+    def write(self, folder: Path, kept: Path) -> None:
+        """Write a whole checkpoint of the model without adapters, with its tokenizer.
+
+        Args:
+            folder: an empty folder.
+            kept: a folder beside it, for files that all checkpoints share; as the last call left it.
+        """
 
 
 def connect(context: BridgeContext) -> ServerClient:
-    """A client of the inference server; only here, so that reading settings loads no HTTP client."""
-    from grpo_engine.bridges.server_client import ServerClient
+    """A client of the inference server; imported here, so that reading settings loads no HTTP client."""
+    from grpo_engine.bridges.transport.server_client import ServerClient
 
     return ServerClient(context.server_url, patience_s=context.patience_s, is_stopping=context.is_stopping)

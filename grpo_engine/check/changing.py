@@ -1,4 +1,4 @@
-"""Changes one weight, hands it over as training does, and puts it back, asking inference before, between and after."""
+"""Changes one weight, publishes it as in training, and restores it; samples before, between and after."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from grpo_engine.bridges import Bridge
-from grpo_engine.check.alignment import NoiseBand, difference
+from grpo_engine.check.alignment import difference
 from grpo_engine.check.canary import CanaryReading, judge_canary
-from grpo_engine.check.findings import Finding, Level
 from grpo_engine.check.sampling import CheckedServer, Sample
 from grpo_engine.check.trainer import TrainerSide
+from grpo_engine.diagnosis.evidence import NoiseBand
+from grpo_engine.diagnosis.finding import Finding
 from grpo_engine.wire.inference import LogprobsMode
 
 _LEAST_MOVE = 0.1
-"""Mean |Δ| in nats that the change must make; several times what bfloat16 does by itself."""
+"""Mean |Δ| in nats that the change must cause; several times the noise of bfloat16."""
 _STRENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MAX_CANDIDATES = 6
 _ROOM = 8
@@ -35,7 +36,7 @@ def check_canary(
     mode: LogprobsMode,
     band: NoiseBand,
 ) -> Finding:
-    """Whether inference notices a changed weight, and that it was put back, which it is whatever happens.
+    """Whether inference follows a changed weight, and its restoration, which always happens.
 
     Args:
         samples: completions at temperature 1.
@@ -47,7 +48,7 @@ def check_canary(
     known = (*fixed[0].prompt, *fixed[0].tokens[:-1])[: config.seq_len - _ROOM]
     canary = _find_canary(trainer, fixed, at_least=max(_LEAST_MOVE, 5 * band.normal))
     version = server.policy_version() + 1
-    # First what training starts from: what is compared afterwards is this, whatever the server held before.
+    # Publish the initial weights of training first: later results are compared with these.
     bridge.publish(version, _writer(trainer, canary, canary.original))
     before, trainer_before = _ask_fixed(server, fixed), trainer.score(fixed, temperature=1.0).logprobs
     repeated = _ask_fixed(server, fixed)
@@ -58,7 +59,7 @@ def check_canary(
         changed, trainer_changed = _ask_fixed(server, fixed), trainer.score(fixed, temperature=1.0).logprobs
         sampled_changed = trainer.read(asked_changed, mode)
     finally:
-        with _undisturbed():
+        with _signals_ignored():
             bridge.publish(version + 2, _writer(trainer, canary, canary.original))
     asked_after = _ask_known(server, known)
     reading = CanaryReading(
@@ -78,7 +79,8 @@ def check_canary(
     )
     finding = judge_canary(reading, bridge=config.bridge.mode, band=band)
     if not torch.equal(canary.parameter.data, canary.original):
-        return replace(finding, level=Level.FAIL, seen=f"{canary.name} was not put back bit for bit; {finding.seen}")
+        text = f"{canary.name} was not restored bit for bit; {finding.text}"
+        return replace(finding, severity="error", text=text)
     return finding
 
 
@@ -135,7 +137,7 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _short(name: str) -> str:
-    """Without what PEFT puts around the model's own names."""
+    """The parameter name without PEFT's prefix and infix."""
     return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
@@ -143,16 +145,16 @@ def _changed(values: Tensor, strength: float) -> Tensor:
     """Other values, of the same type, shape and place."""
     if values.ndim == 1 and values.abs().max() > 0:
         return values * (1 + strength)
-    # Of a fixed seed: nothing of the check may draw from the generators that training uses.
+    # A fixed seed, since the check must not draw from the generators that training uses.
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(values.shape, generator=generator).to(values)
-    size = values.float().square().mean().sqrt().item() or 0.05  # an adapter's second factor begins as zero
+    size = values.float().square().mean().sqrt().item() or 0.05  # an adapter's second factor is initially zero
     return values + strength * size * noise
 
 
 @contextmanager
 def _holding(parameter: nn.Parameter, values: Tensor) -> Iterator[None]:
-    """The parameter on other memory for a while."""
+    """Replace the parameter's memory within."""
     own = parameter.data
     parameter.data = values
     try:
@@ -162,7 +164,7 @@ def _holding(parameter: nn.Parameter, values: Tensor) -> Iterator[None]:
 
 
 def _writer(trainer: TrainerSide, canary: _Canary, values: Tensor) -> Callable[[], None]:
-    """Writes all that is trained, with `values` in the canary's place; for `Bridge.publish`."""
+    """A writer for `Bridge.publish` of all trained parameters, with `values` for the canary."""
 
     def write() -> None:
         trainer.trainee.write_weights()
@@ -174,7 +176,7 @@ def _writer(trainer: TrainerSide, canary: _Canary, values: Tensor) -> Callable[[
 def _fixed(samples: Sequence[Sample]) -> list[Sample]:
     """A few completions whose tokens stay the same throughout: the longest of different prompts.
 
-    Those that ended at a length limit, perhaps the server's own, are shortened: what is asked of them needs room.
+    Those that ended at a length limit are shortened, so that the server has room for more tokens.
     """
     longest: dict[tuple[int, ...], Sample] = {}
     for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
@@ -190,14 +192,14 @@ def _ask_fixed(server: CheckedServer, samples: Sequence[Sample]) -> list[list[fl
 
 
 def _ask_known(server: CheckedServer, prompt: tuple[int, ...]) -> list[Sample]:
-    """Go on from the same tokens, twice, so that the second time finds the first one's keys and values."""
+    """Sample twice after the same tokens, so that the second request hits the prefix cache."""
     server.sample(prompt, n=1, max_tokens=1, temperature=1.0)
     return server.sample(prompt, n=4, max_tokens=_ROOM, temperature=1.0)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No polite signal cuts the body off; the time limit of the server's answers is its end."""
+def _signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM within; the time limit of the server's answers bounds it."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

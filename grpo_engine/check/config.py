@@ -1,4 +1,4 @@
-"""Settings of `grpo-engine check`: the trainer's own, so that what is checked is what will train. Torch-free."""
+"""Settings of `grpo-engine check`: the trainer's own, so that the check uses what will train. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from grpo_engine.train.config import TrainConfig
 
 
 class CheckConfig(TrainConfig):
-    """A training run that is not begun, and how it is looked at."""
+    """Settings of a training run and of its check."""
 
     prompts_file: Annotated[Path | None, Flag(("--prompts",))] = None
     """Questions to sample with: a text file of one a line, or JSONL with `prompt`, `question` or `messages`; unset: a
-    few of its own."""
+    few built-in ones."""
     as_json: Annotated[bool, Flag(("--json",))] = False
-    """Print one JSON object in place of lines for people."""
+    """Print one JSON object instead of text."""
     check_samples: int = Field(4, ge=2)
     """Completions of each question."""
     check_tokens: int = Field(48, ge=2)

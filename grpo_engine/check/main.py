@@ -1,9 +1,8 @@
 """`grpo-engine check`: before training, whether sampler and trainer agree, and whether new weights arrive.
 
-Uses the settings, the bridge and the scoring that training would use, against a running inference server. Asks first,
-changes one weight last, and puts it back whatever happens; a training run started afterwards finds a server like the
-one it would have found, some policy versions further on. Judging is in `server`, `tokens`, `alignment`, `distribution`
-and `canary`; here is what is asked, in its order.
+Uses the settings, the bridge and the scoring that training would use, against a running inference server. One weight is
+changed last, and always restored: afterwards the server differs only by some policy versions. The verdicts are in
+`server`, `tokens`, `alignment`, `distribution` and `canary`; here are the requests, in their order.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_engine.bridges import Bridge, BridgeModel
-from grpo_engine.bridges.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
-from grpo_engine.bridges.fence import Fence
-from grpo_engine.bridges.process_identity import ProcessIdentity
-from grpo_engine.bridges.saving import trainable_device
-from grpo_engine.bridges.shared_vllm import OnSharedMemory
-from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
-from grpo_engine.check.alignment import NoiseBand, difference, judge_alignment, judge_order, noise_band
+from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
+from grpo_engine.bridges.memory.weight_lock import WeightLock
+from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
+from grpo_engine.bridges.transport.in_place import InPlaceSettings
+from grpo_engine.check.alignment import difference, judge_alignment, judge_order
 from grpo_engine.check.changing import check_canary
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.check.distribution import judge_sampler, judge_temperature
-from grpo_engine.check.findings import Finding, Level, is_all_right
 from grpo_engine.check.prompts import QUESTIONS, asked, prompt_tokens, special_tokens
-from grpo_engine.check.report import Report
+from grpo_engine.check.report import Report, passes
 from grpo_engine.check.sampling import CheckedServer, Sample, ServerFacts, ServerKind
 from grpo_engine.check.server import (
     adapter_not_restored,
@@ -45,8 +41,8 @@ from grpo_engine.check.server import (
     no_server,
     no_trainer,
     other_trainer,
-    start_handed_over,
-    unasked,
+    skipped,
+    start_published,
 )
 from grpo_engine.check.tokens import (
     Encoded,
@@ -58,8 +54,12 @@ from grpo_engine.check.tokens import (
     judge_vocabulary,
 )
 from grpo_engine.check.trainer import TrainerSide, reading_of
+from grpo_engine.diagnosis.evidence import NoiseBand, noise_band
+from grpo_engine.diagnosis.finding import Finding
 from grpo_engine.errors import BridgeError, ModelError, PeerError
+from grpo_engine.models.devices import trainable_device
 from grpo_engine.models.loading import load_config, load_model, load_tokenizer
+from grpo_engine.processes import ProcessIdentity
 from grpo_engine.train.main import bridge_context
 from grpo_engine.train.trainee import Trainee
 
@@ -79,19 +79,19 @@ _SEED = 20177
 
 
 def run(config: CheckConfig) -> int:
-    """Check, and say what was found; returns the exit code: 0, or 1 where there is a red line."""
+    """Check and print the findings; returns the exit code: 0, or 1 if a check failed."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     report = Report(config)
-    with nullcontext() if config.debug_loading else _quiet(), _ended_politely():
+    with nullcontext() if config.debug_loading else _quiet(), _sigterm_unwinds():
         check(config, report)
     report.end()
-    return 0 if is_all_right(report.findings) else 1
+    return 0 if passes(report.findings) else 1
 
 
 def check(config: CheckConfig, report: Report) -> None:
-    """Ask everything, in order; later questions are left out where an earlier answer makes them senseless."""
+    """Make all checks in order; those that an earlier failure makes meaningless are skipped."""
     tokenizer = load_tokenizer(config.model_name)
     prompts = prompt_tokens(config, tokenizer)
     server = CheckedServer(f"http://127.0.0.1:{config.vllm_port}", patience_s=config.check_timeout_s)
@@ -115,7 +115,7 @@ def check(config: CheckConfig, report: Report) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What the checks of weights work with."""
+    """The inputs of the checks that need the trainer's model."""
 
     config: CheckConfig
     server: CheckedServer
@@ -140,7 +140,7 @@ class _Session:
 
 
 def _check_weights(session: _Session, report: Report, folder: Path) -> None:
-    """Everything that needs the trainer's model: by the bridge where the server has one, else by a copy of its own."""
+    """All checks that need the trainer's model: on the bridge where the server has one, else on a separate copy."""
     config, facts = session.config, session.facts
     bridge: Bridge | None = None
     try:
@@ -152,7 +152,7 @@ def _check_weights(session: _Session, report: Report, folder: Path) -> None:
                 bridge = _build_bridge(config, folder)
                 attached = bridge.attach()
             else:
-                attached = _copy_of_its_own(config)
+                attached = _separate_copy(config)
             trainer = TrainerSide(Trainee(attached, config))
         except (BridgeError, ModelError, PeerError) as error:
             report.add(no_trainer(config, error))
@@ -161,7 +161,7 @@ def _check_weights(session: _Session, report: Report, folder: Path) -> None:
         try:
             if bridge is not None and not (attached.is_shared or facts.serves_the_start):
                 bridge.publish(session.server.policy_version() + 1, trainer.trainee.write_weights)
-                report.add(start_handed_over(facts))
+                report.add(start_published(facts))
             samples = _check_samples(session, trainer, band, report)
             if bridge is not None:
                 report.add(check_canary(bridge, session.server, trainer, samples, mode=facts.logprobs_mode, band=band))
@@ -169,7 +169,7 @@ def _check_weights(session: _Session, report: Report, folder: Path) -> None:
             report.add(broken_off(error))
         finally:
             if bridge is not None and config.bridge.mode == "lora_only":
-                _give_the_adapter_back(session, report)
+                _restore_adapter(session, report)
     finally:
         if bridge is not None:
             bridge.close()
@@ -196,28 +196,28 @@ def _ask_vocabulary(server: CheckedServer, config: CheckConfig, tokenizer: PreTr
 
 def _build_bridge(config: CheckConfig, folder: Path) -> Bridge:
     settings = config.bridge
-    if isinstance(settings, CheckpointSettings):  # every hand-over of the check must be one, beside those of a run
+    if isinstance(settings, CheckpointSettings):  # each publish must reach the server
         settings = settings.model_copy(update={"every_steps": 1, "restart": False, "handover": None})
     return settings.build(replace(bridge_context(config, folder), patience_s=config.check_timeout_s))
 
 
 def _other_trainer(config: CheckConfig) -> ProcessIdentity | None:
-    """A living trainer that writes into the memory which this one would write into."""
-    if not isinstance(config.bridge, OnSharedMemory):
-        return None  # servers do not say who hands them checkpoints or adapters
+    """A running trainer that writes the memory which this one would write."""
+    if not isinstance(config.bridge, InPlaceSettings):
+        return None  # servers do not report who sends them checkpoints or adapters
     path = bridge_file_path(config.bridge.config_path, os.environ)
     if not path.exists():
         return None
     file = read_bridge_file(path)
     if not is_server_alive(file):
         return None
-    fence = Fence.attach(file.fence_segment)
+    fence = WeightLock.attach(file.fence_segment)
     other = fence.other_trainer(file.pid)
     fence.close()
     return other
 
 
-def _copy_of_its_own(config: CheckConfig) -> BridgeModel:
+def _separate_copy(config: CheckConfig) -> BridgeModel:
     model = load_model(config.model_name, dtype=config.dtype, device=trainable_device(config.device))
     return BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained)
 
@@ -239,7 +239,7 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
         band,
         trainer.alternatives(plain, temperature=1.0) if seen.abs_mean > band.normal else [],
         describe=in_words,
-        whose_weights=f"the server says that it serves {facts.model_name!r}",
+        served_model=f"the server says that it serves {facts.model_name!r}",
     )
     first, again = (
         server.sample(plain[0].prompt, n=config.check_samples, max_tokens=16, temperature=1.0, seed=_SEED)
@@ -248,8 +248,8 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
     repeated = [(left.tokens, right.tokens) for left, right in zip(first, again, strict=True)]
     report.add(alignment, judge_order(reading, repeated=repeated, band=band))
     samples = list(plain)
-    if alignment.level is Level.FAIL:
-        report.add(*unasked("temperature", "sampling"))
+    if alignment.severity == "error":
+        report.add(*skipped("temperature", "sampling"))
     else:
         by_temperature = {temperature: session.sample(temperature) for temperature in TEMPERATURES}
         processed = {t: trainer.score(some, temperature=t) for t, some in by_temperature.items()}
@@ -268,9 +268,8 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
             )
         )
         sampler = judge_sampler({1.0: scored, **processed})
-        if sampler.level is Level.FAIL:
-            # Chance may have kept rare tokens away, and their spread with them, so that a right sampler looks narrow:
-            # not twice.
+        if sampler.severity == "error":
+            # By chance, rare tokens may be missing, which makes a correct sampler look narrow: sample again.
             again_at = {t: trainer.score(session.sample(t), temperature=t) for t in (1.0, *TEMPERATURES)}
             sampler = judge_sampler(again_at)
         report.add(sampler)
@@ -279,25 +278,25 @@ def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, rep
     return plain
 
 
-def _give_the_adapter_back(session: _Session, report: Report) -> None:
-    """Serve what was served before the check: an earlier adapter, or the bare model."""
+def _restore_adapter(session: _Session, report: Report) -> None:
+    """Restore what was served before the check: an adapter, or the base model."""
     server, adapter = session.server, session.facts.adapter
     try:
         if not server.restore_adapter(adapter):
             server.restore_adapter(None)
-            report.add(adapter_not_restored(f"its folder {adapter} is gone; the bare model is served"))
+            report.add(adapter_not_restored(f"its folder {adapter} no longer exists; the base model is served"))
     except (BridgeError, PeerError) as error:
         report.add(adapter_not_restored(str(error)))
 
 
 def _folder(config: CheckConfig) -> Path:
-    """Where a run would put what the server is to read; what is put there by the check goes with it."""
+    """The folder for files that the server reads; the check removes its own."""
     return next((folder for folder in (config.run_folder, config.log_dir) if folder and folder.is_dir()), Path("."))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Findings are the talk here; what loading has to say comes with --debug-loading."""
+    """Print findings only; log lines of loading are shown with --debug-loading."""
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("grpo_engine")
@@ -311,13 +310,13 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _ended_politely() -> Iterator[None]:
-    """SIGTERM unwinds the stack as Ctrl-C does, so that a changed weight is put back."""
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that a changed weight is restored."""
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What is asked in a check, as tokens, and what the files of a model say about tokens that are no text."""
+"""Prompts of a check as tokens, and the special tokens in a model's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.check.tokens import SpecialTokens, template_end
-from grpo_engine.environments.prompts import chat_tokens
+from grpo_engine.environments.sampling.prompts import chat_tokens
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.loading import load_config, resolve_model
 
@@ -27,7 +27,7 @@ QUESTIONS = (
     "Tell me a word that rhymes with light.",
 )
 _ANSWER = "Blueberry"
-"""Stands in for an answer, to see what a chat template puts behind one."""
+"""Placeholder of an answer, to see what a chat template appends to one."""
 _LEAST_ROOM = 8
 """Tokens of an answer that must fit behind a prompt."""
 
@@ -65,7 +65,7 @@ def asked(question: str) -> Messages:
 
 
 def special_tokens(model_name: str, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """What the files of a model say about tokens that are no text."""
+    """The special tokens in a model's files."""
     configured = [load_config(model_name).get_text_config().eos_token_id]
     try:
         configured.append(GenerationConfig.from_pretrained(resolve_model(model_name)).eos_token_id)

@@ -1,7 +1,7 @@
-"""The inference server as a check asks it: what it is, completions, tokens, and log-probabilities of given tokens.
+"""The check's client of the inference server: its facts, completions, tokens, and log-probabilities of given tokens.
 
-Speaks to ours as environments and bridges do, and to a stock Atropos server or a stock vLLM as far as those answer.
-Changes nothing there but `restore_adapter`.
+Uses the routes of environments and bridges on our server, and those that exist on a stock Atropos server or vLLM. Only
+`restore_adapter` changes the server.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from pydantic import Field
 
-from grpo_engine.bridges.server_client import ServerClient
-from grpo_engine.environments.groups import Completions, sampled_tokens
+from grpo_engine.bridges.transport.server_client import ServerClient
+from grpo_engine.environments.sampling.groups import Completions, tokens_and_logprobs
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import Message
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode, TokenPrompt
 
 _TOKEN_ID = "token_id:"
-"""How vLLM writes a token where it is asked for ids."""
+"""Prefix of tokens in vLLM's answers with `return_tokens_as_token_ids`."""
 
 
 class ServerKind(StrEnum):
-    """Whose server it is, which decides what it can be asked."""
+    """Which implementation the server is, which decides its routes."""
 
     OURS = "ours"
     ATROPOS = "stock Atropos"
@@ -34,25 +34,25 @@ class ServerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What the server says of itself."""
+    """What the server declares."""
 
     kind: ServerKind
     engine: str
     model_name: str
     logprobs_mode: LogprobsMode
     declares_mode: bool
-    """Whether the server said so; stock servers do not, and theirs is `raw`."""
+    """Whether the server declares the mode; stock servers do not, and theirs is `raw`."""
     dtype: str | None = None
     device: str | None = None
     policy_version: int | None = None
-    """None where the server counts none."""
+    """None where the server has no versions."""
     takes_adapters: bool = False
     adapter: tuple[str, str] | None = None
     """(name, path) of the adapter that is served."""
 
     @property
     def serves_the_start(self) -> bool:
-        """Whether nobody has handed it anything yet."""
+        """Whether no weights were published to it yet."""
         return self.policy_version == 0 and self.adapter is None
 
 
@@ -78,11 +78,11 @@ class CheckedServer:
         self._model = ""
 
     def facts(self) -> ServerFacts:
-        """What it is; to be asked first.
+        """The server's facts; must be called first.
 
         Raises:
-            PeerUnavailable: nobody answers, or the model is still loading.
-            PeerError: it is no inference server that is known here.
+            PeerUnavailable: no answer, or the model is still loading.
+            PeerError: not a known kind of inference server.
         """
         try:
             info = self._client.ask("GET", "/bridge/info", None, _Info)
@@ -109,7 +109,7 @@ class CheckedServer:
     def sample(
         self, prompt: Sequence[int], *, n: int, max_tokens: int, temperature: float, seed: int | None = None
     ) -> list[Sample]:
-        """Completions of one prompt, asked for as an environment does.
+        """Completions of one prompt, requested as an environment does.
 
         Raises:
             PeerError: tokens and log-probabilities of the answer do not fit each other, or there are none.
@@ -126,7 +126,7 @@ class CheckedServer:
             seed=seed,
         )
         answer = self._client.ask("POST", "/generate", request, _Generated)
-        sampled = [sampled_tokens(answer, index) for index in range(n)]
+        sampled = [tokens_and_logprobs(answer, index) for index in range(n)]
         return [
             Sample(
                 prompt=tuple(prompt),
@@ -139,10 +139,10 @@ class CheckedServer:
         ]
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probabilities of every token but the first, before any temperature; ours alone answers this.
+        """Log-probabilities of every token but the first, before any temperature; on our server only.
 
         Raises:
-            PeerError: it does not.
+            PeerError: the answer has none.
         """
         request = GenerateRequest(
             prompt=TokenPrompt(prompt_token_ids=list(tokens)), max_tokens=1, temperature=0.0, prompt_logprobs=0
@@ -156,7 +156,7 @@ class CheckedServer:
         return [(entry or {})[str(token)] for token, entry in entries]
 
     def encode(self, text: str) -> tuple[int, ...] | None:
-        """Tokens of a text; None where no route tells."""
+        """Tokens of a text; None where no route returns them."""
         if self._kind is ServerKind.VLLM:
             return self._tokenized(_TokenizeRequest(model=self._model, prompt=text))
         request = GenerateRequest(prompt=text, max_tokens=1, logprobs=0)
@@ -164,7 +164,7 @@ class CheckedServer:
         return None if answer.prompt_token_ids is None else tuple(answer.prompt_token_ids)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...] | None:
-        """Tokens of a conversation up to where the assistant begins; None where no route tells."""
+        """Tokens of a conversation up to where the assistant begins; None where no route returns them."""
         match self._kind:
             case ServerKind.ATROPOS:
                 return None
@@ -186,11 +186,11 @@ class CheckedServer:
         return True
 
     def policy_version(self) -> int:
-        """The version that is served; ours alone counts them."""
+        """The version that is served; on our server only."""
         return self._client.info().policy_version
 
     def restore_adapter(self, adapter: tuple[str, str] | None) -> bool:
-        """Serve what was served before: an adapter, or the bare model; False where the adapter's folder is gone."""
+        """Serve an adapter, or the base model; False where the adapter's folder no longer exists."""
         if adapter is None:
             self._client.ask("POST", "/lora/unload", None, Message)
             return True
@@ -274,7 +274,7 @@ class _LoraStatus(Message):
 
 class _Generated(Completions):
     logprobs: list[list[list[dict[str, float]]]] | None = None
-    """Also such as are no log-probabilities: they are to be named."""
+    """Unchecked, since the check reports invalid values."""
 
 
 class _ChatRequest(Message):

@@ -1,4 +1,4 @@
-"""The trainer's side of a check: what it makes of sampled tokens, by the very code that trains."""
+"""The trainer's side of a check: scores sampled tokens with the code that trains."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from grpo_engine.wire.inference import LogprobsMode
 from grpo_engine.wire.rollouts import MASKED_LABEL, MASKED_LOGPROB, ScoredGroup
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)
-"""Other ones that a server may have used."""
+"""Temperatures that a server may have used instead."""
 _TOP_PS, _TOP_KS = (0.8, 0.9, 0.95), (20, 40, 50)
-"""What generation_config.json files and servers have for defaults."""
+"""Defaults of generation_config.json files and servers."""
 
 
 class TrainerSide:
-    """A trainee that is asked and not trained."""
+    """A trainee that only scores."""
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
 
     @property
     def dtype(self) -> str:
-        """Of the parameters that compute."""
+        """Type of the parameters."""
         return str(next(self.trainee.model.parameters()).dtype).removeprefix("torch.")
 
     @torch.no_grad()
@@ -48,17 +48,17 @@ class TrainerSide:
         )
 
     def read(self, samples: Sequence[Sample], mode: LogprobsMode) -> Reading:
-        """Completions at temperature 1, as both sides see them."""
+        """Log-probabilities of both sides for completions at temperature 1."""
         return reading_of(samples, self.score(samples, temperature=1.0, mode=mode))
 
     def alternatives(self, samples: Sequence[Sample], *, temperature: float) -> list[Alternative]:
-        """What the trainer would say of them by other temperatures, with truncation, or without its adapter."""
+        """Log-probabilities at other temperatures, with truncation, or without the adapter."""
         found = [
             Alternative(
                 key=f"temperature:{other:g}",
                 label=f"if logits are divided by {other:g}",
                 cause=f"the server's log-probs are of temperature {other:g}, though {temperature:g} was asked for",
-                advice="ask the server itself and no proxy, and look at its default sampling settings",
+                hint="ask the server itself and no proxy, and look at its default sampling settings",
                 trainer=self.score(samples, temperature=other).logprobs,
             )
             for other in _TEMPERATURES
@@ -72,7 +72,7 @@ class TrainerSide:
                     key=f"{name}:{value:g}",
                     label=f"if what {name} {value:g} leaves is taken for the whole",
                     cause=f"the server samples with {name} {value:g} and reports log-probs of what that leaves",
-                    advice=f"sample without {name}; start a stock vLLM with --generation-config vllm",
+                    hint=f"sample without {name}; start a stock vLLM with --generation-config vllm",
                     trainer=self._truncated(samples, temperature=temperature, top_p=top_p, top_k=top_k),
                 )
             )
@@ -85,8 +85,8 @@ class TrainerSide:
                 Alternative(
                     key="base model",
                     label="by the base model without its adapter",
-                    cause="the server answers with the base model: it does not use the adapter that was handed over",
-                    advice="look at /lora/status of the server, and start it with --enable-lora and a --max-lora-rank "
+                    cause="the server answers with the base model: it does not use the published adapter",
+                    hint="look at /lora/status of the server, and start it with --enable-lora and a --max-lora-rank "
                     "of at least --lora-r",
                     trainer=bare,
                 ),
@@ -95,7 +95,7 @@ class TrainerSide:
 
     @torch.no_grad()
     def _truncated(self, samples: Sequence[Sample], *, temperature: float, top_p: float, top_k: int) -> Values:
-        """Log-probabilities after truncation and renormalisation; what would have been cut off keeps its own."""
+        """Log-probabilities after truncation and renormalisation; tokens that would be cut off keep their own."""
         values: list[list[float]] = []
         for sample in samples:
             tokens = torch.tensor([*sample.prompt, *sample.tokens], device=self.trainee.device)
@@ -115,7 +115,7 @@ def reading_of(samples: Sequence[Sample], scored: Scored) -> Reading:
 
 
 def _as_groups(samples: Sequence[Sample], temperature: float, mode: LogprobsMode) -> list[ScoredGroup]:
-    """As an environment would post them."""
+    """Groups as an environment posts them."""
     groups: list[ScoredGroup] = []
     for prompt, members in groupby(samples, key=lambda sample: sample.prompt):
         completions = [list(sample.tokens) for sample in members]

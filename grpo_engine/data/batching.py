@@ -1,8 +1,7 @@
 """Groups to batches: right-padded rows, shifted so that position t predicts label t, and their micro-batches.
 
-B rows, T positions, S sequences of a group. Stays on the CPU until `to`. What the wire says by numbers that no token
-can have is gone by here (`groups` reads it): a mask says what is trained. Which rows share a micro-batch is decided
-here, from lengths alone; `packing` is the other way to lay one out.
+B rows, T positions, S sequences of a group. On the CPU until `to`. A mask says what is trained. Which rows share
+a micro-batch is decided here, from lengths alone; `packing` is the other layout of one.
 """
 
 from __future__ import annotations
@@ -58,27 +57,27 @@ class Batch:
     rewards: Tensor
     """(B,) fp32."""
     group_ids: Tensor
-    """(B,) int64: place of the row's group in the list that was given."""
+    """(B,) int64: index of the row's group in the input."""
     is_zeroed: Tensor
-    """(B,) bool: the environment wants no gradient from it; its reward still counts in its group."""
+    """(B,) bool: the environment excludes it from the gradient; its reward still counts in its group."""
     is_truncated: Tensor
     """(B,) bool: ended at a length limit, the sampler's or `seq_len`."""
     token_advantages: Tensor | None
     """(B, T) fp32 that environments gave; None where none did."""
     has_token_advantages: Tensor
-    """(B,) bool: rows of which `token_advantages` speaks."""
+    """(B,) bool: rows with `token_advantages`."""
     ref_logprobs: Tensor | None
     """(B, T) fp32 of a reference policy, as environments gave them, 0 outside the mask; None where none did."""
     has_ref_logprobs: Tensor
-    """(B,) bool: rows of which `ref_logprobs` speaks."""
+    """(B,) bool: rows with `ref_logprobs`."""
     policy_versions: Tensor
     """(B, T) int64: version of the weights that sampled each label; 0 outside the mask."""
     has_policy_versions: Tensor
-    """(B,) bool: rows of which `policy_versions` speaks."""
+    """(B,) bool: rows with `policy_versions`."""
     env_ids: tuple[int | None, ...]
-    """(B,) who sent it."""
+    """(B,) environments that sent the rows."""
     is_cut: Tensor
-    """(B,) bool: was longer than `seq_len`, and is cut there."""
+    """(B,) bool: was longer than `seq_len` and was cut."""
 
     @property
     def attention_mask(self) -> Tensor:
@@ -106,7 +105,7 @@ class Batch:
         return int(self.lengths.sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device; only what goes to a GPU need not be there yet when this returns."""
+        """A copy on another device; copies to a GPU are asynchronous."""
         waits = torch.device(device).type == "cpu"
         return replace(self, **{n: value.to(device, non_blocking=not waits) for n, value in self._tensors().items()})
 
@@ -137,7 +136,7 @@ class MicroBatch:
     """Trained tokens of the whole batch."""
 
     def part_of(self, values: Tensor) -> Tensor:
-        """This micro-batch's part of something that the whole batch has, (B,) or (B, T)."""
+        """This micro-batch's rows of values of the whole batch, (B,) or (B, T)."""
         part = values[self.row_numbers.to(values.device)]
         return part if values.ndim == 1 else part[:, : self.batch.inputs.shape[1]]
 
@@ -170,7 +169,7 @@ def make_batch(
     if seq_len < 2:
         raise ValueError(f"seq_len = {seq_len}: a sequence needs at least 2 tokens, one to read and one to predict")
     if not groups:
-        raise DataError("a batch of no groups: wait for the rollout API to hand some out")
+        raise DataError("a batch without groups: wait for the rollout API to deliver some")
     names = environment_names or {}
     read = [read_group(group, environment_names=names, default_logprobs_mode=default_logprobs_mode) for group in groups]
     layout = _Layout.of(read, seq_len)
@@ -217,9 +216,9 @@ def batch_advantages(
     epsilon: float = 1e-4,
     baseline: Baseline = "mean",
 ) -> Tensor:
-    """(B, T) fp32: `group_advantages` of the rewards, an environment's own where it gave any, and 0 where it said so.
+    """(B, T) fp32: `group_advantages` of the rewards, the environment's own where it sent any, 0 where excluded.
 
-    Of the whole batch: a micro-batch may not hold all of a group.
+    Computed on the whole batch, since a micro-batch may not have all rows of a group.
     """
     per_row = group_advantages(batch.rewards, batch.group_ids, scale, ddof, epsilon, baseline)
     advantages = per_row[:, None].expand(batch.mask.shape)

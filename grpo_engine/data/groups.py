@@ -1,8 +1,8 @@
-"""From a group as it was posted to rows that can be trained on, or a sentence on why not.
+"""Checks a group as it was posted and reads it into rows that can be trained on.
 
-S sequences of their own lengths, F tokens of all of them, one after another. The wire marks what is not trained by a
-label and a log-probability that no token can have; they are read here and go no further: from here on a mask says it.
-Groups come from strangers, so nothing about them is taken for granted.
+S sequences of their own lengths, F tokens of all of them, one after another. On the wire, untrained
+tokens have a label and a log-probability that no token can have; here they become a mask. Groups come from other
+programs, so everything is checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupRows:
     temperatures: Tensor
     """(S,) fp32: what the trainer divides logits by."""
     is_zeroed: Tensor
-    """(S,) bool: the environment wants no gradient from it."""
+    """(S,) bool: the environment excludes it from the gradient."""
     is_truncated: Tensor
     """(S,) bool: the completion ended at its length limit; False where the environment does not say."""
     advantages: Tensor | None
@@ -54,7 +54,7 @@ class GroupRows:
 
 
 def sender_words(env_id: int | None, environment_names: Mapping[int, str]) -> str:
-    """Who sent a group, for messages: by name and id, or by id alone, since a stock rollout API tells no names."""
+    """The sender of a group, for messages: name and id, or the id alone, since a stock rollout API sends no names."""
     if env_id is None:
         return "an unnamed environment"
     name = environment_names.get(env_id)
@@ -62,7 +62,7 @@ def sender_words(env_id: int | None, environment_names: Mapping[int, str]) -> st
 
 
 def check_group(group: ScoredGroup, *, environment_names: Mapping[int, str] | None = None) -> None:
-    """Pass a group that can be trained on.
+    """Check that a group can be trained on.
 
     Args:
         group: as it was posted.
@@ -102,7 +102,7 @@ def read_group(
 
     tokens = ragged.integers(group.tokens, "tokens")
     labels = ragged.integers(group.masks, "masks")
-    ragged.refuse(tokens < 0, tokens, "tokens", "is no token id: post the tokenizer's ids")
+    ragged.refuse(tokens < 0, tokens, "tokens", "is not a token id: post the tokenizer's ids")
     is_trained = labels != MASKED_LABEL
     ragged.refuse(
         is_trained & (labels != tokens),
@@ -137,7 +137,7 @@ def read_group(
 
 
 class _Ragged:
-    """Reads lists of S sequences into flat tensors, and finds the place of a fault in them."""
+    """Reads lists of S sequences into flat tensors, and locates faults in them."""
 
     def __init__(self, lengths: Tensor, where: str) -> None:
         self.lengths, self.where = lengths, where
@@ -192,16 +192,16 @@ class _Ragged:
         except (TypeError, ValueError, RuntimeError, OverflowError):
             flat = torch.empty(0, 0)
         if flat.ndim != 1:
-            raise DataError(f"{self.where}: {name} holds something else than numbers: post one flat list a sequence")
+            raise DataError(f"{self.where}: {name} has entries that are not numbers: post one flat list per sequence")
         return flat
 
 
 def _refuse_unsupported(group: ScoredGroup, where: str) -> None:
-    """What would change the meaning of training, and is not implemented, is refused rather than ignored."""
+    """Refuse fields that would change the training and are not implemented."""
     if group.distill_token_ids or group.distill_logprobs:
-        raise DataError(f"{where}: carries distillation targets, which are not trained here: switch them off there")
+        raise DataError(f"{where}: has distillation targets, which the trainer does not support: disable them there")
     if isinstance(group.images, list | dict) and any(group.images):
-        raise DataError(f"{where}: carries images, which the trainer does not see: use a text environment")
+        raise DataError(f"{where}: has images, which the trainer does not support: use a text environment")
 
 
 def _check_count(rows: Any, num_sequences: int, name: str, where: str) -> None:
@@ -242,7 +242,7 @@ def _rollout_logprobs(group: ScoredGroup, ragged: _Ragged, is_trained: Tensor) -
         logprobs > LOGPROB_ROUNDING,
         logprobs,
         "inference_logprobs",
-        f"is above 0 at a trained token, so it is no log-probability ({MASKED_LOGPROB} marks tokens without one): "
+        f"is above 0 at a trained token, so it is not a log-probability ({MASKED_LOGPROB} marks tokens without one): "
         "align masks with what the server sampled, and get log-probabilities by `--openai.server_type vllm`",
     )
     return logprobs
@@ -251,7 +251,7 @@ def _rollout_logprobs(group: ScoredGroup, ragged: _Ragged, is_trained: Tensor) -
 def _rewards(group: ScoredGroup, where: str) -> Tensor:
     for sequence, score in enumerate(group.scores):
         if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-            raise DataError(f"{where}: sequence {sequence}: scores = {score!r} is no finite number: repair the reward")
+            raise DataError(f"{where}: sequence {sequence}: scores = {score!r} is not a finite number: fix the reward")
     return torch.tensor(group.scores, dtype=torch.float32)
 
 
@@ -286,7 +286,7 @@ def _temperatures(group: ScoredGroup, default_mode: LogprobsMode, where: str) ->
         if parameters.get(name, neutral[0]) not in neutral:
             raise DataError(
                 f"{where}: generation_params.{name} = {parameters[name]!r} with processed log-probabilities, which are "
-                f"then of a cut-off vocabulary that the trainer does not know: sample with {name} = {neutral[0]}"
+                f"then of a truncated vocabulary that the trainer does not know: sample with {name} = {neutral[0]}"
             )
     temperatures = []
     for sequence, override in enumerate(_overrides(group, where)):

@@ -1,9 +1,9 @@
-"""Prompts once, padding never: completions share a row with their prompt, so that it goes through the network once.
+"""Rows without padding in which completions share their prompt, so that it goes through the network once.
 
 A row holds a prompt and then one completion after the other, or several such bundles. Each completion sees its prompt
-and itself, at the positions it would have alone, so that every hidden state is the same as in a row of its own. Who
-sees whom is said by two numbers a position, `segments` and `parents`; `models.attention` makes of it what a kernel
-takes.
+and itself, at the positions it would have alone, so that every hidden state is the same as in a row of its own. Two
+numbers per position, `segments` and `parents`, say what it attends to; `models.attention` makes the mask of a kernel
+from them.
 
 B rows of a batch, T of their positions; R packed rows, L of their positions; M of these hold a token, N see a trained
 label.

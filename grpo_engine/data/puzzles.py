@@ -1,4 +1,4 @@
-"""Four small puzzles with a known answer: how to make one, and how much of it a completion got right.
+"""Four small puzzles with a known answer: generation and scoring.
 
 Three ask for six characters (`sort6`, `copy6`, `reverse6`), so that a reward can be partial and a model of a few
 hundred thousand parameters has something to learn within minutes; `arithmetic` asks for a sum. Pure and free of torch:
@@ -19,13 +19,13 @@ NUM_DIGITS = 6
 """Length of a puzzle's string of digits, and of its answer."""
 
 MAX_ARITHMETIC_DIGITS = 12
-"""Longest operand that `arithmetic` makes; beyond it no model that one trains here has anything to gain."""
+"""Longest operand that `arithmetic` makes; models that are trained here learn nothing beyond it."""
 
 _INTEGER = re.compile(r"((?<!\w)[-−])?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)")
 """A sign counts only where a word begins: the dash of `5-3` is no minus sign of 3."""
 
 _MAX_READ_DIGITS = 1000
-"""Digits of a completion's number that are read; int() refuses more than 4300, and no answer is near as long."""
+"""Digits of a completion's number that are read; int() refuses more than 4300, and no answer is that long."""
 
 
 class PuzzleTask(StrEnum):

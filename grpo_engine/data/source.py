@@ -1,8 +1,8 @@
-"""Where groups come from: the trainer's client of the rollout API.
+"""The trainer's client of the rollout API.
 
-Fetches one batch at a time, so that nothing goes stale in a drawer here, and acknowledges it when it asks for the next:
-a batch whose step was never finished is offered again to the trainer that comes after. Outlives an API that is killed
-and comes back, also one that has forgotten the registration. How old a group may be is the loop's to decide.
+Fetches one batch at a time, so that none goes stale here, and acknowledges it with the request for the next: a batch
+whose step was not finished is offered again to the next trainer. Retries while the API is down, and registers again
+with one that was reset. The loop decides how old a group may be.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ import httpx
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
+from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.codec import first_fault
-from grpo_engine.wire.rollouts import (
-    TOKEN_VARIABLE,
-    BatchResponse,
-    EvaluationOrder,
-    EvaluationState,
-    RegisterRequest,
-    ScoredGroup,
-)
+from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
+from grpo_engine.wire.rollouts import BatchResponse, EvaluationOrder, EvaluationState, RegisterRequest, ScoredGroup
 
 log = logging.getLogger(__name__)
 
 _MIN_POLL_S = 0.02
 _MAX_POLL_S = 0.25
-"""Between two questions to an API that answers at once."""
+"""Between two requests to an API without long-polling."""
 _HOLD_S = 1.0
-"""For how long the API may hold an answer: a request to stop is noticed that late."""
+"""Long-poll time of the API; a stop request is seen after at most this time."""
 _REQUEST_TIMEOUT_S = 60.0
-"""A batch may be hundreds of megabytes; a connection that is refused says so at once."""
+"""A batch may be hundreds of megabytes; a refused connection fails at once."""
 _SAY_AGAIN_S = 15.0
-"""Between two log lines about the same trouble."""
+"""Between two log lines with the same message."""
+
+
+class _NoBatchYet(PeerUnavailable):
+    """The API answers, but has no batch."""
 
 
 class RolloutSource:
-    """A trainer's place at a rollout API."""
+    """A trainer's connection to a rollout API."""
 
     def __init__(
         self,
@@ -52,15 +51,15 @@ class RolloutSource:
         reach_timeout_s: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Nothing is asked yet.
+        """Send no request yet.
 
         Args:
             token: bearer token; absent: $GRPO_API_TOKEN, if set.
-            reach_timeout_s: how long the API may take to appear at the start.
+            reach_timeout_s: how long to wait for the API at the start.
         """
         self.url = url.rstrip("/")
         token = token or os.environ.get(TOKEN_VARIABLE)
-        # Uncompressed: on loopback unpacking costs more than sending.
+        # Uncompressed: on loopback decompression costs more than sending.
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=_REQUEST_TIMEOUT_S, transport=transport, trust_env=False
@@ -79,41 +78,41 @@ class RolloutSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_used and (kind is None or issubclass(kind, GrpoError)):  # after any other, the step may be lost
+        if self._is_used and (kind is None or issubclass(kind, GrpoError)):  # after another error the step may be lost
             self.acknowledge()
         self.close()
 
     def close(self) -> None:
-        """Hang up; a batch that was not acknowledged is offered again."""
+        """Close the connection; a batch that was not acknowledged is offered again."""
         self._http.close()
 
-    def wait_until_reachable(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = lambda: False) -> None:
+    def wait_until_reachable(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = never) -> None:
         """Wait for the API to answer.
 
         Raises:
             PeerUnavailable: it did not, within `timeout_s` (absent: `reach_timeout_s`), or before `stop()` became true.
         """
         limit = self._reach_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        pause_s = _MIN_POLL_S
-        while True:
+
+        def ask_info() -> None:
             try:
-                if self._http.get("/info", timeout=2.0).status_code == httpx.codes.OK:
-                    log.info("[Trainer] ✓ Atropos API server is reachable at %s", self.url)
-                    return
-                trouble = "it answers, but not as a rollout API does"
+                answer = self._http.get("/info", timeout=2.0)
             except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
-            if stop():
-                raise PeerUnavailable(f"{self.url}: {trouble}; not awaited, since training is to stop")
-            if time.monotonic() >= deadline:
-                log.warning("[Trainer] ⚠ Warning: Atropos API server not reachable at %s", self.url)
-                raise PeerUnavailable(
-                    f"Atropos API not reachable at {self.url} within {limit:g} s ({trouble}): "
-                    "start it first (grpo-engine api), or correct --atropos-url"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
+                raise PeerUnavailable(str(error) or type(error).__name__) from None
+            if answer.status_code != httpx.codes.OK:
+                raise PeerUnavailable(f"/info answers {answer.status_code}, so it is not a rollout API")
+
+        try:
+            retry(ask_info, self._retry_policy(limit, stop))
+        except Stopped as why:
+            raise PeerUnavailable(f"{self.url}: {why}; not retried, since training is stopping") from None
+        except PeerUnavailable as why:
+            log.warning("[Trainer] ⚠ Warning: Atropos API server not reachable at %s", self.url)
+            raise PeerUnavailable(
+                f"Atropos API not reachable at {self.url} within {limit:g} s ({why}): "
+                "start it first (grpo-engine api), or correct --atropos-url"
+            ) from None
+        log.info("[Trainer] ✓ Atropos API server is reachable at %s", self.url)
 
     def register(
         self,
@@ -128,13 +127,13 @@ class RolloutSource:
         max_staleness: int | None = None,
         wandb_group: str = "",
         wandb_project: str = "",
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] = never,
     ) -> None:
-        """Announce a run, once the API answers; `stop()` ends the wait for that.
+        """Register the run once the API answers; `stop()` ends the wait.
 
         Raises:
-            PeerUnavailable: it does not.
-            PeerError: it refuses.
+            PeerUnavailable: the API does not answer.
+            PeerError: the API refuses the registration.
         """
         self._registration = RegisterRequest(
             wandb_group=wandb_group,
@@ -156,11 +155,11 @@ class RolloutSource:
 
         Args:
             wait_s: how long the API may hold its answer until there is one; stock servers answer at once.
-            policy_version: the version that inference serves now; by it the API knows which groups are too old.
+            policy_version: the version that inference serves now; the API drops groups that are too old for it.
 
         Raises:
             PeerUnavailable: the API does not answer; asking again later is safe.
-            PeerError: it answers something else than a batch, or another trainer has taken our place.
+            PeerError: the answer is not a batch, or another trainer has registered.
         """
         told: dict[str, str | float] = {"ack": self._lease, "wait_s": wait_s}
         told |= {} if policy_version is None else {"policy_version": policy_version}
@@ -195,18 +194,15 @@ class RolloutSource:
 
     @property
     def environments(self) -> dict[int, str]:
-        """Names of the last batch's environments, by the ids in its groups; a stock API tells none."""
+        """Names of the last batch's environments, by the ids in its groups; a stock API sends none."""
         return self._environments
 
-    def go_on_after(self, lease: str) -> None:
-        """Take the place of a trainer that was killed and has left this batch behind: the API need not offer it again.
-
-        It is acknowledged with the next request for a batch.
-        """
+    def resume_after(self, lease: str) -> None:
+        """Acknowledge this lease of a killed trainer with the next request, so that its batch is not offered again."""
         self._lease, self._is_used = lease, True
 
     def mark_used(self) -> None:
-        """Note that the last batch was trained on: from here on a goodbye acknowledges it as well."""
+        """Mark the last batch as trained on; closing then acknowledges it too."""
         self._is_used = True
 
     def next_batch(
@@ -214,7 +210,7 @@ class RolloutSource:
         timeout_s: float,
         *,
         policy_version: int | None = None,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] = never,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[ScoredGroup] | None:
         """Wait for the next batch; None when `stop()` became true first.
@@ -224,47 +220,57 @@ class RolloutSource:
             meanwhile: called at the start and then about once a second.
 
         Raises:
-            PeerUnavailable: none came within `timeout_s`, be it that the API was away.
+            PeerUnavailable: no batch within `timeout_s`, also if the API was down.
             PeerError: the API answers something outside the protocol.
         """
         deadline = time.monotonic() + timeout_s
-        pause_s = _MIN_POLL_S
         lost_at: float | None = None
-        while not stop():
+
+        def poll() -> list[ScoredGroup]:
+            nonlocal lost_at
             meanwhile()
             now = time.monotonic()
             try:
                 batch = self.poll(min(_HOLD_S, max(0.0, deadline - now)), policy_version=policy_version)
-                if lost_at is not None:
-                    log.info("%s is back after %.1f s", self.url, now - lost_at)
-                    lost_at, self._said = None, ("", 0.0)
             except PeerUnavailable as error:
-                batch = None
                 lost_at = lost_at or now
                 self._say(f"{error}; waiting for the rollout API to come back")
-                if now >= deadline:
-                    raise
-            if batch is not None:
-                return batch
-            if now >= deadline:
-                raise PeerUnavailable(
-                    f"no batch from {self.url} within {timeout_s:g} s: look at the environments' logs, and at "
-                    f"{self.url}/status for what waits"
+                raise
+            if lost_at is not None:
+                log.info("%s answers again after %.1f s", self.url, now - lost_at)
+                lost_at, self._said = None, ("", 0.0)
+            if batch is None:
+                raise _NoBatchYet(
+                    f"no batch from {self.url} within {timeout_s:g} s: check the environments' logs, and "
+                    f"{self.url}/status for queued groups"
                 )
-            if time.monotonic() - now < pause_s:
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, _MAX_POLL_S)
-        return None
+            return batch
+
+        if stop():
+            return None
+        try:
+            return retry(poll, self._retry_policy(timeout_s, stop))
+        except Stopped:
+            return None
+
+    def _retry_policy(self, limit_s: float, stop: Callable[[], bool]) -> RetryPolicy:
+        return RetryPolicy(
+            retried=PeerUnavailable,
+            first_pause_s=_MIN_POLL_S,
+            longest_pause_s=_MAX_POLL_S,
+            limit_s=limit_s,
+            is_stopping=stop,
+        )
 
     def evaluation(self, order: EvaluationOrder, wait_s: float = 0.0) -> EvaluationState:
-        """Ask where an evaluation stands, which orders it where the API does not know it (yet, or any more).
+        """Fetch the state of an evaluation; orders it first where the API does not know it.
 
         Args:
             wait_s: how long the API may hold its answer until the evaluation is over.
 
         Raises:
             PeerUnavailable: the API does not answer; asking again later is safe.
-            PeerError: it has no evaluations, as stock ones, or refuses this one.
+            PeerError: a stock API without evaluations, or the order is refused.
         """
         state = self._ask("GET", f"/evaluations/{order.id}", params={"wait_s": wait_s})
         if state.status_code == httpx.codes.NOT_FOUND:
@@ -274,7 +280,7 @@ class RolloutSource:
                 state = self._ask("POST", "/evaluations", json=order.model_dump())
         if state.status_code == httpx.codes.NOT_FOUND:
             raise PeerError(
-                f"{self.url} has no evaluations, as a stock rollout API: use grpo-engine api, or eval_every 0"
+                f"{self.url} has no evaluations (a stock rollout API): use grpo-engine api, or set eval_every 0"
             )
         if state.status_code != httpx.codes.OK:
             raise PeerError(f"{self.url}/evaluations: refused with {state.status_code} {state.text[:200]}")
@@ -284,14 +290,14 @@ class RolloutSource:
             raise PeerError(f"{self.url}/evaluations: not an evaluation: {first_fault(error)}") from None
 
     def close_evaluation(self, order: EvaluationOrder) -> None:
-        """Let environments stop what they still do for it; an API that is gone is left alone."""
+        """Tell the API that an evaluation is over; errors are only logged."""
         try:
             self._http.delete(f"/evaluations/{order.id}", timeout=2.0)
         except httpx.TransportError as error:
             log.warning("%s: evaluation of step %d not closed: %s", self.url, order.step, error)
 
     def acknowledge(self) -> None:
-        """Say that the last batch was used, without asking for another; an API that is gone is left alone."""
+        """Acknowledge the last batch without a request for another; errors are only logged."""
         if not self._lease:
             return
         try:
@@ -325,7 +331,7 @@ class RolloutSource:
             log.info("%s: %s", self.url, body["changes"])
 
     def _register_again(self, reason: str) -> None:
-        """The API was reset, or restarted without its database."""
+        """Register again with an API that was reset, or restarted without its database."""
         if self._registration is None:
             raise PeerError(f"{self.url}/batch: {reason}: call register() first")
         log.warning("%s: %s; registering again", self.url, reason)

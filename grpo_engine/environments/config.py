@@ -12,16 +12,16 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from grpo_engine.config import Config
-from grpo_engine.environments.curriculum import AnyCurriculum
-from grpo_engine.environments.curriculum import spell_out as spell_out_curriculum
+from grpo_engine.environments.items.curriculum import AnyCurriculum
+from grpo_engine.environments.items.curriculum import spell_out as spell_out_curriculum
 from grpo_engine.environments.tasks import AnyTask, spell_out
 from grpo_engine.flags import Flag
 
 
 def _without_v1(url: str) -> str:
-    """Stock environments are given `…/v1`; the native calls live beside it."""
+    """Accept `…/v1`, as stock environments use it; the native routes are beside it."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not a URL: write it as http://localhost:9001")
+        raise ValueError(f"{url!r} is not a URL: write it like http://localhost:9001")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -29,22 +29,22 @@ Url = Annotated[str, AfterValidator(_without_v1)]
 
 
 class EnvironmentConfig(Config):
-    """An environment: a task, the model whose tokens it speaks, how it samples, and whom it talks to."""
+    """An environment: its task, the model's tokenizer, sampling settings, and server addresses."""
 
     task: AnyTask
-    """What is asked and how it is rewarded: a table with a `name`, or short, as in sort6 or reasoning_gym:chain_sum."""
+    """Items and rewards: a table with a `name`, or a short form such as sort6 or reasoning_gym:chain_sum."""
     model_name: Annotated[str, Flag(("--model-name", "--model", "--tokenizer-name"))]
-    """Model whose tokenizer and chat template make the prompts: a folder, a hub name, or a locally made model."""
+    """Model whose tokenizer and chat template build the prompts: a folder, a hub name, or a locally made model."""
     group_size: int = Field(4, ge=1)
     """Completions of each item."""
     max_tokens: int = Field(256, ge=1)
-    """Longest completion; never beyond max_token_length, prompt included."""
+    """Longest completion in tokens; prompt and completion never exceed max_token_length."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus that is sampled from; below 1 the log-probabilities are no longer those of the trained policy."""
+    """Nucleus sampling; below 1 the log-probabilities differ from those of the trained policy."""
 
-    # Where things are
+    # Addresses
     rollout_server_url: Url = "http://localhost:8000"
     """URL of the rollout API."""
     inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
@@ -54,42 +54,42 @@ class EnvironmentConfig(Config):
 
     # How much
     max_batches_offpolicy: int = Field(3, ge=1)
-    """Batches that are made ahead of the trainer at most."""
+    """Most batches that are generated ahead of the trainer."""
     max_workers: int = Field(64, ge=1)
-    """Groups that are generated at the same time at most."""
+    """Most groups that are generated concurrently."""
     total_steps: int | None = Field(None, ge=1)
-    """End, with exit code 0, when the trainer has fetched so many batches; unset: go on until stopped."""
+    """Exit with code 0 when the trainer has fetched this many batches; unset: run until stopped."""
     max_token_length: int = Field(2048, ge=2)
-    """Longest sequence, prompt included; a shorter limit of the trainer wins."""
+    """Longest sequence in tokens, prompt included; a lower limit of the trainer applies."""
 
-    # Evaluation: held-out items, asked when the trainer's eval_every says so
+    # Evaluation: held-out items, sampled every eval_every steps of the trainer
     eval_temperature: float | None = Field(None, ge=0)
-    """Sampling temperature in evaluations; 0: greedy; unset: temperature, so that the trained policy is measured."""
+    """Sampling temperature in evaluations; 0: greedy; unset: as `temperature`."""
     eval_solved_from: float = 1.0
     """Reward from which a completion counts as solved, for pass@k."""
 
-    # What is asked
+    # Prompts
     system_prompt: str | None = None
     """First message of every conversation."""
     chat_template: bool = True
-    """Put each question into the model's chat template; off: send it as plain text."""
+    """Put each question into the model's chat template; off: plain text."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the end token."""
+    """Stop strings of a completion, besides the end token."""
     seed: int = 0
-    """Decides which items come in which order."""
+    """Seed of the items and their order."""
 
-    # Which items are asked; see the task's own settings too
+    # Which items are sampled; see also the settings of the task
     curriculum: AnyCurriculum | None = Field(None, discriminator="name")
-    """What decides on the order and difficulty of the items: rising, or python:module:object for one of your own;
-    unset: the task as set, shuffled. Evaluations never follow it."""
+    """Order and difficulty of the items: rising, or python:module:object for your own; unset: the task as configured,
+    shuffled. Evaluations ignore it."""
     easy_threshold: float | None = None
-    """Mean reward of its last groups from which an item teaches nothing and is seldom asked, e.g. 1; unset: none."""
+    """Mean reward of its last groups at which an item is too easy and seldom sampled, e.g. 1; unset: none."""
     hard_threshold: float | None = None
     """Mean reward of its last groups up to which an item teaches nothing and is seldom asked, e.g. 0; unset: none."""
     revisit_rate: float = Field(0.1, ge=0, le=1)
     """Share of its turns in which such an item is asked all the same, because the policy changes."""
     state_file: Path | None = None
-    """JSON file in which the curriculum and what is known of the items outlive a restart; unset: they begin anew."""
+    """JSON file that keeps the curriculum and the solve rates over a restart; unset: not kept."""
 
     # How it appears to the rollout API
     name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
@@ -99,11 +99,11 @@ class EnvironmentConfig(Config):
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
     """Least share of every batch."""
     ensure_scores_are_not_same: bool = False
-    """Drop groups whose scores are all equal. Stock drops them; here they are sent, because a mean reward without them
-    is biased: their advantage is zero anyway, and `reward/frac_zero_std` counts them."""
+    """Drop groups whose scores are all equal. Stock drops them; here they are sent, because the mean reward
+    would be biased without them: their advantage is zero anyway, and `reward/frac_zero_std` counts them."""
 
     worker_timeout: float = Field(600.0, gt=0)
-    """Seconds within which a group must be generated; then it is asked for again."""
+    """Time limit for generating a group; then the request is repeated."""
 
     @field_validator("task", mode="before")
     @classmethod
@@ -119,7 +119,7 @@ class EnvironmentConfig(Config):
     def _leaves_items_between_easy_and_hard(self) -> EnvironmentConfig:
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
-            raise ValueError(f"easy_threshold {easy} must be above hard_threshold {hard}: every item would be left out")
+            raise ValueError(f"easy_threshold {easy} must be above hard_threshold {hard}: every item would be skipped")
         return self
 
     @model_validator(mode="after")
@@ -127,10 +127,10 @@ class EnvironmentConfig(Config):
         if self.max_tokens >= self.max_token_length:
             raise ValueError(
                 f"max_tokens {self.max_tokens} leaves no room for a prompt within max_token_length "
-                f"{self.max_token_length}: lower the first or raise the second"
+                f"{self.max_token_length}: lower max_tokens or raise max_token_length"
             )
         return self
 
     def registered_name(self) -> str:
-        """The name that the rollout API and its metrics know."""
+        """Name in the rollout API and in metrics."""
         return self.name or self.task.label()

@@ -1,4 +1,4 @@
-"""Run an environment until its steps are done, or until SIGTERM or SIGINT, answered at once with exit code 0."""
+"""Run an environment until its steps are done, or until SIGTERM or SIGINT, on which it exits at once with code 0."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import NoReturn
 
 import httpx
 
+from grpo_engine.environments.clients import InferenceServer, RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
-from grpo_engine.environments.peers import InferenceServer, RolloutApi
-from grpo_engine.environments.prompts import Tokenizer, check_template
 from grpo_engine.environments.runner import Runner
+from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
-from grpo_engine.wire.rollouts import TOKEN_VARIABLE
+from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
 
 log = logging.getLogger(__name__)
 
 
 def run(config: EnvironmentConfig) -> int:
-    """Work until the end; returns the exit code.
+    """Run until the end; returns the exit code.
 
     Raises:
-        GrpoError: the task or the model is not there, or a server refuses.
+        GrpoError: the task or the model is missing, or a server refuses a request.
     """
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit)
     config.task.check()
-    # Here, not above: transformers takes seconds to load, and a task that is not there should be told sooner.
+    # Imported late: transformers takes seconds to load, and errors of the task should come first.
     from grpo_engine.models.loading import load_tokenizer
 
     tokenizer: Tokenizer = load_tokenizer(config.model_name)
@@ -41,10 +41,10 @@ def run(config: EnvironmentConfig) -> int:
 
 
 async def work(config: EnvironmentConfig, tokenizer: Tokenizer) -> int:
-    """Work until the end or a signal; returns the exit code."""
+    """Run until the end or a signal; returns the exit code."""
     token = config.api_token or os.environ.get(TOKEN_VARIABLE)
-    # Uncompressed answers: on loopback unpacking costs more than sending. One connection a group at most, or one a
-    # sequence where seats are asked turn by turn, and as many for an evaluation that begins meanwhile.
+    # Uncompressed answers: on loopback decompression costs more than sending. At most one connection per group, or per
+    # sequence in multi-turn tasks, and as many again for an evaluation.
     plain = {"Accept-Encoding": "identity"}
     requests_a_group = config.group_size if isinstance(config.task, MultiTurnTask) else 1
     num_connections = 2 * config.max_workers * requests_a_group + 8
@@ -71,6 +71,6 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer) -> int:
     return 0
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End before the loop runs: there is nothing to clean up yet."""
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit before the event loop runs: there is nothing to clean up yet."""
     raise SystemExit(0)

@@ -1,9 +1,9 @@
-"""The environment's loop: keep as many groups in the making as the trainer will want, and post those that are done.
+"""The environment's loop: keep generating as many groups as the trainer will need, and post the finished ones.
 
-One task asks the rollout API how far the trainer is and starts makers; each maker turns one item into one group, or a
-game into one for each seat that the policy plays; one task posts what is done, several groups at once when several are.
-All items for which there is room are asked at the same time, so that the inference server decodes them together. An
-evaluation comes first: no item is begun while one of its prompts waits to be asked.
+One task polls the rollout API for the trainer's step and starts workers. Each worker turns one item into one group, or
+a game into one group per seat that the policy plays. One task posts finished groups, several per request if available.
+All items for which there is room are sampled concurrently, so that the inference server batches them. An evaluation has
+priority: no item is started while one of its prompts has not been sent.
 """
 
 from __future__ import annotations
@@ -12,38 +12,43 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
+from collections.abc import Sequence
 
+from grpo_engine.environments.clients import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
 from grpo_engine.environments.config import EnvironmentConfig
-from grpo_engine.environments.evaluating import Evaluator
-from grpo_engine.environments.groups import scored_group
-from grpo_engine.environments.item_source import ItemSource
-from grpo_engine.environments.peers import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
-from grpo_engine.environments.policy import Policy, PromptTooLong
-from grpo_engine.environments.progress import Progress
-from grpo_engine.environments.prompts import Tokenizer, room_for_completion
-from grpo_engine.environments.rolling_out import Rollouts, num_groups, roll_out, sample_rewards, with_words
+from grpo_engine.environments.evaluator import Evaluator
+from grpo_engine.environments.items.source import ItemSource
+from grpo_engine.environments.sampling.groups import scored_group
+from grpo_engine.environments.sampling.policy import Policy, PromptTooLong
+from grpo_engine.environments.sampling.prompts import Tokenizer, room_for_completion
+from grpo_engine.environments.sampling.sample import Rollouts, num_groups, sample_item, sample_rewards, without_empty
 from grpo_engine.environments.tasks.base import Item
-from grpo_engine.environments.together import first_error
+from grpo_engine.environments.tasks.concurrency import first_error
 from grpo_engine.errors import ConfigError, GrpoError
-from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
+from grpo_engine.wire.log_lines import ENVIRONMENT_READY
+from grpo_engine.wire.rollouts import MASKED_LABEL, EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
 
 log = logging.getLogger(__name__)
 
 _MIN_ASK_S = 0.02
-"""Between two questions for the state of the queue, however much happens."""
+"""Least interval between two status requests."""
 _HOLD_S = 5.0
-"""For how long the API may hold its answer while nothing changes."""
+"""Time for which the API may hold its answer while nothing changes."""
 _ASK_EVERY_S = 0.1
-"""Between two questions to an API that answers at once, as stock ones do."""
+"""Interval of status requests to an API that answers at once, as stock ones do."""
 _MAX_GROUPS_A_POST = 64
 _MAX_TOKENS_A_POST = 1_000_000
-"""Some 35 MB: what gathers while the API is away must not exceed what it takes at once."""
+"""About 35 MB: groups that accumulate while the API is down must stay below its body limit."""
+_PROGRESS_EVERY_S = 10.0
+_PROGRESS_GROUPS = 64
+"""Groups that the averages in a progress line go over."""
 _MAX_SKIPPED_ITEMS = 100
-"""Items in a row that are too long; more of them means that the limit, not the item, is wrong."""
+"""Consecutive items that are too long; with more, the limit is wrong and not the items."""
 
 
 class Runner:
-    """One environment at work."""
+    """Runs one environment."""
 
     def __init__(
         self, config: EnvironmentConfig, tokenizer: Tokenizer, api: RolloutApi, inference: InferenceServer
@@ -54,36 +59,36 @@ class Runner:
         self._inference = inference
         self._source = ItemSource(config)
         self._num_groups = num_groups(config.task)
-        """Groups that an item becomes."""
+        """Groups per item."""
         self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
         self._env_id: int | None = None
-        self._makers: set[asyncio.Task[None]] = set()
-        self._done: asyncio.Queue[ScoredGroup] = asyncio.Queue()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._finished: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._num_unposted = 0
-        """Groups in the making, or made and not yet posted."""
+        """Groups that are being generated, or finished and not yet posted."""
         self._has_news = asyncio.Event()
         self._progress = Progress()
-        self._evaluator = Evaluator(config, tokenizer, api, inference, tell=self._has_news.set)
+        self._evaluator = Evaluator(config, tokenizer, api, inference, notify=self._has_news.set)
 
     async def run(self) -> None:
-        """Work until `total_steps` are reached; cancel it to end sooner.
+        """Run until `total_steps` are reached; cancel it to end sooner.
 
         Raises:
-            GrpoError: a server refuses, or a setting cannot work with the trainer's.
+            GrpoError: a server refuses a request, or a setting conflicts with the trainer's.
         """
         config = self._config
         await self._api.limits()
         await self._inference.wait_until_healthy()
-        log.info("environment ready: %s, group size %d", config.registered_name(), config.group_size)
-        await self._join()
+        log.info(ENVIRONMENT_READY.text, config.registered_name(), config.group_size)
+        await self._register()
         try:
             async with asyncio.TaskGroup() as tasks:
-                posting = tasks.create_task(self._post_what_is_done())
-                await self._keep_making(tasks)
+                posting = tasks.create_task(self._post_finished())
+                await self._keep_generating(tasks)
                 posting.cancel()
-                for maker in self._makers:
-                    maker.cancel()
-                self._evaluator.give_up()
+                for worker in self._workers:
+                    worker.cancel()
+                self._evaluator.cancel()
         except* GrpoError as group:
             raise first_error(group) from None
         finally:
@@ -91,8 +96,8 @@ class Runner:
             if self._env_id is not None:
                 await self._api.disconnect(self._env_id)
 
-    async def _join(self) -> None:
-        """Register, and learn the trainer's limits."""
+    async def _register(self) -> None:
+        """Register, and fetch the trainer's limits."""
         config = self._config
         answer = await self._api.register(
             RegisterEnvironmentRequest(
@@ -106,19 +111,19 @@ class Runner:
         )
         self._env_id = answer.env_id
         log.info("registered as %s (id %s), step %s", answer.wandb_name, answer.env_id, answer.starting_step)
-        await self._learn_limits()
+        await self._update_limits()
 
-    async def _learn_limits(self) -> None:
+    async def _update_limits(self) -> None:
         self._limits = await self._api.limits()
         if 0 < self._limits.batch_size < self._config.group_size:
             raise ConfigError(
                 f"group_size ({self._config.group_size}) is more than the trainer's batch_size "
-                f"({self._limits.batch_size}): no group fits into a batch; lower the one or raise the other"
+                f"({self._limits.batch_size}): no group fits into a batch; lower group_size or raise batch_size"
             )
 
-    # --- making ----------------------------------------------------------------------------------------------------
+    # --- generating ------------------------------------------------------------------------------------------------
 
-    async def _keep_making(self, tasks: asyncio.TaskGroup) -> None:
+    async def _keep_generating(self, tasks: asyncio.TaskGroup) -> None:
         status: EnvironmentStatus | None = None
         while True:
             asked_at = time.monotonic()
@@ -129,35 +134,35 @@ class Runner:
                 log.info("trainer is at step %d of %d: done", status.current_step, total_steps)
                 return
             if before is not None and before.current_step != status.current_step:
-                await self._learn_limits()
+                await self._update_limits()
             self._follow_evaluation(status, tasks)
             num_begun = 0 if is_done else self._room(status)
             for _ in range(num_begun):
                 self._num_unposted += self._num_groups
-                maker = tasks.create_task(self._make())
-                self._makers.add(maker)
-                maker.add_done_callback(self._makers.discard)
-            self._progress.say_now_and_then(status, self._source.told())
+                worker = tasks.create_task(self._generate())
+                self._workers.add(worker)
+                worker.add_done_callback(self._workers.discard)
+            self._progress.log_periodically(status, self._source.progress())
             await self._pause(asked_at, is_unchanged=before == status)
 
     async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
-        """Ask for the state of the queue, and let the API hold its answer while only it can have news.
+        """Request the status; the API may hold its answer while nothing can change on this side.
 
-        It can not while groups are in the making, whose end is news too, nor while there is room for more of them.
+        It may not while groups are being generated, or while there is room for more of them.
         """
         assert self._env_id is not None
-        is_idle = self._num_unposted == 0 and not self._evaluator.is_at_work
+        is_idle = self._num_unposted == 0 and not self._evaluator.is_running
         may_hold = is_idle and known is not None and not known.is_evaluation_to_come and not self._room(known)
         wait_s = _HOLD_S if may_hold else 0.0
         try:
             return await self._api.status(self._env_id, known=known, wait_s=wait_s)
         except UnknownEnvironment:
             log.warning("the rollout API no longer knows this environment; registering again")
-            await self._join()
+            await self._register()
             return await self._api.status(self._env_id)
 
     async def _pause(self, asked_at: float, *, is_unchanged: bool) -> None:
-        """Let something happen before the next question."""
+        """Wait before the next status request."""
         self._has_news.clear()
         passed = time.monotonic() - asked_at
         await asyncio.sleep(max(0.0, _MIN_ASK_S - passed))
@@ -174,52 +179,52 @@ class Runner:
         self._evaluator.follow(status.evaluation, env_id=self._env_id, longest=longest, tasks=tasks)
 
     def _room(self, status: EnvironmentStatus) -> int:
-        """Items to start now: up to `max_batches_offpolicy` batches of groups ahead, counting those in the making.
+        """Items to start now: up to `max_batches_offpolicy` batches ahead, including groups that are being generated.
 
-        Others' groups count too, except against the guaranteed share: no batch forms without that.
+        Groups of other environments count too, except against the guaranteed share: no batch forms without that.
         """
         config, batch_size = self._config, self._limits.batch_size
-        if self._evaluator.needs_everything:
+        if self._evaluator.has_unstarted_prompts:
             return 0
         num_ahead = status.queue_size + self._num_unposted
         wanted = config.max_batches_offpolicy * batch_size // config.group_size
         num_items = (wanted - num_ahead) // self._num_groups
         if num_items < 1 and num_ahead * config.group_size < batch_size:
-            num_items = 1  # of more groups than there is room for; without it the trainer would wait for ever
+            num_items = 1  # though its groups exceed the room: without it the trainer would wait forever
         share = math.ceil(wanted * (config.min_batch_allocation or 0))
         num_items = max(num_items, math.ceil((share - status.self_queue_size - self._num_unposted) / self._num_groups))
         workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
-        return max(0, min(num_items, max(1, workers // self._num_groups) - len(self._makers)))
+        return max(0, min(num_items, max(1, workers // self._num_groups) - len(self._workers)))
 
-    async def _make(self) -> None:
-        """Turn one item into its groups."""
+    async def _generate(self) -> None:
+        """Sample one item and queue its groups for posting."""
         config = self._config
-        item, of_seats = await self._roll_out_what_fits()
+        item, of_seats = await self._sample_next_item()
         self._source.result(item, sample_rewards(of_seats))
         groups = [
-            scored_group(spoken.conversations, spoken.rewards, temperature=config.temperature)
-            for spoken in map(with_words, of_seats)
-            if self._is_wanted(spoken)
+            scored_group(sampled.conversations, sampled.rewards, temperature=config.temperature)
+            for sampled in map(without_empty, of_seats)
+            if self._is_wanted(sampled)
         ]
         num_dropped = self._num_groups - len(groups)
         self._progress.num_dropped += num_dropped
         self._num_unposted -= num_dropped
         for group in groups:
-            self._done.put_nowait(group)
+            self._finished.put_nowait(group)
         if num_dropped:
             self._has_news.set()
 
-    def _is_wanted(self, spoken: Rollouts) -> bool:
-        """Whether there is something to compare."""
-        if len(spoken.conversations) < min(2, self._config.group_size):
+    def _is_wanted(self, sampled: Rollouts) -> bool:
+        """Whether the group has at least two samples, and different rewards where that is required."""
+        if len(sampled.conversations) < min(2, self._config.group_size):
             return False
-        return not self._config.ensure_scores_are_not_same or len(set(spoken.rewards)) > 1
+        return not self._config.ensure_scores_are_not_same or len(set(sampled.rewards)) > 1
 
-    async def _roll_out_what_fits(self) -> tuple[Item, list[Rollouts]]:
-        """The next item that leaves room to say something, and what was said.
+    async def _sample_next_item(self) -> tuple[Item, list[Rollouts]]:
+        """Sample the next item whose prompt leaves room for a completion.
 
         Raises:
-            ConfigError: so many in a row leave none that the limit must be wrong.
+            ConfigError: none of `_MAX_SKIPPED_ITEMS` consecutive prompts leaves room.
         """
         config = self._config
         longest = room_for_completion(config, self._limits.max_token_len)
@@ -233,7 +238,7 @@ class Runner:
         for _ in range(_MAX_SKIPPED_ITEMS):
             item = self._source.next()
             try:
-                return item, await roll_out(policy, item, config.group_size)
+                return item, await sample_item(policy, item, config.group_size)
             except PromptTooLong as error:
                 self._progress.num_too_long += 1
                 num_tokens = error.num_tokens
@@ -244,12 +249,12 @@ class Runner:
 
     # --- posting ---------------------------------------------------------------------------------------------------
 
-    async def _post_what_is_done(self) -> None:
+    async def _post_finished(self) -> None:
         while True:
-            groups = [await self._done.get()]
+            groups = [await self._finished.get()]
             num_tokens = _num_tokens(groups[0])
-            while len(groups) < _MAX_GROUPS_A_POST and num_tokens < _MAX_TOKENS_A_POST and not self._done.empty():
-                groups.append(self._done.get_nowait())
+            while len(groups) < _MAX_GROUPS_A_POST and num_tokens < _MAX_TOKENS_A_POST and not self._finished.empty():
+                groups.append(self._finished.get_nowait())
                 num_tokens += _num_tokens(groups[-1])
             await self._api.post([group.model_copy(update={"env_id": self._env_id}) for group in groups])
             self._num_unposted -= len(groups)
@@ -259,3 +264,45 @@ class Runner:
 
 def _num_tokens(group: ScoredGroup) -> int:
     return sum(map(len, group.tokens))
+
+
+class Progress:
+    """Counts since the start and averages over the last groups, for a periodic log line."""
+
+    def __init__(self) -> None:
+        self.num_groups = 0
+        self.num_dropped = 0
+        """Groups with equal scores, where those are dropped, or whose seat never had a turn."""
+        self.num_too_long = 0
+        """Items whose prompt leaves no room for a completion."""
+        self._rewards: deque[float] = deque(maxlen=_PROGRESS_GROUPS)
+        self._lengths: deque[float] = deque(maxlen=_PROGRESS_GROUPS)
+        self._logged_at = time.monotonic()
+        self._logged_groups = 0
+
+    def posted(self, groups: Sequence[ScoredGroup]) -> None:
+        """Count posted groups."""
+        self.num_groups += len(groups)
+        for group in groups:
+            num_read = sum(labels.count(MASKED_LABEL) for labels in group.masks)
+            self._rewards.append(sum(group.scores) / len(group.scores))
+            self._lengths.append((sum(map(len, group.tokens)) - num_read) / len(group.tokens))
+
+    def log_periodically(self, status: EnvironmentStatus, more: str = "") -> None:
+        """Log a line with `more` at its end, if there are new groups and the last line is old enough."""
+        now = time.monotonic()
+        if now - self._logged_at < _PROGRESS_EVERY_S or self.num_groups == self._logged_groups:
+            return
+        self._logged_at, self._said = now, self.num_groups
+        log.info(
+            "step %d: %d groups sent, %d queued; last %d: reward %.3f, %.1f tokens%s%s%s",
+            status.current_step,
+            self.num_groups,
+            status.self_queue_size,
+            len(self._rewards),
+            sum(self._rewards) / len(self._rewards),
+            sum(self._lengths) / len(self._lengths),
+            f"; {self.num_dropped} dropped (equal scores)" if self.num_dropped else "",
+            f"; {self.num_too_long} items too long" if self.num_too_long else "",
+            f"; {more}" if more else "",
+        )

@@ -1,7 +1,7 @@
-"""Attention for training: the quickest kernel for rows as they are, and one that knows shared prompts.
+"""Attention for training: the fastest kernel for plain rows, and masked attention for rows packed with shared prompts.
 
-Rows on their own need no mask, since padding stands at their end and attention is causal. Packed rows (`data.packing`)
-take flex attention on a GPU, which skips what a position may not see, and a dense mask on a CPU, where rows are short.
+Plain rows need no mask, since padding is at their end and attention is causal. Packed rows (`data.packing`) use flex
+attention on a GPU, which skips masked blocks, and a dense mask on a CPU, where rows are short.
 B rows, A heads, L positions, D head size.
 """
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "grpo_engine"
-"""Under which transformers knows it. It has no function for masks there, so the model's body makes none."""
+"""Its name in transformers, which has no mask function for it, so that the model creates no mask."""
 
 BLOCK_SIZE = 128
-"""Positions a block of flex attention's masks; widths are multiples of it."""
+"""Positions per block of flex attention's masks; widths are multiples of it."""
 _HOPPER = 9
 _KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -42,19 +42,19 @@ _KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""In the order in which they are quick on Hopper: forward and backward of 16,384 positions, 16 heads of 128, take
+"""Fastest first on Hopper: forward and backward of 16,384 positions, 16 heads of 128, take
 6.6 ms with cuDNN's kernels and 12.4 ms with FlashAttention 2, which torch would choose (H200, torch 2.11). On other
-GPUs FlashAttention is as quick or quicker, so torch's own order stands."""
+GPUs FlashAttention is as fast or faster, so torch's own order is kept."""
 
 
 def use_training_attention(model: PreTrainedModel) -> None:
-    """Have `model` attend by `attend`; one that `takes_any_mask` refuses must be left alone."""
+    """Make `model` use `attend`; only for models for which `takes_any_mask` is true."""
     AttentionInterface.register(NAME, attend)
     model.config._attn_implementation = NAME
 
 
 def may_look(packed: PackedRows) -> Tensor | BlockMask:
-    """Which positions see which: an argument `attention_mask` for a model with training attention.
+    """The `attention_mask` of packed rows, for a model that uses `attend`.
 
     Returns:
         (R, 1, L, L) bool on a CPU; a block mask on a GPU, for one row.
@@ -87,12 +87,12 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    """Attention with the signature that transformers calls.
 
     Args:
         query: (B, A, L, D).
         key: (B, fewer A, L, D), as `value`.
-        attention_mask: what `may_look` made; None: causal.
+        attention_mask: from `may_look`; None: causal.
 
     Returns:
         (B, L, A, D) and no weights.
@@ -108,16 +108,16 @@ def attend(
 
 
 def keeping_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint`'s `context_fn`: attention's outputs are kept, and not computed a second time.
+    """A `context_fn` for `torch.utils.checkpoint` that keeps attention's outputs instead of recomputing them.
 
-    The library's own selective checkpointing is a mode around the whole layer, in which compiled code does not run.
+    torch's own selective checkpointing is a dispatch mode around the whole layer, which disables compiled code.
     """
     outputs: list[Any] = []
     return _within(_Recording(outputs)), _within(_Replaying(outputs))
 
 
 class _Kept(threading.local):
-    """The mode in which attention runs; of a thread, since backward has one of its own."""
+    """The dispatch mode in which attention runs; per thread, since backward runs in another one."""
 
     mode: TorchDispatchMode | None = None
 
@@ -135,7 +135,7 @@ def _within(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what attention's kernels return."""
+    """Records the outputs of attention kernels."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns that instead of running them, in the same order."""
+    """Returns the recorded outputs, in the same order, instead of running the kernels."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,12 +171,12 @@ def _kernel_order(device: torch.device) -> AbstractContextManager[None]:
 
 @cache
 def _compiled_flex() -> Any:
-    """Compiled once: without, flex attention holds all scores of a row."""
+    """Compiled once: uncompiled flex attention allocates all scores of a row."""
     log.info("compiling attention for packed rows: some 20 s, once on a machine")
     return torch.compile(flex_attention, dynamic=True)
 
 
 @cache
 def _compiled_block_mask() -> Any:
-    """Compiled once: without, making a block mask takes a byte for each pair of positions."""
+    """Compiled once: uncompiled, a block mask takes a byte per pair of positions while it is created."""
     return torch.compile(create_block_mask, dynamic=True)

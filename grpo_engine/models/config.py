@@ -1,7 +1,7 @@
-"""What can be said about models without loading one: their names, layer filters, adapter and optimizer settings.
+"""Settings of models that are checked without loading one: names, layer filters, adapter and optimizer settings.
 
-Torch-free and offline, so that a profile is checked before anything starts. Whether a hub id exists is not known here;
-the hub says it when the model is loaded.
+Torch-free and offline, so that a profile is checked before any process starts. Whether a hub id exists is found out
+when the model is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from grpo_engine.errors import ConfigError
 from grpo_engine.models.local import LOCAL_MODELS, missing_source
 
 DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
-"""Of a model's parameters; auto: what its checkpoint says."""
+"""Of a model's parameters; auto: as in its checkpoint."""
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 MasterKind = Literal["float32", "stochastic_rounding"]
-"""How updates below the last bit of bf16 weights add up."""
+"""How updates below bf16's resolution accumulate."""
 
 LOCAL_PREFIX = "local/"
-"""Names below it are made on this machine; a folder that is called so is reached as `./local/…`."""
+"""Models with this prefix are created on this machine; a folder of that name is given as `./local/…`."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
@@ -38,9 +38,9 @@ class LoraSettings(Config):
     alpha: int = Field(32, ge=1)
     """The update is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Off: with dropout the trainer and the server disagree on every token, even with equal weights."""
+    """0: with dropout, trainer and server log-probs differ on every token even with equal weights."""
     target_modules: tuple[str, ...] = Field(("q_proj", "v_proj"), min_length=1)
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers with an adapter."""
     layer_indices: str | None = None
     """Adapters only on these layers, as in `20-31` or `0-3,28-31`; unset: all."""
 
@@ -53,7 +53,7 @@ class LoraSettings(Config):
 
 
 class OptimizerSettings(Config):
-    """Which optimizer, and what it is told."""
+    """The optimizer and its settings."""
 
     name: OptimizerName = "adamw"
     """adamw_8bit needs bitsandbytes, on a CPU 0.50 or newer."""
@@ -63,8 +63,8 @@ class OptimizerSettings(Config):
     """Decay of the averages of gradient and squared gradient; adafactor has none."""
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled, and of matrices alone: norms and biases never decay. Off: RL starts from a trained model, and decay
-    would pull it towards zero, not towards that model."""
+    """Decoupled, on matrices only: norms and biases never decay. 0 by default: RL starts from a trained model, and
+    decay would pull it towards zero, not towards that model."""
     adafactor_scale_parameter: bool = False
     """Multiply the learning rate by each parameter's own size."""
     adafactor_relative_step: bool = False
@@ -72,9 +72,9 @@ class OptimizerSettings(Config):
 
 
 def check_model_name(name: str) -> str | None:
-    """What is wrong with a model's name, in words; None when nothing is that can be seen from here.
+    """What is wrong with a model's name; None if nothing is found without loading it.
 
-    A name that looks like a path must be a model folder; a hub id (`gpt2`, `owner/name`) is believed.
+    A name that looks like a path must be a model folder; a hub id (`gpt2`, `owner/name`) is not checked further.
     """
     if not name.strip():
         return "the name of the model is empty: give a hub id (owner/name), a folder, or a local/… model"

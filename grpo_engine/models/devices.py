@@ -1,18 +1,18 @@
-"""Whether torch can use the device that a setting names."""
+"""Devices that settings name. Torch-free to import."""
 
 from __future__ import annotations
-
-import torch
 
 from grpo_engine.errors import ConfigError
 
 
 def require_device(name: str) -> None:
-    """Look whether torch can use the device that was asked for.
+    """Check that torch can use a device.
 
     Raises:
         ConfigError: it cannot.
     """
+    import torch
+
     if not name.startswith("cuda"):
         return
     index, count = name.partition(":")[2], torch.cuda.device_count()
@@ -22,3 +22,12 @@ def require_device(name: str) -> None:
             f"device {name!r}: torch {torch.__version__} finds {count} GPUs here: choose another --device, look at "
             "CUDA_VISIBLE_DEVICES, or install a torch that is built for this machine's GPUs"
         )
+
+
+def trainable_device(text: str) -> str:
+    """The device of a setting; `auto` is the GPU if there is one."""
+    import torch
+
+    if text != "auto":
+        return text
+    return "cuda" if torch.cuda.is_available() else "cpu"

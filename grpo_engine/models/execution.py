@@ -1,4 +1,4 @@
-"""How a model's layers are run in training: without noise, computed again in the backward pass, compiled."""
+"""How a model's layers run in training: without dropout, with activation checkpointing, compiled."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def recompute_layers(model: PreTrainedModel | PeftModel, *, keep_attention: bool = False) -> None:
-    """Keep only what goes into each layer, and compute the rest again in the backward pass.
+    """Activation checkpointing: keep the input of each layer only, and recompute the rest in the backward pass.
 
     Args:
-        keep_attention: keep what attention gives, too: 2 bytes × hidden size a position and layer, and long rows are
-            a tenth quicker. Without effect on packed rows, and where the model has attention of its own.
+        keep_attention: keep attention's outputs too: 2 bytes × hidden size per position and layer; long rows are 10 %
+            faster. No effect on packed rows, or if the model has its own attention.
 
     Raises:
         ModelError: this kind of model cannot.
@@ -31,7 +31,7 @@ def recompute_layers(model: PreTrainedModel | PeftModel, *, keep_attention: bool
             f"gradient_checkpointing: {type(model).__name__} has none in transformers: leave it out, and lower "
             "--batch-size or --micro-batch-tokens instead"
         )
-    # Not reentrant: that one runs nothing backward when a layer's input needs no gradient, as with frozen embeddings.
+    # Not reentrant: that variant computes no gradients when a layer's input needs none, as with frozen embeddings.
     settings: dict[str, Any] = {"use_reentrant": False}
     if keep_attention:
         settings["context_fn"] = keeping_attention
@@ -39,10 +39,10 @@ def recompute_layers(model: PreTrainedModel | PeftModel, *, keep_attention: bool
 
 
 def silence(model: nn.Module) -> None:
-    """Switch off the dropout and router noise that the model's own configuration has for training.
+    """Disable the dropout and router noise of the model's configuration.
 
-    GPT-2 and OPT have 0.1: every log-probability would differ from the sampler's, and from one update to the next.
-    Dropout of adapters stays, since a setting of its own asks for it.
+    GPT-2 and OPT have 0.1: every log-prob would differ from the sampler's, and between updates. Dropout of adapters
+    stays, since it has its own setting.
     """
     for name, module in model.named_modules():
         if "lora_dropout" in name:
@@ -56,27 +56,28 @@ def silence(model: nn.Module) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer by itself: norms, rotations and activations are fused; all layers share one compilation.
+    """Compile each layer separately, which fuses norms, rotations and activations; all layers share one compilation.
 
-    Widths vary from batch to batch, so sizes are left open.
+    With dynamic shapes, since widths vary between batches.
 
     Raises:
-        ModelError: nothing to compile with.
+        ModelError: no C compiler.
     """
     if not has_compiler():
         raise ModelError(
-            "compile_layers: neither gcc nor clang is in PATH, nor what CC names: install one (apt install gcc), name "
-            "one in CC, or leave compile_layers out"
+            "compile_layers: neither gcc nor clang is in PATH, nor the compiler of CC: install one (apt install gcc), "
+            "set "
+            "CC, or omit compile_layers"
         )
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder, in their order.
+    """The layers of a decoder, in order.
 
     Raises:
-        ModelError: it names them in none of the ways known here.
+        ModelError: their attribute has an unknown name.
     """
     body = model.get_decoder()
     for name in ("layers", "h", "blocks"):

@@ -1,7 +1,7 @@
-"""Choosing what learns: transformer layers by index, to train or to put adapters on, and modules for adapters.
+"""Selection of trained parameters: layers by index, and target modules of adapters.
 
-Assumes the naming that every decoder of the transformers library has: `….layers.<index>.…` (`….h.<index>.…` in GPT-2's
-line). Reading the text form (`0-3,28-31`) is in `config.py`.
+Assumes the parameter names of the decoders in transformers: `….layers.<index>.…` (`….h.<index>.…` in GPT-2's
+line). The text form (`0-3,28-31`) is parsed in `config.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LAYER_OF_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def freeze_except_layers(model: nn.Module, indices: Iterable[int]) -> None:
-    """Freeze all but these layers, also embeddings, final norm and head; what is frozen already stays so.
+    """Freeze everything but these layers, including embeddings, final norm and head; frozen parameters stay frozen.
 
-    Of a model with an adapter, the adapter alone learns, and with this only its part in these layers.
+    With an adapter, only the adapter's part in these layers is trained.
 
     Raises:
-        ModelError: no index, or one that the model does not have; nothing is frozen then.
+        ModelError: no index, or one that the model does not have; nothing is changed then.
     """
     chosen = require_layers(model, indices)
     for name, parameter in model.named_parameters():
@@ -52,10 +52,10 @@ def require_layers(model: nn.Module, indices: Iterable[int]) -> frozenset[int]:
 
 
 def require_targets(model: PreTrainedModel, names: Sequence[str]) -> list[nn.Module]:
-    """A module of each of these names, if adapters can be put on all of them.
+    """One module of each of these names, if all can have adapters.
 
     Raises:
-        ModelError: one is no linear layer of this model, or is its output layer.
+        ModelError: one is no linear layer of this model, or its output layer.
     """
     linear = {name.rpartition(".")[2]: module for name, module in model.named_modules() if _is_linear(module)}
     if unknown := [name for name in names if name not in linear]:
@@ -73,10 +73,10 @@ def require_targets(model: PreTrainedModel, names: Sequence[str]) -> list[nn.Mod
 
 
 def takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether every layer attends as a mask of ours says: full attention by SDPA, no sliding window, no recurrence.
+    """Whether every layer respects an arbitrary mask: full attention by SDPA, no sliding window, no recurrence.
 
-    A window, or a state that runs along the row, would see what the mask hides. Some models (Falcon) call SDPA by
-    themselves and take no attention of ours.
+    A window, or a recurrent state along the row, would see positions that the mask hides. Some models (Falcon) call
+    SDPA directly and cannot use another attention function.
     """
     config = model.config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -87,7 +87,7 @@ def takes_any_mask(model: PreTrainedModel) -> bool:
 
 
 def caps_attention(model: PreTrainedModel) -> bool:
-    """Whether attention scores are held down by a tanh before their softmax, as in Gemma 2; SDPA leaves that out."""
+    """Whether attention scores are soft-capped by a tanh, as in Gemma 2; SDPA does not support that."""
     return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
@@ -105,5 +105,5 @@ def _layers(model: nn.Module) -> Iterator[int]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Also quantized ones, and GPT-2's, whose weights are transposed."""
+    """Including quantized layers, and GPT-2's, whose weights are transposed."""
     return "Linear" in type(module).__name__ or isinstance(module, Conv1D)

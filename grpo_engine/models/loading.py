@@ -1,7 +1,6 @@
-"""Models and tokenizers by name: from the hub, from a folder, or made on this machine.
+"""Loads models and tokenizers by name: hub id (`owner/name`), folder, or `local/…` (see `local.py`).
 
-Names are hub ids (`owner/name`), folders, or `local/…` (see `local.py`). Errors are sentences; the libraries' own are
-kept as their cause. Loading onto weights that another process holds is in `shared.py`.
+Errors of the libraries become a `ModelError` and its cause. Models on weights of another process are in `shared.py`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ LoadedT = TypeVar("LoadedT")
 def resolve_model(name: str) -> str:
     """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
 
-    A `local/…` model is made here on first use, which takes a minute or two.
+    A `local/…` model is created here on first use, which takes a minute or two.
 
     Raises:
-        ModelError: no such folder or local model, or what it is made from is not installed.
+        ModelError: no such folder or local model, or its source package is not installed.
     """
     problem = check_model_name(name)
     if problem is not None:
@@ -104,7 +103,7 @@ def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
     source = resolve_model(name)
     try:
         return read(source)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # all that transformers raises for a bad source
+    except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for a bad source
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
         advice = (
             "check the files in that folder"
@@ -115,16 +114,16 @@ def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
 
 
 def _make_apart(name: str, folder: Path) -> None:
-    """Make a local model in a fresh interpreter.
+    """Create a local model in a new interpreter.
 
-    Training leaves threads and a device context of autograd behind, and vLLM forks its engine from this process later:
+    Training leaves threads and a CUDA context in a process, and vLLM later forks its engine from this one:
     "Cannot re-initialize CUDA in forked subprocess".
     """
     code = f"from pathlib import Path; from {__name__} import _recipe; _recipe({name!r})(Path({str(folder)!r}))"
     made = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     if made.returncode != 0:
         last_words = "\n".join(made.stderr.strip().splitlines()[-5:]) or f"exit code {made.returncode}"
-        raise ModelError(f"{name} could not be made:\n{last_words}")
+        raise ModelError(f"{name} could not be created:\n{last_words}")
 
 
 def _recipe(name: str) -> Callable[[Path], None]:

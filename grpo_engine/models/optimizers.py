@@ -1,12 +1,12 @@
-"""Optimizers by name, and the fp32 values that they step on.
+"""Optimizers by name, and the fp32 master weights that they update.
 
-Parameters in bf16 cannot be stepped in place: at usual learning rates an update is far below their last bit, and most
-would be rounded away. Parameters that an inference server reads must not be stepped in place either: it would see half
-an update. In both cases the optimizer steps on masters, and `publish` copies them over.
+bf16 parameters cannot be updated in place: at usual learning rates an update is far below their last bit, and most
+would be rounded away. Parameters that an inference server reads must not be updated in place either: it would read half
+an update. In both cases the optimizer updates masters, and `publish` copies them to the parameters.
 
-Gradients add up in fp32 as well. Autograd gives a bf16 parameter a bf16 gradient, and would add the next micro-batch to
-it in bf16, where small ones are lost; so each gradient is added to its master's as soon as it is there, and freed. The
-sum is fp32, or bf16 that each addition is rounded to at random; every update is worked out in fp32.
+Gradients are accumulated in fp32 too. Autograd gives a bf16 parameter a bf16 gradient and would accumulate in bf16,
+where small gradients are lost; so each gradient is added to its master's as soon as it is computed, and freed. The sum
+is fp32, or bf16 with stochastic rounding; every update is computed in fp32.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from grpo_engine.models.config import MasterKind, OptimizerSettings
 from grpo_engine.models.rounding import add_rounded_, round_to_bf16_
 
 GradientDtype = Literal["float32", "bfloat16"]
-"""Of the gradients of bf16 parameters, between micro-batches."""
+"""Of the accumulated gradients of bf16 parameters."""
 
 STEPPED_AT_ONCE = 1 << 24
-"""Numbers that become fp32 at a time where weights or gradients stand in bf16: 64 MB, and many small parameters in one
+"""Elements converted to fp32 at a time where weights or gradients are bf16: 64 MB, and many small parameters per
 call."""
 
 FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
-"""The release that brought 8-bit optimizers for CPUs."""
+"""First release with 8-bit optimizers for CPUs."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """The optimizer that `settings` names, over `parameters` (or over the masters of `MasterWeights`).
 
-    Weight decay acts on matrices alone: norms and biases set scales and offsets that zero is no better value of, and
-    transformers' Trainer (so TRL's too), nanoGPT and OpenRLHF leave them out as well.
+    Weight decay acts on matrices only, as in transformers' Trainer (so TRL's too), nanoGPT and OpenRLHF: norms and
+    biases are scales and offsets for which zero is no better value.
 
     Raises:
-        ModelError: nothing to train, or the optimizer cannot run here; it says what to install or to choose instead.
+        ModelError: no trained parameter, or the optimizer cannot run here.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -76,18 +76,18 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
 
 
 class MasterWeights:
-    """fp32 masters of a model's trained parameters, and the way of gradients to them and of values back.
+    """fp32 masters of a model's trained parameters: gradients are sent to them, values are published from them.
 
-    One step: backward, as often as there are micro-batches; `step`; `publish`, when nobody is reading.
+    One step: backward once per micro-batch; `step`; `publish`, while no server reads.
 
         masters = MasterWeights(model.named_parameters(), are_shared=True)
         optimizer = build_optimizer(masters.parameters, settings)
 
-    A bf16 parameter's master and gradient take 4 bytes each. With `kind="stochastic_rounding"` no master stands: the
-    parameters become fp32 for the moment of their step, some at a time, and are rounded back at random, so that
-    updates below the last bit add up on average. With `gradient_dtype="bfloat16"` its gradient takes 2: that of the
-    first micro-batch as autograd gives it, and every further one is added in fp32 and rounded at random likewise.
-    Parameters of other types have fp32 gradients.
+    A bf16 parameter's master and gradient take 4 bytes per element each. With `kind="stochastic_rounding"` there is no
+    master: parameters are converted to fp32 during their update, some at a time, and rounded back stochastically, so
+    that updates below the last bit accumulate on average. With `gradient_dtype="bfloat16"` the gradient takes 2 bytes:
+    the first micro-batch's as autograd computes it, further ones added in fp32 and rounded stochastically. Parameters
+    of other dtypes have fp32 gradients.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class MasterWeights:
         kind: MasterKind = "float32",
         gradient_dtype: GradientDtype = "float32",
     ) -> None:
-        """Make a master of every parameter that learns.
+        """Create a master of every trained parameter.
 
         Args:
-            are_shared: somebody else reads the parameters' memory, so that it must not change before `publish`: fp32
-                parameters need a copy as well, and those that are rounded a private one in bf16. Otherwise both are
-                stepped where they are.
+            are_shared: an inference server reads the parameters' memory, which must not change before `publish`: fp32
+                parameters need a copy too, and stochastically rounded ones a private copy in bf16. Otherwise both are
+                updated in place.
 
         Raises:
-            ModelError: parameters of a type that is not rounded at random.
+            ModelError: parameters of a dtype without stochastic rounding.
         """
         self._live = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self._masters: dict[str, nn.Parameter] = {}
@@ -138,26 +138,26 @@ class MasterWeights:
             )
             for name in copied
         ]
-        weakref.finalize(self, _remove, hooks)  # they would take the gradients from the next masters of this model
+        weakref.finalize(self, _remove, hooks)  # else they take the gradients of this model's next masters
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer steps on, fp32, in the order of the model's parameters; their gradients add up."""
+        """The fp32 parameters of the optimizer, in the order of the model's; gradients accumulate in them."""
         return list(self._masters.values())
 
     @property
     def have_bf16_gradients(self) -> bool:
-        """Whether any gradient stands in bf16."""
+        """Whether any gradient is accumulated in bf16."""
         return bool(self._with_bf16_gradient)
 
     @property
     def are_rounded(self) -> bool:
-        """Whether any parameter is rounded at random instead of having a master."""
+        """Whether any parameter is rounded stochastically instead of having a master."""
         return bool(self._rounded)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """The norm of all gradients together, fp32 and 0-dimensional, whatever they stand in.
+        """The norm of all gradients together, fp32 and 0-dimensional, whatever their dtype.
 
         torch's clipping would round the norm of bf16 gradients to bf16, which is off by up to 0.4 %.
         """
@@ -169,20 +169,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, *, gradient_scale: float = 1.0) -> None:
-        """Let an optimizer of `parameters` step, and drop the gradients.
+        """Run a step of an optimizer over `parameters`, and free the gradients.
 
         Args:
             gradient_scale: of the gradients, for clipping; applied in fp32.
         """
         gradients = self._take_gradients(self._in_portions)
-        _step_once(optimizer, self._masters.values(), gradient_scale)  # the others, all at once
+        _step_once(optimizer, self._masters.values(), gradient_scale)  # the others, in one call
         for names in _portions({name: gradient.numel() for name, gradient in gradients.items()}):
             masters = [self._masters[name] for name in names]
             placeholders = [master.data for master in masters]
             for name, master in zip(names, masters, strict=True):
                 if name in self._rounded:
                     master.data = _copy(self._value(name), torch.float32)
-                master.grad = gradients.pop(name).to(torch.float32)  # popped, so that what it was in bf16 is freed
+                master.grad = gradients.pop(name).to(torch.float32)  # popped, so that the bf16 gradient is freed
             _step_once(optimizer, masters, gradient_scale)
             for name, master, placeholder in zip(names, masters, placeholders, strict=True):
                 if name in self._rounded:
@@ -191,18 +191,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters into the parameters, rounding to their type."""
+        """Copy the masters into the parameters, rounding to their dtype."""
         if self._published:
             live = [self._live[name].data for name in self._published]
             torch._foreach_copy_(live, [self._value(name) for name in self._published])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters by parameter name, those that are rounded in bf16; not copied."""
+        """The masters by parameter name (bf16 where rounded stochastically); not copied."""
         return {name: self._value(name) for name in self._masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave, of either kind; the parameters see it at the next `publish`.
+        """Load a `state_dict` of either kind; the next `publish` copies it to the parameters.
 
         Raises:
             ModelError: names or shapes differ; nothing is changed then.
@@ -221,7 +221,7 @@ class MasterWeights:
             self._value(name).copy_(state[name])
 
     def _take_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Gradients by name, gone from the masters: an optimizer leaves those out that have none."""
+        """Move gradients out of the masters, so that the optimizer skips these."""
         gradients = {}
         for name in names:
             gradient, self._masters[name].grad = self._masters[name].grad, None
@@ -230,20 +230,20 @@ class MasterWeights:
         return gradients
 
     def _value(self, name: str) -> Tensor:
-        """What a parameter is between steps; looked up each time, since a bridge may move a parameter's memory."""
+        """A parameter's value between steps; looked up each time, since a bridge may move its memory."""
         if name not in self._rounded:
             return self._masters[name].data
         return self._private[name] if name in self._private else self._live[name].data
 
 
 def _send_gradients(live: nn.Parameter, master: nn.Parameter, dtype: torch.dtype) -> RemovableHandle:
-    """Have every gradient of a parameter added to its master's, of this type, and freed, once backward has it."""
+    """Add each gradient of a parameter to its master's, in this dtype, as soon as backward has computed it."""
 
     def send(live: Tensor) -> None:
         gradient, live.grad = live.grad, None
-        assert gradient is not None  # the hook runs when it is there
+        assert gradient is not None  # the hook runs after accumulation
         if master.grad is None:
-            master.grad = gradient.to(dtype).contiguous()  # as the master is: fused kernels ask for it
+            master.grad = gradient.to(dtype).contiguous()  # as the master: required by fused kernels
         elif dtype is torch.bfloat16:
             add_rounded_(master.grad, gradient)
         else:
@@ -253,7 +253,7 @@ def _send_gradients(live: nn.Parameter, master: nn.Parameter, dtype: torch.dtype
 
 
 def _step_once(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], gradient_scale: float) -> None:
-    """Step on the fp32 gradients that are there, scaled, and drop them."""
+    """Scale the fp32 gradients, run an optimizer step, and free them."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
@@ -264,7 +264,7 @@ def _step_once(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramet
 
 
 def _portions(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names in their order, in lists of at most `STEPPED_AT_ONCE` numbers, or of one name."""
+    """The names in order, in lists of at most `STEPPED_AT_ONCE` elements, or of one name."""
     names: list[str] = []
     for name, size in sizes.items():
         if names and sum(sizes[other] for other in names) + size > STEPPED_AT_ONCE:
@@ -285,7 +285,7 @@ def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _placeholder(live: nn.Parameter) -> nn.Parameter:
-    """An fp32 parameter of the same shape that takes no memory: an optimizer's handle between steps."""
+    """An fp32 parameter of the same shape without memory, for the optimizer between steps."""
     return nn.Parameter(torch.zeros((), device=live.device).expand(live.shape))
 
 
@@ -298,7 +298,7 @@ def _require_bf16(name: str, parameter: nn.Parameter) -> None:
 
 
 def _decay_groups(trained: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices, then norms and biases, which never decay; a group is left out when it is empty."""
+    """Matrices, then norms and biases, which never decay; empty groups are omitted."""
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -306,7 +306,7 @@ def _decay_groups(trained: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW; parameters of fewer than 4096 numbers keep a state of 32 bits there."""
+    """bitsandbytes' AdamW; parameters of fewer than 4096 elements have 32-bit state there."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError("optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes, or choose adamw")
     version = importlib.metadata.version("bitsandbytes")

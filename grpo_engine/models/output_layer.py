@@ -1,4 +1,4 @@
-"""What a model makes of its output layer's products: scaled or capped logits, as a head of ours must make them too."""
+"""How a model turns its output layer's products into logits: scaled or soft-capped, which our head must reproduce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LARGEST_ERROR = 0.02
-"""Of the largest logit: bf16 rounds to 0.004 of each number, several times."""
+"""Relative to the largest logit: bf16 rounds by 0.4 %, several times."""
 
 
 class LogitsForm(NamedTuple):
@@ -25,16 +25,16 @@ class LogitsForm(NamedTuple):
     """c of c tanh(x / c), as in Gemma 2."""
 
     def logits(self, products: Tensor) -> Tensor:
-        """What the model would make of these."""
+        """The model's logits for these products."""
         capped = products if self.soft_cap is None else self.soft_cap * (products / self.soft_cap).tanh()
         return capped / self.divisor
 
 
 def logits_form(model: PreTrainedModel) -> LogitsForm:
-    """How the model's logits come from its decoder's states, compared once with what it says of a few tokens.
+    """How the model's logits are computed from its decoder's states, verified on a few tokens.
 
     Raises:
-        ModelError: in another way than those known here, so that its log-probabilities would be wrong.
+        ModelError: in an unknown way, so that log-probs would be wrong.
     """
     config = model.config.get_text_config()
 
@@ -49,17 +49,18 @@ def logits_form(model: PreTrainedModel) -> LogitsForm:
     products, logits = _of_some_tokens(model)
     if products is not None:
         error = (form.logits(products) - logits).abs().max()
-        if not error > LARGEST_ERROR * logits.abs().max():  # so NaN passes, which the first step will speak of
+        if not error > LARGEST_ERROR * logits.abs().max():  # so NaN passes; the first step reports it
             return form
     raise ModelError(
-        f"{type(model).__name__} makes its logits from its output layer in a way that is not known here, and its "
-        "log-probabilities would be wrong: train another model"
+        f"{type(model).__name__} computes its logits from its output layer in an unknown way, so log-probs would be "
+        "wrong: train "
+        "another model"
     )
 
 
 @torch.no_grad()
 def _of_some_tokens(model: PreTrainedModel) -> tuple[Tensor | None, Tensor]:
-    """The output layer's products with the decoder's states (None where it shows none), and the logits; fp32."""
+    """The output layer's products with the decoder's states (None if it returns none), and the logits; fp32."""
     seen: list[Tensor | None] = []
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:

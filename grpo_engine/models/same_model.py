@@ -1,4 +1,4 @@
-"""Whether two names mean the same model, as far as that can be seen without loading it. Torch-free, and asks no hub."""
+"""Whether two names mean the same model, without loading it. Torch-free and offline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _SNAPSHOTS = "snapshots"
 def is_same_model(one: str, other: str) -> bool:
     """Whether two names mean one model.
 
-    They do where they are equal; where they are one folder, or two whose weight files look alike; and where a hub id
-    (`owner/name`) stands beside a folder of that name, or the hub's own copy of it.
+    True for equal names, for one folder or two with equal weight files (names, sizes, ends), and for a hub id
+    (`owner/name`) and a folder of that name or the hub's local copy.
     """
     if one == other:
         return True

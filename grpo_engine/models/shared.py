@@ -1,8 +1,7 @@
-"""A model whose parameters are tensors that somebody else allocated: the inference server's, mapped into this process.
+"""A model whose parameters are given tensors, such as the inference server's memory mapped into this process.
 
-Nothing is copied: each parameter is the given memory. What is computed rather than stored (rotary frequencies) is
-computed by the model's own modules, whatever their scaling. Every parameter must be given, in the right shape: a model
-that is partly filled would train without complaint.
+Nothing is copied. Buffers that are not stored (rotary frequencies) are computed by the model's own modules. Every
+parameter must be given, in the right shape: a partly initialised model would train without an error.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def load_model_on_shared(
         aliases: tied parameters: name → the name in `tensors` that it is the same as.
 
     Raises:
-        ModelError: parameters that are missing, not known to the model, of another shape or on another device, or tied
-            on one side only; each is named.
+        ModelError: parameters that are missing, unknown, of another shape or device, or tied on one side only; each is
+            named.
     """
     aliases = aliases or {}
     if not tensors:
@@ -63,7 +62,7 @@ def _empty_model(config: PreTrainedConfig, attn_implementation: str | None) -> P
     """The model with parameters on the meta device and real buffers, its tied parameters one object."""
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with init_empty_weights(include_buffers=False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no-op.*meta.*")  # initialising what has no memory: intended
+        warnings.filterwarnings("ignore", message=".*no-op.*meta.*")  # initialising meta tensors: intended
         model = AutoModelForCausalLM.from_config(config, **kwargs)
     model.tie_weights()
     return model
@@ -102,7 +101,7 @@ def _check(model: nn.Module, tied_names: list[list[str]], given: Mapping[str, Te
 
 
 def _tie_faults(tied_names: list[list[str]], given: Mapping[str, Tensor]) -> list[str]:
-    """Parameters that are tied here but not there, or there but not here."""
+    """Parameters that are tied on one side only."""
     faults = []
     owner_of: dict[tuple[int, int], str] = {}
     for names in tied_names:

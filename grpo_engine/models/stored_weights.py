@@ -1,6 +1,6 @@
-"""A model's checkpoint on this machine, read tensor by tensor: what inference holds in memory may be something else.
+"""Reads a model's checkpoint on this machine tensor by tensor, and compares served weights with it.
 
-Imports transformers only where a whole model must be loaded, since vLLM's workers use it too.
+Imports transformers only if a whole model must be loaded, since vLLM's workers use it too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from grpo_engine.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Tensors in memory beside those of a checkpoint."""
+    """Tensors in memory compared with a checkpoint's."""
 
     num_compared: int
     first_difference: str | None
-    """The tensor, its row and the file, as a message begins with them; None where all are alike."""
+    """Start of a message: tensor, row and file; None if all are equal."""
 
 
 def checkpoint_folder(model_name: str) -> Path | None:
-    """Where the checkpoint of a model lies on this machine; None when it is nowhere.
+    """The folder of a model's checkpoint on this machine; None if there is none.
 
     Raises:
         ModelError: no such folder or local model.
@@ -48,7 +48,7 @@ def checkpoint_folder(model_name: str) -> Path | None:
 def read_stored(model_name: str, names: Collection[str]) -> dict[str, Tensor]:
     """Parameters of a checkpoint by the names that transformers gives them, on the CPU, as they were saved.
 
-    Where its files have other names for them, or are no safetensors, the whole model is loaded.
+    If its files use other names, or are no safetensors, the whole model is loaded.
 
     Raises:
         ModelError: it cannot be read, or its model has no such parameters.
@@ -59,7 +59,7 @@ def read_stored(model_name: str, names: Collection[str]) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in set(file.keys()) & set(names)}
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: cannot be read: {error}; is it written whole?") from None
+            raise ModelError(f"{path}: cannot be read: {error}; is it complete?") from None
     if missing := set(names) - tensors.keys():
         from grpo_engine.models.loading import load_model
 
@@ -71,10 +71,10 @@ def read_stored(model_name: str, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def compare_with_stored(tensors: Mapping[str, Tensor], folder: Path) -> Comparison:
-    """Compare the first, middle and last row of each tensor with those of a checkpoint, as far as it has them.
+    """Compare the first, middle and last row of each tensor with the checkpoint's, if it has the tensor.
 
     Args:
-        tensors: by the names that transformers gives them, of any device; the checkpoint is rounded to their type.
+        tensors: by their names in transformers, on any device; the checkpoint is rounded to their dtype.
     """
     num_compared = 0
     for path in sorted(folder.glob("*.safetensors")):

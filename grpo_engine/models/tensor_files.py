@@ -1,7 +1,6 @@
-"""Writes tensors into a safetensors file: those of a GPU through a little pinned memory, others as they lie.
+"""Writes tensors into a safetensors file, GPU tensors through a small pinned buffer.
 
-safetensors' own writer has the whole file in main memory first, in fresh pages, which cost more than the copying, and
-reached through memory that is not pinned.
+safetensors' own writer copies the whole file to newly allocated, unpinned memory first, which costs more than the copy.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 WRITERS = 8
-"""Files that are written at a time: one is a matter of one core, of which a fast disk, or memory, takes several."""
+"""Files that are written at a time: one writer is limited by one core, below a fast disk's bandwidth."""
 
 _STAGE_BYTES = 32 << 20
 _ALIGNMENT = 8
-"""Of where the tensors begin, as safetensors pads its header."""
+"""Of the first tensor; safetensors pads its header to it."""
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,7 +43,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path | str, metadata: Map
         metadata: texts for the file's header.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the disk fails.
         ValueError: a tensor of another type, or not contiguous.
     """
     for name, tensor in tensors.items():

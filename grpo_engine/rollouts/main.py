@@ -1,4 +1,4 @@
-"""Run the rollout API until SIGTERM or SIGINT, which it answers within a second."""
+"""Run the rollout API until SIGTERM or SIGINT; it exits within a second of the signal."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ import uvicorn
 from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.rollouts.app import make_app
 from grpo_engine.rollouts.config import ApiConfig
-from grpo_engine.rollouts.connections import WatchedProtocol
-from grpo_engine.rollouts.guard import LOOPBACK
-from grpo_engine.rollouts.store import IN_MEMORY, Store
-from grpo_engine.wire.rollouts import TOKEN_VARIABLE
+from grpo_engine.rollouts.http.access import LOOPBACK
+from grpo_engine.rollouts.http.app import make_app
+from grpo_engine.rollouts.stock.connections import WatchedProtocol
+from grpo_engine.rollouts.storage.store import IN_MEMORY, Store
+from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
+from grpo_engine.wire.run_folder import ROLLOUT_STORE
 
 _LINGER_S = 1
-"""Seconds that open requests have once the end was asked for; posts that wait for room are turned away before."""
+"""Time for open requests during shutdown; requests that are held are refused before."""
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep a connection that they do not use: else one may post into a connection that is just closed,
-and stock ones then wait up to ten seconds before they try again."""
+"""Longer than clients keep an idle connection: else one may post into a connection that is being closed, and stock
+clients then wait up to ten seconds before they retry."""
 
 
 def run(config: ApiConfig) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises:
-        ConfigError: the port is taken, or the database is not ours to use.
+        ConfigError: the port is taken, or the store cannot be used.
     """
-    _log_events(config.log_level)
+    _configure_logging(config.log_level)
     config = config.model_copy(update={"token": _token(config)})
     listener = _listen(config.host, config.port)
     path = _store_path(config)
@@ -46,15 +47,15 @@ def run(config: ApiConfig) -> int:
     store = Store(path)
     if config.fresh:
         store.commit([store.clear])
-    _say_what_is_there(store, path)
+    _report_stored(store, path)
     if config.token is None and config.host not in LOOPBACK:
-        _say(
+        _event(
             logging.WARNING,
-            "anybody who reaches this address can add training data or reset the run",
+            "every host that reaches this address can add training data or reset the run",
             host=config.host,
-            instead="give --token-file, or listen on 127.0.0.1",
+            instead="set --token-file, or listen on 127.0.0.1",
         )
-    # uvicorn raises the signal again once it has ended, so that its caller notices; here the end is the answer to it.
+    # uvicorn raises the signal again after its shutdown, for its caller; here the process exits anyway.
     previous = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server = _Server(
@@ -79,10 +80,10 @@ def run(config: ApiConfig) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that those who wait for an answer do not keep it from ending."""
+    """uvicorn, except that held requests do not delay the shutdown."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin, and say where: uvicorn leaves that to whoever opened the socket."""
+        """Start and log the address: uvicorn does not log it for a socket that it was given."""
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
@@ -92,13 +93,13 @@ class _Server(uvicorn.Server):
             )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End: first those who wait, then the rest."""
-        self.config.app.state.exchange.close()  # type: ignore[union-attr]
+        """Refuse held requests, then shut down."""
+        self.config.app.state.coordinator.close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object an event."""
+    """Formats an event as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The event with its time, level and fields."""
@@ -108,8 +109,8 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def _log_events(level: str) -> None:
-    logging.raiseExceptions = False  # a log on a full disk is no reason for a traceback a line
+def _configure_logging(level: str) -> None:
+    logging.raiseExceptions = False  # with a full disk every line would add a traceback
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logger = logging.getLogger("grpo_engine.rollouts")
@@ -120,7 +121,7 @@ def _log_events(level: str) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only where the protocol is named; with it each answer may take 40 ms.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol; without it an answer may take 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -128,14 +129,14 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there: {error.strerror or error}; "
-            "end who uses it, or choose another port"
+            f"--host {host} --port {port}: cannot listen: {error.strerror or error}; "
+            "stop the process that uses the port, or choose another port"
         ) from None
     return listener
 
 
 def _token(config: ApiConfig) -> str | None:
-    """The token that is asked for, from wherever it is given."""
+    """The token that requests must carry, from file, setting or environment."""
     if config.token_file is None:
         return config.token or os.environ.get(TOKEN_VARIABLE) or None
     try:
@@ -144,17 +145,17 @@ def _token(config: ApiConfig) -> str | None:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"--token-file {config.token_file}: cannot be read: {why}") from None
     if not token:
-        raise ConfigError(f"--token-file {config.token_file}: its first line is empty: write the token there")
+        raise ConfigError(f"--token-file {config.token_file}: the first line is empty: write the token there")
     return token
 
 
 def _store_path(config: ApiConfig) -> Path:
-    """The file to keep everything in; a new one unless one is named."""
+    """The store's file; a new one unless one is named."""
     path = config.store
     if path is None:
-        names = itertools.chain(["rollouts.sqlite"], (f"rollouts-{number}.sqlite" for number in itertools.count(2)))
-        path = next(Path(name) for name in names if _makes(Path(name)))
-        _say(logging.INFO, "new store; --store FILE goes on with an earlier one", store=str(path.resolve()))
+        names = itertools.chain([ROLLOUT_STORE], (f"rollouts-{number}.sqlite" for number in itertools.count(2)))
+        path = next(Path(name) for name in names if _is_created(Path(name)))
+        _event(logging.INFO, "new store; --store FILE resumes an earlier one", store=str(path.resolve()))
     elif str(path) != IN_MEMORY:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,8 +164,8 @@ def _store_path(config: ApiConfig) -> Path:
     return path
 
 
-def _makes(path: Path) -> bool:
-    """Make an empty file, or say that there is one; nobody else can get the same."""
+def _is_created(path: Path) -> bool:
+    """Create an empty file atomically; False when it exists."""
     try:
         path.touch(exist_ok=False)
     except FileExistsError:
@@ -174,25 +175,25 @@ def _makes(path: Path) -> bool:
     return True
 
 
-def _say(level: int, event: str, **fields: object) -> None:
+def _event(level: int, event: str, **fields: object) -> None:
     logging.getLogger("grpo_engine.rollouts").log(level, event, extra={"fields": fields})
 
 
-def _say_what_is_there(store: Store, path: object) -> None:
+def _report_stored(store: Store, path: object) -> None:
     try:
         stored = store.load()
     except (sqlite3.Error, ValidationError) as error:
         fault = error.errors(include_input=False)[0] if isinstance(error, ValidationError) else None
         why = str(error) if fault is None else ": ".join([*map(str, fault["loc"]), fault["msg"]])
         raise ConfigError(
-            f"--store {path}: damaged: {why}: move it away, name another file, or forget what it holds by --fresh"
+            f"--store {path}: damaged: {why}: move it away, name another file, or delete its content with --fresh"
         ) from error
     if stored.run is None and not stored.groups:
         return
     step = stored.run.step if stored.run else 0
-    _say(
+    _event(
         logging.INFO,
-        "resumed; --fresh would forget it",
+        "resumed; --fresh would delete it",
         store=str(path),
         step=step,
         groups=len(stored.groups),

@@ -1,45 +1,51 @@
-"""What an adapter must be like to be served, seen from its files before anything of it is loaded.
+"""Adapters on disk: whether one can be served, decided before it is loaded, and the newest one of a run.
 
-vLLM loads more than it can use: factors of layers that the model does not have, or that are smaller than the model's,
-change nothing or something else, without a word. Reads the configuration and the header of the safetensors file.
+vLLM accepts more than it can use: factors of layers that the model does not have, or of other shapes than the model's,
+are ignored or misapplied without an error. Reads the configuration and the header of the safetensors file.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from grpo_engine.errors import ModelError, first_of
+from grpo_engine.bridges.memory.shared_names import LeftAdapter, newest_adapter, run_of
+from grpo_engine.errors import GrpoError, ModelError, first_of
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.same_model import is_same_model
+from grpo_engine.server.config import ServerConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAMES_SHOWN = 4
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _UNSERVED = {
     "use_dora": "is weight-decomposed (DoRA)",
-    "modules_to_save": "brings whole modules of its own",
-    "trainable_token_indices": "brings tokens of its own",
+    "modules_to_save": "replaces whole modules",
+    "trainable_token_indices": "trains embeddings of tokens",
     "lora_bias": "has biases",
     "layer_replication": "repeats layers",
     "alora_invocation_tokens": "is an activated one (aLoRA)",
-    "rank_pattern": "has ranks of its own for some modules",
-    "alpha_pattern": "has scales of its own for some modules",
+    "rank_pattern": "has different ranks for some modules",
+    "alpha_pattern": "has different scales for some modules",
 }
-"""Settings of PEFT that must be unset or empty → what an adapter that has them does."""
-_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`; the others (PiSSA, OLoRA, …) change the base model too."""
+"""Settings of PEFT that must be unset or empty → what they do, as the error says it."""
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights`; the others (PiSSA, OLoRA, …) change the base model too."""
+
+logger = logging.getLogger(__name__)
 
 
 def check_adapter(
     path: Path, *, model_name: str, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], max_rank: int
 ) -> list[str]:
-    """Refuse an adapter that cannot be served, or is not for the model that is.
+    """Refuse an adapter that cannot be served, or was made for another model.
 
     Args:
         shapes: of the served model's parameters, as transformers names them.
@@ -49,16 +55,18 @@ def check_adapter(
         The modules that it changes, as transformers names them.
 
     Raises:
-        ModelError: what is wrong with it.
+        ModelError: the adapter cannot be served.
     """
     config = _read_config(path)
     rank = _checked_rank(path, config, max_rank)
     if problems := [words for name, words in _UNSERVED.items() if config.get(name)]:
-        raise ModelError(f"{path}: the adapter {', '.join(problems)}, which cannot be served: train a plain LoRA one")
-    if config.get("bias", "none") != "none" or config.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
+        raise ModelError(
+            f"{path}: the adapter {', '.join(problems)}, which cannot be served: train a plain LoRA adapter"
+        )
+    if config.get("bias", "none") != "none" or config.get("init_lora_weights") not in _PLAIN_INITS:
         raise ModelError(
             f"{path}: bias {config.get('bias')!r}, init_lora_weights {config.get('init_lora_weights')!r}: such "
-            "adapters change the base model as well, which cannot be served: train a plain LoRA one"
+            "adapters change the base model too, which cannot be served: train a plain LoRA adapter"
         )
     base = config.get("base_model_name_or_path") or model_name
     if not is_same_model(str(base), resolve_model(model_name)) and not is_same_model(str(base), model_name):
@@ -70,16 +78,32 @@ def check_adapter(
 
 
 def refuse_unbound(path: Path, modules: Iterable[str], model: str) -> None:
-    """Refuse an adapter of which these modules reached nothing.
+    """Refuse an adapter with factors for `modules` for which the loaded model has no layer.
 
     Raises:
-        ModelError: there are any.
+        ModelError: there are such modules.
     """
     if names := list(modules):
         raise ModelError(
-            f"{path}: loaded, but {first_of(names, _NAMES_SHOWN)} found no layer in {model}: inference would go on "
-            "without them; put the adapter on other modules (--lora-target-modules)"
+            f"{path}: {model} has no layer for {first_of(names, _NAMES_SHOWN)}: inference would ignore these factors; "
+            "put the adapter on other modules (--lora-target-modules)"
         )
+
+
+@contextmanager
+def resuming_newest_adapter(config: ServerConfig, environment: Mapping[str, str]) -> Iterator[LeftAdapter | None]:
+    """The newest adapter that a living trainer of this run published to the previous server; None without one.
+
+    The block loads it. An adapter that cannot be loaded is logged, and the server starts without an adapter.
+    """
+    newest = newest_adapter(run_of(environment)) if config.enable_lora else None
+    try:
+        yield newest
+    except GrpoError as error:
+        logger.warning("%s; serving without an adapter until the trainer publishes the next one", error)
+        return
+    if newest is not None:
+        logger.info("Loaded version %d from %s", newest.policy_version, newest.path)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -89,14 +113,14 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} says peft_type {kind!r}; LORA alone can be served")
+        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} has peft_type {kind!r}; only LORA can be served")
     return config
 
 
 def _checked_rank(path: Path, config: Mapping[str, Any], max_rank: int) -> int:
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} says rank {rank!r}")
+        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} has rank {rank!r}")
     if rank > max_rank:
         raise ModelError(
             f"{path}: rank {rank} is above --max-lora-rank {max_rank}: start the server with a higher one, or train "
@@ -112,26 +136,27 @@ def _checked_modules(
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}; is it written whole?") from None
+        raise ModelError(f"{path}: cannot be read: {error}; is the file complete?") from None
     factors: dict[str, dict[str, tuple[int, ...]]] = {}
     for name in found:
         match = _FACTOR.fullmatch(name)
         if match is None:
-            raise ModelError(f"{path}: {name} is no factor of a linear layer; nothing else of an adapter can be served")
+            raise ModelError(
+                f"{path}: {name} is no factor of a linear layer; an adapter with other tensors cannot be served"
+            )
         factors.setdefault(match["module"], {})[match["factor"]] = found[name]
     if not factors:
-        raise ModelError(f"{path}: is empty: an adapter that changes nothing")
+        raise ModelError(f"{path}: the adapter has no factors")
     served = {module: shapes.get(aliases.get(f"{module}.weight", f"{module}.weight")) for module in factors}
-    if strangers := [module for module, shape in served.items() if shape is None or len(shape) != 2]:
+    if unknown := [module for module, shape in served.items() if shape is None or len(shape) != 2]:
         raise ModelError(
-            f"{path}: made for another model: {first_of(strangers, _NAMES_SHOWN)} are no layers of the one that is "
-            "served"
+            f"{path}: made for another model: {first_of(unknown, _NAMES_SHOWN)} are no layers of the served model"
         )
     for module, shape in served.items():
         assert shape is not None
         if factors[module] != {"A": (rank, shape[1]), "B": (shape[0], rank)}:
             raise ModelError(
                 f"{path}: {module} has factors {factors[module]}, but the served layer of {shape} takes rank {rank}: "
-                "made for another model, or with another rank than its configuration says"
+                "it was made for another model, or its configuration has the wrong rank"
             )
     return list(factors)

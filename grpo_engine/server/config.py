@@ -27,26 +27,26 @@ class ServerConfig(Config):
     engine: Literal["torch", "vllm"] = "vllm"
     """What computes: vLLM, or plain torch (any device, no compiled kernels)."""
     host: str = "127.0.0.1"
-    """Address to listen on; the weight and adapter routes answer this machine alone whatever it is."""
+    """Address to listen on; the weight and adapter routes answer only this machine, whatever the address."""
     port: int = Field(9001, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 chooses a free one."""
     dtype: DtypeName = "bfloat16"
     """Precision of the weights: bfloat16, float16, float32, or auto (as the checkpoint says)."""
     device: str = "auto"
-    """Where the model runs: auto, cpu, cuda, cuda:0, …; auto takes the GPU where there is one."""
+    """Where the model runs: auto, cpu, cuda, cuda:0, …; auto uses the GPU if there is one."""
     max_model_len: int = Field(4096, ge=2)
     """Longest prompt and completion together, in tokens."""
     gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
-    """Share of the GPU that vLLM takes for weights and cache; the rest is the trainer's."""
+    """Share of the GPU that vLLM uses for weights and cache; the rest is left for the trainer."""
     logprobs_mode: LogprobsMode = "raw"
     """Log-probabilities before temperature and truncation (raw), or after them, as sampled (processed)."""
     shared_weights: bool = False
-    """Export the weights, so that a trainer writes into the very memory that is served."""
+    """Export the weights, so that a trainer writes directly into the served memory."""
     bridge_file: Path | None = None
     """Where the export is described; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
     handover: Path | None = None
-    """Folder in which a trainer leaves the newest checkpoint as `current`; where there is one of this model, the server
-    begins with it and its version instead of with the model's own weights."""
+    """Folder in which a trainer leaves the newest checkpoint as `current`; if there is one of this model, the server
+    starts with it and its version instead of the model's own weights."""
     enable_lora: bool = False
     """Accept LoRA adapters."""
     max_lora_rank: int = Field(64, ge=1)
@@ -59,59 +59,61 @@ class ServerConfig(Config):
     """Batch sizes for which vLLM captures CUDA graphs, e.g. 1 2 4 8 16 32 64: fewer start sooner, and batches above the
     largest one run without; default: vLLM's own, some 35 to 51 sizes."""
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    """Memory of vLLM's KV cache, instead of what is left of `gpu_memory_utilization` after measuring all the rest."""
+    """Memory of vLLM's KV cache; default: what `gpu_memory_utilization` leaves after vLLM measured the rest."""
     standby: bool | None = None
-    """Keep a parent process with everything imported, which forks the server: SIGHUP then restarts it within seconds;
-    default: with vLLM, whose imports take half a minute."""
+    """Run a fork server: a parent process that has imported everything and forks the server, so that SIGHUP restarts it
+    within seconds; default: with vLLM, whose imports take half a minute."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that one model is spread over (vLLM)."""
     max_batch_size: Annotated[int, Flag(("--max-batch-size", "--max-num-seqs"))] = Field(256, ge=1)
     """Sequences that are decoded together."""
     max_batch_tokens: int = Field(131072, ge=1)
-    """Tokens, prompt and completion, that the cache of one batch holds at most (torch); one sequence always fits."""
+    """Most tokens, prompt and completion, in the cache of one batch (torch); one sequence always fits."""
     max_waiting: int = Field(4096, ge=1)
     """Requests that may wait; more are refused with 503."""
     finish_before_update: bool = False
-    """Let completions end before weights change, so that each is of one version, instead of freezing them and going on
-    with the new weights (vLLM); a hand-over then waits for the longest."""
+    """Finish completions before weights change, so that each is of one version, instead of freezing them and continuing
+    with the new weights (vLLM); a weight update then waits for the longest completion."""
     stalled_after_s: float = Field(120.0, gt=0)
-    """Seconds that the engine may have work and give no sign of life before `/health` answers 503."""
+    """Seconds that the engine may have work and produce nothing before `/health` answers 503."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of torch; default: torch's own choice."""
+    """CPU threads of torch; default: torch's choice."""
     seed: int | None = None
-    """Seed of requests that bring none; default: different at every start."""
+    """Seed of requests without one; default: different at every start."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     """Least severe log line that is written."""
     root_path: str | None = None
-    """Path below which a proxy shows this server."""
+    """Path prefix under which a proxy serves this server."""
     ssl_keyfile: Path | None = None
-    """Key of the certificate, to serve HTTPS."""
+    """Private key of the certificate, to serve HTTPS."""
     ssl_certfile: Path | None = None
     """Certificate, to serve HTTPS."""
     ssl_ca_certs: Path | None = None
-    """Certificates that clients may show."""
+    """CA certificates that client certificates are checked against."""
     ssl_cert_reqs: int = Field(0, ge=0, le=2)
-    """Whether clients must show a certificate: 0 no, 1 if they have one, 2 yes."""
+    """Whether clients must send a certificate: 0 no, 1 optional, 2 yes."""
     vllm: Annotated[dict[str, Any], BeforeValidator(_table), OtherFlags()] = Field(default_factory=dict)
-    """Arguments of vLLM's own, as `vllm serve` takes them: a table with underscores (`{ block_size = 32 }`); on the
-    command line every flag that is not here is one of them (`--block-size 32`)."""
+    """Arguments of `vllm serve`: a table with underscores (`{ block_size = 32 }`); on the command line, every flag that
+    is not listed here is passed to vLLM (`--block-size 32`)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.handover is not None and self.shared_weights:
             raise ValueError(
-                "handover with shared_weights: shared weights are taken over from memory, not from checkpoints; leave "
+                "handover with shared_weights: shared weights are adopted from memory, not from checkpoints; leave "
                 "one of them out"
             )
         if self.vllm and self.engine != "vllm":
             name = next(iter(self.vllm))
             near = did_you_mean(name, setting_names(ServerConfig))
-            raise ValueError(f"{name}: not a setting here{near}, and --engine {self.engine} takes none of vLLM's")
+            raise ValueError(
+                f"{name}: not a setting here{near}, and --engine {self.engine} has none of vLLM's arguments"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile: one without the other; give both to serve HTTPS")
         return self
 
     @property
-    def has_standby(self) -> bool:
-        """Whether the server is forked from a standby."""
+    def has_fork_server(self) -> bool:
+        """Whether the server runs below a fork server."""
         return self.engine == "vllm" if self.standby is None else self.standby

@@ -1,24 +1,27 @@
-"""Put a model's weights where a trainer can map them, or take over what a predecessor of this server put there.
+"""Export a model's weights to shared memory, or adopt those that the previous server of this run exported.
 
-Who owns the memory: a server run by hand removes segments and bridge file when it ends. Under a supervisor
-(`GRPO_TUI_RUN` is set) they belong to the run: a restarted server adopts them and so keeps the newest weights and their
-version, and the supervisor sweeps `/dev/shm/grpo-<run>-*` when the run ends.
+Ownership: a server started by hand removes segments and bridge file when it exits. Under a supervisor (`GRPO_TUI_RUN`
+is set) they belong to the run: a restarted server adopts them and so keeps the newest weights and their version, and
+the supervisor removes `/dev/shm/grpo-<run>-*` when the run ends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_engine.bridges.bridge_files import is_server_alive, read_bridge_file
-from grpo_engine.bridges.fence import Fence
-from grpo_engine.bridges.process_identity import ProcessIdentity
-from grpo_engine.bridges.shared_names import run_of, stem_of
-from grpo_engine.bridges.shared_tensors import export_tensors, map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.memory.bridge_files import is_server_alive, read_bridge_file
+from grpo_engine.bridges.memory.shared_names import run_of, stem_of
+from grpo_engine.bridges.memory.shared_tensors import export_tensors, map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError, HalfWritten
+from grpo_engine.models.loading import load_config
+from grpo_engine.processes import ProcessIdentity
+from grpo_engine.server.config import ServerConfig
 from grpo_engine.wire.bridge_file import AnnouncedWeights, BridgeFile, SharedTensor, StockBridgeFile
 from grpo_engine.wire.codec import write_json_atomically
 
@@ -30,114 +33,130 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Who exports: this start of the server, and the run that it belongs to."""
+    """The owner of an export: this start of the server, and its run."""
 
     instance: str
     run: str | None
-    """None: started by hand, and then the memory goes with the server."""
+    """None: started by hand, and the memory is removed with the server."""
 
     @classmethod
     def of(cls, instance: str, environment: Mapping[str, str]) -> Owner:
-        """The owner as the environment says it."""
+        """The owner according to the environment."""
         return cls(instance=instance, run=run_of(environment))
 
     @property
     def stem(self) -> str:
-        """How the names of this run's segments begin."""
+        """Prefix of the names of this run's segments."""
         return stem_of(self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """What a predecessor left: the newest weights, mapped."""
+    """Weights that the previous server exported, mapped."""
 
     file: BridgeFile
-    fence: Fence
+    lock: WeightLock
     tensors: dict[str, torch.Tensor]
 
 
-def awaited_trainer(path: Path) -> ProcessIdentity | None:
-    """The living trainer that wrote the weights of this server's dead predecessor, and so brings them to this one.
+def fingerprint_of(config: ServerConfig) -> str:
+    """Identifies a model and its dtype; weights with another fingerprint are not adopted."""
+    model_config = load_config(config.model_name).to_json_string(use_diff=False)
+    parts = (config.engine, config.model_name, config.dtype, model_config)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    Until it has, a server that could not adopt them has those of the checkpoint, many versions old.
+
+def take_over(path: Path, owner: Owner, fingerprint: str) -> tuple[Adopted | None, ProcessIdentity | None]:
+    """Adopt the previous server's weights; where that is impossible, the trainer to wait for.
+
+    That trainer wrote the lost weights and will publish them again. Until then this server has those of the checkpoint,
+    many versions old.
+
+    Raises:
+        BridgeError: a running server owns the bridge file.
     """
+    trainer = _last_writer(path)
+    adopted = adopt(path, owner, fingerprint)
+    return adopted, trainer if adopted is None else None
+
+
+def _last_writer(path: Path) -> ProcessIdentity | None:
+    """The running trainer that wrote the weights of the exited server described by a bridge file."""
     try:
         file = read_bridge_file(path)
-        fence = Fence.attach(file.fence_segment)
+        lock = WeightLock.attach(file.fence_segment)
     except BridgeError:
         return None
-    trainer = fence.other_trainer(file.pid)
-    fence.close()
+    trainer = lock.other_trainer(file.pid)
+    lock.close()
     return trainer
 
 
 def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
-    """Map what the dead predecessor of this server exported; None when there is nothing to take over.
+    """Map what the exited previous server exported; None when nothing can be adopted.
 
-    A stale file is cleared away, with its segments where no run owns them.
+    A stale bridge file will be replaced; its segments are removed unless another run owns them.
 
     Raises:
-        BridgeError: a living server holds the file.
+        BridgeError: a running server owns the file.
     """
     if not path.exists():
         return None
     try:
         file = read_bridge_file(path)
     except BridgeError as error:
-        logger.warning("%s; it is replaced", error)
+        logger.warning("%s; replacing it", error)
         return None
     if is_server_alive(file):
         raise BridgeError(
-            f"{path}: belongs to a living inference server (pid {file.pid}); end it, or give this one another "
+            f"{path}: belongs to a running inference server (pid {file.pid}); stop it, or give this one another "
             "--bridge-file"
         )
     segments = {file.fence_segment} | segments_of(file.tensors)
     if owner.run is None or not all(segment.startswith(owner.stem) for segment in segments):
-        logger.warning("%s: left by a dead server (pid %d); it is replaced", path, file.pid)
+        logger.warning("%s: left by an exited server (pid %d); replacing it", path, file.pid)
         unlink_segments(segment for segment in segments if segment.startswith(stem_of(None)))
         return None
     if file.fingerprint != fingerprint:
-        logger.warning("%s: its weights are of another model or dtype (%s); they are replaced", path, file.model)
+        logger.warning("%s: its weights are of another model or dtype (%s); replacing them", path, file.model)
         unlink_segments(segments)
         return None
     if not segments_of(file.tensors):
-        logger.info("%s: weights in GPU memory ended with the server that held them; the model is loaded again", path)
+        logger.info("%s: weights in GPU memory were freed with the server that held them; loading the model", path)
         unlink_segments(segments)
         return None
     try:
-        fence = Fence.attach(file.fence_segment)
-        fence.check()
-        return Adopted(file=file, fence=fence, tensors=map_tensors(file.tensors))
-    except HalfWritten as error:
-        logger.warning("%s: %s; the model is loaded again", path, error)
-    except BridgeError as error:
-        logger.warning("%s: %s; the model is loaded again", path, error)
+        lock = WeightLock.attach(file.fence_segment)
+        lock.check()
+        return Adopted(file=file, lock=lock, tensors=map_tensors(file.tensors))
+    except (BridgeError, HalfWritten) as error:
+        logger.warning("%s: %s; loading the model", path, error)
     unlink_segments(segments)
     return None
 
 
 def export(
     tensors: Mapping[str, torch.Tensor], owner: Owner
-) -> tuple[Fence, dict[str, SharedTensor], dict[str, torch.Tensor]]:
-    """Move tensors into shared memory beside a new fence: the fence, the manifest, and the tensors to serve from.
+) -> tuple[WeightLock, dict[str, SharedTensor], dict[str, torch.Tensor]]:
+    """Move tensors into shared memory beside a new weight lock; the lock, the manifest, and the tensors to serve from.
 
     CUDA tensors stay where they are and are described by IPC handles; CPU tensors are copied into one segment.
 
     Raises:
-        BridgeError: no room, or memory that cannot be exported.
+        BridgeError: shared memory is full, or the tensors cannot be exported.
     """
     stem = f"{owner.stem}{owner.instance}"
-    fence = Fence.create(f"{stem}-fence")
+    lock = WeightLock.create(f"{stem}-fence")
     try:
         if all(tensor.is_cuda for tensor in tensors.values()):
-            from grpo_engine.bridges.cuda_tensors import export_cuda_tensors
+            from grpo_engine.bridges.memory.cuda_tensors import export_cuda_tensors
 
-            return fence, export_cuda_tensors(tensors), dict(tensors)
+            return lock, export_cuda_tensors(tensors), dict(tensors)
         manifest, shared = export_tensors(tensors, f"{stem}-weights")
     except BaseException:
         unlink_segments([f"{stem}-fence"])
         raise
-    return fence, manifest, shared
+    return lock, manifest, shared
 
 
 def write_bridge_file(
@@ -146,25 +165,25 @@ def write_bridge_file(
     owner: Owner,
     model: str,
     fingerprint: str,
-    fence: Fence,
+    lock: WeightLock,
     manifest: dict[str, SharedTensor],
     aliases: dict[str, str],
     stock: StockBridgeFile | None = None,
 ) -> BridgeFile:
-    """Announce the export; readers see the file whole or not at all.
+    """Write the bridge file atomically.
 
     Args:
-        stock: the same memory as Atropos's trainer takes it, where it can.
+        stock: the same memory in the form that Atropos's trainer reads, if it can.
     """
     me = ProcessIdentity.of_this_process()
-    assert fence.segment is not None
+    assert lock.segment is not None
     file = BridgeFile(
         model=model,
         pid=me.pid,
         pid_start_ticks=me.start_ticks,
         instance=owner.instance,
         fingerprint=fingerprint,
-        fence_segment=fence.segment,
+        fence_segment=lock.segment,
         tensors=manifest,
         aliases=aliases,
     )
@@ -176,7 +195,7 @@ def write_bridge_file(
 
 
 def withdraw(path: Path, file: BridgeFile, owner: Owner) -> None:
-    """Take the announcement back at exit, and the memory with it where no run owns it."""
+    """Remove bridge file and memory at exit, unless they belong to a run."""
     if owner.run is not None:
         return
     try:

@@ -1,7 +1,7 @@
-"""A gate in front of an engine: generations pass while it is open; whoever changes weights closes it and waits.
+"""A gate in front of an engine: generations pass while it is open; a weight update closes it and waits.
 
-For one event loop. Waiting for what runs, rather than freezing it, is what gives every completion one version of the
-weights from its first token to its last.
+For one event loop. Waiting for running generations, rather than freezing them, gives every completion one policy
+version from its first token to its last.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Gate:
             if not self._num_inside:
                 await asyncio.shield(self._notify())
 
-    async def shut(self) -> None:
-        """Let nothing in any more; what is inside stays."""
+    async def close(self) -> None:
+        """Admit no further generation; those inside continue."""
         async with self._changed:
             self._is_open = False
 
-    async def close(self) -> None:
-        """Let nothing in any more, and return once nothing is inside, or the gate was opened again."""
+    async def drain(self) -> None:
+        """Admit no further generation, and return once none is inside or the gate was opened again."""
         async with self._changed:
             self._is_open = False
             await self._changed.wait_for(lambda: self._is_open or not self._num_inside)
 
     async def open(self) -> None:
-        """Let everything in."""
+        """Admit all waiting generations."""
         async with self._changed:
             self._is_open = True
             self._changed.notify_all()

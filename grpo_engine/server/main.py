@@ -1,7 +1,7 @@
 """Run the inference server: settings, engine, HTTP, signals.
 
-The port opens at once and `/health` tells when the model is there; a model that cannot be loaded ends the process with
-code 1 (2 where a setting is to blame), and so does an engine that dies later. Why is the last line of the log.
+The port opens at once, and `/health` answers 200 when the model is loaded. If the model cannot be loaded or the engine
+fails later, the process exits with code 1 (2 for a wrong setting), and the last line of the log says why.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from types import FrameType
 import uvicorn
 
 from grpo_engine.errors import ConfigError, GrpoError
-from grpo_engine.server.app import Service, create_app
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import StartableEngine
-from grpo_engine.server.standby import Standby, die_with_standby
-from grpo_engine.server.vllm_sockets import sockets_of_a_server
+from grpo_engine.server.fork_server import ForkServer, die_with_fork_server
+from grpo_engine.server.http.app import Service, create_app
+from grpo_engine.server.vllm.sockets import socket_folder
 
-_VLLM_ENGINE = "grpo_engine.server.vllm_engine"
+_VLLM_ENGINE = "grpo_engine.server.vllm.engine"
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code is 0, or 1 when the engine could not start or died.
+    """Serve until SIGTERM or SIGINT; the exit code is 0, or 1 if the engine could not start or failed.
 
     Raises:
-        ConfigError: the engine is not to be had here.
-        GrpoError: it could not start or died, for a reason that a person understands.
+        ConfigError: the engine is not available here.
+        GrpoError: the engine could not start, or failed, for a known reason.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = with_environment(config, os.environ)
     check_engine(config)
-    if config.has_standby:
-        return Standby(config, serve).run()
-    die_with_standby(os.environ)
-    with sockets_of_a_server(config, os.environ):
+    if config.has_fork_server:
+        return ForkServer(config, serve).run()
+    die_with_fork_server(os.environ)
+    with socket_folder(config, os.environ):
         return serve(config)
 
 
@@ -57,30 +57,30 @@ def serve(config: ServerConfig) -> int:
 
 
 def with_environment(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
-    """The settings, with the stock server's environment variables that ask for shared weights."""
+    """The settings, with shared weights if one of the stock server's environment variables asks for them."""
     nodes = environment.get("NUM_INFERENCE_NODES", "")
     asks = environment.get("VLLM_ENABLE_SHARED_WEIGHTS") == "1" or nodes.isdigit()
     return config.model_copy(update={"shared_weights": True}) if asks else config
 
 
 def check_engine(config: ServerConfig) -> None:
-    """See whether the engine that the settings name is to be had, before anything heavy is imported.
+    """Check that the configured engine is available, before anything heavy is imported.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not available.
     """
     if config.engine == "torch" and config.tensor_parallel_size != 1:
         raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: the torch engine runs on one device")
     if config.engine == "vllm":
-        from grpo_engine.server.vllm_requirements import check_vllm
+        from grpo_engine.server.vllm.requirements import check_vllm
 
         check_vllm(config, os.environ)
 
 
 def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:
-    """The engine that the settings name."""
+    """The configured engine."""
     if config.engine == "torch":
-        from grpo_engine.server.torch_engine import TorchEngine
+        from grpo_engine.server.torch.engine import TorchEngine
 
         return TorchEngine(config, instance=instance, environment=os.environ)
     return importlib.import_module(_VLLM_ENGINE).VllmEngine(  # type: ignore[no-any-return]
@@ -89,7 +89,7 @@ def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn around an engine: starts it first, ends it first, and exits when it cannot start."""
+    """uvicorn with an engine, which is started first and closed first; exits when the engine fails."""
 
     def __init__(self, app: object, config: ServerConfig, engine: StartableEngine) -> None:
         super().__init__(
@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
         self._failure: Exception | None = None
 
     def run_to_end(self) -> int:
-        # uvicorn raises the signal again once it has shut down; these handlers then do nothing, so the code is ours.
+        # uvicorn raises the signal again after its shutdown; these handlers ignore it, so that we set the exit code.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.run()
@@ -120,7 +120,7 @@ class _Server(uvicorn.Server):
         if self._failure is not None:
             logger.error("Cannot serve: %s", self._failure)
             return 1
-        # Nothing is left to clean up, and looking through all of torch and transformers for it takes a second.
+        # Nothing is left to collect, and a collection over torch and transformers takes a second.
         gc.freeze()
         return 0 if self.started else 1
 
@@ -139,8 +139,8 @@ class _Server(uvicorn.Server):
             await asyncio.to_thread(self._engine.wait_loaded)
             logger.info("Ready: %s", self._engine.info())
             await self._engine.wait_failed()
-        except Exception as error:  # whatever keeps the engine from serving ends the process
-            if self.should_exit:  # asked to end before it was there
+        except Exception as error:  # any error of the engine ends the process
+            if self.should_exit:  # stopped while it was loading
                 return
             self._failure = error
             self.should_exit = True

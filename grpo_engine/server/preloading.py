@@ -1,8 +1,8 @@
-"""What a standby imports before it forks: all that a server and vLLM's processes would import after it.
+"""What a fork server imports before it forks: all modules that a server and vLLM's processes would import later.
 
-The lists are what was found in `sys.modules` of a healthy server and not in its parent's
-(`benchmarks/restart.py --imports` tells what is still missing). Nothing here may start a thread or touch CUDA. Never
-among them is `vllm_worker`: vLLM's processes begin their watch when they import it.
+The lists are the modules in `sys.modules` of a healthy server that its parent had not imported
+(`benchmarks/restart.py --imports` prints what is missing). None may start a thread or touch CUDA. `vllm.worker` must
+not be imported here: its import starts the watch thread of vLLM's processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SERVER = (
     *("grpo_engine.server.main", "pydantic.v1", "multiprocessing.resource_tracker", "setproctitle"),
     *("uvicorn.lifespan.off", "uvicorn.loops.auto", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
 )
-_TORCH = ("grpo_engine.server.torch_engine",)
+_TORCH = ("grpo_engine.server.torch.engine",)
 _VLLM_ROUTES = (
     *("openai.api_server", "launchers.app", "launchers.api_server.app_state", "launchers.api_server.routers"),
     *("openai.chat_completion.api_router", "openai.completion.api_router", "openai.responses.api_router"),
@@ -34,7 +34,7 @@ _INDUCTOR = (
 )
 """Below `torch._inductor.codegen`."""
 _VLLM = (
-    *("grpo_engine.server.vllm_engine", "grpo_engine.server.vllm_stock", "grpo_engine.server.vllm_layout"),
+    *("grpo_engine.server.vllm.engine", "grpo_engine.server.vllm.stock", "grpo_engine.server.vllm.layout"),
     *("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.core.sched.scheduler"),
     *("vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor"),
     *("vllm.compilation.backends", "vllm.model_executor.layers.quantization.online.base"),
@@ -57,23 +57,23 @@ def preload(config: ServerConfig) -> None:
     """Import what a server with these settings needs.
 
     Raises:
-        GrpoError: it could not be started with them: told before anything heavy is imported, where that is possible.
+        GrpoError: no server can start with these settings; raised before heavy imports where possible.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would start its threads when it is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's OpenBLAS starts its threads at import
     if config.engine == "torch":
         _import_all((*_SERVER, *_TORCH))
         _import_model_of_torch(config.model_name)
         return
-    from grpo_engine.server.vllm_environment import settle_environment
+    from grpo_engine.server.vllm.environment import settle_environment
 
     settle_environment(config, os.environ)
-    from grpo_engine.server.vllm_arguments import prepare_environment
+    from grpo_engine.server.vllm.arguments import prepare_environment
 
-    prepare_environment(config, dict(os.environ))  # each server does this for itself; here it checks
+    prepare_environment(config, dict(os.environ))  # every server does this again; here it only checks the settings
     _import_all((*_SERVER, *_VLLM))
     from vllm.platforms import current_platform
 
-    from grpo_engine.server.vllm_forking import fork_cpu_engine, keep_imports_frozen
+    from grpo_engine.server.vllm.patches import fork_cpu_engine, keep_imports_frozen
 
     is_cpu = bool(current_platform.is_cpu())
     _import_all(_VLLM_CPU if is_cpu else _VLLM_CUDA)
@@ -88,12 +88,12 @@ def _import_all(names: tuple[str, ...]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as error:  # another version's: whoever needs it imports it, and says what is wrong
-            logger.debug("%s is not imported ahead: %s: %s", name, type(error).__name__, error)
+        except Exception as error:  # a module of another version; a server that needs it reports the error
+            logger.debug("%s cannot be imported ahead: %s: %s", name, type(error).__name__, error)
 
 
 def _compute_keys(*, is_cpu: bool) -> None:
-    """Fill inductor's own caches: hashes over the sources of torch and triton, and what the CPU's compiler can do."""
+    """Fill inductor's in-process caches: hashes of the sources of torch and triton, and the CPU's vector features."""
     from torch._inductor import codecache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime import triton_compat
@@ -101,7 +101,7 @@ def _compute_keys(*, is_cpu: bool) -> None:
     codecache.torch_key()
     if triton_compat.HAS_TRITON:
         triton_compat.triton_key()
-    if hasattr(codecache, "triton_key"):  # from torch 2.13 on it is kept there
+    if hasattr(codecache, "triton_key"):  # cached there from torch 2.13 on
         codecache.triton_key()
     if is_cpu:
         pick_vec_isa()

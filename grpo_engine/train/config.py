@@ -1,4 +1,4 @@
-"""Settings of the trainer: the stock trainer's flags with their names and defaults, and ours beside them.
+"""Settings of the trainer: the stock trainer's flags with their names and defaults, and our own.
 
 Torch-free, so that profiles can be checked without loading it. Where a default differs from the stock trainer's, its
 docstring says why.
@@ -37,15 +37,15 @@ class TrainConfig(Config):
     training_steps: int = Field(10, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(2, ge=1)
-    """Sequences a micro-batch."""
+    """Sequences in a micro-batch."""
     gradient_accumulation_steps: int = Field(32, ge=1)
-    """Micro-batches an optimizer step: a batch has `batch_size` times as many sequences."""
+    """Micro-batches in an optimizer step: a batch has `batch_size` times as many sequences."""
     seq_len: int = Field(2048, ge=2, lt=2**31)
     """Longest sequence, prompt included."""
     micro_batch_tokens: int | None = Field(None, ge=2)
-    """Tokens a micro-batch, in place of batch_size sequences: short ones then share it."""
+    """Tokens in a micro-batch, instead of batch_size sequences: short sequences then share one."""
     seed: int = Field(0, ge=-(2**63), lt=2**63)
-    """Of the random numbers that training draws."""
+    """Seed of all random numbers of training."""
 
     # Optimizer
     lr: float = Field(1e-5, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("lr", "learning_rate"))
@@ -53,35 +53,35 @@ class TrainConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up."""
+    """Learning rate schedule after warm-up."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
     """adamw_8bit needs bitsandbytes, on a CPU 0.50 or newer."""
     master_weights: Literal["float32", "stochastic_rounding"] = "float32"
-    """How updates below the last bit of bf16 weights add up: in an fp32 copy (4 bytes a parameter), or by rounding at
-    random, which needs none and adds up on average."""
+    """How updates smaller than the precision of bf16 weights accumulate: in an fp32 copy (4 bytes per parameter), or by
+    stochastic rounding, which needs no copy and is correct on average."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How the gradients of bf16 weights stand between micro-batches: with 4 bytes a parameter or with 2, where every
-    micro-batch after the first is added in fp32 and rounded back at random, so that small ones add up on average
-    instead of vanishing. With one micro-batch a step nothing is lost; each further one takes time and adds noise, so
-    make them large. For models that do not fit otherwise."""
+    """Type of accumulated gradients of bf16 weights, 4 or 2 bytes per parameter. With bfloat16, each micro-batch after
+    the first is added in fp32 and stochastically rounded, so that small gradients are kept on average. With one
+    micro-batch per step nothing is lost; each further one takes time and adds noise, so make them large. For models
+    that do not fit otherwise."""
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Decoupled, and of matrices alone: norms and biases never decay."""
+    """Decoupled weight decay of matrices; norms and biases never decay."""
     adafactor_scale_parameter: bool = False
-    """Adafactor's updates grow with the size of the weights."""
+    """Scale Adafactor's updates by the size of the weights."""
     adafactor_relative_step: bool = False
-    """Adafactor chooses the learning rate itself."""
+    """Let Adafactor choose the learning rate."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
 
     # Loss
     loss: Preset = "grpo"
     """Preset that the settings below refine."""
     clip_eps: float = Field(0.2, gt=0)
-    """Ratios outside 1 ± clip_eps stop acting; for presets with a band of their own, set clip_low and clip_high."""
+    """Ratios are clipped to 1 ± clip_eps; for presets with their own band, set clip_low and clip_high."""
     clip_low: float | None = Field(None, ge=0)
-    """Lower half of the band; unset: the preset's, or clip_eps."""
+    """Width of the band below 1; unset: the preset's, or clip_eps."""
     clip_high: float | None = Field(None, ge=0)
-    """Upper half of the band; unset: the preset's, or clip_eps."""
+    """Width of the band above 1; unset: the preset's, or clip_eps."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the ratio where the advantage is negative; unset: the preset's."""
     cispo_max: float | None = Field(None, gt=0)
@@ -95,15 +95,16 @@ class TrainConfig(Config):
     kl_unbiased: bool = False
     """Weigh the estimate by the ratio, so that its gradient is that of the divergence also off policy."""
     reference_model: str | None = None
-    """The reference: hub id, folder or `local/…`; unset: the model that training starts from. Named without kl_coef,
-    the divergence from it is measured and nothing else."""
+    """The reference: hub id, folder or `local/…`; unset: the model that training starts from. Set without
+    kl_coef, the divergence from it is only measured."""
     num_iterations: int = Field(1, ge=1)
     """Updates on each batch, which stays one step; with more than one, the ratio is against the policy before the first
-    of them, and a bridge that shares memory takes a copy of the trained weights meanwhile."""
+    of them, and a bridge with shared memory keeps a copy of the trained weights during the step."""
     correction: Correction = "none"
-    """What becomes of the weight between trainer and sampler: nothing, held inside its bounds, or 0 outside them."""
+    """How the importance weight between trainer and sampler is used: not at all, truncated to its bounds, or 0 outside
+    them."""
     correction_level: CorrectionLevel = "token"
-    """Whether a token is weighed, a sequence by the product of its tokens, or a sequence by their geometric mean."""
+    """Whether the weight is per token, or per sequence as the product or the geometric mean over its tokens."""
     correction_max: float = Field(2.0, gt=0)
     """Upper bound of that weight."""
     correction_min: float = Field(0.0, ge=0)
@@ -113,13 +114,13 @@ class TrainConfig(Config):
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: its group's mean, or that of the others in it."""
     drop_equal_groups: bool = False
-    """Leave groups out whose rewards are all equal, also of the normaliser; they teach nothing either way."""
+    """Leave out groups whose rewards are all equal, also in the normaliser; they have no gradient either way."""
     mask_truncated: bool = False
     """Train no token of a completion that ended at its length limit; its reward still counts in its group."""
     overlong_buffer: int = Field(0, ge=0)
-    """Tokens below overlong_length over which the reward falls by up to overlong_penalty; 0: no penalty."""
+    """Tokens before overlong_length over which the penalty grows to overlong_penalty; 0: no penalty."""
     overlong_length: int | None = Field(None, ge=1)
-    """Completion length at which that penalty is full."""
+    """Completion length at which the penalty is full."""
     overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False)
     """The full penalty."""
 
@@ -139,17 +140,16 @@ class TrainConfig(Config):
 
     # Memory and speed
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    """Of the weights and of what is computed; auto: what the model was saved in."""
+    """Type of weights and computation; auto: the type the model was saved in."""
     gradient_checkpointing: bool = False
-    """Keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more
-    time."""
+    """Keep only inputs of layers and recompute the rest in the backward pass: less memory, a third more time."""
     keep_attention: bool = False
-    """With gradient_checkpointing, do not compute attention again: long rows are a tenth quicker, for 2 bytes × the
-    width of its heads a token and layer."""
+    """With gradient_checkpointing, do not recompute attention: long rows are a tenth faster, for 2 bytes × the width of
+    all heads per token and layer."""
     compile_layers: bool = False
-    """Compile each layer, on a GPU: a third quicker, after up to a minute once."""
+    """Compile each layer, on a GPU: a third faster, after up to a minute of compilation."""
     probe: bool = True
-    """On a GPU, run the longest micro-batch once before training, so that a lack of memory shows at once."""
+    """On a GPU, run the longest micro-batch once before training, so that an out-of-memory error comes first."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch; unset: torch's own choice."""
 
@@ -161,17 +161,17 @@ class TrainConfig(Config):
     device: str = "auto"
     """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
     dry_run: bool = False
-    """Say what would be trained and how much memory it takes, and end: with 0 where it fits on the GPU, else with 1."""
+    """Print what would be trained and how much memory it takes, and exit: with 0 where it fits on the GPU, else 1."""
 
     # Evaluation
     eval_every: int = Field(0, ge=0)
-    """Have environments answer held-out prompts every so many steps, before the first and after the last; 0: never."""
+    """Evaluate on held-out prompts every so many steps, before the first and after the last; 0: never."""
     eval_prompts: int = Field(64, ge=1)
     """Held-out prompts of each environment."""
     eval_samples: int = Field(4, ge=1)
     """Completions of each: the k of avg@k and pass@k."""
     eval_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds to wait for an evaluation before going on without it."""
+    """Seconds to wait for an evaluation before it is skipped."""
 
     # Checkpoints and records
     save_path: Path | None = None
@@ -179,11 +179,11 @@ class TrainConfig(Config):
     checkpoint_interval: int = Field(3, ge=0)
     """Save every so many steps; 0: only at the end."""
     save_checkpoints: bool = True
-    """Whether to save at all: runs that only measure need no copy of a large model and its optimizer on the disk."""
+    """Whether to save at all; runs that only measure need no checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
     """Checkpoints that are kept, the newest first."""
     resume: bool = True
-    """Go on from the newest checkpoint in save_path, if there is one of this run's model."""
+    """Resume from the newest checkpoint in save_path, if there is one."""
     journal: bool = True
     """Keep the batches since the newest checkpoint beside it, so that a resumed run repeats its steps exactly."""
     run_folder: Path | None = None
@@ -195,7 +195,7 @@ class TrainConfig(Config):
     rollouts_groups: int = Field(2, ge=1)
     """Groups that are written each time, from the batch's environments in turn."""
     rollouts_max_mb: int = Field(256, ge=1)
-    """Megabytes of rollouts.jsonl; a longer one loses every second of its steps, so that older ones get sparser."""
+    """Maximum size of rollouts.jsonl in megabytes; above it every second step is dropped."""
     use_wandb: bool = False
     """Also log to Weights & Biases (needs the `trackers` extra). `WANDB_MODE=offline` keeps it on this machine."""
     wandb_project: str | None = None
@@ -213,24 +213,24 @@ class TrainConfig(Config):
     debug_loading: bool = False
     """Log how the model is loaded."""
 
-    # Patience
+    # Time limits
     api_timeout_s: float = Field(30.0, gt=0)
-    """Seconds within which the rollout API must answer at the start."""
+    """Seconds to wait for the rollout API at the start."""
     batch_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds to wait for a batch before giving up."""
+    """Seconds to wait for a batch before training fails."""
     max_staleness: int | None = Field(None, ge=0)
     """Groups sampled more than so many policy versions ago are dropped; unset: none."""
     max_bad_steps: int = Field(5, ge=1)
-    """Steps in a row with a loss or gradient that is not finite, after which training stops; each is skipped."""
+    """Consecutive steps with a non-finite loss or gradient after which training fails; each is skipped."""
 
-    # Flags of the stock trainer for the vLLM that it starts; ours starts one with --bridge-restart alone
+    # Flags of the stock trainer for the vLLM that it starts; ours starts one only with --bridge-restart
     gpu_memory_utilization: Annotated[float, Flag(("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"))] = (
         Field(0.45, gt=0, le=1)
     )
-    """The inference server's share of the GPU, for the memory plan, and for a server that the trainer starts; any other
-    is to be given it itself."""
+    """The inference server's share of the GPU, for the memory plan and for a server that the trainer starts; set it for
+    any other server too."""
     max_model_len: int = Field(4096, ge=2)
-    """For a server that the trainer starts; any other is to be given it itself."""
+    """For a server that the trainer starts; set it for any other server too."""
     vllm_gpu: int | None = None
     """GPU of a server that the trainer starts; for any other, set `gpus` of the inference service, or
     CUDA_VISIBLE_DEVICES of the server."""
@@ -241,7 +241,7 @@ class TrainConfig(Config):
     world_size: int = 1
     """1, the one trainer."""
     init_method: str = "env://"
-    """Has no effect: one process meets no others."""
+    """Has no effect with one process."""
     num_inference_nodes: int = 0
     """0: inference is on this machine."""
 
@@ -252,10 +252,10 @@ class TrainConfig(Config):
 
     @property
     def loss_config(self) -> LossConfig:
-        """The preset, refined by what the settings say.
+        """The preset with the settings applied.
 
         Raises:
-            ValueError: settings that contradict each other; never of a config that has been made.
+            ValueError: settings contradict each other; not possible for a validated config.
         """
         preset = LossConfig.preset(self.loss)
         has_band = self.loss in PRESETS_WITH_BANDS
@@ -284,7 +284,7 @@ class TrainConfig(Config):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference model is run: for the loss, or, named without `kl_coef`, to measure the distance."""
+        """Whether a reference model is run: for the loss, or, without `kl_coef`, to measure the divergence."""
         return self.kl_coef > 0 or self.reference_model is not None
 
     @property
@@ -296,14 +296,14 @@ class TrainConfig(Config):
     @classmethod
     def _is_a_device(cls, device: str) -> str:
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
-            raise ValueError(f"{device!r} is no device: write auto, cpu, cuda, or cuda:0 and so on")
+            raise ValueError(f"{device!r} is not a device: use auto, cpu, cuda, or cuda:0")
         return device
 
     @field_validator("atropos_url")
     @classmethod
     def _is_a_url(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no URL: write http://, the host and the port, as in http://localhost:8000")
+            raise ValueError(f"{url!r} is not a URL: use http://host:port, as in http://localhost:8000")
         return url
 
     @model_validator(mode="after")
@@ -348,8 +348,8 @@ class TrainConfig(Config):
             )
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
             raise ValueError(
-                f"overlong_buffer {self.overlong_buffer} is more than overlong_length {self.overlong_length}, so that "
-                "the penalty would begin below no tokens at all: lower the buffer"
+                f"overlong_buffer {self.overlong_buffer} is more than overlong_length {self.overlong_length}, so "
+                "the penalty would start at a negative length: lower the buffer"
             )
         _ = self.loss_config  # refuses what contradicts itself
         return self

@@ -1,8 +1,8 @@
-"""Evaluation on held-out prompts: orders it of the environments, waits for their answers, and makes metrics of them.
+"""Evaluation on held-out prompts: posts an order to the rollout API, waits for the answers, and makes metrics of them.
 
-Prompts and rewards belong to the environments, which hear of an order through the rollout API. The trainer does nothing
-else meanwhile, so that exactly the weights that were published last are measured; where inference had others all the
-same, that is said. Nothing that goes wrong here ends a run: it is said, and training goes on without.
+Prompts and rewards belong to the environments, which poll the rollout API for orders. The trainer waits, so that the
+weights published last are measured; completions of other versions are logged. A failed evaluation is logged, and
+training continues without it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from statistics import fmean
 import torch
 
 from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
-from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import GrpoError, PeerUnavailable
+from grpo_engine.retrying import never
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.metrics import EVALUATION_PREFIX
 from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, EvaluationState, NamedAnswer
@@ -27,13 +27,13 @@ from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, Evaluat
 log = logging.getLogger(__name__)
 
 _HOLD_S = 1.0
-"""For how long the API may hold an answer: a request to stop is noticed that late."""
+"""Long-poll time of the API; a stop request is seen after at most this time."""
 _PAUSE_S = 0.25
-"""Between two questions to an API that is away."""
+"""Between two requests to an API that does not answer."""
 
 
 class Evaluator:
-    """The trainer's side of evaluations."""
+    """Orders evaluations and computes their metrics."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Evaluator:
         stop: Callable[[], bool] = never,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Nothing is asked yet.
+        """Send no request yet.
 
         Args:
-            stop: whether to give up, for the run is to end.
-            meanwhile: called about once a second while waiting; where it fails, the evaluation does.
+            stop: whether the run is stopping.
+            meanwhile: called about once a second while waiting; its errors end the evaluation.
         """
         self._config = config
         self._source = source
@@ -55,12 +55,12 @@ class Evaluator:
         self._meanwhile = meanwhile
 
     def is_due(self, step: int) -> bool:
-        """Whether the policy is to be evaluated after `step` steps: at first, every so many, and at last."""
+        """Whether an evaluation is due after `step` steps: before the first, every `eval_every`, after the last."""
         every = self._config.eval_every
         return every > 0 and (step % every == 0 or step == self._config.training_steps)
 
     def measure_if_due(self, step: int, policy_version: int) -> dict[str, float]:
-        """Metrics of the policy that inference serves; empty when it is not due, or nobody answered."""
+        """Metrics of the policy that inference serves; empty when none is due, or none was answered."""
         if not self.is_due(step) or self._stop():
             return {}
         began = time.perf_counter()
@@ -73,15 +73,15 @@ class Evaluator:
         )
         try:
             state = self._answered(order)
-        except GrpoError as error:  # a server that stays away, say: the loop will meet it with its next batch
-            log.warning("evaluation of step %d: %s; going on without", step, error)
+        except GrpoError as error:  # a lost server is an error of the next batch as well
+            log.warning("evaluation of step %d: %s; skipped", step, error)
             return {}
         finally:
             self._source.close_evaluation(order)
         if state is None:
             return {}
-        for complaint in complaints(state):
-            log.warning("evaluation of step %d: %s", step, complaint)
+        for problem in answer_problems(state):
+            log.warning("evaluation of step %d: %s", step, problem)
         metrics = evaluation_metrics(state)
         if metrics:
             metrics["eval/time"] = time.perf_counter() - began
@@ -111,23 +111,23 @@ class Evaluator:
             if left_s <= 0:
                 waited_for = ", ".join(state.waiting_for) if state else ""
                 log.warning(
-                    "evaluation of step %d: not done within %g s (eval_timeout_s); waited for %s; training goes on",
+                    "evaluation of step %d: not complete within %g s (eval_timeout_s); no answer from %s; skipped",
                     order.step,
                     self._config.eval_timeout_s,
-                    waited_for or "environments that never came",
+                    waited_for or "any environment",
                 )
                 return state
         return None
 
 
-def complaints(state: EvaluationState) -> list[str]:
-    """What is wrong with the answers, in words."""
+def answer_problems(state: EvaluationState) -> list[str]:
+    """What is wrong with the answers, for the log."""
     found = [f"{named.environment}: {named.answer.problem}" for named in state.answers if named.answer.problem]
     if state.missing:
-        found.append(f"{', '.join(state.missing)} went away without an answer")
+        found.append(f"{', '.join(state.missing)} disconnected without an answer")
     if not _usable(state) and not found and state.is_over:
         who = f"none of {', '.join(state.unable)} evaluates" if state.unable else "there is no environment"
-        found.append(f"{who}: use environments of grpo-engine, or eval_every 0; training goes on without")
+        found.append(f"{who}: use environments of grpo-engine, or set eval_every 0; skipped")
     off = Counter(
         ", ".join(map(str, versions))
         for named in _usable(state)
@@ -139,8 +139,8 @@ def complaints(state: EvaluationState) -> list[str]:
         others = "; ".join(f"{count} by version {versions}" for versions, count in sorted(off.items()))
         found.append(
             f"{sum(off.values())} completions were not sampled by the published version "
-            f"{state.order.policy_version} ({others}): with a bridge that hands over every few steps, make eval_every "
-            "a multiple of them"
+            f"{state.order.policy_version} ({others}): with a bridge that publishes every few steps, set eval_every "
+            "to a multiple of them"
         )
     return found
 
@@ -148,7 +148,7 @@ def complaints(state: EvaluationState) -> list[str]:
 def evaluation_metrics(state: EvaluationState) -> dict[str, float]:
     """Metrics of all environments together, and of each where there are several; empty without an answer.
 
-    Those of all together are left out where one of them is missing: a curve must not jump because of that.
+    The joint metrics are left out when an environment is missing, so that a curve does not jump.
     """
     usable = _usable(state)
     is_whole = len(usable) == len(state.answers) and not state.missing and not state.waiting_for
@@ -187,7 +187,7 @@ def _by_name(answers: Sequence[NamedAnswer]) -> dict[str, EvaluationAnswer]:
 
 
 def _metrics_of(answers: Sequence[EvaluationAnswer], order: EvaluationOrder, prefix: str) -> dict[str, float]:
-    """What the prompts of all `answers` came to. P prompts, G completions of each."""
+    """Metrics over the prompts of all `answers`. P prompts, G completions of each."""
     rewards_PG = torch.tensor([row for answer in answers for row in answer.rewards], dtype=torch.float64)
     solved_PG = torch.tensor(
         [[reward >= answer.solved_from for reward in row] for answer in answers for row in answer.rewards]

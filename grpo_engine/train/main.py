@@ -1,6 +1,6 @@
-"""Starts a training run: from settings to the objects that the loop works with, and out again.
+"""Starts a training run: builds the objects that the loop works with from the settings, and closes them.
 
-SIGTERM and SIGINT finish the step in hand, save a checkpoint and exit 0.
+On SIGTERM or SIGINT the current step is finished, a checkpoint is saved, and the process exits with 0.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from types import FrameType
 import torch
 
 from grpo_engine.bridges import BridgeContext
-from grpo_engine.bridges.protocol import never
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_tokenizer
-from grpo_engine.train import checkpoints
+from grpo_engine.retrying import never
+from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.dry_run import dry_run, log_plan
 from grpo_engine.train.loop import train
-from grpo_engine.train.recorder import Recorder
-from grpo_engine.train.trackers import build_trackers
+from grpo_engine.train.memory.dry_run import dry_run, log_plan
+from grpo_engine.train.recording.recorder import Recorder
+from grpo_engine.train.recording.trackers import build_trackers
+from grpo_engine.wire.run_folder import CHECKPOINTS
 
 DEFAULT_SAVE_PATH = Path("trained_model_checkpoints")
-"""The stock trainer's, for runs by hand."""
+"""As the stock trainer; for runs without a run folder."""
 
 log = logging.getLogger(__name__)
 
 
 def run(config: TrainConfig) -> int:
-    """Train until the last step or a polite signal; returns the exit code."""
+    """Train until the last step or a stop signal; returns the exit code."""
     if config.dry_run:
         return dry_run(config)
     if config.debug_loading:
@@ -47,9 +48,9 @@ def run(config: TrainConfig) -> int:
     torch.manual_seed(config.seed)
     by_hand = config.run_folder is None
     folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
-    save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / "checkpoints")
-    checkpoints.require_place(save_path.absolute())
-    stop = PoliteStop()
+    save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / CHECKPOINTS)
+    checkpoints.require_folder(save_path.absolute())
+    stop = StopRequest()
     log_plan(config)
     bridge = config.bridge.build(bridge_context(config, folder / "bridge", is_stopping=stop))
     decode = load_tokenizer(config.model_name).decode
@@ -62,12 +63,12 @@ def run(config: TrainConfig) -> int:
     )
     with (
         recorder,
-        checkpoints.claimed(save_path.absolute()),
+        checkpoints.locked(save_path.absolute()),
         RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source,
     ):
         try:
             train(config, source, bridge, recorder, decode=decode, save_path=save_path.absolute(), stop=stop)
-        except PeerUnavailable as error:  # asked to stop before the first step, while somebody was awaited
+        except PeerUnavailable as error:  # stopped while waiting for a peer before the first step
             if not stop():
                 raise
             log.info("stopped while waiting: %s", error)
@@ -77,7 +78,7 @@ def run(config: TrainConfig) -> int:
 
 
 def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[], bool] = never) -> BridgeContext:
-    """What the bridge of these settings must know; it may write into `folder`."""
+    """What a bridge with these settings is built from; it may write into `folder`."""
     return BridgeContext(
         model_name=config.model_name,
         dtype=config.dtype,
@@ -101,8 +102,8 @@ def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[
     )
 
 
-class PoliteStop:
-    """Whether a polite signal came; asked between two steps and while waiting for a batch."""
+class StopRequest:
+    """Whether SIGTERM or SIGINT was received; read between steps and while waiting for a batch."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -113,7 +114,7 @@ class PoliteStop:
         return self._signal is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:  # asked twice: the default action, so that an impatient person gets out
+        if self._signal is not None:  # a second signal has its default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signal = number

@@ -1,15 +1,15 @@
-"""One batch: advantages, reference, then forward, loss and backward over micro-batches, update, and what was measured.
+"""One batch: advantages, reference, then forward, loss and backward over micro-batches, update, and metrics.
 
 B rows, T tokens of the batch; b rows, t tokens of a micro-batch. Gradients of micro-batches add up to those of one big
-batch, since every loss is divided by the whole batch's normaliser. Weights that inference reads are not touched here:
-the update goes to the masters, and `Trainee.write_weights` carries it over when the bridge says so.
+batch, since every loss is divided by the whole batch's normaliser. Weights that inference reads are not touched
+here: the update changes the masters, and `Trainee.write_weights` copies them when the bridge publishes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -18,33 +18,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_engine.algo.advantages import equal_groups
+from grpo_engine.algo.advantages import equal_groups, overlong_penalty
 from grpo_engine.algo.alignment import alignment_metrics, staleness_metrics
 from grpo_engine.algo.loss import LossInputs, LossOutputs, drift_metrics, policy_loss
 from grpo_engine.algo.schedule import learning_rate
-from grpo_engine.algo.shaping import overlong_penalty
-from grpo_engine.data.batching import Batch, MicroBatch, batch_advantages, make_batch, micro_batches
-from grpo_engine.data.groups import sender_words
-from grpo_engine.errors import DataError
+from grpo_engine.data.batching import Batch, MicroBatch, batch_advantages, micro_batches
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.trainee import Trainee
-from grpo_engine.wire.rollouts import ScoredGroup
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What one batch did."""
+    """The result of training on one batch."""
 
     applied: bool
-    """Whether the weights moved. They stay where nothing is trained, and an update is skipped whose loss or gradient is
-    not finite."""
+    """Whether the weights changed: not if no row is trained, nor if the loss or gradient is not finite."""
     metrics: dict[str, float]
     """`train/*` and `grpo/*` are means over the batch's updates; `alignment/*`, `logprobs/*` and `grpo/ess` are of the
-    policy before the first of them; `reward/*` is what environments gave, whatever shaping made of it."""
+    policy before the first of them; `reward/*` is as environments sent it, before shaping."""
     is_trained: Tensor
-    """(B,) bool: rows that the settings let in."""
+    """(B,) bool: rows that are trained under the settings."""
     advantages: Tensor
     """(B, T) in the batch's order; 0 where not trained."""
     logprobs: Tensor
@@ -54,7 +49,7 @@ class StepResult:
 
 
 class Scores(NamedTuple):
-    """What the model says of a micro-batch, (b, t) each, without graph."""
+    """The model's outputs for a micro-batch, (b, t) each, without graph."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -95,7 +90,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         references = _references(trainee, parts)
         before: list[Scores] = []  # of each part, before the first update
         updates: list[dict[str, float]] = []
-        with trainee.unseen() if config.num_iterations > 1 else nullcontext():
+        with trainee.private_weights() if config.num_iterations > 1 else nullcontext():
             for iteration in range(config.num_iterations):
                 if iteration > 0:
                     trainee.write_weights()
@@ -104,7 +99,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
                 norm, has_moved = _update(trainee, measured, rate, step=step)
                 updates.append({**measured, "train/grad_norm": norm})
                 if not has_moved:
-                    break  # the weights are what they were, and would give the same again
+                    break  # unchanged weights would give the same result again
                 applied = True
         for part, scores in zip(parts, before, strict=True):
             width = scores.logprobs.shape[1]
@@ -113,7 +108,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         metrics |= _initial_metrics(logprobs, batch, is_trained)
     else:
-        log.warning("step %d: %s; the weights stay as they are", step + 1, _why_none_is_trained(batch, config))
+        log.warning("step %d: %s; weights unchanged", step + 1, _why_none_is_trained(batch, config))
     return StepResult(
         applied=applied,
         metrics=metrics,
@@ -125,7 +120,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
 
 
 def shaped_rewards(batch: Batch, config: TrainConfig) -> Tensor:
-    """(B,) rewards from which advantages are taken: less what completions near the length limit lose."""
+    """(B,) rewards from which advantages are computed: less the penalty near the length limit."""
     if not config.overlong_buffer or config.overlong_length is None:
         return batch.rewards
     lengths = batch.mask.sum(dim=1)
@@ -138,7 +133,7 @@ def trained_rows(batch: Batch, rewards: Tensor, config: TrainConfig) -> Tensor:
     """(B,) bool: rows that go through the model and into the normaliser.
 
     Args:
-        rewards: (B,) from which advantages are taken.
+        rewards: (B,) from which advantages are computed.
     """
     is_trained = batch.mask.any(dim=1)
     if config.mask_truncated:
@@ -223,19 +218,19 @@ def _backward(
 
 
 def _update(trainee: Trainee, measured: Mapping[str, float], rate: float, *, step: int) -> tuple[float, bool]:
-    """Step on the gradients that are there; returns their norm, and whether the weights moved.
+    """Step on the accumulated gradients; returns their norm, and whether the weights changed.
 
-    Adam would move them by its momentum alone, so gradients of nothing are dropped.
+    Adam would change them by its momentum alone, so the gradients are dropped if the correction masks every token.
     """
     config, loss = trainee.config, measured["train/loss"]
     if measured.get("grpo/correction_mean") == 0 and not config.kl_coef and not config.entropy_coef:
-        log.warning("step %d: the correction masks every token; the weights stay as they are", step + 1)
+        log.warning("step %d: the correction masks every token; weights unchanged", step + 1)
         trainee.drop_gradients()
         return 0.0, False
     norm = trainee.update(rate, is_finite=math.isfinite(loss))
     has_moved = math.isfinite(loss) and math.isfinite(norm)
     if not has_moved:
-        log.warning("step %d: loss %s, gradient norm %s: skipped", step + 1, loss, norm)
+        log.warning("step %d: loss %s, gradient norm %s: update skipped", step + 1, loss, norm)
     return norm, has_moved
 
 
@@ -254,7 +249,7 @@ def _of_batch(parts: Sequence[LossOutputs]) -> dict[str, float]:
 
 
 def _initial_metrics(logprobs: Tensor, batch: Batch, is_trained: Tensor) -> dict[str, float]:
-    """How far trainer and sampler were apart before the first update."""
+    """Differences between trainer and sampler before the first update."""
     mask = batch.mask & is_trained[:, None]
     alignment = alignment_metrics(logprobs, batch.rollout_logprobs, mask)
     rooms = {"training_mean": "logprobs", "inference_mean": "logprobs"}
@@ -273,7 +268,7 @@ def _why_none_is_trained(batch: Batch, config: TrainConfig) -> str:
 
 
 def rollout_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
-    """What the batch itself says: rewards, lengths, truncation, staleness."""
+    """Metrics of the batch itself: rewards, lengths, truncation, staleness."""
     lengths = batch.mask.sum(dim=1)
     says_version = batch.mask & batch.has_policy_versions[:, None]
     staleness = staleness_metrics(batch.policy_versions, says_version, policy_version)
@@ -287,78 +282,3 @@ def rollout_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
         # a stock environment does not say which weights it sampled from
         **({f"rollout/{name}": float(value) for name, value in staleness.items()} if says_version.any() else {}),
     }
-
-
-def drop_stale(groups: Sequence[ScoredGroup], version: int, max_staleness: int | None) -> list[ScoredGroup]:
-    """The groups whose oldest token is at most `max_staleness` policy versions old; the rest is said in the log."""
-    if max_staleness is None:
-        return list(groups)
-    fresh = [group for group in groups if version - _oldest_version(group) <= max_staleness]
-    if len(fresh) < len(groups):
-        log.warning(
-            "%d of %d groups are over %d versions old: dropped", len(groups) - len(fresh), len(groups), max_staleness
-        )
-    return fresh
-
-
-def fitting_batch(
-    groups: Sequence[ScoredGroup],
-    seq_len: int,
-    *,
-    vocab_size: int,
-    environment_names: Mapping[int, str] | None = None,
-) -> Batch:
-    """A batch of the groups that can be trained on; others are named in the log and left out, so that one ends no run.
-
-    Args:
-        vocab_size: of the model, which would end with an index out of range, on a GPU beyond repair.
-        environment_names: env_id to name, for messages; a stock rollout API tells none.
-
-    Raises:
-        DataError: none can be, so that it is the environment that is wrong and not a group.
-    """
-    names = environment_names or {}
-    try:
-        return _known_batch(groups, seq_len, vocab_size, names)
-    except DataError:
-        return _known_batch(list(_fitting(groups, seq_len, vocab_size, names)) or groups, seq_len, vocab_size, names)
-
-
-def _known_batch(
-    groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int, environment_names: Mapping[int, str]
-) -> Batch:
-    """Raises DataError where `make_batch` does, and for tokens that the model does not have."""
-    batch = make_batch(groups, seq_len=seq_len, environment_names=environment_names)
-    for tokens in (batch.inputs, torch.where(batch.mask, batch.labels, 0)):
-        is_unknown = (tokens < 0) | (tokens >= vocab_size)
-        if is_unknown.any():
-            row, position = is_unknown.nonzero()[0].tolist()
-            raise DataError(
-                f"group of {sender_words(batch.env_ids[row], environment_names)}: "
-                f"{tokens[row, position]} is none of the model's {vocab_size} tokens, so it comes from the tokenizer "
-                "of another model: give environment and inference server the model that is trained"
-            )
-    return batch
-
-
-def _fitting(
-    groups: Sequence[ScoredGroup], seq_len: int, vocab_size: int, environment_names: Mapping[int, str]
-) -> Iterator[ScoredGroup]:
-    for group in groups:
-        try:
-            _known_batch([group], seq_len, vocab_size, environment_names)
-        except DataError as error:
-            log.error("group left out: %s", error)
-        else:
-            yield group
-
-
-def _oldest_version(group: ScoredGroup) -> int:
-    """Version of the oldest trained token; a group that does not say counts as fresh, as from a stock environment."""
-    versions = [
-        version
-        for labels, row in zip(group.masks, group.policy_versions or [], strict=False)
-        for label, version in zip(labels, row, strict=False)  # whether they fit is for `make_batch` to say
-        if label >= 0
-    ]
-    return min(versions, default=2**62)

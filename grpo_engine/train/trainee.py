@@ -1,7 +1,7 @@
-"""What is being trained: the model on the bridge's tensors, its fp32 masters, and the optimizer over them.
+"""The model in training: the bridge's tensors, their fp32 masters, and the optimizer over the masters.
 
-The model's own parameters are what inference may be reading; they change only in `write_weights`, which the bridge
-calls inside its fence. Everything else (gradients, clipping, updates) happens on the masters.
+Inference may read the model's own parameters, so they change only in `write_weights`, which the bridge calls while it
+holds the weight lock. Gradients, clipping and updates are applied to the masters.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from grpo_engine.models.execution import compile_layers, recompute_layers, silen
 from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
-from grpo_engine.train import checkpoints
+from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.idle_settings import settings_without_effect
 from grpo_engine.train.reference import load_reference
 from grpo_engine.train.scoring import Scorer
+from grpo_engine.train.unused_settings import settings_without_effect
+from grpo_engine.wire.log_lines import PARAMETERS_TRAINED
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Trainee:
         self._save_model = attached.save
         self._is_shared = attached.is_shared
         self.unmerged = attached.unmerged
-        """As the bridge's model has it."""
+        """See `BridgeModel.unmerged`."""
         self.device = next(self.model.parameters()).device
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
@@ -60,13 +61,13 @@ class Trainee:
         )
         if config.gradient_dtype == "bfloat16" and not self._masters.have_bf16_gradients:
             log.warning(
-                "gradient_dtype bfloat16 has no effect: nothing that is trained is bfloat16 (adapters never are), and "
-                "gradients of anything else are float32; leave it out"
+                "gradient_dtype bfloat16 has no effect: no trained parameter is bfloat16 (adapters are float32), and "
+                "other gradients are float32; leave it out"
             )
         if config.master_weights == "stochastic_rounding" and not self._masters.are_rounded:
             log.warning(
-                "master_weights stochastic_rounding has no effect: nothing that is trained is bfloat16 (adapters never "
-                "are), and anything else needs no masters; leave it out"
+                "master_weights stochastic_rounding has no effect: no trained parameter is bfloat16 (adapters are "
+                "float32), and other types need no masters; leave it out"
             )
         self._optimizer = build_optimizer(
             self._masters.parameters,
@@ -88,7 +89,7 @@ class Trainee:
         silence(self.model)
         self.model.train()  # layers are computed again in this mode alone
         num_trained = sum(master.numel() for master in self._masters.parameters)
-        log.info("training %d of %d parameters", num_trained, sum(p.numel() for p in self.model.parameters()))
+        log.info(PARAMETERS_TRAINED.text, num_trained, sum(p.numel() for p in self.model.parameters()))
 
     @property
     def shares_prompts(self) -> bool:
@@ -97,12 +98,12 @@ class Trainee:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model can read."""
+        """Rows of the input embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Over the masters, whose gradients it can drop."""
+        """The optimizer over the masters."""
         return self._optimizer
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -112,10 +113,10 @@ class Trainee:
     def update(self, rate: float, *, is_finite: bool) -> float:
         """Clip the gradients, step the masters at this learning rate, and clear; returns the norm before clipping.
 
-        Nothing moves when the loss (`is_finite`) or the norm is not finite.
+        The weights stay as they are when the loss (`is_finite`) or the norm is not finite.
 
         Raises:
-            TrainingDiverged: `max_bad_steps` of them came in a row.
+            TrainingDiverged: `max_bad_steps` updates in a row were not finite.
         """
         norm = float(self._masters.gradient_norm())
         is_finite = is_finite and norm < float("inf")  # false for NaN too
@@ -135,18 +136,18 @@ class Trainee:
         return norm
 
     def drop_gradients(self) -> None:
-        """Forget what was added up for an update, and leave everything as it is."""
+        """Clear the accumulated gradients without an update."""
         self._optimizer.zero_grad()
 
     def write_weights(self) -> None:
-        """Copy the masters into the parameters that inference reads; the bridge calls this inside its fence."""
+        """Copy the masters into the parameters that inference reads; called under the weight lock."""
         self._masters.publish()
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Within, `write_weights` shows the masters to this model alone, for several updates between two hand-overs.
+    def private_weights(self) -> Iterator[None]:
+        """Within, `write_weights` writes to private memory, for several updates between two weight updates.
 
-        Parameters that inference reads have memory of their own meanwhile, and afterwards the values from before.
+        Parameters that inference reads are replaced by copies; afterwards they have their earlier values.
         """
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         seen = [(parameter, parameter.data) for parameter in trained if self._is_shared]
@@ -163,7 +164,7 @@ class Trainee:
         """Write a checkpoint; `lease` and `settings` as its marker has them.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the disk is full or a write fails.
         """
         marker = checkpoints.CheckpointMarker(
             step=step,
@@ -183,16 +184,16 @@ class Trainee:
         return checkpoints.save(save_path, state, self._save_model, keep=self.config.keep_checkpoints)
 
     def restore(self, state: checkpoints.TrainerState) -> checkpoints.CheckpointMarker:
-        """Take over what a checkpoint holds; the parameters follow with the next `write_weights`."""
+        """Load the state of a checkpoint; the model's parameters change with the next `write_weights`."""
         self._masters.load_state_dict(state.masters)
-        groups = self._optimizer.state_dict()["param_groups"]  # settings are this run's, only the state is saved
+        groups = self._optimizer.state_dict()["param_groups"]  # settings are of this run, only the state is restored
         self._optimizer.load_state_dict({**state.optimizer, "param_groups": groups})
         checkpoints.restore_random_state(state.random, self.device)
         self._bad_steps = state.bad_steps
         return state.marker
 
-    def start_anew(self) -> None:
-        """Take the weights of the untrained model as inference has them at first, whatever the parameters hold now."""
+    def load_untrained(self) -> None:
+        """Load the weights of the untrained model into the masters, rounded as inference has them at first."""
         untrained = dict(load_model(self.config.model_name, dtype="float32", device="cpu").named_parameters())
         served = {name: untrained[name].detach().to(live.dtype) for name, live in self.model.named_parameters()}
         self._masters.load_state_dict({name: served[name] for name in self._masters.state_dict()})

@@ -1,10 +1,11 @@
 """The bridge file: how a trainer finds and maps the weights that an inference server holds.
 
-Written by the inference server, whole and once it serves; removed when it exits. Read by the `shared_vllm` bridge. The
-same format carries POSIX shared memory (CPU) and CUDA IPC handles (GPU); a `Fence` page is always POSIX shared memory.
+Written by the inference server once it serves, atomically; removed when it exits. Read by the `shared_vllm` bridge. The
+same format carries POSIX shared memory (CPU) and CUDA IPC handles (GPU); a `WeightLock` page is always POSIX shared
+memory.
 
-Atropos's own trainer reads, and its example server writes, a file of the same name in another form; the two have no key
-but the model's name in common, so that one file can be both.
+Stock Atropos has a file of the same name in another form, which its trainer reads and its example server writes. The
+two forms share no key but the model's name, so one file holds both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FORMAT_VERSION = 1
 
 
 SegmentName = Annotated[str, Field(pattern=r"^[^/]*$")]
-"""A name below /dev/shm, and no path to anywhere else: whoever maps it writes into it."""
+"""A name below /dev/shm, never a path to another folder: the process that maps it writes into it."""
 
 
 class PosixHandle(Message):
@@ -31,8 +32,8 @@ class PosixHandle(Message):
 
 
 class ExportedStorage(Message):
-    """Another process's CUDA memory: the eight values of `torch.UntypedStorage._share_cuda_()`, and where a tensor
-    begins in it."""
+    """Another process's CUDA memory: the eight values of `torch.UntypedStorage._share_cuda_()`, and the offset of a
+    tensor in it."""
 
     device_index: int
     ipc_handle_b64: str
@@ -55,7 +56,7 @@ class CudaHandle(ExportedStorage):
 
 
 class SharedTensor(Message):
-    """One tensor, under the name that the model gives it."""
+    """One tensor; its key is the parameter name in the model."""
 
     handle: Annotated[PosixHandle | CudaHandle, Field(discriminator="kind")]
     shape: tuple[int, ...]
@@ -71,12 +72,12 @@ class BridgeFile(Message):
     model: str
     pid: int
     pid_start_ticks: int
-    """Field 22 of /proc/<pid>/stat: a file whose writer is gone is stale, also when the pid was used again."""
+    """Field 22 of /proc/<pid>/stat: the file is stale when its writer has exited, also if the pid was reused."""
     instance: str
     fingerprint: str = ""
-    """Of model, configuration and dtype: a server that finds the file of its dead predecessor takes the memory over."""
+    """Of model, configuration and dtype: a server that finds the file of an exited server takes over its memory."""
     fence_segment: SegmentName
-    """POSIX segment of the fence page (see `grpo_engine.bridges.fence`)."""
+    """POSIX segment of the fence page (see `grpo_engine.bridges.memory.weight_lock`)."""
     tensors: dict[str, SharedTensor]
     aliases: dict[str, str] = {}
     """Tied parameters: name → the name in `tensors`, e.g. `lm_head.weight` → `model.embed_tokens.weight`."""
@@ -91,7 +92,7 @@ class StockHandle(ExportedStorage):
 
 
 class StockMapping(Message):
-    """What Atropos says of a parameter beside its handle."""
+    """What Atropos states for a parameter besides its handle."""
 
     vllm_name: str
     shape: tuple[int, ...]
@@ -100,7 +101,7 @@ class StockMapping(Message):
 
 
 class StockBridgeFile(Message):
-    """Atropos's form: parameters as vLLM has them, with its fused projections; without handles nothing is exported."""
+    """Atropos's form: parameters as in vLLM, with fused projections; without handles nothing is exported."""
 
     model: str
     tp_degree: int = 1

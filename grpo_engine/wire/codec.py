@@ -1,6 +1,6 @@
-"""Bytes on a pipe, a socket or a disk: one JSON object a line, and files that are replaced whole.
+"""Encoding for pipes, sockets and files: one JSON object per line, and files that are replaced atomically.
 
-Knows no message; the modules beside it do.
+The messages are defined in the modules beside it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from grpo_engine.errors import PeerError
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
-"""Longest line that is read: a snapshot of a large run has some 100 kB, and a stranger must not fill the memory."""
+"""Longest line that is read: a snapshot of a large run has about 100 kB, and a foreign process must not fill memory."""
 
 MessageT = TypeVar("MessageT", bound="Message")
 
 
 class Message(BaseModel):
-    """Base of what crosses a process: unknown keys are ignored, so that a newer peer may say more."""
+    """Base of messages between processes: unknown keys are ignored, so that a newer peer may add some."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 def to_line(message: BaseModel) -> bytes:
-    """One line of JSON with its newline; refuses NaN and infinities, which are no JSON."""
+    """One line of JSON with its newline; rejects NaN and infinities, which are not valid JSON."""
     return message.model_dump_json().encode() + b"\n"
 
 
@@ -35,7 +35,7 @@ def from_line(kind: type[MessageT], line: bytes, *, peer: str) -> MessageT:
     """Read one line.
 
     Raises:
-        PeerError: the line is no JSON, or not of this kind; names the peer and the first fault.
+        PeerError: the line is not JSON, or not of this kind; names the peer and the first fault.
     """
     try:
         return kind.model_validate_json(line)
@@ -44,14 +44,14 @@ def from_line(kind: type[MessageT], line: bytes, *, peer: str) -> MessageT:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Where something else was said than a message has, and what is wrong with it; without the value."""
+    """The key of the first invalid value and what is wrong with it, without the value itself."""
     fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
     where = ".".join(map(str, fault["loc"]))
     return f"{where}: {fault['msg']}" if where else fault["msg"]
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` whole: readers see the old content or the new, also across a crash."""
+    """Replace `path` atomically: readers see the old content or the new, also after a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -66,6 +66,6 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_json_atomically(path: Path, value: BaseModel | dict[str, Any], *, mode: int = 0o644) -> None:
-    """Replace `path` whole with indented JSON for people and machines."""
+    """Replace `path` atomically with indented JSON."""
     text = value.model_dump_json(indent=1) if isinstance(value, BaseModel) else json.dumps(value, indent=1)
     write_atomically(path, text.encode() + b"\n", mode=mode)

@@ -1,6 +1,6 @@
-"""HTTP bodies of the inference server. Asked by environments and bridges, answered by `grpo_engine.server`.
+"""HTTP bodies of the inference server: sent by environments and bridges, answered by `grpo_engine.server`.
 
-The shapes are the stock Atropos server's (`/generate`, `/bridge/*`, `/lora/*`), with the policy version and the
+The formats are those of the stock Atropos server (`/generate`, `/bridge/*`, `/lora/*`), with the policy version and the
 log-prob convention added to every answer.
 """
 
@@ -50,7 +50,7 @@ class GenerateRequest(Message):
 
 
 class GenerateResponse(Message):
-    """Answer of `POST /generate`. Every list has one entry a completion."""
+    """Answer of `POST /generate`. Every list has one entry per completion."""
 
     text: list[str]
     prompt: str
@@ -61,9 +61,9 @@ class GenerateResponse(Message):
     token_ids: list[list[int]] | None = None
     prompt_logprobs: list[dict[str, FiniteFloat] | None] | None = None
     policy_version: int
-    """Version of the weights at the last generated token."""
+    """Policy version at the last generated token."""
     policy_versions: list[list[int]] | None = None
-    """Version of the weights at every generated token; comes with `logprobs`."""
+    """Policy version at every generated token; sent with `logprobs`."""
     logprobs_mode: LogprobsMode
 
 
@@ -81,31 +81,31 @@ class BridgeInfo(Message):
     logprobs_mode: LogprobsMode
     paused: bool
     instance: str
-    """Changes with every start of the server, so that a trainer notices a restart."""
+    """Differs for every start of the server, so that a trainer detects a restart."""
 
 
 class PauseRequest(Message):
-    """Body of `POST /bridge/pause`; an empty body means the defaults."""
+    """Body of `POST /bridge/pause`; an empty body selects the defaults."""
 
     owner_pid: int | None = None
-    """Process that will resume; the server resumes by itself when that process is gone."""
+    """Process that will resume; the server resumes when that process exits."""
     timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    """Longest pause; after it the server resumes by itself, and says so in its log."""
+    """Longest pause; after it the server resumes and logs it."""
 
 
 PolicyVersion = Annotated[int, Field(ge=0, lt=2**63)]
-"""As the page of shared memory holds it that says which weights are served."""
+"""As stored in the weight lock, an int64."""
 
 
 class ResumeRequest(Message):
     """Body of `POST /bridge/resume`."""
 
     policy_version: PolicyVersion | None = None
-    """Version that is served from here on; absent: unchanged."""
+    """Version that is served from now on; absent: unchanged."""
 
 
 class ReloadRequest(Message):
-    """Body of `POST /bridge/reload`: read a checkpoint in place of the weights that are served."""
+    """Body of `POST /bridge/reload`: load a checkpoint into the served weights."""
 
     path: str
     policy_version: PolicyVersion
@@ -124,12 +124,12 @@ class LoraStatus(Message):
 
     lora_available: bool
     max_lora_rank: int = 0
-    """Largest rank that is served."""
+    """Largest supported rank."""
     adapter_dtype: str | None = None
-    """What the server rounds adapters to, e.g. `bfloat16`, so that nothing finer need be written; None: to nothing."""
+    """Type to which the server rounds adapters, e.g. `bfloat16`; None: no rounding."""
     active_adapter_path: str | None = None
     active_adapter_name: str | None = None
     active_adapter_id: int | None = None
     load_count: int = 0
     available_adapters: list[str] = []
-    """Folders below $LOGDIR that hold adapters."""
+    """Folders below $LOGDIR that contain adapters."""

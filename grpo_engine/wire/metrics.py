@@ -1,6 +1,6 @@
 """Lines of `metrics.jsonl` and `rollouts.jsonl`. Written by the trainer's recorder; read by the screen and by people.
 
-Metric names are those that users of Atropos know; the healthy bands are the documented ones.
+Metric names are those of Atropos; the healthy bands are the documented ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ METRIC_NAMES = (
     "reward/mean", "reward/std", "reward/frac_zero_std",
     "rollout/length_mean", "rollout/truncated_fraction", "rollout/staleness_mean", "rollout/staleness_max",
 )  # fmt: skip
-"""Every name that a run folder promises; one that a machine cannot have (GPU memory on a CPU) is left out."""
+"""Names that every run has, except those that the machine lacks (GPU memory on a CPU)."""
 
 EVALUATION_PREFIX = "eval/"
-"""Begins the names of what is measured on held-out prompts every `eval_every` steps: `eval/avg@4`, `eval/pass@1` …,
+"""Prefix of what is measured on held-out prompts every `eval_every` steps: `eval/avg@4`, `eval/pass@1` …,
 each with its standard error over prompts (`…_se`), `eval/num_prompts`, `eval/length_mean`, `eval/truncated_fraction`,
-`eval/other_version_fraction` (completions that the published weights did not sample) and `eval/time` (seconds). Where
-several environments answer, `eval/<environment>/…` as well."""
+`eval/other_version_fraction` (completions sampled from other weights than the published version) and `eval/time`
+(seconds). With several environments, `eval/<environment>/…` as well."""
 
 
 def environment_metric(room: str, environment: str, name: str) -> str:
-    """What is measured of one environment, in steps whose batch has several: `reward/sort6/mean`.
+    """Name of a metric of one environment, in steps whose batch has several: `reward/sort6/mean`.
 
     There are `reward/<environment>/mean` and `rollout/<environment>/num_groups`.
     """
@@ -38,13 +38,13 @@ def environment_metric(room: str, environment: str, name: str) -> str:
 
 
 def is_evaluated_score(name: str) -> bool:
-    """Whether a metric is an avg@k or pass@k of all environments together: what a person looks at first."""
+    """Whether a metric is an avg@k or pass@k over all environments: the main scores."""
     return name.startswith(EVALUATION_PREFIX) and "@" in name and name.count("/") == 1 and not name.endswith("_se")
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The closed interval in which a metric is healthy; None leaves a side open."""
+    """The closed interval in which a metric is healthy; None: no bound on that side."""
 
     low: float | None
     high: float | None
@@ -60,11 +60,11 @@ HEALTHY_BANDS = {
     "alignment/diff_abs_mean": Band(None, 0.1),
     "alignment/diff_mean": Band(-0.1, 0.1),
 }
-"""As the training documents state them; diff_mean "about 0" is held to the bound of its absolute mean."""
+"""As documented; for diff_mean, documented as "about 0", the bound of the absolute mean is used."""
 
 
 class MetricsLine(Message):
-    """What one optimizer step measured: `{"time": 1.7e9, "step": 3, "policy_version": 3, "metrics": {…}}`."""
+    """Measurements of one optimizer step: `{"time": 1.7e9, "step": 3, "policy_version": 3, "metrics": {…}}`."""
 
     time: float
     """Unix seconds at the end of the step."""
@@ -75,10 +75,10 @@ class MetricsLine(Message):
 
 
 class SampledCompletion(Message):
-    """One completion of a `RolloutLine`; the lists have one entry a generated token, the end token included."""
+    """One completion of a `RolloutLine`; the lists have one entry per generated token, the end token included."""
 
     text: str
-    """From the first generated token to the last: in several turns also what was read between them."""
+    """From the first generated token to the last; with several turns also the text between them."""
     reward: float
     advantage: float
     token_ids: list[int]
@@ -87,10 +87,10 @@ class SampledCompletion(Message):
     """Empty where the completion was not trained on."""
     policy_versions: list[int]
     token_texts: list[str] = []
-    """What each token adds to the text, so that a reader needs no tokenizer. A character that several tokens make
-    together stands at the last of them. Empty in files of earlier versions, as the others below."""
+    """The text that each token adds, so that a reader needs no tokenizer. A character made of several tokens is at the
+    last of them. Empty in files of earlier versions, like the fields below."""
     read_before: dict[int, str] = {}
-    """In several turns, what the model read before it generated the token of that number."""
+    """With several turns, the text that the model read before it generated the token of that index."""
     entropies: list[float] = []
     """In nats, of the trainer's next-token distribution where each token was sampled; empty where not trained on."""
     is_truncated: bool | None = None
@@ -103,6 +103,6 @@ class RolloutLine(Message):
     time: float
     step: int
     environment: str | None
-    """The name that its evaluations have too; its id at the rollout API where that tells no names."""
+    """Its name, as in evaluations; its id at the rollout API where that sends no names."""
     prompt: str
     completions: list[SampledCompletion]

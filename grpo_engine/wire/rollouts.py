@@ -1,9 +1,9 @@
-"""HTTP bodies of the rollout API: the Atropos trajectory API, as stock clients speak it.
+"""HTTP bodies of the rollout API: the Atropos trajectory API as stock clients use it, and extensions.
 
-Posted by environments, handed to the trainer, kept by `grpo_engine.rollouts`. A group is several completions of one
-prompt. Two keys go beyond the stock fourteen, `policy_versions` and `truncated`; stock clients neither send nor read
-them. So do evaluations: the trainer orders one, environments that said they evaluate find the order in their status and
-answer it, and the trainer reads the answers.
+Environments post groups, `grpo_engine.rollouts` stores them, and the trainer fetches batches. A group is several
+completions of one prompt. Two keys extend the stock fourteen, `policy_versions` and `truncated`; stock clients neither
+send nor read them. Evaluations are an extension too: the trainer orders one, environments that registered with
+`evaluates` find the order in their status and answer it, and the trainer reads the answers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from grpo_engine.wire.codec import Message
 MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
 MASKED_LOGPROB = 1.0
-"""Log-probability of such a position: no real one is positive."""
+"""Log-probability at such a position: a real one is never positive."""
 LARGEST_WHOLE = 2**53
 Whole = Annotated[int, Field(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE)]
-"""An integer that every reader of JSON keeps, also those with double-precision numbers."""
+"""An integer that JSON readers with double-precision numbers keep exact."""
 MAX_SEQUENCES = 2**20
-"""Of a batch or group, and more than anybody trains on: finding groups for a batch takes memory that grows with it."""
-TOKEN_VARIABLE = "GRPO_API_TOKEN"
-"""Environment variable with the bearer token of a rollout API that asks for one; keeps it off command lines."""
+"""Bound on a batch or group, far above practical sizes: forming a batch takes memory proportional to its size."""
 
 POST_HEADER = "Idempotency-Key"
-"""Names a post of groups as `sender:number`: one whose answer was lost is sent again, and must not count twice. Stock
-environments send none; ours send one post at a time, so that the last of each sender is all that has to be known."""
+"""Identifies a post of groups as `sender:number`: a post whose answer was lost is repeated, and must not count twice.
+Stock environments send none; ours send one post at a time, so the last number of each sender is sufficient."""
 
 
 class RegisterRequest(Message):
@@ -37,17 +35,17 @@ class RegisterRequest(Message):
     wandb_group: str
     wandb_project: str
     batch_size: int = Field(gt=0, le=MAX_SEQUENCES)
-    """Sequences a batch."""
+    """Sequences per batch."""
     max_token_len: Whole
     checkpoint_dir: str
     save_checkpoint_interval: Whole
     starting_step: Whole = Field(ge=0)
     num_steps: Whole
     eval_every: Whole = Field(0, ge=0)
-    """Steps between the evaluations that it will order, the last of them after its last step; 0: it orders none. Stock
-    trainers send no such key, nor the next."""
+    """Steps between the evaluations that it orders, the last one after its last step; 0: none. Stock trainers send
+    neither this key nor the next."""
     max_staleness: Whole | None = Field(None, ge=0)
-    """Groups whose oldest token is older than so many policy versions are dropped instead of being handed out."""
+    """Groups whose oldest token is more than this many policy versions old are dropped."""
 
 
 class RegisterEnvironmentRequest(Message):
@@ -56,12 +54,12 @@ class RegisterEnvironmentRequest(Message):
     max_token_length: Whole
     desired_name: str
     weight: float = Field(ge=-1e6, le=1e6)
-    """Stock environments send -1 where it is not to count."""
+    """Stock environments send -1 for no weight."""
     group_size: int = Field(gt=0, le=MAX_SEQUENCES)
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
     """Least share of every batch."""
     evaluates: bool = False
-    """Whether it answers evaluations. Stock environments send no such key."""
+    """Whether it answers evaluations. Stock environments do not send this key."""
 
 
 class RegisterEnvironmentResponse(Message):
@@ -77,22 +75,22 @@ class RegisterEnvironmentResponse(Message):
 
 
 class EvaluationOrder(Message):
-    """Body of `POST /evaluations`: what the trainer wants measured. Sending it again under the same id is safe."""
+    """Body of `POST /evaluations`: an evaluation order. Repeating it with the same id is safe."""
 
     id: str = Field(min_length=1, max_length=64, pattern=r"^[\w-]+$")
     """Chosen by the trainer."""
     step: Whole = Field(ge=0)
     """Optimizer steps done."""
     policy_version: Whole = Field(ge=0)
-    """Version of the weights that inference serves meanwhile."""
+    """Policy version that inference serves during it."""
     num_prompts: Whole = Field(ge=1)
-    """Held-out prompts of each environment; one that has fewer answers what it has."""
+    """Held-out prompts of each environment, or all that it has."""
     num_samples: Whole = Field(ge=1)
-    """Completions of each prompt."""
+    """Completions per prompt."""
 
 
 class EvaluationAnswer(Message):
-    """Body of `POST /evaluations/{id}/answers`: what one environment measured. P prompts, G completions of each."""
+    """Body of `POST /evaluations/{id}/answers`: the results of one environment. P prompts, G completions of each."""
 
     env_id: Whole
     rewards: list[list[FiniteFloat]] = []
@@ -102,13 +100,13 @@ class EvaluationAnswer(Message):
     truncated: list[list[bool]] = []
     """(P, G) whether it ended at its length limit."""
     policy_versions: list[list[list[Whole]]] | None = None
-    """(P, G, …) the versions that sampled the tokens of each completion, each once; absent: the server does not say."""
+    """(P, G, …) distinct policy versions that sampled each completion; absent: unknown."""
     solved_from: float = 1.0
     """Least reward of a completion that counts as solved, for pass@k."""
     time_s: float = 0.0
-    """From reading the order to the last completion."""
+    """Seconds from the order to the last completion."""
     problem: str | None = None
-    """Why there is nothing above."""
+    """Why there are no results."""
 
 
 class NamedAnswer(Message):
@@ -117,7 +115,7 @@ class NamedAnswer(Message):
     environment: str
     """As registered, e.g. `sort6_0`."""
     desired_name: str
-    """As it wanted to be called, e.g. `sort6`; the same after a restart."""
+    """Requested name, e.g. `sort6`; the same after a restart."""
     answer: EvaluationAnswer
 
 
@@ -129,9 +127,9 @@ class EvaluationState(Message):
     """Whether no more answers will come."""
     answers: list[NamedAnswer]
     waiting_for: list[str]
-    """Environments that are at it."""
+    """Environments that have not answered yet."""
     missing: list[str]
-    """Environments that had the order and are gone without an answer, their successors too."""
+    """Environments that received the order and disconnected without an answer, and were not replaced."""
     unable: list[str]
     """Environments that do not evaluate."""
 
@@ -146,10 +144,10 @@ class EnvironmentStatus(Message):
     max_group_size: int
     env_weight: float
     evaluation: EvaluationOrder | None = None
-    """The order that the asking environment has yet to answer; this key and the next only come where there is news for
-    an environment that evaluates."""
+    """The order that the environment has yet to answer; this key and the next are only sent to environments that
+    evaluate."""
     is_evaluation_to_come: bool | None = None
-    """True once the trainer has its last batch and has yet to order its last evaluation, or to get its answer."""
+    """True once the trainer has its last batch and its last evaluation is not over."""
 
 
 class ScoredGroup(Message):
@@ -170,7 +168,7 @@ class ScoredGroup(Message):
     ref_logprobs: list[list[float]] | None = None
     messages: list[Any] | None = None
     generation_params: dict[str, Any] | None = None
-    """E.g. `{"temperature": 1.0, "logprobs_mode": "processed"}`; where a group does not say: raw, as stock servers."""
+    """E.g. `{"temperature": 1.0, "logprobs_mode": "processed"}`; absent: raw, as on stock servers."""
     inference_logprobs: list[list[float]] | None = None
     """(S, T) of the sampled token where trained, 1.0 elsewhere."""
     overrides: list[dict[str, Any]] | None = None
@@ -180,7 +178,7 @@ class ScoredGroup(Message):
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[list[int]] | None = None
-    """(S, T) version of the weights that sampled each token; 0 at masked positions."""
+    """(S, T) policy version that sampled each token; 0 at masked positions."""
     truncated: list[bool] | None = None
     """(S,) whether the completion ended at its length limit."""
 
@@ -192,6 +190,6 @@ class BatchResponse(Message):
     status: str | None = None
     message: str | None = None
     lease: str | None = None
-    """Hand it back as `?ack=` of the next `GET /batch`; a batch that is never acknowledged is offered again."""
+    """Send it as `?ack=` of the next `GET /batch`; a batch that is not acknowledged is offered again."""
     environments: dict[int, str] = Field(default_factory=dict)
-    """Who the ids of its groups are, by the names that stay the same after a restart (`sort6`, not `sort6_0`)."""
+    """Names by the environment ids of its groups; stable across restarts (`sort6`, not `sort6_0`)."""

@@ -1,4 +1,4 @@
-"""What the supervisor says: states, the status document, and the lines on its unix socket.
+"""The protocol of the supervisor: states, the status document, and the lines on its unix socket.
 
 Written by `grpo_tui.supervisor`; read by the command line, the screen, and scripts (`status --json`). Unknown is null.
 """
@@ -14,17 +14,13 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message
 
 PROTOCOL_VERSION = 1
-RUN_FOLDER_VARIABLE, SERVICE_VARIABLE = "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_INFERENCE"
-"""In the environment of services: the folder of their run, and for a trainer the name of the inference service."""
 MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
 """How long the name of a service's TMPDIR may be: the kernel takes 107 bytes for a socket's path, and vLLM's sockets
 lie in a folder that our server makes there for those of one start."""
-ADDRESS_FILE = "daemon.json"
-"""In the run folder: an `Address`."""
 
 
 class ServiceState(StrEnum):
-    """Where a service stands."""
+    """The state of a service."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -38,29 +34,29 @@ class ServiceState(StrEnum):
 
 
 class ProbeOutcome(StrEnum):
-    """What came of asking a service how it is. `grpo_tui.supervisor.probes` says it; people and scripts read it."""
+    """The result of a probe. Written by `grpo_tui.supervisor.probes`; read by people and scripts."""
 
     PASSED = "passed"
     CLOSED = "closed"
-    """Nobody listens on its port."""
+    """No process listens on its port."""
     BAD_STATUS = "bad-status"
-    """It answers, but not with a status that is wanted; 503 while it loads."""
+    """It answers with another status than the expected one; 503 while it loads."""
     NO_HTTP = "no-http"
-    """Something else than HTTP answers."""
+    """The answer is not HTTP."""
     HUNG_UP = "hung-up"
     """It accepts a connection and closes it without an answer."""
     SILENT = "silent"
-    """It accepts a connection, or starts to, and gives no answer in time: it hangs."""
+    """It accepts a connection, or starts to, and does not answer in time: it hangs."""
     ENGINE_STALLED = "engine-stalled"
-    """Its web server answers, and the engine behind it gives no tokens."""
+    """Its web server answers, and the engine behind it produces no tokens."""
     NOT_YET = "not-yet"
-    """The line is not in its log, the file is not there, the command does not exit 0."""
+    """The line is not in its log, the file does not exist, or the command does not exit with 0."""
     UNASKABLE = "unaskable"
-    """The question could not be put: no such host, no such command."""
+    """The probe could not be sent: no such host, no such command."""
 
 
 class RunState(StrEnum):
-    """Where a run stands."""
+    """The state of a run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -71,6 +67,38 @@ class RunState(StrEnum):
 
 
 ENDED_RUN_STATES = frozenset({RunState.FINISHED, RunState.FAILED, RunState.STOPPED})
+
+
+class ResourceHolder(Message):
+    """A process that holds a port or memory of a GPU."""
+
+    pid: int | None = None
+    """None where the kernel does not say, e.g. for a process of another user."""
+    user: str | None = None
+    command: str = ""
+    """Its command line, shortened, on one line; empty where it cannot be read."""
+    is_ours: bool = False
+    """Whether it was started by a run of this project; `grpo-tui down` ends it."""
+
+
+class Refusal(Message):
+    """Why a service was not started: one port that is taken, or one GPU with too little free memory.
+
+    Written by `grpo_tui.supervisor.preflight`; read by the screen and by scripts. Example: port 9001, held by pid 4242
+    of user ann, `python app.py`, not ours.
+    """
+
+    resource: Literal["port", "gpu"]
+    port: int | None = None
+    gpu: int | None = None
+    holders: list[ResourceHolder] = []
+    text: str
+    """The same for a person, with what to do; part of `ServiceStatus.why`."""
+
+    def foreign_holder(self) -> ResourceHolder | None:
+        """The process on a port that no run started; such a one is ended with `take_ports` if its user is ours."""
+        foreign = (each for each in self.holders if each.pid is not None and not each.is_ours)
+        return next(foreign, None) if self.resource == "port" else None
 
 
 class SupervisorInfo(Message):
@@ -87,11 +115,11 @@ class ServiceStatus(Message):
     kind: str
     state: ServiceState
     health: str | None = None
-    """The last answer of its probe, in words; null without a probe."""
+    """The last answer of its probe, for people; null without a probe."""
     probe: ProbeOutcome | None = None
     """The same for programs."""
     phase: str | None = None
-    """What its start-up is at, in words, where its log tells."""
+    """The phase of its start-up, for people, where its log shows one."""
     pid: int | None = None
     pgid: int | None = None
     started_at: float | None = None
@@ -110,25 +138,27 @@ class ServiceStatus(Message):
     log: str
     """Path of its log file."""
     why: str | None = None
-    """In words, why it is not running (or what it is waiting for); null when there is nothing to explain."""
+    """Why it is not running or what it waits for, for people; null when it is ready."""
     is_refused: bool = False
-    """Whether it was not started because a stranger holds what it needs, e.g. a port."""
+    """Whether it was not started because another process holds what it needs."""
+    refusals: list[Refusal] = []
+    """What it needs and who holds it, while `is_refused`."""
 
 
 class GpuProcess(Message):
     """A process that the driver lists for a GPU."""
 
     pid: int
-    """As the driver tells it; in a container it may be that of the machine outside."""
+    """As the driver reports it; in a container it may be that of the host."""
     is_visible: bool = True
-    """Whether it can be looked at; one of another container, or under the pid of another namespace, cannot."""
+    """Whether it can be inspected; one of another container, or with a pid of another namespace, cannot."""
     command: str = ""
     """Its command line, shortened, with secrets masked; empty where it cannot be seen."""
     user: str | None = None
     service: str | None = None
-    """Ours; with `run` the service of that other run."""
+    """Of this run; with `run` the service of that other run."""
     attempt: int | None = None
-    """Of a service of this run; null where only the service's own status tells it."""
+    """Of a service of this run; null where only the service's own status has it."""
     run: str | None = None
     """The run that it was started for, where it is not below a keeper of this one."""
     memory_bytes: int | None = None
@@ -163,9 +193,9 @@ class GpuStatus(Message):
     power_limit_watts: float | None = None
     temperature_celsius: float | None = None
     processes: list[GpuProcess] = []
-    """All that the driver lists, those that hold most first."""
+    """All that the driver lists, the largest first."""
     are_shares_known: bool = True
-    """Whether the driver tells who holds what; in a container it may list pids of the machine outside, or no shares."""
+    """Whether the driver reports memory by process; in a container it may list pids of the host, or no memory."""
     has_mig: bool = False
     mig: list[MigInstance] = []
     stale_s: float | None = None
@@ -173,7 +203,7 @@ class GpuStatus(Message):
 
 
 class Warning(Message):
-    """Something a person should know, and what to do about it."""
+    """A finding for people, and what to do about it."""
 
     id: str
     severity: Literal["info", "warning", "error"]
@@ -188,7 +218,7 @@ class RunStatus(Message):
     profile: str
     state: RunState
     is_ending: bool = False
-    """Whether it is being taken down; `state` is what it was before, until it is over."""
+    """Whether it is being taken down; `state` is the state before, until it is over."""
     supervisor: SupervisorInfo | None
     services: list[ServiceStatus]
     gpus: list[GpuStatus] = []
@@ -201,13 +231,13 @@ class RunStatus(Message):
 
 
 class Address(Message):
-    """Where a daemon listens; in a file, since `$XDG_RUNTIME_DIR` may be another one when somebody comes back."""
+    """Where a supervisor listens; in a file, since `$XDG_RUNTIME_DIR` may differ in a later session."""
 
     pid: int
     socket: str
 
 
-# --- daemon → client -----------------------------------------------------------------------------------------------
+# --- supervisor → client ---------------------------------------------------------------------------------------------
 
 
 class Hello(Message):
@@ -218,7 +248,7 @@ class Hello(Message):
     run: str
     pid: int
     program: str = ""
-    """Version of the package that speaks."""
+    """Version of the sender's package."""
 
 
 class Snapshot(Message):
@@ -227,7 +257,7 @@ class Snapshot(Message):
     type: Literal["snapshot"] = "snapshot"
     number: int
     time: float | None = None
-    """When it was taken; said in a timeline alone."""
+    """When it was taken; set in a timeline only."""
     status: RunStatus
 
 
@@ -261,12 +291,12 @@ class UsageSampled(Message):
     gpus: list[GpuStatus]
     gpu_note: str | None = None
     log_bytes: dict[str, int] = {}
-    """How far each service's log went then: the absolute offset of its end, as `grpo_tui.supervisor.capped_log` counts.
+    """The absolute offset of the end of each service's log at that time, as `grpo_tui.run_files.log_file` counts.
     """
 
 
 class Notice(Message):
-    """Something happened that a person should read, e.g. a stage of the teardown with its seconds."""
+    """A line for people, e.g. a stage of the teardown with its seconds."""
 
     type: Literal["notice"] = "notice"
     number: int
@@ -284,12 +314,12 @@ class Reply(Message):
     ok: bool
     error: str | None = None
     exit_code: int = 0
-    """What a command line should exit with when not ok."""
+    """The exit code of the command line when not ok."""
     status: RunStatus | None = None
 
 
 class Bye(Message):
-    """The daemon ends; nothing follows."""
+    """The run is over; nothing follows."""
 
     type: Literal["bye"] = "bye"
     state: RunState
@@ -301,17 +331,17 @@ FromDaemon = Annotated[
 ]
 
 
-# --- client → daemon -----------------------------------------------------------------------------------------------
+# --- client → supervisor ---------------------------------------------------------------------------------------------
 
 
 class Subscribe(Message):
-    """Ask for a `Snapshot` and every `Event` after it."""
+    """Requests a `Snapshot` and every `Event` after it."""
 
     type: Literal["subscribe"] = "subscribe"
 
 
 class Command(Message):
-    """Ask for an action; answered by one `Reply`, at once, or when done if `wait`."""
+    """Requests an action; answered by one `Reply`, at once, or when done if `wait`."""
 
     type: Literal["command"] = "command"
     id: int
@@ -320,7 +350,7 @@ class Command(Message):
     wait: bool = False
     timeout_s: float | None = None
     take_ports: bool = False
-    """The word to end strangers of our own user that hold a declared port (start, restart, down)."""
+    """Whether to end foreign processes of our own user that hold a declared port (start, restart, down)."""
 
 
 FromClient = Annotated[Hello | Subscribe | Command, Field(discriminator="type")]
@@ -332,12 +362,12 @@ _FROM_CLIENT: TypeAdapter[Any] = TypeAdapter(FromClient)
 def read_from_daemon(
     line: bytes,
 ) -> Hello | Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Reply | Bye:
-    """Read a line that a daemon wrote; raises `PeerError` on anything else."""
+    """Read a line of a supervisor; raises `PeerError` if it is invalid."""
     return _read(_FROM_DAEMON, line, "supervisor")  # type: ignore[no-any-return]
 
 
 def read_from_client(line: bytes) -> Hello | Subscribe | Command:
-    """Read a line that a client wrote; raises `PeerError` on anything else."""
+    """Read a line of a client; raises `PeerError` if it is invalid."""
     return _read(_FROM_CLIENT, line, "client")  # type: ignore[no-any-return]
 
 
@@ -345,4 +375,4 @@ def _read(adapter: TypeAdapter[Any], line: bytes, peer: str) -> Any:
     try:
         return adapter.validate_json(line)
     except ValidationError as error:
-        raise PeerError(f"{peer}: not a line of protocol {PROTOCOL_VERSION}: {line[:120]!r}: {error}") from None
+        raise PeerError(f"{peer}: not a valid line of protocol {PROTOCOL_VERSION}: {line[:120]!r}: {error}") from None

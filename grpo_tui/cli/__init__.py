@@ -1,6 +1,6 @@
-"""The command line: `grpo-tui`. stdout is data, stderr is talk; exit codes are in `grpo_tui.exit_codes`.
+"""The command line: `grpo-tui`. stdout is data, stderr is messages; exit codes are in `grpo_tui.exit_codes`.
 
-Each command is loaded when it is asked for, so that `status` never pays for profiles or the screen.
+Each command is imported when it is used, so that `status` imports neither profiles nor the screen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """Loads the module of a command when that command, or the list of all, is asked for."""
+    """Imports the module of a command when that command, or the list of all, is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Every command, in the order of a run's life."""
@@ -56,7 +56,7 @@ class LazyGroup(TyperGroup):
         return typer.main.get_group(own).commands[cmd_name]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the words begin with; of one that is none, the nearest is named."""
+        """The command that the arguments begin with; an error names the nearest one."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from grpo_engine.config import did_you_mean
 
@@ -93,7 +93,7 @@ def _screen(
     """Bring up, watch and take down a whole GRPO training stack.
 
     `grpo-tui --profile NAME` starts the profile, or joins its run, and opens the screen; `q` leaves it running.
-    `grpo-tui` alone, in a terminal, offers the runs and the profiles that there are.
+    `grpo-tui` alone, in a terminal, offers the existing runs and profiles.
     """
     if is_version_asked:
         from importlib.metadata import version
@@ -115,10 +115,10 @@ def _screen(
 
 
 def main() -> NoReturn:
-    """Run the command line; errors for people go to stderr in one piece, with the exit code of their kind."""
+    """Run the command line; errors for people go to stderr, with the exit code of their kind."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        _stand_in_a_folder()
+        _check_current_folder()
         build_app()(prog_name="grpo-tui")
     except GrpoError as error:
         print(error, file=sys.stderr)
@@ -126,15 +126,15 @@ def main() -> NoReturn:
     sys.exit(ExitCode.OK)
 
 
-def _stand_in_a_folder() -> None:
+def _check_current_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise GrpoError("the folder in which this command was typed was deleted: cd to one that is there") from None
+        raise GrpoError("the current folder was deleted: cd to an existing one") from None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave on Ctrl-C without a traceback; every `finally` on the way runs."""
+    """Exit on Ctrl-C without a traceback; every `finally` block runs."""
     sys.exit(ExitCode.INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: `[RUN]`, `[RUN] SERVICE`, and which run is meant."""
+"""Arguments that several commands share: `[RUN]`, `[RUN] SERVICE`, and how a run is found from them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from grpo_tui.client.local import Run
 
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Run id or unique prefix; left out: the newest live run here.")
+    str | None, typer.Argument(metavar="[RUN]", help="Run id or unique prefix; default: the newest live run here.")
 ]
 RunAndService = Annotated[
     list[str],
-    typer.Argument(metavar="[RUN] SERVICE", help="The service, after the run id or a unique prefix of it if need be."),
+    typer.Argument(metavar="[RUN] SERVICE", help="The service, optionally after a run id or unique prefix."),
 ]
 TakePortsOption = Annotated[
     bool,
     typer.Option(
-        "--take-ports", help="End processes of your own that hold a declared port, also if they are no run's."
+        "--take-ports", help="End processes of your own that hold a declared port, also if no run started them."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
@@ -40,17 +40,17 @@ def split(words: list[str]) -> tuple[str | None, str]:
 
 
 def run_to_read(prefix: str | None) -> Run:
-    """The run to read from: a live one if nothing is said, else the newest, with a note on stderr."""
+    """The run to read from: without a prefix the newest live one, else the newest, with a note on stderr."""
     from grpo_tui.client.local import find_run
 
     run = find_run(prefix, also_ended=True)
     if prefix is None and not run.is_live:
-        print(f"no run lives here; this is {run.id}, which has ended", file=sys.stderr)
+        print(f"no live run here; showing {run.id}, which has ended", file=sys.stderr)
     return run
 
 
 def run_to_act_on(prefix: str | None) -> Run:
-    """The live run to act on: the newest if nothing is said, with a note on stderr where others live beside it."""
+    """The live run to act on: without a prefix the newest, with a note on stderr if there are others."""
     from grpo_tui.client.local import find_run, runs
 
     live = [run for run in runs() if run.is_live] if prefix is None else []
@@ -59,5 +59,5 @@ def run_to_act_on(prefix: str | None) -> Run:
     newest, *others = live
     if others:
         also = ", ".join(run.id for run in others)
-        print(f"this is {newest.id}, the newest; there live too: {also}", file=sys.stderr)
+        print(f"using {newest.id}, the newest live run; others: {also}", file=sys.stderr)
     return newest

@@ -1,4 +1,4 @@
-"""`grpo-tui logs | metrics`: what a service wrote and what was measured, from files of the run; no daemon is asked."""
+"""`grpo-tui logs | metrics`: the log of a service and the metrics of a run, from its files, without its supervisor."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Annotated, TextIO
 
 import typer
 
+from grpo_engine.wire.run_folder import METRICS_FILE, logged_services, service_log
 from grpo_tui.cli.arguments import JsonOption, RunAndService, RunArgument, run_to_read, split
 from grpo_tui.client.api import look_at
-from grpo_tui.paths import METRICS_FILE
-from grpo_tui.supervisor.capped_log import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
+from grpo_tui.run_files.log_file import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
 from grpo_tui.view.format import bytes_text
-from grpo_tui.view.log_tail import on_terminal, without_colours
+from grpo_tui.view.logs.tail import on_terminal, without_colours
 
 POLL_S = 0.1
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
-"""A longer line is handed on in pieces: a log may hold one that never ends."""
+"""A longer line is passed on in pieces: a log may contain one that never ends."""
 ERASE_LINE = "\r\x1b[K"
 
-FollowOption = Annotated[bool, typer.Option("-f", "--follow", help="Go on as it grows, until the run is over.")]
+FollowOption = Annotated[bool, typer.Option("-f", "--follow", help="Continue as it grows, until the run is over.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -43,35 +43,35 @@ def logs_command(
     follow: FollowOption = False,
     grep: Annotated[str | None, typer.Option("--grep", metavar="RE", help="Only lines that match.")] = None,
 ) -> None:
-    """Show the end of a service's log over all its attempts. Files do the work: the run may have ended."""
+    """Show the end of a service's log over all its attempts. Works for ended runs too."""
     prefix, service = split(words)
     run = run_to_read(prefix)
-    path = run.folder / f"{service}.log"
+    path = service_log(run.folder, service)
     if not path.exists():
-        names = ", ".join(sorted(each.stem for each in run.folder.glob("*.log")))
+        names = ", ".join(logged_services(run.folder))
         if not _is_service(run.folder, service):
-            raise typer.BadParameter(f"{service!r} is no service of {run.id}; logs there are: {names or 'none yet'}")
+            raise typer.BadParameter(f"{service!r} is not a service of {run.id}; logs: {names or 'none yet'}")
     pattern = _pattern(grep)
 
     def keep(line: bytes) -> bool:
         return pattern is None or pattern.search(line.rstrip(b"\r\n").rpartition(b"\r")[2]) is not None
 
-    page = _Page(sys.stdout, is_terminal=sys.stdout.isatty(), whole_lines=pattern is not None)
+    printer = _Printer(sys.stdout, is_terminal=sys.stdout.isatty(), whole_lines=pattern is not None)
     last = tail(path, lines, keep, with_unfinished=not follow)
     for line in last.lines:
-        page.put(line)
+        printer.put(line)
     sys.stdout.flush()
     if follow:
 
         def wait(unfinished: bytes) -> None:
-            page.put_unfinished(unfinished if keep(unfinished) else b"")
+            printer.put_unfinished(unfinished if keep(unfinished) else b"")
             time.sleep(POLL_S)
 
-        for line in grown(path, last, lambda: look_at(run.folder).is_live, wait=wait, tell_gap=_tell_gap):
+        for line in grown(path, last, lambda: look_at(run.folder).is_live, wait=wait, report_gap=_report_gap):
             if keep(line):
-                page.put(line)
+                printer.put(line)
                 sys.stdout.flush()
-    page.end()
+    printer.end()
 
 
 def metrics_command(
@@ -79,12 +79,13 @@ def metrics_command(
     follow: FollowOption = False,
     as_json: JsonOption = False,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Metrics that begin so, repeatable: reward, …")
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Only metrics with this prefix, repeatable."),
     ] = None,
 ) -> None:
-    """Show the measurements of every step. --json prints the lines of metrics.jsonl as they stand."""
+    """Show the metrics of every step. --json prints the lines of metrics.jsonl unchanged."""
     if only and as_json:
-        raise typer.BadParameter("--json prints lines as they stand: leave --only out")
+        raise typer.BadParameter("--json prints lines unchanged: remove --only")
     starts = tuple(only or ("",))
     found = run_to_read(run)
     path = found.folder / METRICS_FILE
@@ -96,27 +97,27 @@ def metrics_command(
             _put_metrics(line, as_json, starts)
             sys.stdout.flush()
     elif last.lines and not num_shown:
-        print(f"no metric of {found.id} begins with {' or '.join(starts)}", file=sys.stderr)
+        print(f"no metric of {found.id} starts with {' or '.join(starts)}", file=sys.stderr)
     elif not last.lines:
-        print(f"{found.id} has measured nothing yet", file=sys.stderr)
+        print(f"{found.id} has no metrics yet", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a file. Lines are with their newline; a piece of a line that is too long is without."""
+    """The end of a file. Lines keep their newline; a piece of a line that is too long has none."""
 
     lines: list[bytes]
     end: int = 0
     """Absolute offset behind what was read."""
     unfinished: bytes = b""
-    """What stands behind the last newline: the beginning of a line, if anything."""
+    """The text behind the last newline: the beginning of an unfinished line."""
 
 
 def tail(path: Path, count: int, keep: Callable[[bytes], bool], *, with_unfinished: bool) -> Tail:
-    """The last lines of a file that are to be kept; read backwards, block by block.
+    """The last lines of a file that `keep` accepts; read backwards, block by block.
 
     Args:
-        with_unfinished: count the last line although it has no newline yet; else it is left to who goes on.
+        with_unfinished: include a last line without a newline; else `grown` yields it once it is complete.
     """
     try:
         with path.open("rb") as file:
@@ -133,7 +134,7 @@ def tail(path: Path, count: int, keep: Callable[[bytes], bool], *, with_unfinish
 
 
 def _backwards(descriptor: int, position: int) -> Iterator[bytes]:
-    """The lines before an absolute offset, the last one first; what is dropped before its turn is left out."""
+    """The lines before an absolute offset, the last one first; parts that are dropped meanwhile are skipped."""
     rest = b""
     while position > 0:
         start = max(0, position - BLOCK_BYTES)
@@ -153,26 +154,26 @@ def _backwards(descriptor: int, position: int) -> Iterator[bytes]:
 def grown(
     path: Path,
     last: Tail,
-    goes_on: Callable[[], bool],
+    is_live: Callable[[], bool],
     *,
     wait: Callable[[bytes], None] = lambda unfinished: time.sleep(POLL_S),
-    tell_gap: Callable[[int], None] = lambda num_bytes: None,
+    report_gap: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[bytes]:
-    """Lines that are added behind a tail, until nothing goes on; a file that was emptied is read from its start.
+    """Lines that are added after a tail, until the run is over; a file that was emptied is read from its start.
 
     Args:
-        wait: called when there is nothing new, with the line that has no newline yet.
-        tell_gap: told how many bytes were dropped before they could be read.
+        wait: called when there is nothing new, with the unfinished line.
+        report_gap: called with the number of bytes that were dropped before they could be read.
     """
     offset, rest = last.end, last.unfinished
     while True:
-        is_last_look = not goes_on()
+        is_last_read = not is_live()
         part = _read_from(path, offset)
         if not part.follows(offset):
             if rest:
                 yield rest + b"\n"
             if part.offset > offset:
-                tell_gap(part.offset - offset)
+                report_gap(part.offset - offset)
             rest = b""
         offset = part.end
         *whole, rest = _lines(rest + part.data)
@@ -182,7 +183,7 @@ def grown(
         if len(rest) > MAX_LINE_BYTES:
             yield rest
             rest = b""
-        if not part.data and is_last_look:
+        if not part.data and is_last_read:
             if rest:
                 yield rest
             return
@@ -197,7 +198,7 @@ def _lines(block: bytes) -> list[bytes]:
 
 
 def _read_from(path: Path, offset: int) -> Part:
-    """What follows an absolute offset."""
+    """The part of the file from an absolute offset on."""
     try:
         with path.open("rb") as file:
             return read_part(file.fileno(), offset, BLOCK_BYTES)
@@ -205,14 +206,14 @@ def _read_from(path: Path, offset: int) -> Part:
         return Part(b"", 0, Place(0, 0, 0))
 
 
-class _Page:
-    """Where lines are shown: on a terminal our own are dim, and a progress bar moves."""
+class _Printer:
+    """Prints lines; on a terminal our own lines are dim, and a progress bar is redrawn."""
 
     def __init__(self, out: TextIO, *, is_terminal: bool, whole_lines: bool) -> None:
-        """Show nothing yet.
+        """Print nothing yet.
 
         Args:
-            whole_lines: end every piece of a long line, since other pieces of it may not be shown.
+            whole_lines: end every piece of a long line with a newline, since its other pieces may be filtered out.
         """
         self._out = out
         self._is_terminal = is_terminal
@@ -221,7 +222,7 @@ class _Page:
         self._is_at_start_of_line = True
 
     def put(self, line: bytes) -> None:
-        """Show a line, or a piece of a line that is too long to be held."""
+        """Print a line, or a piece of a line that is too long."""
         text = on_terminal(line.removesuffix(b"\n"))
         self._is_at_start_of_line = self._whole_lines or line.endswith(b"\n")
         if self._unfinished:
@@ -232,7 +233,7 @@ class _Page:
         self._out.write(f"{text}\n" if self._is_at_start_of_line else text)
 
     def put_unfinished(self, line: bytes) -> None:
-        """Show the state of a line that is being written, in place of the one shown before, on a terminal."""
+        """On a terminal, print an unfinished line over the one printed before."""
         text = without_colours(on_terminal(line[-MAX_LINE_BYTES:]))[: shutil.get_terminal_size().columns - 1]
         if self._is_terminal and text != self._unfinished:
             self._out.write(ERASE_LINE + text)
@@ -240,21 +241,21 @@ class _Page:
             self._unfinished = text
 
     def end(self) -> None:
-        """End the line that has no end."""
+        """Print the missing newline of the last line."""
         if not self._is_at_start_of_line:
             self._out.write("\n")
 
 
-def _tell_gap(num_bytes: int) -> None:
+def _report_gap(num_bytes: int) -> None:
     print(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", file=sys.stderr)
 
 
 def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
-    """Print a step's metrics whose names begin so; whether there were any."""
+    """Print the metrics of a step with these prefixes; returns whether there were any."""
     if as_json:
         print(line.decode(errors="replace").rstrip("\n"))
         return True
-    from grpo_tui.view.metric_names import printed
+    from grpo_tui.view.metrics.names import printed
 
     try:
         record = json.loads(line)
@@ -262,7 +263,7 @@ def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
         values = "  ".join(f"{name} {printed(name, value)}" for name, value in shown.items())
         text = f"step {record['step']}  {values}"
     except (ValueError, KeyError, TypeError):
-        print(f"not a line of metrics: {line[:120]!r}", file=sys.stderr)
+        print(f"not a valid line of metrics.jsonl: {line[:120]!r}", file=sys.stderr)
         return False
     if shown:
         print(text)
@@ -273,11 +274,11 @@ def _pattern(grep: str | None) -> re.Pattern[bytes] | None:
     try:
         return None if grep is None else re.compile(grep.encode())
     except re.error as error:
-        raise typer.BadParameter(f"--grep {grep!r} is no regular expression: {error}") from None
+        raise typer.BadParameter(f"--grep {grep!r} is not a valid regular expression: {error}") from None
 
 
 def _is_service(folder: Path, service: str) -> bool:
-    from grpo_tui.paths import PLAN_FILE
+    from grpo_engine.wire.run_folder import PLAN_FILE
     from grpo_tui.profile.plan_file import Plan
 
     return any(launch.name == service for launch in Plan.from_json((folder / PLAN_FILE).read_text()).launches)

@@ -1,4 +1,4 @@
-"""`grpo-tui ps | status`: which runs there are, and where one stands."""
+"""`grpo-tui ps | status`: the list of runs, and the status of one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ps_command(as_json: JsonOption = False) -> None:
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:
-    """Show where a run stands and what is wrong. Its services, GPUs and latest metrics."""
+    """Show the status of a run and what is wrong. Its services, GPUs and latest metrics."""
     found = run_to_read(run)
     status = _with_diagnosis(found, run_status(found))
     if as_json:
@@ -93,8 +93,8 @@ def _print_rest(status: RunStatus) -> None:
 
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """The latest values that a person looks at first, with their healthy bands; `grpo-tui metrics` has them all."""
-    from grpo_tui.view.metric_names import printed
+    """The latest values of the main metrics, with their healthy bands; `grpo-tui metrics` has all."""
+    from grpo_tui.view.metrics.names import printed
 
     lines: list[tuple[str, ...]] = [("METRIC", "NOW", "HEALTHY")]
     for name in ("step", *FIRST_METRICS, *filter(is_evaluated_score, metrics)):
@@ -113,10 +113,10 @@ def _band(band: Band) -> str:
 
 
 def _with_diagnosis(run: Run, status: RunStatus) -> RunStatus:
-    """Add what the latest metrics and the services show, in words."""
-    from grpo_tui.paths import METRICS_FILE
+    """Add a warning for each finding in the latest metrics and services."""
+    from grpo_engine.wire.run_folder import METRICS_FILE
+    from grpo_tui.run_files.metrics import MetricsTail
     from grpo_tui.view.diagnosis import diagnose
-    from grpo_tui.view.metrics_tail import MetricsTail
 
     history = MetricsTail(run.folder / METRICS_FILE).read().lines
     known = {warning.id for warning in status.warnings}
@@ -151,7 +151,7 @@ def _bytes(count: int | None) -> str:
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Left-aligned columns; nothing to load, so it costs nothing."""
+    """Left-aligned columns, without the import time of a library."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -1,4 +1,4 @@
-"""`grpo-tui plan | doctor | profiles`: what would be started, and whether it could be; nothing is."""
+"""`grpo-tui plan | doctor | profiles`: what would start, and whether it could; starts nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from grpo_engine.errors import ConfigError
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
 from grpo_tui.profile.loading import LoadedProfile, load
-from grpo_tui.profile.plan import Plan, describe, make_plan
-from grpo_tui.profile.plan_words import plan_text
+from grpo_tui.profile.plan import Plan, describe, make_plan, plan_text
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
@@ -30,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
-    """Show what would start, and start nothing. The order, and each command with its ports and GPUs."""
+    """Show what would start, without starting it. The order, and each command with its ports and GPUs."""
     loaded, plan = planned(profile, set_ or [])
     if as_json:
         print(json.dumps(describe(plan, loaded), indent=1))
@@ -47,14 +46,14 @@ def doctor_command(
     import asyncio
 
     from grpo_tui.profile.doctor import GpuFacts, Machine, examine
-    from grpo_tui.supervisor.gpus import GpuReader, GpuSample
-    from grpo_tui.supervisor.machine_facts import nvidia_driver
-    from grpo_tui.supervisor.ports import port_holders
+    from grpo_tui.supervisor.keeper.ports import port_holders
     from grpo_tui.supervisor.preflight import Gpu, look_at_gpus
+    from grpo_tui.supervisor.report.machine_facts import nvidia_driver
+    from grpo_tui.supervisor.usage.gpus import GpuReader, GpuSample
 
     loaded, plan = planned(profile, set_ or []) if profile else (None, None)
 
-    async def seen() -> tuple[GpuSample, list[Gpu]]:  # in one loop: an answer of the driver that is late belongs to it
+    async def seen() -> tuple[GpuSample, list[Gpu]]:  # in one event loop: a late answer of the driver belongs to it
         reader = GpuReader()
         return await reader.sample({}), await look_at_gpus(plan.launches if plan else (), reader)
 
@@ -85,22 +84,27 @@ def doctor_command(
     )
     findings = examine(machine, loaded, plan, LOGS)
     if as_json:
-        fields = ("check", "level", "text", "hint")
-        print(json.dumps([{name: getattr(finding, name) for name in fields} for finding in findings], indent=1))
+        levels = {"ok": "ok", "warning": "note", "error": "problem"}  # the documented names of the JSON
+        rows = [
+            {"check": each.id, "level": levels[each.severity], "text": each.text, "hint": each.hint or ""}
+            for each in findings
+        ]
+        print(json.dumps(rows, indent=1))
     else:
-        marks = {"ok": "✓", "note": "·", "problem": "✗"}
+        marks = {"ok": "✓", "warning": "·", "error": "✗"}
         for finding in findings:
             hint = f"\n  {'':14} → {finding.hint}" if finding.hint else ""
-            print(f"{marks[finding.level]} {finding.check:<14} {finding.text}{hint}")
-    problems = sum(finding.level == "problem" for finding in findings)
+            print(f"{marks[finding.severity]} {finding.id:<14} {finding.text}{hint}")
+    problems = sum(finding.severity == "error" for finding in findings)
     if problems and not as_json:
-        print(f"\n{problems} to mend" + ("" if profile is None else f" before {profile} can start here"))
+        noun = "problem" if problems == 1 else "problems"
+        print(f"\n{problems} {noun} to fix" + ("" if profile is None else f" before {profile} can start here"))
     if problems:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def profiles_command(as_json: JsonOption = False) -> None:
-    """List the profiles that a name can mean, with what each is for."""
+    """List the available profiles with their descriptions."""
     rows = []
     for name, path in available_profiles().items():
         try:
@@ -116,6 +120,6 @@ def profiles_command(as_json: JsonOption = False) -> None:
 
 
 def planned(profile: str, overrides: list[str]) -> tuple[LoadedProfile, Plan]:
-    """Load a profile and lay out its plan below ./logs, as a start would."""
+    """Load a profile and make its plan for a folder in ./logs, as a start would."""
     loaded = load(profile, overrides)
     return loaded, make_plan(loaded, run_folder=Path(LOGS) / new_run_id(loaded.name), python=sys.executable)

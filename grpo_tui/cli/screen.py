@@ -1,6 +1,6 @@
-"""`grpo-tui --profile …`: open the screen on a run that is started or joined; without a profile, offer what there is.
+"""`grpo-tui --profile …`: open the screen on a new or joined run; without a profile, offer runs and profiles.
 
-Starts the daemon first and loads Textual and everything else meanwhile, so this module opens with next to nothing.
+Starts the supervisor first and imports Textual and the rest meanwhile, so this module imports little at the top.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from grpo_tui.exit_codes import ExitCode
 
 
 def start_and_show(profile: str, overrides: list[str], *, theme: str | None = None, is_read_only: bool = False) -> int:
-    """Start the profile or join its run, and open the screen; the screen's exit code.
+    """Start the profile or join its run, and open the screen; returns the screen's exit code.
 
     Raises:
         ConfigError: there is no terminal, no such theme, or the profile is wrong.
-        NoSuchRun: the screen is to be read-only, and no run of the profile lives.
+        NoSuchRun: the screen is to be read-only, and there is no live run of the profile.
     """
     require_terminal()
     require_theme(theme)
-    _rest_collector()
+    _disable_gc()
     if is_read_only:
         return show(_live_run_of(profile, overrides), theme=theme, is_read_only=True)
     with NewDaemon() as daemon:
@@ -38,30 +38,30 @@ def start_and_show(profile: str, overrides: list[str], *, theme: str | None = No
 
 
 def show(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:
-    """Open the screen on a run that is there; the screen's exit code.
+    """Open the screen on an existing run; returns the screen's exit code.
 
     Raises:
         ConfigError: there is no terminal, or no such theme.
     """
     require_terminal()
     require_theme(theme)
-    _rest_collector()
+    _disable_gc()
     from grpo_tui.client.launch import ensure_daemon
     from grpo_tui.ui.app import open_screen
 
     if not is_read_only:
-        ensure_daemon(run_folder)  # one that died while its services live is replaced; a run that is over needs none
+        ensure_daemon(run_folder)  # one that exited while its services run is replaced; a run that is over needs none
     return open_screen(run_folder, theme=theme, is_read_only=is_read_only)
 
 
 def pick_and_show(overrides: list[str], *, theme: str | None = None, is_read_only: bool = False) -> int:
-    """Offer runs and profiles, and open the screen on what is chosen; the screen's exit code.
+    """Offer runs and profiles, and open the screen on the chosen one; returns the screen's exit code.
 
     Raises:
         ConfigError: no such theme, or the profile that was chosen is wrong.
     """
     require_theme(theme)
-    _rest_collector()
+    _disable_gc()
     from grpo_tui.ui.choices import ProfileChoice, plan_of, profile_choices, run_choices
     from grpo_tui.ui.glyphs import wants_ascii
     from grpo_tui.ui.preferences import preferences_file, read_preferences
@@ -84,37 +84,37 @@ def pick_and_show(overrides: list[str], *, theme: str | None = None, is_read_onl
 
 
 def has_terminal() -> bool:
-    """Whether somebody would see a screen: a terminal, or a browser that `textual serve` draws for."""
+    """Whether a screen can be shown: on a terminal, or in a browser through `textual serve`."""
     return "TEXTUAL_DRIVER" in os.environ or (sys.stdin.isatty() and sys.stdout.isatty())
 
 
 def require_terminal() -> None:
-    """Refuse to open a screen where nobody would see it.
+    """Refuse to open a screen without a terminal.
 
     Raises:
-        ConfigError: stdin or stdout is no terminal.
+        ConfigError: stdin or stdout is not a terminal.
     """
     if not has_terminal():
         raise ConfigError("the screen needs a terminal; without one: `grpo-tui up`, `grpo-tui status`")
 
 
 def require_theme(name: str | None) -> None:
-    """Refuse a theme that nobody knows.
+    """Refuse an unknown theme.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no theme of that name.
     """
     if name is None:
         return
     from grpo_tui.ui.themes import known_themes
 
     if name not in known_themes():
-        raise ConfigError(f"--theme {name}: there is no such theme; there are {', '.join(known_themes())}")
+        raise ConfigError(f"--theme {name}: unknown theme; known themes: {', '.join(known_themes())}")
 
 
-def _rest_collector() -> None:
-    """Collect no garbage until the screen stands: all that is loaded stays, and looking through it again and again is
-    a seventh of the time to the first frame."""
+def _disable_gc() -> None:
+    """Collect no garbage until the screen is drawn: imports leave no garbage, and collecting takes a seventh of the
+    time to the first frame."""
     gc.disable()
 
 
@@ -126,4 +126,4 @@ def _live_run_of(profile: str, overrides: list[str]) -> Path:
     for run in runs():
         if run.is_live and stored_status(run).profile == name:
             return run.folder
-    raise NoSuchRun(f"no run of {name} lives here, and --read-only starts none: leave it out to start one")
+    raise NoSuchRun(f"no live run of {name} here, and --read-only starts none: start it without --read-only")

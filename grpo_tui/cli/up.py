@@ -1,6 +1,6 @@
-"""`grpo-tui up`: start a run without a screen, and wait for as long as is asked.
+"""`grpo-tui up`: start a run without a screen, and wait as requested.
 
-Starts the daemon first and loads everything else meanwhile, so this module opens with next to nothing.
+Starts the supervisor first and imports the rest meanwhile, so this module imports little at the top.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 def up_command(
     profile: Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")],
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return and leave the run, whatever happens.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return and leave the run up in every case.")] = False,
     wait: Annotated[str | None, typer.Option("--wait", metavar="ready|finished", help="Return when it is.")] = None,
     timeout: Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout.")] = False,
@@ -32,11 +32,11 @@ def up_command(
 ) -> None:
     """Start a profile without a screen, or join its run.
 
-    Without --wait it stays until the run is over, and Ctrl-C ends the run. With --wait ready it returns when every
-    service has been ready, and the run goes on; with --wait finished when the run is over. A service that fails for
-    good while it waits, or the time-out, takes the run down: exit code 1 (4 if a stranger holds a port) or 3. With
-    --detach it returns at once, or after --wait, and leaves the run up in every case. A run that was joined is never
-    taken down. A terminal that is closed ends the waiting, not the run.
+    Without --wait it waits until the run is over, and Ctrl-C ends the run. With --wait ready it returns when every
+    service has been ready, and the run continues; with --wait finished when the run is over. A service that fails
+    permanently meanwhile, or the time-out, takes the run down: exit code 1 (4 if another process holds a port) or 3.
+    With --detach it returns at once, or after --wait, and leaves the run up in every case. A run that was joined is
+    never taken down. Closing the terminal ends the waiting, not the run.
     """
     if wait not in (None, "ready", "finished"):
         raise typer.BadParameter(f"--wait {wait}: ready or finished")
@@ -44,11 +44,11 @@ def up_command(
     with NewDaemon() as daemon:
         import asyncio
 
-        from grpo_tui.cli.waiting import Goal, Speaker, Watch, stay
+        from grpo_tui.cli.waiting import Goal, ProgressPrinter, Watch, stay
         from grpo_tui.client.launch import open_run
 
         opened = open_run(profile, set_ or [], daemon=daemon, take_ports=take_ports)
-    say = Speaker(began=began, as_json=as_json)
+    say = ProgressPrinter(began=began, as_json=as_json)
     say.opened(opened)
     if detach and wait is None:
         if not as_json:
@@ -61,7 +61,7 @@ def up_command(
     if any(service.exit_code == ExitCode.USAGE for service in watch.failed.values()):
         overrides = [word for each in set_ or [] for word in ("--set", each)]
         words = shlex.join(["grpo-tui", "doctor", "--profile", profile, *overrides])
-        say.note(f"what else this machine lacks for the profile: `{words}`")
+        say.note(f"to check this machine for the profile: `{words}`")
     say.ended(watch, code)
     if not as_json and detach and code == ExitCode.OK:
         print(opened.folder.name)

@@ -1,6 +1,6 @@
-"""What `grpo-tui up` does once it has a run: say how it goes, and wait for as long as is asked.
+"""What `grpo-tui up` does once it has a run: print its progress, and wait as requested.
 
-`Watch` is the pure part: it hears events and says when the waiting is over, and with which exit code.
+`Watch` is the pure part: it receives events and decides when the waiting is over, and the exit code.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ Goal = Literal["ready", "finished"]
 
 @dataclass(slots=True)
 class Watch:
-    """What was heard of a run, and whether that is the end of the waiting."""
+    """The state of a run as far as received, and whether the waiting is over."""
 
     goal: Goal | None
     stops_on_failure: bool
     state: RunState = RunState.STARTING
     is_ending: bool = False
     failed: dict[str, ServiceStatus] = field(default_factory=dict)
-    """Services that have failed for good, in the order in which they did."""
+    """Services that have failed permanently, in that order."""
 
-    def hear(self, message: Snapshot | Event | Bye) -> ExitCode | None:
-        """Take in a message; the exit code when the waiting is over."""
+    def receive(self, message: Snapshot | Event | Bye) -> ExitCode | None:
+        """Process a message; returns the exit code when the waiting is over."""
         match message:
             case Snapshot(status=status):
                 self.state, self.is_ending = status.state, status.is_ending
                 for service in status.services:
-                    self._hear_service(service)
+                    self._receive_service(service)
             case ServiceChanged(service=service):
-                self._hear_service(service)
+                self._receive_service(service)
             case RunChanged(state=state) | Bye(state=state):
                 self.state = state
             case _:
                 pass
-        return self.verdict()
+        return self.outcome()
 
-    def verdict(self) -> ExitCode | None:
+    def outcome(self) -> ExitCode | None:
         """The exit code when the waiting is over."""
         if self.state is RunState.FINISHED:
             return ExitCode.OK
@@ -72,14 +72,14 @@ class Watch:
         return ExitCode.OK if self.goal == "ready" and is_up else None
 
     def failure_code(self) -> ExitCode:
-        """What a failed service means to a script."""
+        """The exit code for a failed service."""
         return ExitCode.REFUSED if any(each.is_refused for each in self.failed.values()) else ExitCode.FAILED
 
     def stopped_code(self) -> ExitCode:
-        """Somebody else ended the run before it was where we waited for it to be."""
+        """The exit code when another client ended the run before the awaited state."""
         return self.failure_code() if self.failed else ExitCode.NOT_IN_TIME
 
-    def _hear_service(self, service: ServiceStatus) -> None:
+    def _receive_service(self, service: ServiceStatus) -> None:
         if service.state is ServiceState.FAILED:
             self.failed[service.name] = service
         else:
@@ -87,25 +87,25 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Speaker:
+class ProgressPrinter:
     """Progress for people on stderr, or for programs on stdout."""
 
     began: float
     as_json: bool
-    _told: dict[str, tuple[str, int]] = field(default_factory=dict)
+    _printed: dict[str, tuple[str, int]] = field(default_factory=dict)
     _explained: set[str | None] = field(default_factory=set)
-    """Services of whose failure a notice has told the reason."""
+    """Services whose failure a notice has explained."""
 
     def opened(self, opened: OpenedRun) -> None:
-        """A run is there."""
+        """Print that the run was started or joined."""
         name = opened.folder.name
         verb = "started" if opened.is_new else "joined"
         self._say(f"run {name} {verb}", event=verb, run=name, folder=str(opened.folder), note=opened.note)
         if opened.note is not None and not self.as_json:
             print(opened.note, file=sys.stderr)
 
-    def heard(self, message: Snapshot | Event | Bye) -> None:
-        """Something happened."""
+    def event(self, message: Snapshot | Event | Bye) -> None:
+        """Print an event."""
         match message:
             case Snapshot(status=status):
                 for service in status.services:
@@ -122,19 +122,19 @@ class Speaker:
                 pass
 
     def note(self, text: str) -> None:
-        """Something about the waiting itself."""
+        """Print a note about the waiting itself."""
         self._say(text, event="note", text=text)
 
     def ended(self, watch: Watch, code: ExitCode) -> None:
-        """The waiting is over."""
+        """Print the result as JSON."""
         if self.as_json:
             self._say("", event="end", state=watch.state, exit_code=int(code), failed=list(watch.failed))
 
     def _service(self, service: ServiceStatus) -> None:
         now = (str(service.state), service.attempt)
-        if self._told.get(service.name) == now:
+        if self._printed.get(service.name) == now:
             return
-        self._told[service.name] = now
+        self._printed[service.name] = now
         is_explained = service.state is ServiceState.FAILED and service.name in self._explained
         self._explained.discard(service.name)
         why = "" if service.why is None or is_explained else f"  {service.why}"
@@ -158,8 +158,8 @@ class Speaker:
             print(f"{elapsed_s:6.1f} s  {text}", file=sys.stderr)
 
 
-async def stay(folder: Path, watch: Watch, say: Speaker, deadline: float | None, *, owns: bool) -> ExitCode:
-    """Watch until there is nothing more to wait for; then leave the run or take it down, as is right."""
+async def stay(folder: Path, watch: Watch, say: ProgressPrinter, deadline: float | None, *, owns: bool) -> ExitCode:
+    """Watch until the waiting is over; then leave the run or take it down."""
     watching = asyncio.create_task(_watch(folder, watch, say))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -187,60 +187,60 @@ async def stay(folder: Path, watch: Watch, say: Speaker, deadline: float | None,
 
 
 async def _is_ending(folder: Path) -> bool:
-    """Whether the run ends by itself by now."""
+    """Whether the run is already ending."""
     try:
         reply = await Daemon(folder).command("status")
     except PeerUnavailable:
-        return True  # it has just ended, or its daemon was lost: its files tell
+        return True  # it has just ended, or its supervisor exited: its files show which
     return reply.status is not None and (reply.status.is_ending or reply.status.state in ENDED_RUN_STATES)
 
 
-async def _watch(folder: Path, watch: Watch, say: Speaker) -> ExitCode:
-    """Hear events until the waiting is over; a daemon that dies meanwhile is replaced, and heard again."""
+async def _watch(folder: Path, watch: Watch, say: ProgressPrinter) -> ExitCode:
+    """Receive events until the waiting is over; a supervisor that exits meanwhile is replaced."""
     daemon = Daemon(folder)
     while True:
         try:
             async for message in daemon.events():
-                say.heard(message)
-                code = watch.hear(message)
+                say.event(message)
+                code = watch.receive(message)
                 if code is not None:
                     return code
         except PeerUnavailable:
-            pass  # gone, or not there yet: its files and its successor tell
+            pass  # it has exited or not started yet
         if not await asyncio.to_thread(ensure_daemon, folder):
             return _from_files(folder, watch, say)
-        say.note("the supervisor was lost; another has taken the run over")
+        say.note("the supervisor exited; a new one has taken the run over")
 
 
-def _from_files(folder: Path, watch: Watch, say: Speaker) -> ExitCode:
-    """How a run ended that was over before we could listen."""
+def _from_files(folder: Path, watch: Watch, say: ProgressPrinter) -> ExitCode:
+    """The exit code of a run that was over before we could connect."""
     status = stored_status(look_at(folder))
     snapshot = Snapshot(number=0, status=status)
-    say.heard(snapshot)
-    code = watch.hear(snapshot)
+    say.event(snapshot)
+    code = watch.receive(snapshot)
     for service in watch.failed.values():
         say.note(f"{service.name} failed: {service.why}")
     return ExitCode.FAILED if code is None else code
 
 
-async def _take_down(folder: Path, watch: Watch, say: Speaker) -> None:
+async def _take_down(folder: Path, watch: Watch, say: ProgressPrinter) -> None:
     daemon = Daemon(folder)
 
-    hears = asyncio.Event()
+    is_listening = asyncio.Event()
 
     async def listen() -> None:
         async for message in daemon.events():
-            hears.set()
-            say.heard(message)
-            watch.hear(message)
+            is_listening.set()
+            say.event(message)
+            watch.receive(message)
 
     listening = asyncio.create_task(listen())
-    listening.add_done_callback(lambda _: hears.set())
-    await hears.wait()
+    listening.add_done_callback(lambda _: is_listening.set())
+    await is_listening.wait()
     try:
         await daemon.command("down", wait=True)
         await listening
     except PeerUnavailable:
-        say.note("the supervisor hung up; the run's files say how it ended")
+        say.note("the supervisor closed the connection; the run's files show how it ended")
         await asyncio.gather(listening, return_exceptions=True)
     await until_gone(folder)

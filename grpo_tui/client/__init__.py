@@ -1,1 +1,1 @@
-"""The other end of the daemon's socket."""
+"""The client side of the supervisor's socket."""

@@ -1,4 +1,4 @@
-"""What the command line and the screen call: open a run, find one, ask and watch it. Says nothing, prints nothing."""
+"""What the command line and the screen call: open a run, find one, send commands, watch it. Prints nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.wire.run_folder import PLAN_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import RunStatus, Warning
 from grpo_tui.client.launch import OpenedRun, ensure_daemon, open_run, replace_daemon
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import PLAN_FILE, socket_path
+from grpo_tui.paths import socket_path
 from grpo_tui.supervisor.lock import has_daemon
 
 __all__ = [
@@ -41,11 +42,11 @@ GONE_POLL_S = 0.005
 
 
 def daemon_of(run_folder: Path) -> Daemon:
-    """The daemon of a live run, a new one if it has lost its own.
+    """The supervisor of a live run; one is started if the run has none.
 
     Raises:
         NoSuchRun: the run is over.
-        StartFailed: a new daemon was needed and did not come up.
+        StartFailed: a new supervisor was needed and did not start.
     """
     if not ensure_daemon(run_folder):
         raise NoSuchRun(f"run {run_folder.name} is over")
@@ -53,9 +54,9 @@ def daemon_of(run_folder: Path) -> Daemon:
 
 
 async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
-    """End what lives of a run that has neither folder nor supervisor any more; whether there was such a run."""
-    from grpo_tui.supervisor import teardown  # here, since few commands end anything themselves
-    from grpo_tui.supervisor.owners import is_supervised
+    """End the processes of a run that has neither folder nor supervisor any more; returns whether there was one."""
+    from grpo_tui.supervisor import teardown  # here, since few commands need it
+    from grpo_tui.supervisor.keeper.owners import is_supervised
 
     if any(run.id == run_id for run in runs()):
         return False
@@ -69,15 +70,15 @@ async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
 
 
 def _folders_of(run_id: str) -> set[Path]:
-    """The folder in which a run was started, there or not, as its living processes say."""
-    from grpo_tui.supervisor import proc
+    """The folder in which a run was started, existing or not, from the markers of its processes."""
+    from grpo_tui.supervisor.keeper import proc
 
     marks = [proc.marker(process.pid) for process in proc.processes_of_run(run_id)]
     return {Path(mark.run_folder) for mark in marks if mark is not None and mark.run_folder is not None}
 
 
 async def until_gone(run_folder: Path) -> None:
-    """Return once the daemon's process has ended, which is a moment after its last words."""
+    """Return once the supervisor's process has exited, which is shortly after its last message."""
     while True:
         if not has_daemon(run_folder):
             return
@@ -85,10 +86,10 @@ async def until_gone(run_folder: Path) -> None:
 
 
 def run_status(run: Run) -> RunStatus:
-    """Where a run stands: from its daemon if it answers, else from its files; with its latest metrics.
+    """The status of a run: from its supervisor if it answers, else from its files; with its latest metrics.
 
     Raises:
-        PeerError: neither says anything.
+        PeerError: neither is available.
     """
     status = asyncio.run(_ask(run)) if run.has_daemon else stored_status(run)
     return status.model_copy(update={"metrics": latest_metrics(run.folder)})
@@ -99,10 +100,12 @@ async def _ask(run: Run) -> RunStatus:
         async with asyncio.timeout(STATUS_LIMIT_S):
             reply = await Daemon(run.folder).command("status")
     except (PeerUnavailable, TimeoutError) as error:
-        why = str(error) or f"nothing in {STATUS_LIMIT_S:g} s"
-        text = f"the supervisor does not answer ({why}); this is from its files"
+        why = str(error) or f"no answer in {STATUS_LIMIT_S:g} s"
+        text = f"the supervisor does not answer ({why}); this status is from its files"
         stored = stored_status(run)
-        warning = Warning(id="supervisor-silent", severity="error", text=text, hint=f"see {run.folder}/supervisor.log")
+        warning = Warning(
+            id="supervisor-silent", severity="error", text=text, hint=f"see {run.folder / SUPERVISOR_LOG}"
+        )
         return stored.model_copy(
             update={"warnings": [warning, *(each for each in stored.warnings if each.id != "no-supervisor")]}
         )

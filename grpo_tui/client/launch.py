@@ -1,7 +1,7 @@
-"""Start a run, or join the one that lives; start the daemon of a run, or a new one for a run that lost its own.
+"""Start a run, or join the live one; start the supervisor of a run, or a new one for a run that lost its own.
 
-A lock on the folder of runs makes one run out of two starts at the same moment. The daemon's own lock on its run folder
-makes sure that there is one of it, whoever starts it.
+A lock on the folder of runs makes one run out of two simultaneous starts. The supervisor's own lock on its run folder
+makes sure that there is only one of it.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
+from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, START_LOCK_FILE
 from grpo_engine.wire.supervisor import Hello
 from grpo_tui.client.local import NoSuchRun, Run, is_over, look_at, lost_runs, runs
 from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
-from grpo_tui.paths import LOGS, PLAN_FILE, RESOLVED_FILE, new_run_id, runtime_folder
+from grpo_tui.paths import LOGS, new_run_id, runtime_folder
+from grpo_tui.supervisor.keeper.client import end_of
+from grpo_tui.supervisor.keeper.proc import ProcessId, read_stat, send_signal
 from grpo_tui.supervisor.lock import has_daemon, listening_daemon
-from grpo_tui.supervisor.proc import ProcessId, read_stat, send_signal
-from grpo_tui.supervisor.processes import end_of
 
 if TYPE_CHECKING:
     from grpo_tui.profile.loading import LoadedProfile
 
 END_WITHIN_S, END_POLL_S = 60.0, 0.02
 """For a run that is being taken down, before another of its profile may start."""
-LEAVE_WITHIN_S = 30.0
-START_LOCK = ".start.lock"
+EXIT_WITHIN_S = 30.0
 SUSPENDED = "tT"
 """States in /proc of a process that a signal or a debugger has stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """A run that is there now."""
+    """A run that was started or joined."""
 
     folder: Path
     is_new: bool
     note: str | None = None
-    """What a person should know about a run that was joined."""
+    """For people, about a run that was joined."""
 
 
 def open_run(
     profile: str, overrides: Sequence[str] = (), *, daemon: NewDaemon, take_ports: bool = False, logs: Path = LOGS
 ) -> OpenedRun:
-    """Start a run of a profile, or join the one that lives.
+    """Start a run of a profile, or join the live one.
 
     Args:
-        daemon: the one that is told a new run; told nothing when a run was joined.
-        take_ports: the word to end strangers of our own user that hold a declared port when a service starts first.
+        daemon: the supervisor process for a new run; unused when a run was joined.
+        take_ports: whether the first start of a service ends foreign processes of our own user on its ports.
 
     Raises:
         ConfigError: the profile is wrong; nothing was started.
         GrpoError: the folder of runs or that of sockets cannot be used; nothing was started.
-        StartFailed: the daemon did not come up.
+        StartFailed: the supervisor did not start.
     """
     from grpo_tui.profile.loading import load
 
     loaded = load(profile, overrides)
-    runtime_folder()  # so that no run is begun whose daemon could not listen
+    runtime_folder()  # before the run, whose supervisor could not listen without it
     with _starting(logs):
         joined = _live_run(loaded, logs)
         if joined is not None:
@@ -79,14 +79,14 @@ def open_run(
 
 @contextmanager
 def _starting(logs: Path) -> Iterator[None]:
-    """One start at a time below this folder, which is made if need be."""
+    """Allow one start at a time in this folder, which is made if missing."""
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(logs / START_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(logs / START_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise GrpoError(
             f"{logs.resolve()}, the folder of runs, cannot be used: {error.strerror}; "
-            "move away what is there, or start in a folder of yours"
+            "move the file away, or start in a folder that you can write to"
         ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -101,20 +101,20 @@ def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
 
     for name in lost_runs(logs):
         if name.startswith(f"{loaded.name}-"):
-            raise GrpoError(f"run {name} lives and its folder was deleted: `grpo-tui down {name}` ends it first")
+            raise GrpoError(f"run {name} is live and its folder was deleted: end it with `grpo-tui down {name}` first")
     for run in runs(logs):
         if not run.is_live or Plan.from_json((run.folder / PLAN_FILE).read_text()).profile_name != loaded.name:
             continue
-        if not ensure_daemon(run.folder) or _has_ended_meanwhile(run):
+        if not ensure_daemon(run.folder) or _wait_if_ending(run):
             continue
         changed = _read_json_text(run.folder / RESOLVED_FILE) != _as_written(resolved(loaded))
-        note = f"the profile has changed since {run.id} was started; it goes on as it is" if changed else None
+        note = f"the profile has changed since {run.id} was started; the run keeps its settings" if changed else None
         return OpenedRun(folder=run.folder, is_new=False, note=note)
     return None
 
 
-def _has_ended_meanwhile(run: Run) -> bool:
-    """Wait for the end of a run that is being taken down; whether it was."""
+def _wait_if_ending(run: Run) -> bool:
+    """Wait for the end of a run that is being taken down; returns whether it was."""
     try:
         reply = asyncio.run(Daemon(run.folder).command("status"))
     except PeerUnavailable:
@@ -130,7 +130,7 @@ def _has_ended_meanwhile(run: Run) -> bool:
 
 
 def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
-    """Make the run's folder with its plan: readable by its owner alone, since the environment may hold secrets."""
+    """Make the run's folder with its plan: readable by its owner only, since the environment may hold secrets."""
     from grpo_tui.profile.loading import resolved
     from grpo_tui.profile.plan import make_plan
 
@@ -154,82 +154,83 @@ def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
 
 
 def ensure_daemon(folder: Path) -> bool:
-    """See to it that a run that lives has a daemon that answers; whether the run goes on.
+    """Make sure that a live run has a supervisor that answers; returns whether the run is live.
 
     Raises:
-        PeerUnavailable: it has one that is suspended or hangs.
-        StartFailed: it has none, and a new one did not come up.
+        PeerUnavailable: its supervisor is suspended or hangs.
+        StartFailed: it has none, and a new one did not start.
     """
     if is_over(folder) and not has_daemon(folder):
         return look_at(folder).has_services and start_daemon(folder)
-    return _is_heard(folder) or start_daemon(folder)
+    return _answers(folder) or start_daemon(folder)
 
 
-def _is_heard(folder: Path, *, any_version: bool = False) -> bool:
-    """Whether the daemon of a run answers; not, when there is none or it only starts.
+def _answers(folder: Path, *, any_version: bool = False) -> bool:
+    """Whether the supervisor of a run answers; False when there is none or it is starting.
 
     Raises:
-        PeerUnavailable: it holds the run and says nothing, so that no other can take its place.
-        PeerError: it speaks another protocol, and `any_version` will not do.
+        PeerUnavailable: it holds the run and does not answer, so that no other can take its place.
+        PeerError: it uses another protocol, and `any_version` is not set.
     """
-    deadline = time.monotonic() + HELLO_LIMIT_S  # long enough for a daemon to put back a socket that was removed
+    deadline = time.monotonic() + HELLO_LIMIT_S  # long enough for a supervisor to restore a socket that was removed
     while not answers(folder, any_version=any_version):
         pid = listening_daemon(folder)
         if pid is None:
             return False
         if time.monotonic() > deadline:
-            raise PeerUnavailable(_silence_words(folder, pid))
+            raise PeerUnavailable(_no_answer_text(folder, pid))
         time.sleep(HELLO_POLL_S)
     return True
 
 
-def _silence_words(folder: Path, pid: int) -> str:
+def _no_answer_text(folder: Path, pid: int) -> str:
     stat = read_stat(pid)
     if stat is not None and stat.state in SUSPENDED:
         return (
-            f"the supervisor of {folder.name} (pid {pid}) is suspended; its services go on: `kill -CONT {pid}` wakes it"
+            f"the supervisor of {folder.name} (pid {pid}) is suspended; its services keep running: "
+            f"`kill -CONT {pid}` resumes it"
         )
     return (
-        f"the supervisor of {folder.name} (pid {pid}) does not answer, nothing in {HELLO_LIMIT_S:g} s: `kill -9 {pid}` "
-        "ends it, services go on and the next command takes them over"
+        f"the supervisor of {folder.name} (pid {pid}) has not answered in {HELLO_LIMIT_S:g} s: `kill -9 {pid}` ends "
+        "it, services keep running and the next command takes them over"
     )
 
 
 def start_daemon(folder: Path) -> bool:
-    """Start a daemon on a run folder and wait until it says hello; False when the run was over before it could.
+    """Start a supervisor on a run folder and wait until it answers; False when the run was over before.
 
     Raises:
-        StartFailed: it did not come up; with the last lines of its log.
+        StartFailed: it did not start; with the last lines of its log.
     """
     with NewDaemon() as daemon:
         return daemon.supervise(folder)
 
 
 async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
-    """Hand a run over to a new daemon, of the program as it is installed now; who had it, if any, and who has it.
+    """Replace the supervisor of a run by one of the installed version; returns the old one, if any, and the new one.
 
-    The new one has loaded itself and this program has read the run's plan before the old one is asked to leave.
+    The new one has loaded and this program has read the run's plan before the old one gets SIGTERM.
 
     Raises:
-        PeerError: this program does not read the run's plan; the old daemon goes on.
-        PeerUnavailable: the old daemon is suspended or hangs; it is left alone.
-        StartFailed: the new daemon does not come up; if the old one has left by then, services go on without one.
+        PeerError: this program cannot read the run's plan; the old supervisor keeps running.
+        PeerUnavailable: the old supervisor is suspended or hangs; it is left alone.
+        StartFailed: the new supervisor does not start; if the old one has exited, services run without one.
         NoSuchRun: the run was over before it could be handed over.
     """
     from grpo_tui.profile.plan_file import Plan
 
     Plan.from_json((folder / PLAN_FILE).read_text(), where=str(folder / PLAN_FILE))
     with NewDaemon() as successor:
-        await asyncio.to_thread(_is_heard, folder, any_version=True)
+        await asyncio.to_thread(_answers, folder, any_version=True)
         successor.wait_until_loaded()
-        old = await _dismiss(folder)
+        old = await _stop_supervisor(folder)
         if not await asyncio.to_thread(successor.supervise, folder):
             raise NoSuchRun(f"run {folder.name} is over")
     return old, await Daemon(folder).hello()
 
 
-async def _dismiss(folder: Path) -> Hello | None:
-    """Have the daemon of a run leave its services and end; who it was, or None when there was none."""
+async def _stop_supervisor(folder: Path) -> Hello | None:
+    """Stop the supervisor of a run and leave its services running; returns it, or None when there was none."""
     try:
         hello = await Daemon(folder).hello(any_version=True)
     except PeerUnavailable:
@@ -238,12 +239,12 @@ async def _dismiss(folder: Path) -> Hello | None:
     if process is not None and not process.is_dead and has_daemon(folder):
         send_signal(process, signal.SIGTERM)
         try:
-            async with asyncio.timeout(LEAVE_WITHIN_S):
+            async with asyncio.timeout(EXIT_WITHIN_S):
                 await end_of(ProcessId(process.pid, process.start_ticks))
         except TimeoutError:
-            text = f"the supervisor of {folder.name} (pid {hello.pid}) was asked to leave and has not in"
-            hint = f"`kill -9 {hello.pid}` ends it; services go on, and the next command takes them over"
-            raise StartFailed(f"{text} {LEAVE_WITHIN_S:g} s: {hint}") from None
+            text = f"the supervisor of {folder.name} (pid {hello.pid}) has not exited"
+            hint = f"`kill -9 {hello.pid}` ends it; services keep running, and the next command takes them over"
+            raise StartFailed(f"{text} {EXIT_WITHIN_S:g} s after SIGTERM: {hint}") from None
     return hello
 
 

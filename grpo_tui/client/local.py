@@ -1,6 +1,6 @@
-"""Runs as their folders tell them, without a daemon: which there are, which live, where one stands.
+"""Runs from the files in their folders, without a supervisor: the list, which are live, and their status.
 
-Reads only. What a dead daemon left in `state.json` is checked against the keepers, and marked as seen by nobody.
+Reads only. The state that a dead supervisor left in `state.json` is checked against the keepers, and marked as such.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError, PeerError
+from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
-from grpo_tui.paths import LOGS, PLAN_FILE, STATE_FILE
-from grpo_tui.supervisor.latest_metrics import latest_metrics as latest_metrics
+from grpo_tui.paths import LOGS
+from grpo_tui.run_files.metrics import latest_metrics as latest_metrics
+from grpo_tui.supervisor.keeper.client import KeeperState, keeper_states, living_keepers
 from grpo_tui.supervisor.lock import has_daemon
-from grpo_tui.supervisor.processes import KeeperState, keeper_states, living_keepers
 
 if TYPE_CHECKING:
     from grpo_tui.supervisor.state_file import StateDocument
@@ -29,12 +30,12 @@ class NoSuchRun(GrpoError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run's folder, and whether anything of it lives."""
+    """A run's folder, and whether any of its processes is alive."""
 
     folder: Path
     has_daemon: bool
     has_services: bool
-    """Whether anything of its services lives, with or without a daemon."""
+    """Whether any process of its services is alive, with or without a supervisor."""
 
     @property
     def id(self) -> str:
@@ -43,26 +44,26 @@ class Run:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is something to attach to, or to end."""
+        """Whether any process of it is alive."""
         return self.has_daemon or self.has_services
 
 
 def runs(logs: Path = LOGS) -> list[Run]:
     """All runs below a folder, the newest first."""
     folders = [path.parent for path in logs.glob(f"*/{PLAN_FILE}")] if logs.is_dir() else []
-    return [look_at(folder) for folder in sorted(folders, key=_born_at, reverse=True)]
+    return [look_at(folder) for folder in sorted(folders, key=_started_at, reverse=True)]
 
 
 def look_at(folder: Path) -> Run:
-    """See what lives of a run."""
+    """Find out which processes of a run are alive."""
     supervised = has_daemon(folder)
     has_services = supervised or any(living_keepers(folder)) or (not is_over(folder) and has_orphans(folder))
     return Run(folder=folder.resolve(), has_daemon=supervised, has_services=has_services)
 
 
 def has_orphans(folder: Path) -> bool:
-    """Whether anything lives of a run that lost its daemon and its keepers, as marker and ledger say."""
-    from grpo_tui.supervisor import proc
+    """Whether processes are alive of a run that lost its supervisor and its keepers, by marker and ledger."""
+    from grpo_tui.supervisor.keeper import proc
     from grpo_tui.supervisor.state_file import boot_id, read_state
 
     marks = (proc.marker(process.pid) for process in proc.processes_of_run(folder.name))
@@ -79,8 +80,8 @@ def has_orphans(folder: Path) -> bool:
 
 
 def lost_runs(logs: Path = LOGS) -> set[str]:
-    """Runs of this folder that live and whose own folder is gone, as the markers of their processes say."""
-    from grpo_tui.supervisor import proc
+    """Live runs of this folder whose own folder was deleted, from the markers of their processes."""
+    from grpo_tui.supervisor.keeper import proc
 
     marks = filter(None, (proc.marker(process.pid) for process in proc.living()))
     folders = {Path(mark.run_folder) for mark in marks if mark.run_folder is not None}
@@ -88,7 +89,7 @@ def lost_runs(logs: Path = LOGS) -> set[str]:
 
 
 def is_over(folder: Path) -> bool:
-    """Whether a run has ended for good, as its state file says."""
+    """Whether a run has ended, according to its state file."""
     from grpo_tui.supervisor.state_file import read_state
 
     try:
@@ -99,13 +100,13 @@ def is_over(folder: Path) -> bool:
 
 
 def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
-    """The run that a person means: by id or unique prefix; by nothing, the newest live one.
+    """The run with this id or unique prefix; without one, the newest live run.
 
     Args:
-        also_ended: whether the newest ended run will do when nothing is said and none lives.
+        also_ended: whether the newest ended run is returned when there is no prefix and no live run.
 
     Raises:
-        NoSuchRun: none, or several, answer to it.
+        NoSuchRun: no run, or more than one, matches.
     """
     known = runs(logs)
     if prefix is not None:
@@ -113,15 +114,15 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
         if len(found) == 1:
             return found[0]
         names = ", ".join(run.id for run in (found or known)[:8]) or f"none in {logs.resolve()}"
-        raise NoSuchRun(f"run {prefix!r}: {'several begin so' if found else 'no such run'}; there are: {names}")
+        raise NoSuchRun(f"run {prefix!r}: {'several runs match' if found else 'no such run'}; runs: {names}")
     live = [run for run in known if run.is_live]
     if live or (also_ended and known):
         return (live or known)[0]
-    hint = f"the newest, {known[0].id}, has ended" if known else "none was ever started here"
-    raise NoSuchRun(f"no run lives in {logs.resolve()}: {hint}")
+    hint = f"the newest, {known[0].id}, has ended" if known else "no run was started here"
+    raise NoSuchRun(f"no live run in {logs.resolve()}: {hint}")
 
 
-def _born_at(folder: Path) -> float:
+def _started_at(folder: Path) -> float:
     return (folder / PLAN_FILE).stat().st_mtime
 
 
@@ -129,34 +130,35 @@ def _born_at(folder: Path) -> float:
 
 
 def stored_status(run: Run) -> RunStatus:
-    """Where a run stands by its files.
+    """The status of a run from its files.
 
     Raises:
         PeerError: `state.json` is missing or damaged.
     """
-    from grpo_tui.supervisor.state_file import read_state  # here: where a daemon answers, nobody needs it
+    from grpo_tui.supervisor.state_file import read_state  # here: not needed where a supervisor answers
 
     document = read_state(run.folder)
     if document is None:
-        raise PeerError(f"{run.folder / STATE_FILE}: missing: the run has not begun, or its folder was emptied")
+        raise PeerError(f"{run.folder / STATE_FILE}: missing: the run has not started yet, or its folder was emptied")
     status = RunStatus(**{name: getattr(document, name) for name in RunStatus.model_fields})
     return status if status.state in ENDED_RUN_STATES else _unsupervised(run, document, status)
 
 
 def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunStatus:
-    """The status of a run whose daemon died: services as their keepers show them."""
+    """The status of a run whose supervisor died, with the services as their keepers report them."""
     keepers = {(state.service, state.attempt): state for state in keeper_states(run.folder)}
     services = [_seen(service, keepers.get((service.name, service.attempt))) for service in status.services]
     num_living = sum(service.state in MOVING for service in services)
     if num_living:
-        services_go = "1 service goes" if num_living == 1 else f"{num_living} services go"
-        text = f"the supervisor of this run is gone; {services_go} on without it"
+        services_run = "1 service keeps" if num_living == 1 else f"{num_living} services keep"
+        text = f"the supervisor of this run has exited; {services_run} running without it"
         hint = f"`grpo-tui attach {run.id}` (or start, stop, down) starts a supervisor that takes them over"
     elif run.has_services:
-        text = "the supervisor of this run and its keepers are gone; processes of its services still live"
-        hint = f"`grpo-tui down {run.id}` ends them; `grpo-tui attach {run.id}` does so too, and starts them again"
+        text = "the supervisor of this run and its keepers have exited; processes of its services are still alive"
+        hint = f"`grpo-tui down {run.id}` ends them; `grpo-tui attach {run.id}` ends them and starts the services again"
     else:
-        text, hint = "the supervisor of this run and all its services are gone", f"look at {run.folder}/supervisor.log"
+        text = "the supervisor of this run and all its services have exited"
+        hint = f"see {run.folder / SUPERVISOR_LOG}"
     warning = Warning(id="no-supervisor", severity="error", text=text, hint=hint)
     return status.model_copy(
         update={
@@ -169,7 +171,7 @@ def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunSt
 
 
 def _seen(service: ServiceStatus, keeper: KeeperState | None) -> ServiceStatus:
-    """A service that was moving when its daemon died, as its keeper shows it now."""
+    """A service that ran when its supervisor died, as its keeper reports it now."""
     if service.state not in MOVING:
         return service
     if keeper is not None and keeper.state != "gone" and keeper.keeper.identity().is_alive():
@@ -183,13 +185,13 @@ def _seen(service: ServiceStatus, keeper: KeeperState | None) -> ServiceStatus:
         "cpu_percent": None,
         "rss_bytes": None,
         "gpu_memory_bytes": None,
-        "why": f"ended while no supervisor was there, exit code {'unknown' if code is None else code}",
+        "why": f"ended while no supervisor was running, exit code {'unknown' if code is None else code}",
     }
     return service.model_copy(update=seen)
 
 
 def age_words(started_at: float | None, ended_at: float | None) -> str:
-    """How long a run lasted, or lasts: `42 s`, `5 min`, `3.2 h`."""
+    """The duration of a run so far: `42 s`, `5 min`, `3.2 h`."""
     if started_at is None:
         return "-"
     seconds = max(0.0, (ended_at or time.time()) - started_at)

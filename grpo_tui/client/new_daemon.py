@@ -1,6 +1,6 @@
-"""Start a daemon before its run is known, so that it loads its modules while its starter loads its own.
+"""Start a supervisor process before its run is known, so that it imports its modules while the command imports its own.
 
-Hence this module opens with nothing that takes long to load; what `supervise` needs is loaded while the daemon loads.
+Hence this module imports nothing slow at the top; what `supervise` needs is imported while the supervisor starts.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HELLO_WITHIN_S = 20.0
-"""A daemon says hello within 0.3 s; a machine that is starting eight engines may take its time."""
+"""A supervisor answers within 0.3 s; on a machine that is starting eight engines it may take longer."""
 HELLO_POLL_S = 0.01
-TALK_BYTES_MAX = 1 << 20
-"""What a daemon may say before it has loaded: warnings, or the traceback of a broken program."""
+OUTPUT_BYTES_MAX = 1 << 20
+"""Read at most of what it prints before it has loaded: warnings, or the traceback of a broken program."""
 
 
 class StartFailed(GrpoError):
-    """The daemon of a run did not come up."""
+    """The supervisor of a run did not start."""
 
 
 class NewDaemon:
-    """A daemon that was started and waits to be told its run; told nothing, it ends with this context."""
+    """A supervisor process that waits for its run folder; without one it is killed at the end of this context."""
 
     def __init__(self) -> None:
-        self._talk = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object, which closes it
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object, which closes it
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "grpo_tui.supervisor.daemon", "-"],
             stdin=subprocess.PIPE,
-            stdout=self._talk,
-            stderr=self._talk,
+            stdout=self._output,
+            stderr=self._output,
             start_new_session=True,
         )
 
@@ -46,29 +46,29 @@ class NewDaemon:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # what was told its run has left this process behind by then
+        self._process.kill()  # once it has its run it has detached from this process
         self._process.communicate()
-        self._talk.close()
+        self._output.close()
 
     def wait_until_loaded(self) -> None:
-        """Return once it can be told its run at any moment.
+        """Return once it waits for its run folder.
 
         Raises:
-            StartFailed: it ends instead, e.g. because its program is broken; with its last words.
+            StartFailed: it exits instead, e.g. since the program is broken; with the end of its output.
         """
         from grpo_tui.supervisor.lock import LOADED
 
         deadline = time.monotonic() + HELLO_WITHIN_S
-        while LOADED.encode() not in os.pread(self._talk.fileno(), TALK_BYTES_MAX, 0):
+        while LOADED.encode() not in os.pread(self._output.fileno(), OUTPUT_BYTES_MAX, 0):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise StartFailed(f"a new supervisor cannot be started: {self._own_words()}")
+                raise StartFailed(f"a new supervisor cannot be started: {self._output_tail()}")
             time.sleep(HELLO_POLL_S)
 
     def supervise(self, folder: Path) -> bool:
-        """Tell it its run and wait until it says hello; False when the run was over before it could.
+        """Send it its run folder and wait until it answers; False when the run was over before.
 
         Raises:
-            StartFailed: it did not come up; with its last words.
+            StartFailed: it did not start; with the end of its log.
         """
         from grpo_tui.client.local import is_over
         from grpo_tui.client.socket import answers
@@ -82,18 +82,18 @@ class NewDaemon:
             if is_over(folder):
                 return False
             time.sleep(HELLO_POLL_S)
-        raise StartFailed(f"the supervisor of {folder.name} did not come up: {self._last_words(folder)}")
+        raise StartFailed(f"the supervisor of {folder.name} did not start: {self._log_tail(folder)}")
 
-    def _last_words(self, folder: Path) -> str:
-        from grpo_tui.paths import SUPERVISOR_LOG
+    def _log_tail(self, folder: Path) -> str:
+        from grpo_engine.wire.run_folder import SUPERVISOR_LOG
 
         log = folder / SUPERVISOR_LOG
         logged = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return "\n".join([f"{log} ends with:", *logged[-8:], self._own_words()])
+        return "\n".join([f"{log} ends with:", *logged[-8:], self._output_tail()])
 
-    def _own_words(self) -> str:
+    def _output_tail(self) -> str:
         from grpo_tui.supervisor.lock import LOADED
 
-        self._talk.seek(0)
-        words = self._talk.read().decode(errors="replace").removeprefix(LOADED)
+        self._output.seek(0)
+        words = self._output.read().decode(errors="replace").removeprefix(LOADED)
         return "\n".join(words.splitlines()[-8:])

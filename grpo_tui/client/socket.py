@@ -1,6 +1,6 @@
-"""The daemon's unix socket from the client's side: one connection a question, one for the stream of events.
+"""The client side of the supervisor's unix socket: one connection per command, one for the stream of events.
 
-Starts no daemon; `launch.py` does.
+`launch.py` starts supervisors.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from grpo_tui.paths import socket_path
 from grpo_tui.supervisor.lock import read_address
 
 HELLO_LIMIT_S = 3.5
-"""A daemon says hello within milliseconds, whatever its services do: who is silent for so long hangs."""
+"""A supervisor answers within milliseconds, whatever its services do; one that takes longer than this hangs."""
 Do = Literal["status", "start", "stop", "restart", "kill", "down"]
 
 
 class Daemon:
-    """The daemon of one run, as far as it answers."""
+    """The supervisor of one run."""
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder
 
     async def hello(self, *, any_version: bool = False) -> Hello:
-        """Ask who is there.
+        """Connect and return its greeting.
 
         Raises:
-            PeerUnavailable: nobody answers.
-            PeerError: it speaks another protocol, and `any_version` will not do.
+            PeerUnavailable: it does not answer.
+            PeerError: it uses another protocol, and `any_version` is not set.
         """
         async with self._connected(any_version=any_version) as (hello, _, _):
             return hello
@@ -57,10 +57,10 @@ class Daemon:
         timeout_s: float | None = None,
         take_ports: bool = False,
     ) -> Reply:
-        """Ask for an action; the reply comes when it was taken up, or when it is done if `wait`.
+        """Send a command; the reply comes once it is applied, or once it is done if `wait`.
 
         Raises:
-            PeerUnavailable: nobody answers, or the daemon dies before it does.
+            PeerUnavailable: the supervisor does not answer, or exits before it does.
         """
         async with self._connected() as (_, reader, writer):
             writer.write(
@@ -71,13 +71,13 @@ class Daemon:
                 message = read_from_daemon(line)
                 if isinstance(message, Reply):
                     return message
-        raise PeerUnavailable(f"the supervisor of {self.run_folder.name} hung up before it answered {do}")
+        raise PeerUnavailable(f"the supervisor of {self.run_folder.name} closed the connection before it answered {do}")
 
     async def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
-        """A snapshot and every event after it, until the daemon hangs up; `Bye` comes last when the run is over.
+        """A snapshot and every event after it, until the connection closes; `Bye` comes last when the run is over.
 
         Raises:
-            PeerUnavailable: nobody answers.
+            PeerUnavailable: the supervisor does not answer.
         """
         async with self._connected() as (_, reader, writer):
             writer.write(to_line(Subscribe()))
@@ -91,7 +91,7 @@ class Daemon:
     async def _connected(
         self, *, any_version: bool = False
     ) -> AsyncIterator[tuple[Hello, asyncio.StreamReader, asyncio.StreamWriter]]:
-        """Connect and compare protocols; the daemon's death in the middle of a line is an end like any other."""
+        """Connect and compare protocols; a connection that breaks in the middle of a line counts as closed."""
         address = read_address(self.run_folder)
         path = Path(address.socket) if address is not None else socket_path(self.run_folder)
         name = self.run_folder.name
@@ -102,8 +102,8 @@ class Daemon:
         try:
             hello = await self._shake_hands(reader, writer, any_version)
             yield hello, reader, writer
-        except (OSError, asyncio.IncompleteReadError) as error:  # also ENOTCONN, where its queue of clients is full
-            raise PeerUnavailable(f"the supervisor of {name} hung up: {error}") from None
+        except (OSError, asyncio.IncompleteReadError) as error:  # also ENOTCONN, when its backlog is full
+            raise PeerUnavailable(f"the supervisor of {name} closed the connection: {error}") from None
         finally:
             writer.transport.abort()
 
@@ -116,24 +116,24 @@ class Daemon:
             async with asyncio.timeout(HELLO_LIMIT_S):
                 line = await reader.readline()
         except TimeoutError:
-            raise PeerUnavailable(f"the supervisor of {name} says nothing for {HELLO_LIMIT_S:g} s") from None
+            raise PeerUnavailable(f"the supervisor of {name} has not answered in {HELLO_LIMIT_S:g} s") from None
         if not line:
-            raise PeerUnavailable(f"the supervisor of {name} hung up at once")
+            raise PeerUnavailable(f"the supervisor of {name} closed the connection at once")
         hello = read_from_daemon(line)
         if not isinstance(hello, Hello) or (hello.version != PROTOCOL_VERSION and not any_version):
             version = hello.version if isinstance(hello, Hello) else "none"
             raise PeerError(
-                f"the supervisor of {name} speaks protocol {version}, this program {PROTOCOL_VERSION}: "
-                f"`grpo-tui upgrade {name}` hands the run over to this program, and no service notices"
+                f"the supervisor of {name} uses protocol {version}, this program {PROTOCOL_VERSION}: "
+                f"`grpo-tui upgrade {name}` replaces the supervisor and leaves its services running"
             )
         return hello
 
 
 def answers(run_folder: Path, *, any_version: bool = False) -> bool:
-    """Whether the daemon of a run says hello.
+    """Whether the supervisor of a run answers.
 
     Raises:
-        PeerError: it speaks another protocol, and `any_version` will not do.
+        PeerError: it uses another protocol, and `any_version` is not set.
     """
     try:
         asyncio.run(Daemon(run_folder).hello(any_version=any_version))

@@ -1,7 +1,7 @@
 """Checks before a start: of the machine, and of one profile on it. Each finding says what to do.
 
-Looks only; starts, ends and downloads nothing. What other rooms know (who holds a port, what the GPUs are) comes in as
-arguments. What a GPU needs of the software is in `doctor_gpu`, models and checkpoints in `doctor_model`.
+Reads only; starts, ends and downloads nothing. GPUs and holders of ports come in as arguments. Checks of GPU software
+are in `doctor_gpu`, those of models and checkpoints in `doctor_model`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from grpo_engine.diagnosis.finding import Finding, Severity
 from grpo_tui.profile.doctor_gpu import examine_software, installed_version
 from grpo_tui.profile.doctor_model import examine_model
-from grpo_tui.profile.findings import Finding
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.profile.plan import Plan
 from grpo_tui.services.atropos_environment import AtroposEnvironment
@@ -32,12 +31,12 @@ from grpo_tui.services.visible_gpus import gpus_of
 GIB = 1 << 30
 ENOUGH_DISK_BYTES = 5 * GIB
 ENOUGH_OPEN_FILES = 1024
-START_ENDS = "a start ends what runs of this project left behind"
+START_ENDS = "a start ends these stale processes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """What NVML says about one GPU."""
+    """One GPU, as NVML reports it."""
 
     index: int
     name: str
@@ -45,24 +44,24 @@ class GpuFacts:
     free_bytes: int
     uuid: str = ""
     holders: Sequence[str] = ()
-    """Who holds its memory, one sentence each."""
+    """Processes that hold its memory, one sentence each."""
     left_over_bytes: int = 0
-    """What runs of ours left on it, which a start ends."""
+    """Memory held by stale processes, which a start ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the doctor is told about the machine."""
+    """The machine, as the caller has examined it."""
 
     gpus: Sequence[GpuFacts]
     gpu_note: str | None
-    """Why there are no GPUs to see."""
+    """Why no GPU is visible."""
     driver: str | None = None
     """Version of the NVIDIA driver, where one is loaded."""
     port_holders: Callable[[Sequence[int]], Sequence[str]]
-    """Who listens on these ports, one sentence each."""
+    """Processes that listen on these ports, one sentence each; stale ones left out."""
     port_leftovers: Callable[[Sequence[int]], Sequence[str]] = lambda ports: ()
-    """Of those that listen there: what runs of ours left, which a start ends; not among `port_holders`."""
+    """Stale processes that listen on these ports, one sentence each."""
 
 
 def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, logs: Path) -> list[Finding]:
@@ -79,12 +78,12 @@ def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, l
 
 
 def _python() -> Iterator[Finding]:
-    yield Finding(check="python", level="ok", text=f"Python {platform.python_version()} on {platform.system()}")
+    yield Finding(id="python", severity="ok", text=f"Python {platform.python_version()} on {platform.system()}")
     if platform.system() != "Linux":
         yield Finding(
-            check="system",
-            level="problem",
-            text=f"{platform.system()} has no /proc, which keepers and teardown rely on",
+            id="system",
+            severity="error",
+            text=f"{platform.system()} has no /proc, which keepers and teardown need",
             hint="run on Linux; the screen works over SSH",
         )
 
@@ -92,35 +91,35 @@ def _python() -> Iterator[Finding]:
 def _gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
         text = machine.gpu_note or "no GPU"
-        yield Finding(check="gpu", level="note", text=text, hint="profiles ending in -cpu need none")
+        yield Finding(id="gpu", severity="warning", text=text, hint="profiles ending in -cpu need none")
     for gpu in machine.gpus:
         text = f"{gpu.index}: {gpu.name}, {gpu.free_bytes / 1e9:.0f} of {gpu.total_bytes / 1e9:.0f} GB free"
-        yield Finding(check="gpu", level="ok", text=text)
+        yield Finding(id="gpu", severity="ok", text=text)
 
 
 def _room(logs: Path) -> Iterator[Finding]:
     folder = logs if logs.is_dir() else Path.cwd()
     free = shutil.disk_usage(folder).free
-    level: Literal["ok", "problem"] = "ok" if free >= ENOUGH_DISK_BYTES else "problem"
-    hint = "" if level == "ok" else f"free some: logs and checkpoints go to {folder.resolve()}"
-    yield Finding(check="disk", level=level, text=f"{free / 1e9:.0f} GB free for logs and checkpoints", hint=hint)
+    severity: Severity = "ok" if free >= ENOUGH_DISK_BYTES else "error"
+    hint = "" if severity == "ok" else f"free some: logs and checkpoints go to {folder.resolve()}"
+    yield Finding(id="disk", severity=severity, text=f"{free / 1e9:.0f} GB free for logs and checkpoints", hint=hint)
     if not os.access(folder, os.W_OK):
         yield Finding(
-            check="disk", level="problem", text=f"{folder.resolve()} is not writable", hint="start in a folder of yours"
+            id="disk", severity="error", text=f"{folder.resolve()} is not writable", hint="start in a folder of yours"
         )
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
-        yield Finding(check="shared memory", level="ok" if free > GIB else "note", text=f"{free / 1e9:.1f} GB free")
+        yield Finding(id="shared memory", severity="ok" if free > GIB else "warning", text=f"{free / 1e9:.1f} GB free")
 
 
 def _limits() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < ENOUGH_OPEN_FILES:
         yield Finding(
-            check="open files",
-            level="problem",
-            text=f"at most {soft} open files a process",
+            id="open files",
+            severity="error",
+            text=f"at most {soft} open files per process",
             hint=f"ulimit -n {ENOUGH_OPEN_FILES * 8}",
         )
 
@@ -144,9 +143,9 @@ def _packages(loaded: LoadedProfile) -> Iterator[Finding]:
         wanted["wandb"] = "pip install 'grpo-tui[trackers]'"
     for package, remedy in wanted.items():
         if importlib.util.find_spec(package) is None:
-            yield Finding(check="package", level="problem", text=f"{package} is not installed", hint=remedy)
+            yield Finding(id="package", severity="error", text=f"{package} is not installed", hint=remedy)
         else:
-            yield Finding(check="package", level="ok", text=package)
+            yield Finding(id="package", severity="ok", text=package)
 
 
 def _atropos(loaded: LoadedProfile) -> Iterator[Finding]:
@@ -158,9 +157,9 @@ def _atropos(loaded: LoadedProfile) -> Iterator[Finding]:
                 unset = re.search(r"\$\{?(\w+)", str(path))
                 way = f"--set services.{name}.{key}=…"
                 yield Finding(
-                    check="atropos",
-                    level="problem",
-                    text=f"{name}.{key} is {path}, which is no file here",
+                    id="atropos",
+                    severity="error",
+                    text=f"{name}.{key} is {path}, which is not a file",
                     hint=way if unset is None else f"export {unset[1]}=…, or {way}",
                 )
 
@@ -169,11 +168,11 @@ def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:
     ports = [port for launch in plan.launches for port in launch.ports]
     holders, leftovers = machine.port_holders(ports), machine.port_leftovers(ports)
     for words in leftovers:
-        yield Finding(check="port", level="note", text=words, hint=START_ENDS)
+        yield Finding(id="port", severity="warning", text=words, hint=START_ENDS)
     for words in holders:
-        yield Finding(check="port", level="problem", text=words, hint="end it, or choose another with --set services.…")
+        yield Finding(id="port", severity="error", text=words, hint="end it, or choose another with --set services.…")
     if ports and not holders and not leftovers:
-        yield Finding(check="port", level="ok", text=f"{', '.join(map(str, ports))} free")
+        yield Finding(id="port", severity="ok", text=f"{', '.join(map(str, ports))} free")
 
 
 def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Finding]:
@@ -182,19 +181,19 @@ def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Fi
         wanting = [launch.name for launch in plan.launches if _wants_gpu(launch, loaded.profile.services[launch.name])]
         if wanting:
             yield Finding(
-                check="gpu",
-                level="problem",
-                text=f"{' and '.join(wanting)}: wanted on a GPU, and there is none to see",
-                hint="choose a profile for the CPU (tiny-cpu, smollm-cpu), or look why `nvidia-smi` sees none",
+                id="gpu",
+                severity="error",
+                text=f"{' and '.join(wanting)}: set to run on a GPU, but none is visible",
+                hint="choose a profile for the CPU (tiny-cpu, smollm-cpu), or check why `nvidia-smi` lists none",
             )
         return
     for launch in plan.launches:
         for index in launch.gpus:
             if index not in indices:
                 yield Finding(
-                    check="gpu",
-                    level="problem",
-                    text=f"{launch.name} wants GPU {index}, which is not here",
+                    id="gpu",
+                    severity="error",
+                    text=f"{launch.name} uses GPU {index}, which does not exist",
                     hint=f"--set services.{launch.name}.gpus=[…]",
                 )
         yield from _gpu_room(launch, indices)
@@ -206,7 +205,7 @@ def _wants_gpu(launch: Launch, service: object) -> bool:
 
 
 def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]:
-    """Whether each GPU that a launch takes has the share free that it demands, and who holds the rest."""
+    """Whether each GPU of a launch has its `gpu_memory_share` free, and which processes hold the rest."""
     share = launch.gpu_memory_share
     if share is None:
         return
@@ -216,12 +215,12 @@ def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]
             continue
         held = "".join(f"; {words}" for words in gpu.holders)
         text = (
-            f"{launch.name} wants {share:.0%} of GPU {gpu.index} ({needed_bytes / 1e9:.1f} GB), "
+            f"{launch.name} needs {share:.0%} of GPU {gpu.index} ({needed_bytes / 1e9:.1f} GB), "
             f"{gpu.free_bytes / 1e9:.1f} GB are free{held}"
         )
         if gpu.free_bytes + gpu.left_over_bytes >= needed_bytes:
-            yield Finding(check="gpu", level="note", text=text, hint=START_ENDS)
+            yield Finding(id="gpu", severity="warning", text=text, hint=START_ENDS)
         else:
             key = "gpu_memory_utilization" if launch.kind == "inference" else "gpu_memory_share"
             hint = f"free the GPU, or --set services.{launch.name}.{key}=…"
-            yield Finding(check="gpu", level="problem", text=text, hint=hint)
+            yield Finding(id="gpu", severity="error", text=text, hint=hint)

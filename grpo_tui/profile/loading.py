@@ -1,7 +1,7 @@
-"""From a name or file to a checked `Profile`: find, read, override, hand out what is stated once, validate.
+"""From a name or file to a checked `Profile`: find, read, override, pass on shared settings, validate.
 
-Every fault is one line `file: dotted.key: what is wrong (what to do)`. Checks only what can be known without starting
-anything or reaching a network; `doctor` looks at the machine.
+Every fault is one line `file: dotted.key: what is wrong (what to do)`. Checks only what needs neither a process nor the
+network; `doctor` examines the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_tui.services.kinds import service_class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedProfile:
-    """A checked profile and where it came from."""
+    """A checked profile and its file."""
 
     name: str
     path: Path
@@ -35,13 +35,13 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
     """Load a profile by name or file, with `--set` overrides on top.
 
     Raises:
-        ConfigError: not found, not readable, or wrong; every fault on a line of its own.
+        ConfigError: not found, not readable, or invalid; one line per fault.
     """
     path = find(name_or_file)
     written = _with_model_from(path.parent, read_table(path))
     table = _with_model_from(Path.cwd(), apply_overrides(written, overrides))
     _refuse_misspelt_services(written, table)
-    table = _hand_out(table)
+    table = _pass_on(table)
     profile = validated(profile_type(table), table, where=str(path))
     faults = [f"{path}: {fault}" for check in _checks_for(profile) for fault in check(profile)]
     if faults:
@@ -50,7 +50,7 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
 
 
 def _refuse_misspelt_services(written: RawTable, table: RawTable) -> None:
-    """Refuse an override of a service that the file does not have: a new one would have a kind.
+    """Reject an override of a service that the file does not have: a new service would have a kind.
 
     Raises:
         ConfigError: names the nearest service.
@@ -63,7 +63,8 @@ def _refuse_misspelt_services(written: RawTable, table: RawTable) -> None:
 
 
 def _with_model_from(folder: Path, table: RawTable) -> RawTable:
-    """Make a model that is given as `./…` or `../…` absolute: in a file from its folder, in a command from here."""
+    """Make a model given as `./…` or `../…` absolute: relative to the file, on the command line to the current
+    folder."""
     model = _table(table, "model")
     name = model.get("name")
     if not isinstance(name, str) or not name.startswith(("./", "../")):
@@ -72,7 +73,7 @@ def _with_model_from(folder: Path, table: RawTable) -> RawTable:
 
 
 def find(name_or_file: str) -> Path:
-    """The file that a name or path means.
+    """The file of a profile name or path.
 
     Raises:
         ConfigError: there is none; names the nearest profile.
@@ -85,15 +86,15 @@ def find(name_or_file: str) -> Path:
     profiles = available_profiles()
     if name_or_file in profiles:
         return profiles[name_or_file]
-    names = ", ".join(profiles) or "none here"
+    names = ", ".join(profiles) or "none"
     raise ConfigError(f"profile {name_or_file!r}: not found{did_you_mean(name_or_file, profiles)}; there are: {names}")
 
 
-# --- what is stated once -----------------------------------------------------------------------------------------
+# --- shared settings ---------------------------------------------------------------------------------------------
 
 
-def _hand_out(table: RawTable) -> RawTable:
-    """Give every service what the profile states once, unless the service says something of its own."""
+def _pass_on(table: RawTable) -> RawTable:
+    """Pass settings that the profile has once to the services that need them, unless a service sets its own."""
     services = table.get("services")
     if not isinstance(services, dict):
         return table
@@ -104,13 +105,13 @@ def _hand_out(table: RawTable) -> RawTable:
         shared["model_name"] = model["name"]
     api = _only(services, "rollout_api")
     inference = _only(services, "inference")
-    share, is_on_one_card = "gpu_memory_utilization", _share_a_card(bridge, inference, _only(services, "trainer"))
+    share, is_on_one_gpu = "gpu_memory_utilization", _share_a_gpu(bridge, inference, _only(services, "trainer"))
     environment: RawTable = {
         **({"model_name": model["name"]} if "name" in model else {}),
         **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
         **({"inference_url": _url(inference, "inference")} if inference is not None else {}),
     }
-    handed: dict[str, RawTable] = {
+    shared_by_kind: dict[str, RawTable] = {
         "inference": {
             **shared,
             **({"max_model_len": model["max_model_len"]} if "max_model_len" in model else {}),
@@ -126,14 +127,16 @@ def _hand_out(table: RawTable) -> RawTable:
             **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
             **({"inference_service": _name_of(inference, services)} if inference is not None else {}),
             **({"vllm_port": inference["port"]} if inference is not None and "port" in inference else {}),
-            # On one card, what inference takes of it is what the trainer's memory plan has less.
-            **({share: inference[share]} if inference is not None and is_on_one_card and share in inference else {}),
+            # On the same GPU, the trainer's memory plan subtracts what inference uses.
+            **({share: inference[share]} if inference is not None and is_on_one_gpu and share in inference else {}),
         },
     }
     return {
         **table,
         "services": {
-            name: {**handed.get(str(service.get("kind")), {}), **service} if isinstance(service, dict) else service
+            name: {**shared_by_kind.get(str(service.get("kind")), {}), **service}
+            if isinstance(service, dict)
+            else service
             for name, service in services.items()
         },
     }
@@ -145,13 +148,13 @@ def _table(table: RawTable, key: str) -> RawTable:
 
 
 def _only(services: RawTable, kind: str) -> RawTable | None:
-    """The one service of a kind; None when there is none, or when two leave it open which is meant."""
+    """The only service of a kind; None when there is none or more than one."""
     found = [service for service in services.values() if isinstance(service, dict) and service.get("kind") == kind]
     return found[0] if len(found) == 1 else None
 
 
 def _shares_memory(mode: str) -> bool:
-    """Whether trainer and server map the same weights; only for a profile with a bridge are bridges loaded."""
+    """Whether trainer and server map the same weights; bridges are imported only for a profile that has one."""
     if not mode:
         return False
     from grpo_engine.bridges import ON_SHARED_MEMORY
@@ -163,10 +166,10 @@ def _name_of(service: RawTable, services: RawTable) -> str:
     return next(name for name, table in services.items() if table is service)
 
 
-def _share_a_card(bridge: RawTable, inference: RawTable | None, trainer: RawTable | None) -> bool:
-    """Whether inference and trainer are known to be on one card: to share weights they must be, or both name it."""
-    cards = [service.get("gpus") for service in (inference, trainer) if service is not None]
-    return _shares_memory(str(bridge.get("mode", ""))) or (len(cards) == 2 and bool(cards[0]) and cards[0] == cards[1])
+def _share_a_gpu(bridge: RawTable, inference: RawTable | None, trainer: RawTable | None) -> bool:
+    """Whether inference and trainer use the same GPU: always if they share weights, else if both name it."""
+    gpus = [service.get("gpus") for service in (inference, trainer) if service is not None]
+    return _shares_memory(str(bridge.get("mode", ""))) or (len(gpus) == 2 and bool(gpus[0]) and gpus[0] == gpus[1])
 
 
 def _url(service: RawTable, kind: str) -> str:
@@ -192,8 +195,8 @@ def _hooks_name_services(profile: Profile) -> Iterator[str]:
                 yield f"hooks.{index}.services: {name!r} is not a service here{did_you_mean(name, profile.services)}"
 
 
-def _whom_they_follow_they_need(profile: Profile) -> Iterator[str]:
-    """Who follows a restart waits for it like at the first start; so `needs` having no cycle holds for both."""
+def _restart_with_is_needed(profile: Profile) -> Iterator[str]:
+    """A service that is restarted after another waits for it as at the first start, so it must be among its needs."""
     for name, service in profile.services.items():
         for leader in service.restart_with:
             if leader not in profile.services:
@@ -201,7 +204,7 @@ def _whom_they_follow_they_need(profile: Profile) -> Iterator[str]:
                 yield f"services.{name}.restart_with: {leader!r} is not a service here{hint}"
             elif leader not in service.needs:
                 yield (
-                    f"services.{name}.restart_with: {leader!r} is not among its needs, so it would start beside it "
+                    f"services.{name}.restart_with: {leader!r} is not among its needs, so both would start at once "
                     f'(add needs = {{ {leader} = "ready" }})'
                 )
 
@@ -212,7 +215,7 @@ def _needs_have_no_cycle(profile: Profile) -> Iterator[str]:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         path = " → ".join(reversed(error.args[1]))
-        yield f"services.{error.args[1][-1]}.needs: a cycle, none of these can start first: {path}"
+        yield f"services.{error.args[1][-1]}.needs: a cycle, so none of these can start first: {path}"
 
 
 def _finished_needs_can_finish(profile: Profile) -> Iterator[str]:
@@ -241,8 +244,8 @@ def _one_console_of_metrics(profile: Profile) -> Iterator[str]:
     first, *others = [name for name, service in profile.services.items() if service.console] or [""]
     for name in others:
         yield (
-            f"services.{name}.console: metrics.jsonl has one writer, and services.{first}.console is it; this would be "
-            f"a second: take one of them away"
+            f"services.{name}.console: metrics.jsonl has one writer, which is services.{first}.console; remove one of "
+            f"the two"
         )
 
 
@@ -250,8 +253,8 @@ def _console_metrics_have_a_step(profile: Profile) -> Iterator[str]:
     for name, service in profile.services.items():
         if service.console and "step" not in service.console:
             yield (
-                f"services.{name}.console: no pattern for 'step' among {', '.join(service.console)}: without it nobody "
-                f"knows which step a value belongs to; add the line that opens one, as in step = '^Step (\\d+)'"
+                f"services.{name}.console: no pattern for 'step' among {', '.join(service.console)}: without it, "
+                f"values belong to no step; add a pattern for the line that opens one, as in step = '^Step (\\d+)'"
             )
 
 
@@ -268,7 +271,7 @@ Check = Callable[[Profile], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _needs_name_services,
     _hooks_name_services,
-    _whom_they_follow_they_need,
+    _restart_with_is_needed,
     _needs_have_no_cycle,
     _finished_needs_can_finish,
     _ports_are_used_once,

@@ -1,7 +1,7 @@
-"""A profile: one way of running, as people write it in TOML.
+"""A profile: one way of running the stack, as people write it in TOML.
 
-The model and the bridge are stated once; `loading` hands them to every service that needs them. `profile_type` closes
-a profile over the kinds of service that it has, so that no other kind is loaded for it.
+The model and the bridge are set once; `loading` passes them to every service that needs them. `profile_type` builds the
+type for the kinds of service that a profile has, so that no other kind is imported for it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpo_tui.services.kinds import KINDS, service_class
 
 def _is_free(name: str) -> str:
     if name in ("supervisor", "hooks"):
-        raise ValueError(f"{name!r} is the name of a log of the supervisor's own: choose another")
+        raise ValueError(f"{name!r} is the name of one of the supervisor's logs: choose another")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"{name!r} names files and words of a command line: letters, digits, _, . and - only")
+        raise ValueError(f"{name!r} is no service name: use letters, digits, _, . and - only")
     return name
 
 
@@ -32,19 +32,19 @@ ServiceName = Annotated[str, AfterValidator(_is_free)]
 
 
 class ModelTable(Config):
-    """The model that the whole stack is about."""
+    """The model of the whole stack."""
 
     name: str
-    """Hub id, local folder, or one of the models that are made locally (`local/…`)."""
+    """Hub id, local folder, or a model that is generated locally (`local/…`)."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     device: str = "auto"
     """`cuda`, `cpu`; auto: a GPU where there is one."""
     max_model_len: int = Field(4096, ge=2)
-    """Longest sequence that is sampled or trained, prompt included."""
+    """Longest sequence that is sampled or trained on, prompt included."""
 
 
 class Profile(Config):
-    """One way of running; read as the `profile_type` of its table, which knows kinds and bridges."""
+    """One way of running the stack; read as the `profile_type` of its table, which has the kinds and bridges."""
 
     description: str = ""
     """One line for `grpo-tui profiles`."""
@@ -52,13 +52,13 @@ class Profile(Config):
     bridge: Config | None = None
     """How new weights reach inference."""
     services: dict[ServiceName, Service] = Field(min_length=1)
-    """What is supervised, by name."""
+    """The services, by name."""
     hooks: tuple[Hook, ...] = ()
-    """Commands that are run when something becomes of a service or of the run."""
+    """Commands that are run on events of a service or of the run."""
 
 
 def profile_type(table: Mapping[str, Any]) -> type[Profile]:
-    """`Profile` for a table: with the kinds of service in it, and with every kind where one of them is unknown."""
+    """`Profile` for a table: with the kinds of service in it, or with all kinds where one is unknown."""
     services = table.get("services")
     tables = services.values() if isinstance(services, dict) else ()
     found = {str(service.get("kind")) if isinstance(service, dict) else "" for service in tables}

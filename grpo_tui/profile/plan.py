@@ -1,6 +1,6 @@
-"""The launch plan: what would start, in which order, with which argv, ports and GPUs. Reads env files, starts nothing.
+"""Makes the launch plan: which services start, in which order, with which argv, ports and GPUs. Reads env files.
 
-The plan itself and its file are in `plan_file`, which knows no kind of service.
+The plan and its file format are in `plan_file`, which imports no kind of service.
 """
 
 from __future__ import annotations
@@ -8,24 +8,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from grpo_engine.wire.secrets import masked_argv, masked_value, masked_variables
 from grpo_tui.profile.loading import LoadedProfile, resolved
 from grpo_tui.profile.model import Profile
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Launch, Place
 
-__all__ = ["Plan", "describe", "make_plan", "shown_env"]
-
-SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-MASK = "***"
+__all__ = ["Plan", "describe", "make_plan", "plan_text"]
 
 
 def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_ports: bool = False) -> Plan:
-    """Lay out what a profile starts; `run_folder` need not exist.
+    """Make the plan of a profile; `run_folder` need not exist.
 
     Raises:
         ConfigError: a file of `env_files` is missing or cannot be read.
@@ -54,16 +52,16 @@ def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_port
 
 
 def _with_followers(launch: Launch, profile: Profile, kinds: Collection[str]) -> Launch:
-    """A launch that knows who must be restarted after it, and what follows from the bridge instead."""
+    """A launch with the services to restart after it, and what the bridge does instead."""
     followers = tuple(name for name, service in profile.services.items() if launch.name in service.restart_with)
-    # Every bridge says so, and our trainer does it; which classes they are is loaded for a profile that has one alone.
-    is_told = launch.kind == "inference" and "trainer" in kinds
-    words = getattr(profile.bridge, "after_server_restart", None) if is_told else None
-    return dataclasses.replace(launch, followers=followers, after_restart=words)
+    # Only with our trainer: a bridge handles a restarted server itself, and says how.
+    has_bridge = launch.kind == "inference" and "trainer" in kinds
+    message = getattr(profile.bridge, "after_server_restart", None) if has_bridge else None
+    return dataclasses.replace(launch, followers=followers, after_restart=message)
 
 
 def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
-    """The plan as `grpo-tui plan --json` prints it; secrets in environment variables are masked."""
+    """The plan as `grpo-tui plan --json` prints it; secrets are masked."""
     return {
         "profile": plan.profile_name,
         "file": str(loaded.path),
@@ -75,8 +73,8 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "kind": launch.kind,
                 "order": index,
                 "needs": {name: str(condition) for name, condition in launch.needs.items()},
-                "argv": list(launch.argv),
-                "command": shlex.join(launch.argv),
+                "argv": masked_argv(launch.argv),
+                "command": shlex.join(masked_argv(launch.argv)),
                 "env": shown_env(launch),
                 "cwd": str(launch.cwd),
                 "ports": list(launch.ports),
@@ -87,25 +85,59 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
             }
             for index, launch in enumerate(plan.launches, start=1)
         ],
-        "resolved": _mask_all(resolved(loaded)),
+        "resolved": _masked(resolved(loaded)),
     }
 
 
 def shown_env(launch: Launch) -> dict[str, str]:
-    """The variables of a launch for a person: masked where the name says secret, or the value is from a file."""
-    return {name: MASK if name in launch.env_from_files else _masked(name, value) for name, value in launch.env.items()}
+    """The environment variables of a launch without secrets, to which every value from a file counts."""
+    return masked_variables(launch.env, launch.env_from_files)
 
 
-def _masked(name: str, value: str) -> str:
-    return MASK if any(word in name.upper() for word in SECRET_WORDS) else value
+def _masked(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved profile without secrets."""
+    return {key: _masked_setting(key, value) for key, value in document.items()}
 
 
-def _mask_all(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: {name: _masked(name, value) for name, value in inner.items()}
-        if key == "env" and isinstance(inner, dict)
-        else _mask_all(inner)
-        if isinstance(inner, dict)
-        else inner
-        for key, inner in document.items()
-    }
+def _masked_setting(key: str, value: Any) -> Any:
+    match value:
+        case str():
+            return masked_value(key, value)
+        case dict():
+            return _masked(value)
+        case list() if all(isinstance(each, str) for each in value):
+            return masked_argv(value)
+        case list():
+            return [_masked_setting(key, each) for each in value]
+        case _:
+            return value
+
+
+def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
+    """Every service with its needs, ports, GPUs, environment, and a command that can be pasted; secrets are masked."""
+    rows = [f"{plan.profile_name}  {loaded.profile.description}".rstrip()]
+    for index, launch in enumerate(plan.launches, start=1):
+        needs = ", ".join(f"{name} {condition}" for name, condition in launch.needs.items())
+        ports = " ".join(str(port) for port in launch.ports)
+        gpus = ",".join(str(gpu) for gpu in launch.gpus)
+        facts = [
+            f"after {needs}" if needs else "at once",
+            f"port {ports}" if ports else "",
+            f"GPU {gpus}" if gpus else "",
+        ]
+        rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
+        rows += [f"   {variable}={shlex.quote(value)}" for variable, value in shown_env(launch).items()]
+        rows.append(f"   {_folded(masked_argv(launch.argv))}")
+    return "\n".join(rows)
+
+
+def _folded(argv: Sequence[str]) -> str:
+    """A command that can be pasted into a shell, one flag per line."""
+    words = [shlex.quote(word) for word in argv]
+    lines = [words[0]]
+    for word in words[1:]:
+        if word.startswith("--"):
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)

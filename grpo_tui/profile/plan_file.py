@@ -1,7 +1,7 @@
-"""The plan of a run and the file it travels in: launches in start order, and nothing about how they came to be.
+"""The plan of a run and its file: launches in start order, independent of the profile.
 
-A plan is all that the daemon needs. It is written beside the run's logs, so that a daemon or its successor never reads
-a profile that was edited in the meantime. Loads no engine setting, which keeps the daemon small.
+A plan is all that the supervisor needs. It is written beside the run's logs, so that no supervisor reads a profile that
+was edited in the meantime. Imports no engine settings, which keeps the supervisor small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAN_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Services in start order, as the daemon carries them out."""
+    """Services in start order, as the supervisor starts them."""
 
     version: int = PLAN_VERSION
     profile_name: str
@@ -29,10 +29,10 @@ class Plan:
     launches: tuple[Launch, ...]
     hooks: tuple[Hook, ...] = ()
     take_ports: bool = False
-    """The word to end strangers of our own user that hold a declared port when a service is started first."""
+    """Whether foreign processes of the same user on a declared port are ended at a service's first start."""
 
     def to_json(self) -> str:
-        """The plan for the daemon; `from_json` gives it back."""
+        """The plan as JSON; `from_json` reads it."""
         return _PLAN.dump_json(self, indent=1, exclude_defaults=False).decode()
 
     @staticmethod
@@ -47,7 +47,7 @@ class Plan:
         except ValidationError as error:
             raise PeerError(f"{where}: damaged, or of another version: {error}") from None
         if plan.version != PLAN_VERSION:
-            raise PeerError(f"{where}: of version {plan.version}, this program reads {PLAN_VERSION}")
+            raise PeerError(f"{where}: version {plan.version}, but this program reads {PLAN_VERSION}")
         return plan
 
 

@@ -1,13 +1,13 @@
 """Checks of the training stack in a profile: models, batches, bridges, metrics. Each yields `dotted.key: what (hint)`.
 
-Apart from `loading`, because it loads the settings of the engine, which a profile of commands does not have.
+Not in `loading`, because it imports the settings of the engine, which a profile of commands does not need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
+from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.models.config import check_model_name
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
@@ -32,16 +32,16 @@ def _models_exist(profile: Profile) -> Iterator[str]:
 def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
     environments = [s for s in profile.services.values() if isinstance(s, Environment | AtroposEnvironment)]
     sizes = {environment.group_size for environment in environments}
-    size = sizes.pop() if len(sizes) == 1 else None  # several may add up, and one of Atropos need not say its own
+    size = sizes.pop() if len(sizes) == 1 else None  # several add up, and an Atropos environment may not set it
     for name, service in profile.services.items():
         if isinstance(service, Trainer) and size is not None and service.sequences_per_batch % size:
             fewer = service.sequences_per_batch // size * size
             nearest = " or ".join(str(each) for each in (fewer, fewer + size) if each)
             yield (
                 f"services.{name}.batch_size: {service.batch_size} × gradient_accumulation_steps "
-                f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences a batch, which is no "
-                f"multiple of the environment's group_size {size}: no batch would ever form; choose the two so that "
-                f"they make {nearest}, or another group_size"
+                f"{service.gradient_accumulation_steps} = {service.sequences_per_batch} sequences per batch, not a "
+                f"multiple of the environment's group_size {size}, so no batch can form; set the two so that their "
+                f"product is {nearest}, or change group_size"
             )
 
 
@@ -55,7 +55,7 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
             mode = service.bridge.mode
             yield f"services.{name}.bridge.mode: {mode}, but no inference service has shared_weights = true"
         if any(server.dtype != service.dtype for server in sharing):
-            yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: say it once, in [model]"
+            yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: set it once, in [model]"
 
 
 def _a_server_to_restart_has_a_name(profile: Profile) -> Iterator[str]:
@@ -67,13 +67,13 @@ def _a_server_to_restart_has_a_name(profile: Profile) -> Iterator[str]:
         server = service.inference_service
         if server not in profile.services:
             yield (
-                f"services.{name}.inference_service: {server!r} is no service here, and bridge.restart restarts it "
-                f"(name the inference server's, or leave restart out)"
+                f"services.{name}.inference_service: {server!r} is not a service here, and bridge.restart needs it "
+                f"(set it to the inference service, or remove restart)"
             )
         elif server in service.restart_with:
             yield (
-                f"services.{name}.restart_with: {server!r}, which this trainer has restarted by bridge.restart, and "
-                f"would be restarted with: take one of them away"
+                f"services.{name}.restart_with: {server!r}, which this trainer restarts (bridge.restart), so it would "
+                f"restart itself: remove one of the two"
             )
 
 
@@ -83,8 +83,7 @@ def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
     consoles = [f"services.{name}.console" for name, service in services if service.console]
     for key in (*writers[1:], *consoles) if writers else ():
         yield (
-            f"{key}: metrics.jsonl has one writer, and {writers[0]} is it (a trainer writes it by itself); this would "
-            f"be a second: take one of them away"
+            f"{key}: metrics.jsonl has one writer, which is {writers[0]} (a trainer always writes it); remove this one"
         )
 
 
@@ -95,14 +94,14 @@ def _environments_of_atropos_can_work(profile: Profile) -> Iterator[str]:
         if isinstance(api, RolloutApi) and (api.token or api.token_file):
             yield (
                 f"services.{next(iter(of_atropos))}: environments of Atropos cannot send the token that the rollout "
-                f"API asks for: take token and token_file away from it"
+                f"API requires: remove its token and token_file"
             )
     most = max((service.training_steps for service in services.values() if isinstance(service, Trainer)), default=0)
     for name, environment in of_atropos.items():
         if environment.total_steps is not None and 0 <= environment.total_steps < most:
             yield (
-                f"services.{name}.total_steps: {environment.total_steps}, but the trainer does {most}, and would wait "
-                f"for ever for an environment that has ended: leave it out"
+                f"services.{name}.total_steps: {environment.total_steps}, but the trainer runs {most}, and would wait "
+                f"endlessly for an environment that has finished: remove it"
             )
 
 

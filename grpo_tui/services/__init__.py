@@ -1,1 +1,1 @@
-"""What can be supervised: one file a kind; `kinds` holds the union that registers them."""
+"""Kinds of service: one file per kind, registered in `kinds`."""

@@ -14,10 +14,10 @@ class AtroposEnvironment(Service, AtroposEnvConfig):
 
     kind: Literal["atropos_environment"]
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
-    """It dies when the rollout API is away for some seconds, and loses only what was being sampled."""
+    """It exits when the rollout API is unreachable for some seconds, and loses only what was being sampled."""
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Write its settings into the run folder; ready when it runs, since it registers only once the trainer asks."""
+        """Write its settings into the run folder; ready when it runs, since it registers only after the trainer has."""
         yaml_file = self.yaml_file or place.run_folder / f"{name}.yaml"
         config = self.model_copy(update={"yaml_file": yaml_file})
         return self._launch(

@@ -1,4 +1,4 @@
-"""What every service has, whatever its kind: needs, probes, restart policy, ports, GPUs; and the launch made from it.
+"""Settings that all kinds of service share (needs, probes, restart policy, ports, GPUs), and the launch made from them.
 
 A kind is a `Service` with settings of its own and a `launch()`. Nothing here starts a process.
 """
@@ -16,11 +16,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from grpo_engine.config import Config
-from grpo_tui.services.env_file import read_env_file
+from grpo_engine.errors import ConfigError
 
 PORT = Annotated[int, Field(ge=1, le=65535)]
 USAGE_ERROR = 2
-"""What `grpo-engine` exits with when a setting is wrong."""
+"""Exit code of `grpo-engine` when a setting is wrong."""
 VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
@@ -45,7 +45,7 @@ class NeedCondition(StrEnum):
 
 
 class RestartPolicy(StrEnum):
-    """When a service that ended by itself is started again."""
+    """When a service that has exited is started again."""
 
     NEVER = "never"
     ON_FAILURE = "on-failure"
@@ -53,14 +53,14 @@ class RestartPolicy(StrEnum):
 
 
 class Probe(Config):
-    """A question asked again and again until it is answered yes. Exactly one of http, tcp, log, file, command."""
+    """A check that is repeated until it passes. Exactly one of http, tcp, log, file, command."""
 
     http: str | None = Field(None, pattern=r"^https?://")
-    """URL that must answer one of `status`."""
+    """URL that must answer with one of `status`."""
     status: tuple[int, ...] = (200,)
     then_http: str | None = Field(None, pattern=r"^https?://")
-    """URL that is asked once `http` has answered, and must do so too: one that makes the engine behind a web server
-    work, e.g. `/health_generate`."""
+    """URL that is requested once `http` has passed, and must pass too: one that exercises the engine behind a web
+    server, e.g. `/health_generate`."""
     tcp: str | None = Field(None, pattern=r"^[^:]+:\d+$")
     """`host:port` that must accept a connection."""
     log: str | None = None
@@ -70,22 +70,22 @@ class Probe(Config):
     command: ARGV | None = None
     """Command that must exit 0."""
     interval_s: float = Field(0.2, gt=0)
-    """Seconds between two questions."""
+    """Seconds between two checks."""
     timeout_s: float = Field(5.0, gt=0)
-    """Seconds after which one question counts as unanswered."""
+    """Seconds after which one check has failed."""
     within_s: float = Field(600.0, gt=0)
-    """Seconds after the start within which the answer must be yes once."""
+    """Seconds after the start within which the check must pass once."""
     stalled_s: float | None = Field(None, gt=0)
-    """When set, `within_s` is extended while the service moves (its log grows, its GPU memory grows), until it has not
-    moved for so many seconds."""
+    """When set, `within_s` is extended while the service makes progress (its log or GPU memory grows), until it has
+    made none for this many seconds."""
 
     @model_validator(mode="after")
-    def _asks_one_question(self) -> Probe:
+    def _has_one_check(self) -> Probe:
         asked = [name for name in ("http", "tcp", "log", "file", "command") if getattr(self, name) is not None]
         if len(asked) != 1:
-            raise ValueError(f"a probe asks one of http, tcp, log, file, command; this one has {asked or 'none'}")
+            raise ValueError(f"a probe has one of http, tcp, log, file, command; this one has {asked or 'none'}")
         if self.then_http is not None and self.http is None:
-            raise ValueError(f"then_http = {self.then_http!r} is asked after http, which is not set: set http too")
+            raise ValueError(f"then_http = {self.then_http!r} is requested after http, which is not set: set http too")
         try:
             re.compile(self.log or "")
         except re.error as error:
@@ -94,12 +94,12 @@ class Probe(Config):
 
 
 class ConsoleMetric(Config):
-    """A number that a program prints, to be kept as a metric. In TOML a bare pattern will do."""
+    """A number in a program's output that becomes a metric. In TOML a bare pattern is enough."""
 
     pattern: str
     """Regular expression for a line of its log; its first group is the number."""
     scale: float = 1.0
-    """What the number is multiplied by, e.g. 0.01 for a percentage that is kept as a fraction."""
+    """Factor for the number, e.g. 0.01 for a percentage that is stored as a fraction."""
 
     @model_validator(mode="after")
     def _has_a_group(self) -> ConsoleMetric:
@@ -113,20 +113,24 @@ class ConsoleMetric(Config):
 
 
 class RestartInPlace(Config):
-    """How a program that can begin anew by itself is told to: sooner than ending it and starting it again."""
+    """How to make a program restart itself, which is faster than stopping and starting it."""
 
     signal: str = "SIGHUP"
-    """Sent to its main process alone."""
-    log: str
-    """Regular expression for the line that it writes once nothing is left of what it did before: who answers its probe
-    from there on is new. Without it within `stop_grace_s`, the service is stopped and started as any other."""
+    """Sent to its main process only."""
+    log: str | None = None
+    """Regular expression for the line that it logs when its last start has ended: from there on, its probe is answered
+    by the new one. Without it within `stop_grace_s`, the service is stopped and started."""
+    file: Path | None = None
+    """File whose content it changes then, instead of a line in its log; relative to the working directory."""
 
     @model_validator(mode="after")
-    def _can_be_carried_out(self) -> RestartInPlace:
+    def _signal_and_pattern_are_valid(self) -> RestartInPlace:
         if self.signal not in signal.Signals.__members__:
             raise ValueError(f"signal {self.signal!r} is not a signal: write it as in SIGHUP or SIGUSR1")
+        if (self.log is None) == (self.file is None):
+            raise ValueError("restart_in_place needs one of log and file")
         try:
-            re.compile(self.log)
+            re.compile(self.log or "")
         except re.error as error:
             raise ValueError(f"log = {self.log!r} is not a regular expression: {error}") from None
         return self
@@ -152,13 +156,13 @@ class Service(Config):
     ready: Probe | None = None
     """When it counts as ready; without one, as soon as its process runs."""
     live: Probe | None = None
-    """Asked once it is ready; `within_s` without a yes makes it unhealthy."""
+    """Checked once it is ready; it is unhealthy after `within_s` without a pass."""
     restart: RestartPolicy = RestartPolicy.NEVER
-    """Whether to start it again when it ends by itself: never, on-failure, always."""
+    """Whether to start it again when it exits: never, on-failure, always."""
     restart_unhealthy: bool = False
     """Whether an unhealthy service is restarted as if it had failed."""
     max_restarts: int = Field(5, ge=0)
-    """Restarts within `restart_window_s` before it is given up as failed."""
+    """Restarts within `restart_window_s`; one more and it has failed."""
     restart_window_s: float = Field(600.0, gt=0)
     backoff_s: float = Field(1.0, gt=0)
     """Seconds before the first restart; doubled for each one after it, up to a minute."""
@@ -166,7 +170,7 @@ class Service(Config):
     """Seconds between the stop signal and SIGKILL."""
     stop_signal: str = "SIGTERM"
     ports: tuple[PORT, ...] = ()
-    """TCP ports it listens on: checked before a start, cleared after an end."""
+    """TCP ports it listens on: checked before a start, freed after it has ended."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; none with `[]`, unset: all."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
@@ -179,19 +183,20 @@ class Service(Config):
     cpus: tuple[Annotated[int, Field(ge=0, lt=8192)], ...] | None = Field(None, min_length=1)
     """CPU cores that it may run on; unset: those of the supervisor."""
     nice: int = Field(0, ge=-20, le=19)
-    """Priority, as `nice` has it: 19 is the most polite, 0 that of the supervisor; below 0 needs privileges."""
+    """Priority as for `nice`: 19 is the lowest, 0 that of the supervisor; below 0 needs privileges."""
     memory_limit_gb: float | None = Field(None, gt=0)
-    """Resident memory of the service and all below it, in 10^9 bytes, memory shared among them counted once; looked at
-    every second, and over it the service is ended as failed."""
+    """Resident memory of the service and all below it, in 10^9 bytes, memory shared among them counted once; checked
+    every second; a service above it is ended as failed."""
     log_limit_mb: float = Field(256.0, ge=1)
-    """Size of its log, in 10^6 bytes, past which the older half is dropped."""
+    """Size of its log, in 10^6 bytes, above which the older half is dropped."""
     console: dict[str, Annotated[ConsoleMetric, BeforeValidator(_pattern_alone)]] = {}
-    """Metrics to be read from what it prints, by name, with `step` among them, and `policy_version` where it is told:
-    kept in `metrics.jsonl`."""
+    """Metrics to read from its output, by name, with `step` among them, and `policy_version` where it is printed;
+    written to `metrics.jsonl`."""
     cwd: Path = Path(".")
     """Working directory, relative to the folder of the profile."""
     ends_run: bool | None = None
-    """Whether the run is over when this service has finished; unset: the trainer ends it, else those nobody needs."""
+    """Whether the run is over when this service has finished; unset: the trainer ends it, else services that none
+    needs."""
 
     @model_validator(mode="after")
     def _stop_signal_exists(self) -> Service:
@@ -209,37 +214,39 @@ class Service(Config):
         return self
 
     @model_validator(mode="after")
-    def _gpus_are_said_once(self) -> Service:
+    def _gpus_are_set_once(self) -> Service:
         if self.gpus is not None and len(set(self.gpus)) < len(self.gpus):
             raise ValueError(f"gpus = {list(self.gpus)} names a GPU twice: name each once")
         if self.gpus is not None and VISIBLE_DEVICES in self.env:
             ours, theirs = list(self.gpus), self.env[VISIBLE_DEVICES]
-            raise ValueError(f"gpus = {ours} and env.{VISIBLE_DEVICES} = {theirs!r} say two things: keep one of them")
+            raise ValueError(
+                f"gpus = {ours} and env.{VISIBLE_DEVICES} = {theirs!r} contradict each other: keep one of them"
+            )
         return self
 
     @property
     def final_exit_codes(self) -> tuple[int, ...]:
-        """Exit codes after which a restart would end the same way; our own services tell of a wrong setting so."""
+        """Exit codes after which a restart would fail the same way: those for a wrong setting."""
         return (USAGE_ERROR,)
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
-        """Lines of the log by which its start-up is told, as `Launch.phases`."""
+        """Log lines that mark its start-up phases, as in `Launch.phases`."""
         return ()
 
     def launch(self, name: str, place: Place) -> Launch:
-        """What to start, where, and when it counts as ready."""
+        """What to start, where, and when it is ready."""
         raise NotImplementedError
 
     def _launch(self, name: str, kind: str, place: Place, **own: Any) -> Launch:
-        """The part of a launch that all kinds share, with what a kind sets of its own."""
+        """The part of a launch that all kinds share, overridden by `own`."""
         from_files: dict[str, str] = {}
         for file in self.env_files:
             from_files |= read_env_file(place.profile_folder / file, where=f"services.{name}.env_files")
         environment = {**from_files, **(own.pop("env", None) or {}), **self.env}
         if self.gpus is not None:
             environment[VISIBLE_DEVICES] = ",".join(str(index) for index in self.gpus)
-            environment.setdefault(DEVICE_ORDER, "PCI_BUS_ID")  # as nvidia-smi counts; CUDA puts the fastest first
+            environment.setdefault(DEVICE_ORDER, "PCI_BUS_ID")  # as in nvidia-smi; CUDA's default is fastest first
         shared: dict[str, Any] = {
             "name": name,
             "kind": kind,
@@ -273,7 +280,7 @@ class Service(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a launch happens."""
+    """Folders and interpreter of a launch."""
 
     profile_folder: Path
     run_folder: Path
@@ -291,7 +298,7 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables besides the supervisor's own environment."""
     env_from_files: tuple[str, ...] = ()
-    """Those of them whose value comes from a file: often secrets, and not to be shown."""
+    """Those of them whose value comes from a file: often secrets, never shown."""
     cwd: Path
     needs: Mapping[str, NeedCondition]
     ready: Probe | None
@@ -309,13 +316,13 @@ class Launch:
     followers: tuple[str, ...] = ()
     """Services that must be restarted after this one was, in order."""
     after_restart: str | None = None
-    """What happens to the others when this one was restarted, in words, where nobody has to be restarted for it."""
+    """Message about what other services do after a restart of this one, where none has to be restarted with it."""
     phases: tuple[tuple[str, str], ...] = ()
-    """Of its start-up: (regular expression for a line of the log, what the service does from there on, in words)."""
+    """Of its start-up: (regular expression for a log line, text for what the service does from there on)."""
     restart_in_place: RestartInPlace | None = None
     """How it is restarted while its process stays; None: it is stopped and started."""
     final_exit_codes: tuple[int, ...] = ()
-    """Exit codes after which it has failed whatever `restart` says: it would end the same way again."""
+    """Exit codes after which it has failed whatever `restart` says: it would fail the same way again."""
     gpu_memory_share: float | None = None
     """Share of the memory of each of its GPUs that must be free before it is started."""
     cpus: tuple[int, ...] | None = None
@@ -325,3 +332,35 @@ class Launch:
     log_limit_bytes: int = 256_000_000
     console: Mapping[str, ConsoleMetric] = field(default_factory=dict)
     """Metrics to be read from its log, by name."""
+
+
+def read_env_file(path: Path, *, where: str) -> dict[str, str]:
+    """The variables of a file of `NAME=value` lines. A bare `NAME` adds none: a service inherits the supervisor's.
+
+    Values are not expanded, as with systemd's `EnvironmentFile` and `docker run --env-file`: a password may contain
+    `${`. Quotes, `export`, comments and values of several lines are read as Docker Compose reads them.
+
+    Raises:
+        ConfigError: missing, unreadable, or with a line that cannot be parsed; the message does not quote it, since it
+            may hold a secret.
+    """
+    from dotenv.parser import (
+        parse_stream,
+    )  # imported here, since most profiles have no such file; this parser reports the bad line
+
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            bindings = list(parse_stream(file))
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: cannot be read: {error.strerror or error}; correct the path") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: {path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    for binding in bindings:
+        if binding.error:
+            text = binding.original.string
+            line = binding.original.line + text[: len(text) - len(text.lstrip())].count("\n")
+            raise ConfigError(f"{where}: {path}, line {line}: not a NAME=value line; correct it, or put a # before it")
+        if "\0" in binding.original.string:
+            line = binding.original.line
+            raise ConfigError(f"{where}: {path}, line {line}: a NUL character, which no variable can hold: take it out")
+    return {each.key: each.value for each in bindings if each.key is not None and each.value is not None}

@@ -18,9 +18,9 @@ class Command(Service):
 
     @property
     def final_exit_codes(self) -> tuple[int, ...]:
-        """None: what an exit code means is for each program to say."""
+        """None: the exit codes of other programs are not known."""
         return ()
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Start `argv` as it stands."""
+        """Start `argv` unchanged."""
         return self._launch(name, self.kind, place, argv=self.argv, restart_in_place=self.restart_in_place)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import to_flags
+from grpo_engine.wire.log_lines import ENVIRONMENT_READY
 from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
 
 
@@ -14,10 +15,11 @@ class Environment(Service, EnvironmentConfig):
 
     kind: Literal["environment"]
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
-    """An environment keeps nothing that a restart could lose, so a crash is not the end of a run."""
+    """An environment has no state that a restart could lose, so a crash does not end the run."""
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Be ready when the task is loaded and both servers were seen; keep what it learns of items over restarts."""
+        """Ready when the task is loaded and both servers have answered; what it learns of items is kept over
+        restarts."""
         learns = self.curriculum is not None or self.easy_threshold is not None or self.hard_threshold is not None
         file = self.state_file or (place.run_folder / f"{name}.items.json" if learns else None)
         config = self.model_copy(update={"state_file": file})
@@ -26,5 +28,5 @@ class Environment(Service, EnvironmentConfig):
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "env", *to_flags(config, EnvironmentConfig)),
-            ready=self.ready or Probe(log="environment ready", within_s=300),
+            ready=self.ready or Probe(log=ENVIRONMENT_READY.pattern, within_s=300),
         )

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
-from grpo_tui.paths import BRIDGE_FILE, HANDOVER_FOLDER
+from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
+from grpo_engine.wire.fork_server import RESTART_SIGNAL
+from grpo_engine.wire.log_lines import (
+    FORK_SERVER_HAS_IMPORTED,
+    FORK_SERVER_IMPORTS,
+    FORK_SERVER_RESTARTS,
+    MODEL_MADE,
+    WEIGHTS_EXPORTED,
+)
+from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file
 from grpo_tui.services.base import Launch, Place, Probe, RestartInPlace, RestartPolicy, Service
 
 READY_WITHIN_S = 300.0
 STALLED_S = 180.0
-"""A start-up that neither logs nor reads nor writes for so long hangs: the longest silence of a healthy one that was
-seen is half a minute of compilation on two cores."""
+"""A start-up without log output or I/O for this long hangs: the longest pause measured in a healthy one is half a
+minute of compilation on two cores."""
 
 VLLM_PHASES = (
-    (r"Standby: importing|Uvicorn running on", "importing vLLM"),
-    (r"Standby: everything is imported|Standby: nothing is left", "starting the server"),
+    (FORK_SERVER_IMPORTS.pattern + r"|Uvicorn running on", "importing vLLM"),
+    (f"{FORK_SERVER_HAS_IMPORTED.pattern}|{FORK_SERVER_RESTARTS.pattern}", "starting the server"),
     (r"Resolved architecture: (\w+)", "configuring the engine for {0}"),
     (r"Initializing a V1 LLM engine", "starting the engine core"),
     (r"Starting to load model", "fetching the model"),
@@ -42,15 +49,14 @@ VLLM_PHASES = (
     (r"Graph capturing finished", "CUDA graphs are captured"),
     (r"init engine \(profile", "trying a first request"),
 )
-"""Lines of vLLM 0.20 to 0.33, and of our own server, in their order."""
+"""Lines of vLLM 0.20 to 0.33 and of our server, in order."""
 TORCH_PHASES = (
     (r"Uvicorn running on", "importing torch"),
     (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
     (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
-    (r"Exported (\d+) params", "weights are shared, {0} tensors"),
+    (WEIGHTS_EXPORTED.pattern, "weights are shared, {0} tensors"),
 )
-"""Lines of transformers, and of our own server."""
-_BY_ITS_STANDBY = RestartInPlace(signal=RESTART_SIGNAL.name, log=re.escape(NOTHING_LEFT_LINE))
+"""Lines of transformers and of our server."""
 
 
 class Inference(Service, ServerConfig):
@@ -58,35 +64,41 @@ class Inference(Service, ServerConfig):
 
     kind: Literal["inference"]
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
-    """The trainer keeps the weights and brings them to the next server, so a crash is not the end of a run."""
+    """The trainer has the weights and publishes them to the next server, so a crash does not end the run."""
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
-        """What the engine says while it starts."""
-        making = (r"making (\S+) in .* \(once", "making {0}")
+        """Log lines of the engine while it starts."""
+        making = (MODEL_MADE.pattern, "making {0}")
         return (making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
 
     @property
     def demanded_share(self) -> float | None:
-        """Share of each GPU that must be free: vLLM does not start on one with less than it is to take."""
+        """Share of each GPU that must be free: vLLM refuses to start with less than `gpu_memory_utilization`."""
         if self.gpu_memory_share is not None or self.engine != "vllm" or self.device == "cpu":
             return self.gpu_memory_share
         return self.gpu_memory_utilization
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Put the bridge file into the run folder; be ready when `/health` answers 200, and stay asked after that."""
+        """Put the bridge file into the run folder; ready, and live, while `/health` answers 200."""
         config = self
         if self.shared_weights and self.bridge_file is None:
             config = self.model_copy(update={"bridge_file": place.run_folder / BRIDGE_FILE})
         elif not (self.shared_weights or self.enable_lora) and self.handover is None:
             config = self.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
+        in_place, environment = None, {}
+        if config.has_fork_server:
+            file = restarts_file(place.run_folder, name)
+            in_place = RestartInPlace(signal=RESTART_SIGNAL.name, file=file)
+            environment[RESTARTS_VARIABLE] = str(file)
         health = f"http://{self.host}:{self.port}/health"
         return self._launch(
             name,
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "server", *to_flags(config, ServerConfig)),
-            restart_in_place=_BY_ITS_STANDBY if config.has_standby else None,
+            env=environment,
+            restart_in_place=in_place,
             ports=(self.port, *self.ports),
             gpu_memory_share=self.demanded_share,
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),

@@ -1,7 +1,7 @@
-"""The kinds of service, each loaded when a profile has one of it.
+"""The kinds of service, each imported when a profile uses it.
 
-A kind brings the settings of its part of the engine; building them all takes longer than the rest of a start, and a
-profile of commands has none of them.
+A kind imports the settings of its part of the engine; building them all takes longer than the rest of a start, and a
+profile of commands needs none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = {
     "atropos_environment": "AtroposEnvironment",
     "trainer": "Trainer",
 }
-"""Each kind, which is the name of its file here, with its class. A new kind is one new file and one name here."""
+"""Class by kind; the kind is the name of its module. A new kind is one new file and one name here."""
 
 
 def service_class(kind: str) -> type[Service]:

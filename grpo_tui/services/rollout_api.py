@@ -6,6 +6,7 @@ from typing import Literal
 
 from grpo_engine.flags import to_flags
 from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.wire.run_folder import ROLLOUT_STORE
 from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
 
 
@@ -14,13 +15,13 @@ class RolloutApi(Service, ApiConfig):
 
     kind: Literal["rollout_api"]
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
-    """What it was sent is on disk, and everybody who talks to it waits for it, so a crash is not the end of a run."""
+    """What it received is on disk and its clients retry, so a crash does not end the run."""
     restart_unhealthy: bool = True
-    """Where its store was deleted it takes nothing more, and a restart makes a new one."""
+    """When its store was deleted it accepts nothing, and a restart makes a new one."""
 
     def launch(self, name: str, place: Place) -> Launch:
-        """Keep the store in the run folder, and be ready when `/info` answers."""
-        config = self if self.store else self.model_copy(update={"store": place.run_folder / "rollouts.sqlite"})
+        """Store in the run folder; ready when `/info` answers."""
+        config = self if self.store else self.model_copy(update={"store": place.run_folder / ROLLOUT_STORE})
         url = f"http://{self.host}:{self.port}"
         return self._launch(
             name,

@@ -4,42 +4,50 @@ from __future__ import annotations
 
 from typing import Literal
 
-from grpo_engine.bridges.shared_vllm import OnSharedMemory
-from grpo_engine.bridges.whole_checkpoints import CheckpointSettings
+from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
+from grpo_engine.bridges.transport.in_place import InPlaceSettings
 from grpo_engine.flags import to_flags
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.wire.supervisor import SERVICE_VARIABLE
-from grpo_tui.paths import BRIDGE_FILE, HANDOVER_FOLDER
+from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE
+from grpo_engine.wire.log_lines import (
+    MODEL_MADE,
+    PARAMETERS_TRAINED,
+    RESUMED,
+    TRAINER_READY,
+    WAITING_FOR_PEER,
+    WEIGHTS_ATTACHED,
+)
+from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER
 from grpo_tui.services.base import Launch, Place, Probe, Service
 
 READY_WITHIN_S = 600.0
-"""Longer than it waits for an inference server that restarts meanwhile."""
+"""Longer than it waits for an inference server that is being restarted."""
 STALLED_S = 180.0
 PHASES = (
-    (r"making (\S+) in .* \(once", "making {0}"),
+    (MODEL_MADE.pattern, "making {0}"),
     (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
     (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
-    (r"attached to (\d+) shared tensors", "attached to {0} shared tensors"),
-    (r"training (\d+) of (\d+) parameters", "handing {0} parameters to inference"),
-    (r"resumed from (\S+)", "resumed from {0}"),
-    (r"; trying for (\S+) s", "waiting for a peer, {0} s at most"),
+    (WEIGHTS_ATTACHED.pattern, "attached to {0} shared tensors"),
+    (PARAMETERS_TRAINED.pattern, "handing {0} parameters to inference"),
+    (RESUMED.pattern, "resumed from {0}"),
+    (WAITING_FOR_PEER.pattern, "waiting for a peer, {0} s at most"),
 )
-"""Lines of transformers, and of our own trainer, in their order."""
+"""Lines of transformers and of our trainer, in order."""
 
 
 class Trainer(Service, TrainConfig):
-    """Trains on batches from the rollout API and hands new weights to inference; its end is the end of the run."""
+    """Trains on batches from the rollout API and publishes new weights; the run ends with it."""
 
     kind: Literal["trainer"]
     ends_run: bool | None = True
     stop_grace_s: float = 30.0
     """Long enough to save a checkpoint on SIGTERM."""
     inference_service: str | None = None
-    """The service that a bridge with `restart = true` has restarted; unset: the only one of kind inference."""
+    """The service that a bridge with `restart = true` restarts; unset: the only one of kind inference."""
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
-        """What it says until training begins."""
+        """Log lines until training begins."""
         return PHASES
 
     def launch(self, name: str, place: Place) -> Launch:
@@ -47,7 +55,7 @@ class Trainer(Service, TrainConfig):
         update: dict[str, object] = {}
         if self.run_folder is None:
             update["run_folder"] = place.run_folder
-        if isinstance(self.bridge, OnSharedMemory) and self.bridge.config_path is None:
+        if isinstance(self.bridge, InPlaceSettings) and self.bridge.config_path is None:
             update["bridge"] = self.bridge.model_copy(update={"config_path": place.run_folder / BRIDGE_FILE})
         if isinstance(self.bridge, CheckpointSettings) and self.bridge.handover is None:
             update["bridge"] = self.bridge.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
@@ -57,6 +65,6 @@ class Trainer(Service, TrainConfig):
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "train", *to_flags(config, TrainConfig)),
-            env={} if self.inference_service is None else {SERVICE_VARIABLE: self.inference_service},
-            ready=self.ready or Probe(log="trainer ready", within_s=READY_WITHIN_S, stalled_s=STALLED_S),
+            env={} if self.inference_service is None else {INFERENCE_VARIABLE: self.inference_service},
+            ready=self.ready or Probe(log=TRAINER_READY.pattern, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
         )

@@ -9,11 +9,11 @@ from grpo_tui.services.base import VISIBLE_DEVICES, Launch
 
 
 def gpus_of(launch: Launch, uuids: Mapping[int, str], inherited: Mapping[str, str] = os.environ) -> list[int]:
-    """The GPUs that a launch names; one that names none and demands memory takes the first that it sees.
+    """The GPUs that a launch names; without any, a launch with `gpu_memory_share` uses the first visible one.
 
     Args:
-        uuids: of the GPUs that are here, by number.
-        inherited: environment that the launch adds its own variables to.
+        uuids: of the GPUs of this machine, by number.
+        inherited: environment that the launch extends.
     """
     if launch.gpus:
         return [index for index in launch.gpus if index in uuids]

@@ -1,10 +1,10 @@
-"""The daemon of one run: `python -m grpo_tui.supervisor.daemon RUN_FOLDER`. It detaches, listens, and supervises.
+"""The supervisor process of one run: `python -m grpo_tui.supervisor.daemon RUN_FOLDER`. Detaches, listens, supervises.
 
-With `-` it says that it is loaded and reads the run folder from stdin, so that it can be started before there is one,
-or before its predecessor leaves; told nothing, it ends.
-It reads `plan.json` from the run folder and takes over whatever an earlier daemon of this run left alive. It ends when
-the run is over. SIGTERM, SIGINT and its own death leave every service running, so that a log-out script, an upgrade or
-a mistake ends no training; `grpo-tui down` ends a run. A second daemon on the same run folder leaves at once.
+With `-` it prints that it is loaded and reads the run folder from stdin, so that it can be started before the folder
+exists or before its predecessor exits; on an empty line it exits.
+It reads `plan.json` from the run folder and adopts the services that an earlier supervisor left running. It exits when
+the run is over. SIGTERM, SIGINT and a crash leave every service running, so that a log-out script or an upgrade ends no
+training; `grpo-tui down` ends a run. A second supervisor on the same run folder exits at once.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from pathlib import Path
 
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import MAX_LINE_BYTES
-from grpo_engine.wire.supervisor import ADDRESS_FILE, ENDED_RUN_STATES, Bye
-from grpo_tui.paths import PLAN_FILE, SUPERVISOR_LOG, socket_path
+from grpo_engine.wire.run_folder import ADDRESS_FILE, PLAN_FILE, SUPERVISOR_LOG
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
+from grpo_tui.paths import socket_path
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
+from grpo_tui.supervisor.keeper.orphans import become_reaper
 from grpo_tui.supervisor.lock import LOADED, read_address, take_lock, write_address
-from grpo_tui.supervisor.orphans import become_reaper
 from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
 FILES_CHECK_S = 2.0
-"""Between two looks at whether the socket and the run's folder are still there: log-outs, cleaners of /tmp and people
-remove them."""
+"""Between two checks of the socket and the run folder: log-outs, cleaners of /tmp and people remove them."""
 BACKLOG = 64
-FAREWELL_S = 0.2
+CLOSE_LIMIT_S = 0.2
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Detach from whoever started this, and supervise; 0 also when another daemon is at it already."""
+    """Detach from the parent, and supervise; 0 also when another supervisor of the run is running."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER|-\n")
         return 2
-    told = sys.argv[1] if sys.argv[1] != "-" else _told_later()
-    if not told:
+    folder = sys.argv[1] if sys.argv[1] != "-" else _read_folder()
+    if not folder:
         return 0
-    run_folder = Path(told).resolve()
+    run_folder = Path(folder).resolve()
     plan = Plan.from_json((run_folder / PLAN_FILE).read_text(), where=str(run_folder / PLAN_FILE))
     _detach(run_folder / SUPERVISOR_LOG)
     become_reaper()
     lock = take_lock(run_folder)
     if lock is None:
-        log.info("another daemon supervises %s: nothing to do", run_folder.name)
+        log.info("another supervisor of %s is running: this one exits", run_folder.name)
         return 0
     predecessor = _predecessor(run_folder)
     if predecessor is not None and predecessor.state in ENDED_RUN_STATES:
@@ -61,22 +61,22 @@ def main() -> int:
     try:
         asyncio.run(_serve(plan, run_folder, predecessor))
     except GrpoError as error:
-        log.error("the daemon ends: %s; services go on, and the next daemon takes them over", error)
+        log.error("supervisor exits: %s; services keep running, and the next supervisor takes them over", error)
         return 1
     except Exception:
-        log.exception("the daemon ends by a defect of its own; services go on, and the next daemon takes them over")
+        log.exception("supervisor crashed (bug); services keep running, and the next supervisor takes them over")
         return 1
     return 0
 
 
-def _told_later() -> str:
+def _read_folder() -> str:
     sys.stdout.write(LOADED)
     sys.stdout.flush()
     return sys.stdin.readline().rstrip("\n")
 
 
 def _detach(log_file: Path) -> None:
-    """Leave the terminal, the session and the parent; from here on stderr is the supervisor's log."""
+    """Leave the terminal, the session and the parent process; from here on stderr is the supervisor's log."""
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
@@ -98,18 +98,18 @@ def _predecessor(run_folder: Path) -> StateDocument | None:
     try:
         return read_state(run_folder)
     except PeerError as error:
-        log.error("%s; going on with what the keepers say", error)
+        log.error("%s; continuing with the files of the keepers", error)
         return None
 
 
 async def _serve(plan: Plan, run_folder: Path, predecessor: StateDocument | None) -> None:
-    """Listen and supervise until the run is over, or a signal says to leave."""
+    """Listen and supervise until the run is over or a signal comes."""
     supervisor = Supervisor(plan, run_folder=run_folder, predecessor=predecessor)
-    log.info("daemon %d supervises run %s of profile %s", os.getpid(), run_folder.name, plan.profile_name)
+    log.info("supervisor %d started for run %s of profile %s", os.getpid(), run_folder.name, plan.profile_name)
     listening = asyncio.create_task(_listen(supervisor, run_folder), name="listening")
     supervising = asyncio.create_task(supervisor.run(), name="supervising")
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _leave, number, supervising)
+        asyncio.get_running_loop().add_signal_handler(number, _exit_on_signal, number, supervising)
     try:
         await asyncio.wait({listening, supervising}, return_when=asyncio.FIRST_COMPLETED)
         if not supervising.done():
@@ -122,13 +122,13 @@ async def _serve(plan: Plan, run_folder: Path, predecessor: StateDocument | None
         await asyncio.gather(listening, supervising, return_exceptions=True)
 
 
-def _leave(number: int, supervising: asyncio.Task[object]) -> None:
-    log.info("%s: the daemon leaves, services go on", signal.Signals(number).name)
+def _exit_on_signal(number: int, supervising: asyncio.Task[object]) -> None:
+    log.info("%s: supervisor exits, services keep running", signal.Signals(number).name)
     supervising.cancel()
 
 
 async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
-    """Accept clients on the run's socket, and put back what somebody removed; cancelled, say farewell."""
+    """Accept clients on the run's socket, and restore files that were removed; cancelled, close all connections."""
     conversations: set[asyncio.Task[None]] = set()
     count = 0
 
@@ -157,7 +157,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                     server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
                     path.chmod(0o600)
                     if before is not None:
-                        log.warning("the socket or its address was removed: listening anew on %s", path)
+                        log.warning("the socket or its address file was removed: listening again on %s", path)
                         before.close()
                     write_address(run_folder, path)
                     is_found, fault = True, ""
@@ -166,7 +166,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                     raise
                 if str(error) != fault:
                     fault = str(error)
-                    log.error("nobody new can connect: %s; services go on, and it is tried again", fault)
+                    log.error("clients cannot connect: %s; services keep running, and it is tried again", fault)
             await asyncio.sleep(FILES_CHECK_S)
     finally:
         _clear(path)
@@ -174,12 +174,12 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         if supervisor.state in ENDED_RUN_STATES:
-            supervisor.broadcast.farewell(Bye(state=supervisor.state))
-        await _farewell(conversations)
+            supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
+        await _close(conversations)
 
 
 def _clear(path: Path) -> None:
-    """Remove whatever lies where the socket goes: the folder is ours alone."""
+    """Remove what is in the socket's place; the folder is accessible to our user only."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -187,21 +187,21 @@ def _clear(path: Path) -> None:
 
 
 def _restore(files: RunFolder, supervisor: Supervisor) -> bool:
-    """Make the deleted folder of the run anew; whether that was possible."""
+    """Make the deleted run folder again; returns whether that was possible."""
     try:
-        files.make_anew(supervisor.keepers())
+        files.restore(supervisor.keepers())
     except OSError as error:
-        log.error("%s was deleted, and cannot be made anew: %s; services go on", files.folder, error)
+        log.error("%s was deleted and cannot be made again: %s; services keep running", files.folder, error)
         return False
     supervisor.notice("error", LOST.format(folder=files.folder), None)
     supervisor.write_state()
     return True
 
 
-async def _farewell(conversations: set[asyncio.Task[None]]) -> None:
-    """Let last lines get out and clients hang up, for a moment; then end what is left."""
+async def _close(conversations: set[asyncio.Task[None]]) -> None:
+    """Give pending lines a moment to be sent, then end all connections."""
     if conversations:
-        await asyncio.wait(set(conversations), timeout=FAREWELL_S)
+        await asyncio.wait(set(conversations), timeout=CLOSE_LIMIT_S)
     for task in set(conversations):
         task.cancel()
 

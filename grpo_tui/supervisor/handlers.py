@@ -1,4 +1,4 @@
-"""What clients may ask of the daemon: one function a command, and the conversation around them."""
+"""The commands of clients, one function each, and the connection that carries them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from grpo_engine.wire.supervisor import (
 )
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.supervisor.broadcast import Client
 from grpo_tui.supervisor.core import Supervisor
-from grpo_tui.supervisor.machine import KillAsked, StartAsked, StopAsked
+from grpo_tui.supervisor.machine import KillAsked, RestartAsked, StartAsked, StopAsked
+from grpo_tui.supervisor.report.broadcast import Client
 
 log = logging.getLogger(__name__)
 
 
 class CommandRefused(GrpoError):
-    """A command that cannot be carried out now."""
+    """A command that cannot be carried out in the current state."""
 
     def __init__(self, text: str, exit_code: ExitCode) -> None:
         super().__init__(text)
@@ -39,26 +39,26 @@ class CommandRefused(GrpoError):
 async def converse(
     supervisor: Supervisor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str
 ) -> None:
-    """Talk with one client until it leaves, is let go, or the run is over."""
+    """Serve one client until it disconnects, is dropped for reading too slowly, or the run is over."""
     client = Client(name)
     supervisor.broadcast.clients.add(client)
-    client.say(Hello(run=supervisor.run_name, pid=os.getpid(), program=__version__))
+    client.send(Hello(run=supervisor.run_name, pid=os.getpid(), program=__version__))
     try:
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(_write(client, writer))
             dropping = tasks.create_task(client.dropped.wait())
             reading = tasks.create_task(_read(supervisor, client, reader, tasks))
             await asyncio.wait({writing, dropping, reading}, return_when=asyncio.FIRST_COMPLETED)
-            raise _Over
-    except* (_Over, ConnectionError):
+            raise _Disconnect
+    except* (_Disconnect, ConnectionError):
         pass
     finally:
         supervisor.broadcast.clients.discard(client)
         writer.transport.abort() if client.is_dropped else writer.close()
 
 
-class _Over(Exception):
-    """Ends the tasks of a conversation."""
+class _Disconnect(Exception):
+    """Ends the tasks of a connection."""
 
 
 async def _write(client: Client, writer: asyncio.StreamWriter) -> None:
@@ -75,16 +75,16 @@ async def _read(supervisor: Supervisor, client: Client, reader: asyncio.StreamRe
                 return
             message = read_from_client(line)
         except (PeerError, ValueError) as error:
-            log.warning("%s says what is no protocol, and is let go: %s", client.name, error)
-            client.say(Reply(id=0, ok=False, error=str(error), exit_code=ExitCode.USAGE))
+            log.warning("%s sent an invalid line and is disconnected: %s", client.name, error)
+            client.send(Reply(id=0, ok=False, error=str(error), exit_code=ExitCode.USAGE))
             await asyncio.sleep(0)
             return
         match message:
             case Hello(version=version):
                 if version != PROTOCOL_VERSION:
-                    log.warning("%s speaks protocol %d, this is %d", client.name, version, PROTOCOL_VERSION)
+                    log.warning("%s uses protocol %d, the supervisor %d", client.name, version, PROTOCOL_VERSION)
             case Subscribe():
-                client.say(Snapshot(number=supervisor.broadcast.number, status=supervisor.status()))
+                client.send(Snapshot(number=supervisor.broadcast.number, status=supervisor.status()))
                 supervisor.broadcast.watch(client)
             case Command():
                 tasks.create_task(_answer(supervisor, client, message), name=f"{message.do} for {client.name}")
@@ -102,11 +102,11 @@ async def _answer(supervisor: Supervisor, client: Client, command: Command) -> N
         reply = Reply(id=command.id, ok=False, error=error, exit_code=ExitCode.NOT_IN_TIME)
     else:
         reply = Reply(id=command.id, ok=True)
-    client.say(reply.model_copy(update={"status": supervisor.status()}))
+    client.send(reply.model_copy(update={"status": supervisor.status()}))
 
 
 async def _carry_out(supervisor: Supervisor, command: Command) -> None:
-    """Have a command done, or, without `wait`, only taken: the status of the reply is the one after it."""
+    """Carry a command out; without `wait` return once it is applied, so that the reply has the status after it."""
     match command.do:
         case "status":
             return
@@ -114,24 +114,24 @@ async def _carry_out(supervisor: Supervisor, command: Command) -> None:
             await _down(supervisor, command)
         case "start":
             await _start(supervisor, _name(supervisor, command), command)
-            await supervisor.until_taken()
+            await supervisor.until_applied()
         case "restart":
             await _restart(supervisor, _name(supervisor, command), command)
-            await supervisor.until_taken()
+            await supervisor.until_applied()
         case "stop" | "kill":
             await _stop(supervisor, _name(supervisor, command), command)
-            await supervisor.until_taken()
+            await supervisor.until_applied()
 
 
 async def _down(supervisor: Supervisor, command: Command) -> None:
-    """End the run; its `timeout_s` is what the services get, and after it whoever is left is killed."""
+    """End the run; processes that are left after `timeout_s` are killed."""
     supervisor.end(RunState.STOPPED, budget_s=command.timeout_s, take_ports=command.take_ports)
     if command.wait:
         await supervisor.wait_until(lambda s: s.state in ENDED_RUN_STATES)
 
 
 def _check_needs(supervisor: Supervisor, name: str) -> None:
-    """Refuse to start what needs a failed service: it would wait for ever, and the run would be given up as failed."""
+    """Refuse to start a service that needs a failed one: it would wait without end, and the run would end as failed."""
     for needed in supervisor.needs_of(name):
         if supervisor.service(needed).state is S.FAILED:
             raise CommandRefused(f"{name} needs {needed}, which has failed: start {needed} first", ExitCode.REFUSED)
@@ -153,7 +153,7 @@ async def _restart(supervisor: Supervisor, name: str, command: Command) -> None:
     if command.take_ports:
         supervisor.take_ports(name)
     num_starts = supervisor.service(name).num_starts
-    supervisor.restart(name)
+    supervisor.post(name, RestartAsked())
     if command.wait:
         await _ready(supervisor, name, num_starts + 1)
 
@@ -167,20 +167,20 @@ async def _stop(supervisor: Supervisor, name: str, command: Command) -> None:
 
 
 async def _ready(supervisor: Supervisor, name: str, num_starts: int) -> None:
-    """Wait until this start or a later one is ready, or has ended for good."""
+    """Wait until this start or a later one is ready, or has ended."""
     ends = {S.READY, S.FINISHED, S.FAILED, S.STOPPED}
     await supervisor.wait_until(
         lambda s: s.is_ending or (s.service(name).num_starts >= num_starts and s.service(name).state in ends)
     )
     service = supervisor.service(name)
     if service.state not in {S.READY, S.FINISHED}:
-        words = next(each.why for each in supervisor.status().services if each.name == name)
+        reason = next(each.why for each in supervisor.status().services if each.name == name)
         exit_code = ExitCode.REFUSED if service.is_refused else ExitCode.FAILED
-        raise CommandRefused(f"{name} is {service.state}: {words or 'the run is ending'}", exit_code)
+        raise CommandRefused(f"{name} is {service.state}: {reason or 'the run is ending'}", exit_code)
 
 
 def _name(supervisor: Supervisor, command: Command) -> str:
-    """The service that a command is about, if there is one and the run goes on."""
+    """The service that a command names; raises if there is none, or the run is ending."""
     if command.service not in supervisor.service_names:
         names = ", ".join(supervisor.service_names)
         raise CommandRefused(
@@ -188,6 +188,6 @@ def _name(supervisor: Supervisor, command: Command) -> str:
         )
     if supervisor.is_ending:
         raise CommandRefused(
-            f"run {supervisor.run_name} is ending: nothing is started or stopped any more", ExitCode.REFUSED
+            f"run {supervisor.run_name} is ending: services can no longer be started or stopped", ExitCode.REFUSED
         )
     return command.service

@@ -1,4 +1,4 @@
-"""One daemon a run: a lock on a file that the kernel lets go of when its holder dies, however it dies."""
+"""One supervisor per run: a file lock, which the kernel releases when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from pathlib import Path
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import from_line, write_json_atomically
-from grpo_engine.wire.supervisor import ADDRESS_FILE, Address
-from grpo_tui.supervisor.proc import identify
+from grpo_engine.wire.run_folder import ADDRESS_FILE, LOCK_FILE
+from grpo_engine.wire.supervisor import Address
+from grpo_tui.supervisor.keeper.proc import identify
 
-LOCK_FILE = "daemon.lock"
 LOADED = "loaded\n"
-"""What a daemon says on stdout once it only waits to be told its run."""
-
-
+"""What a supervisor prints once it waits for its run folder on stdin."""
 TAKE_LIMIT_S = 0.5
 TAKE_POLL_S = 0.01
 
 
 def take_lock(run_folder: Path) -> int | None:
-    """Take the run's lock for the life of this process; None when another daemon has it.
+    """Take the run's lock until this process ends; None when another supervisor has it.
 
-    Whoever asks `has_daemon` holds the lock for a moment, so one refusal is no proof of a daemon.
+    `has_daemon` in another process takes the lock for a moment, so one failure does not prove that there is one.
     """
     descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + TAKE_LIMIT_S
@@ -41,7 +39,7 @@ def take_lock(run_folder: Path) -> int | None:
 
 
 def has_daemon(run_folder: Path) -> bool:
-    """Whether a daemon holds the run's lock."""
+    """Whether a supervisor holds the run's lock."""
     try:
         descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # none yet, another user's, or no file at all
@@ -56,19 +54,19 @@ def has_daemon(run_folder: Path) -> bool:
 
 
 def listening_daemon(run_folder: Path) -> int | None:
-    """Pid of the daemon that holds the run's lock and listens; None while it only starts, and where there is none."""
+    """Pid of the supervisor that holds the run's lock and listens; None while it starts, and where there is none."""
     address = read_address(run_folder)
     is_there = address is not None and identify(address.pid) is not None and has_daemon(run_folder)
     return address.pid if address is not None and is_there else None
 
 
 def write_address(run_folder: Path, socket: Path) -> None:
-    """Say where this daemon listens."""
+    """Write the address of this supervisor."""
     write_json_atomically(run_folder / ADDRESS_FILE, Address(pid=os.getpid(), socket=str(socket)), mode=0o600)
 
 
 def read_address(run_folder: Path) -> Address | None:
-    """Where the run's daemon listens, or listened; None where nothing (legible) says it."""
+    """Where the run's supervisor listens, or listened; None where the file is missing or damaged."""
     path = run_folder / ADDRESS_FILE
     try:
         return from_line(Address, path.read_bytes(), peer=str(path))

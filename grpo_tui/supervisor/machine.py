@@ -1,15 +1,17 @@
-"""The life of one service as a pure function: (service, event, now) -> (service, effects).
+"""The life cycle of one service as a pure function: (service, event, now) -> (service, effects).
 
     WAITING -> STARTING -> READY <-> UNHEALTHY -> STOPPING -> STOPPED
        ^          |          |           |           |
        |          +----------+-----------+-----------+--> FINISHED | FAILED
        +-- BACKOFF <---------+ (the restart policy says so)
 
-A service that can restart in place is renewed: it goes back to STARTING with its process kept, and is stopped and
-started as any other when it does not begin anew within its stop grace.
+A requested restart is pending (`is_restart_pending`) until `order.py` admits it: every service that follows it has to
+end first. A service that can restart in place goes back to STARTING and keeps its process; if it does not log the line
+that says so within its stop grace, it is stopped and started.
 
-Nothing here starts a process, reads a clock or sleeps. `core.py` carries the effects out and reports what happened back
-as events; `order.py` says who may start or stop now; `words.py` explains. Seconds are monotonic.
+Nothing here starts a process, reads a clock or sleeps. `core.py` carries the effects out and posts what happened as
+events; `order.py` decides which service may start, restart or stop now; `explanations.py` words the state for people.
+Seconds are monotonic.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from grpo_engine.wire.supervisor import ProbeOutcome
+from grpo_engine.wire.supervisor import ProbeOutcome, Refusal
 from grpo_engine.wire.supervisor import ServiceState as S
 
 if TYPE_CHECKING:
@@ -27,46 +29,48 @@ if TYPE_CHECKING:
 
 MAX_BACKOFF_S = 60.0
 KILL_MARGIN_S = 2.0
-"""The keeper itself kills after the grace; so much later it is told to, in case it is the keeper that hangs."""
-MAX_SAID_CHARS = 200
-"""Of the last line of a log, where a reason repeats it."""
+"""The keeper sends SIGKILL after the grace; this much later the supervisor does, in case the keeper hangs."""
+MAX_QUOTED_CHARS = 200
+"""Of a log line that a reason quotes."""
 UNKILLABLE_AFTER_S = 15.0
-"""A process that outlives SIGKILL for so long is stuck in the kernel, usually in a driver: it is named, not awaited."""
+"""A process that outlives SIGKILL for so long hangs in the kernel, usually in a driver: it is reported as failed."""
 
 
 class Effect(StrEnum):
-    """What is to be done to the real process; carried out in order, one at a time per service."""
+    """What `service_runner.py` does to the real process, in order, one at a time per service."""
 
     SPAWN = "spawn"
-    RENEW = "renew"
+    RESTART_IN_PLACE = "restart in place"
     STOP = "stop"
     KILL = "kill"
 
 
 class AfterStop(StrEnum):
-    """What follows when a service that is being stopped has ended."""
+    """What follows when a service that is being stopped has exited."""
 
     REST = "rest"
     RESTART = "restart"
     FAILURE = "failure"
-    """It is stopped because it failed us (never ready, unhealthy): the restart policy decides."""
+    """It is stopped since it was never ready, unhealthy or over a limit: the restart policy decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Where one service stands."""
+    """The state of one service."""
 
     name: str
     state: S = S.WAITING
     attempt: int = 0
-    num_renewals: int = 0
+    num_in_place_restarts: int = 0
     """How often it was restarted in place, in all attempts."""
-    is_renewing: bool = False
-    """Whether it was told to begin anew and may still be ending what it did before."""
+    is_restarting_in_place: bool = False
+    """Whether the signal for a restart in place was sent and its log has not confirmed it yet."""
+    is_restart_pending: bool = False
+    """Whether a restart was requested and waits until the services that follow it have ended."""
     has_process: bool = False
-    """Whether an attempt was let go of and has not been seen to end; at most one ever is."""
+    """Whether an attempt was started and has not been seen to exit; at most one at any time."""
     is_running: bool = False
-    """Whether the attempt's process is known to run (it takes a moment after the decision)."""
+    """Whether the attempt's process is known to run, which takes a moment after the decision."""
     was_ready: bool = False
     """Whether this attempt has been ready."""
     since_s: float = 0.0
@@ -74,64 +78,69 @@ class Service:
     deadline_s: float | None = None
     """When a `Tick` acts; None while no timer is armed."""
     restarted_at_s: tuple[float, ...] = ()
-    """Restarts by policy that still count."""
+    """Restarts by policy within `restart_window_s`."""
     after_stop: AfterStop = AfterStop.REST
     exit_code: int | None = None
     reason: str | None = None
-    """What brought it into a state that it was not meant for."""
+    """Why it left the state that was asked for, for people."""
     answer: str | None = None
-    """The last answer of its probe, in words."""
+    """The last answer of its probe, for people."""
     outcome: ProbeOutcome | None = None
     """The same for programs."""
     phase: str | None = None
-    """What its start-up is at, in words, where its log tells."""
-    moved_at_s: float = 0.0
-    """When its start-up was last seen to get on."""
+    """The phase of its start-up, where its log shows one."""
+    progressed_at_s: float = 0.0
+    """When its start-up last made progress."""
     last_lines: tuple[str, ...] = ()
     """The end of its log when it failed."""
     is_killed: bool = False
-    """Whether SIGKILL was asked for in this attempt."""
+    """Whether SIGKILL was sent in this attempt."""
     is_refused: bool = False
-    """Whether it was not started because a stranger holds what it needs."""
+    """Whether it was not started because another process holds what it needs."""
+    refusals: tuple[Refusal, ...] = ()
+    """What it needs and who holds it, while it is refused."""
 
     @property
     def num_starts(self) -> int:
-        """Attempts and restarts in place: grows with every start."""
-        return self.attempt + self.num_renewals
+        """Attempts and restarts in place; grows with every start."""
+        return self.attempt + self.num_in_place_restarts
 
 
-# --- events --------------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StartAsked:
-    """Somebody wants it up."""
+    """A client or a policy requests a start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """Somebody wants it down."""
+    """A client or the end of the run requests a stop."""
 
     reason: str = "stopped by request"
 
 
 @dataclass(frozen=True, slots=True)
 class RestartAsked:
-    """Somebody wants it down and up again; no failure."""
+    """A client requests a restart; it does not count as a failure."""
 
-    reason: str = "restarted by request"
-    makes_way: bool = False
-    """Whether its process must end, since another service waits for what it holds."""
+
+@dataclass(frozen=True, slots=True)
+class RestartRequired:
+    """Its process must end now and be started again: a service that it follows restarts."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillAsked:
-    """Somebody wants it down without grace."""
+    """A client or the end of the run requests SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """All that it needs is there."""
+    """`order.py` lets it start, or lets its pending restart begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,61 +149,62 @@ class Spawned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
-    """Nothing is left of what it did before this restart in place."""
+class RestartedInPlace:
+    """Its log confirmed this restart in place: nothing of the previous start runs any more."""
 
-    num_renewals: int
+    num_in_place_restarts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It cannot be started here: a stranger holds what it needs."""
+    """It was not started: another process holds what it needs, or it was stopped first."""
 
     words: str
+    refusals: tuple[Refusal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """Its probe was asked."""
+class ProbeAnswered:
+    """Its probe was sent and answered, or not."""
 
     attempt: int
-    num_renewals: int = 0
+    num_in_place_restarts: int = 0
     outcome: ProbeOutcome
     words: str
 
     @property
     def passed(self) -> bool:
-        """Whether the answer is yes."""
+        """Whether the probe succeeded."""
         return self.outcome is ProbeOutcome.PASSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """Its start-up gets on: its log or its GPU memory has grown."""
+class Progressed:
+    """Its start-up makes progress: its log or its GPU memory has grown."""
 
     attempt: int
-    num_renewals: int = 0
+    num_in_place_restarts: int = 0
     phase: str | None
-    """What it is at, in words; None when its log does not tell."""
+    """The phase that its log shows, if any."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overran:
-    """It takes more than it may, e.g. of memory."""
+class LimitExceeded:
+    """It uses more than its limit, e.g. of memory."""
 
     words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """Nothing of this attempt is left (or it could not be started, with the reason in `error`)."""
+    """Every process of this attempt has ended, or it could not be started (see `error`)."""
 
     code: int | None
-    """Negative for a signal; None when it cannot be known."""
+    """Negative for a signal; None when unknown."""
     error: str | None = None
     last_lines: tuple[str, ...] = ()
     jitter: float = 0.0
-    """Fraction, 0 to 1, of the spread added to a back-off, so that services do not restart in step."""
+    """Fraction, 0 to 1, of the spread added to a backoff, so that services do not restart at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +212,10 @@ class Tick:
     """Time has passed."""
 
 
-Asked = StartAsked | StopAsked | RestartAsked | KillAsked
-Seen = Spawned | Renewed | Refused | Answered | Moved | Overran | Exited
-Event = Asked | Seen | Admitted | Tick
+Request = StartAsked | StopAsked | RestartAsked | KillAsked
+Decision = Admitted | RestartRequired
+Observation = Spawned | RestartedInPlace | Refused | ProbeAnswered | Progressed | LimitExceeded | Exited
+Event = Request | Decision | Observation | Tick
 Step = tuple[Service, tuple[Effect, ...]]
 
 RUNNING = frozenset({S.STARTING, S.READY, S.UNHEALTHY})
@@ -214,14 +225,18 @@ BACKOFF_SPREAD = 0.25
 def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
     """Advance one service by one event; an event that does not apply changes nothing."""
     is_due = service.deadline_s is not None and now_s >= service.deadline_s
+    if isinstance(event, StopAsked | KillAsked):
+        service = replace(service, is_restart_pending=False)
     match event, service.state:
-        case StartAsked() | RestartAsked(), S.STOPPED | S.FINISHED | S.FAILED | S.BACKOFF if not service.has_process:
-            return _wait(replace(service, restarted_at_s=(), is_refused=False), now_s), ()
-        case StartAsked() | RestartAsked(), S.STOPPING:
+        case StartAsked(), S.STOPPED | S.FINISHED | S.FAILED | S.BACKOFF if not service.has_process:
+            return _wait_by_request(service, now_s), ()
+        case StartAsked(), S.STOPPING:
             return replace(service, after_stop=AfterStop.RESTART), ()
-        case RestartAsked(makes_way=False), S.STARTING | S.READY | S.UNHEALTHY if _can_be_renewed(service, launch):
-            return _renew(service, now_s, launch)
-        case RestartAsked(reason), S.STARTING | S.READY | S.UNHEALTHY:
+        case RestartAsked(), state if state is not S.WAITING:  # what waits starts without it
+            return replace(service, is_restart_pending=True), ()
+        case Admitted(), _ if service.is_restart_pending:
+            return _restart(replace(service, is_restart_pending=False), now_s, launch)
+        case RestartRequired(reason), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.RESTART, reason)
         case StopAsked(reason), S.WAITING | S.BACKOFF:
             return _settle(service, S.STOPPED, now_s, f"{reason}, before it was started"), ()
@@ -232,52 +247,53 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
         case StopAsked(), S.STOPPING:
             return replace(service, after_stop=AfterStop.REST), ()
         case KillAsked(), S.STARTING | S.READY | S.UNHEALTHY:
-            killed = replace(_enter(service, S.STOPPING, now_s, reason="killed by request"), is_renewing=False)
-            return _kill(killed, now_s, AfterStop.REST)
+            stopping = _enter(service, S.STOPPING, now_s, reason="killed by request")
+            return _kill(replace(stopping, is_restarting_in_place=False), now_s, AfterStop.REST)
         case KillAsked(), S.STOPPING if not service.is_killed:
             return _kill(service, now_s, AfterStop.REST)
         case Admitted(), S.WAITING:
             return _start(service, now_s, launch)
-        case Spawned(), _ if service.has_process and not service.is_renewing:
+        case Spawned(), _ if service.has_process and not service.is_restarting_in_place:
             return _spawned(replace(service, is_running=True), now_s, launch), ()
-        case Renewed(num_renewals=number), S.STARTING if service.is_renewing and number == service.num_renewals:
-            return _spawned(replace(service, is_running=True, is_renewing=False, phase=None), now_s, launch), ()
-        case Refused(words), _ if service.has_process:
-            return _refused(service, words, now_s), ()
-        case Answered(), S.STARTING | S.READY | S.UNHEALTHY if _is_about_now(event, service):
-            heard = replace(service, answer=event.words, outcome=event.outcome)
-            return _answered(heard, event.passed, now_s, launch), ()
-        case Moved(phase=phase), S.STARTING if _is_about_now(event, service):
-            return replace(service, moved_at_s=now_s, phase=phase or service.phase), ()
-        case Overran(words), S.STARTING | S.READY | S.UNHEALTHY:
+        case RestartedInPlace(num_in_place_restarts=number), S.STARTING if _is_awaited(number, service):
+            confirmed = replace(service, is_running=True, is_restarting_in_place=False, phase=None)
+            return _spawned(confirmed, now_s, launch), ()
+        case Refused(), _ if service.has_process:
+            return _refused(service, event, now_s), ()
+        case ProbeAnswered(), S.STARTING | S.READY | S.UNHEALTHY if _is_of_this_start(event, service):
+            answered = replace(service, answer=event.words, outcome=event.outcome)
+            return _answered(answered, event.passed, now_s, launch), ()
+        case Progressed(phase=phase), S.STARTING if _is_of_this_start(event, service):
+            return replace(service, progressed_at_s=now_s, phase=phase or service.phase), ()
+        case LimitExceeded(words), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.FAILURE, words)
         case Exited(), _ if service.has_process:
             return _exited(service, event, now_s, launch), ()
-        case Tick(), S.STARTING if is_due and service.is_renewing:
-            words = f"did not begin anew within {launch.stop_grace_s:g} s: stopped and started instead"
-            return _stop(service, now_s, launch, AfterStop.RESTART, words)
+        case Tick(), S.STARTING if is_due and service.is_restarting_in_place:
+            reason = f"did not restart in place within {launch.stop_grace_s:g} s: stopped and started instead"
+            return _stop(service, now_s, launch, AfterStop.RESTART, reason)
         case Tick(), S.STARTING if is_due:
-            return _time_is_up(service, now_s, launch)
+            return _handle_ready_timeout(service, now_s, launch)
         case Tick(), S.READY if is_due:
-            return _turn_unhealthy(service, now_s, launch)
+            return _become_unhealthy(service, now_s, launch)
         case Tick(), S.BACKOFF if is_due:
             return _wait(service, now_s), ()
         case Tick(), S.STOPPING if is_due:
-            return _press_on(service, now_s)
+            return _escalate_stop(service, now_s)
         case _:
             return service, ()
 
 
 def adopted(service: Service, now_s: float, launch: Launch) -> Service:
-    """A service whose process a new supervisor found alive: it goes on where its predecessor saw it last.
+    """A service whose process a new supervisor found alive, in the state that the previous supervisor saw last.
 
-    Nobody asked its probes meanwhile, so it gets time for an answer before anything follows from there being none.
+    No probe ran in between, so there is time for an answer before a missing one has consequences.
     """
-    taken = replace(service, has_process=True, is_running=not service.is_renewing)
+    taken = replace(service, has_process=True, is_running=not service.is_restarting_in_place)
     match service.state:
         case S.READY:
             return replace(taken, deadline_s=_live_deadline_s(launch, now_s))
-        case S.STARTING if taken.is_renewing:  # it is told again: whether it was, nobody knows
+        case S.STARTING if taken.is_restarting_in_place:  # the signal is sent again: it may never have been
             return replace(taken, deadline_s=now_s + launch.stop_grace_s)
         case S.STARTING if launch.ready is not None and taken.deadline_s is not None:
             soonest_s = now_s + 2 * launch.ready.timeout_s + launch.ready.interval_s
@@ -288,7 +304,7 @@ def adopted(service: Service, now_s: float, launch: Launch) -> Service:
     return _spawned(replace(found, is_running=True, deadline_s=_ready_deadline_s(launch, now_s)), now_s, launch)
 
 
-# --- moves ---------------------------------------------------------------------------------------------------------
+# --- transitions -----------------------------------------------------------------------------------------------------
 
 
 def _enter(service: Service, state: S, now_s: float, *, reason: str | None) -> Service:
@@ -300,7 +316,27 @@ def _settle(service: Service, state: S, now_s: float, reason: str | None) -> Ser
 
 
 def _wait(service: Service, now_s: float) -> Service:
-    return replace(_enter(service, S.WAITING, now_s, reason=None), after_stop=AfterStop.REST, answer=None, outcome=None)
+    waiting = _enter(service, S.WAITING, now_s, reason=None)
+    return replace(waiting, is_restart_pending=False, after_stop=AfterStop.REST, answer=None, outcome=None)
+
+
+def _wait_by_request(service: Service, now_s: float) -> Service:
+    """Wait for a start that a person asked for: earlier restarts by policy no longer count."""
+    return _wait(replace(service, restarted_at_s=(), is_refused=False, refusals=()), now_s)
+
+
+def _restart(service: Service, now_s: float, launch: Launch) -> Step:
+    match service.state:
+        case S.STOPPED | S.FINISHED | S.FAILED | S.BACKOFF if not service.has_process:
+            return _wait_by_request(service, now_s), ()
+        case S.STOPPING:
+            return replace(service, after_stop=AfterStop.RESTART), ()
+        case S.STARTING | S.READY | S.UNHEALTHY if _can_restart_in_place(service, launch):
+            return _restart_in_place(service, now_s, launch)
+        case S.STARTING | S.READY | S.UNHEALTHY:
+            return _stop(service, now_s, launch, AfterStop.RESTART, "restarted by request")
+        case _:  # its process hangs in the kernel
+            return service, ()
 
 
 def _start(service: Service, now_s: float, launch: Launch) -> Step:
@@ -309,45 +345,49 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         attempt=service.attempt + 1,
         has_process=True,
         is_running=False,
-        is_renewing=False,
+        is_restarting_in_place=False,
         was_ready=False,
         is_killed=False,
         exit_code=None,
         answer=None,
         outcome=None,
         phase=None,
-        moved_at_s=now_s,
+        progressed_at_s=now_s,
         last_lines=(),
         deadline_s=_ready_deadline_s(launch, now_s),
     )
     return started, (Effect.SPAWN,)
 
 
-def _can_be_renewed(service: Service, launch: Launch) -> bool:
-    return launch.restart_in_place is not None and (service.is_running or service.is_renewing)
+def _can_restart_in_place(service: Service, launch: Launch) -> bool:
+    return launch.restart_in_place is not None and (service.is_running or service.is_restarting_in_place)
 
 
-def _renew(service: Service, now_s: float, launch: Launch) -> Step:
-    """Have it begin anew in the process that it has. Asked for again meanwhile, it gets no more time for it."""
-    renewing = replace(
+def _restart_in_place(service: Service, now_s: float, launch: Launch) -> Step:
+    """Restart it in the process that it has. A second request meanwhile does not extend the deadline."""
+    restarting = replace(
         _enter(service, S.STARTING, now_s, reason=None),
-        num_renewals=service.num_renewals + 1,
-        is_renewing=True,
+        num_in_place_restarts=service.num_in_place_restarts + 1,
+        is_restarting_in_place=True,
         is_running=False,
         was_ready=False,
         answer=None,
         outcome=None,
-        phase="ending what ran",
-        moved_at_s=now_s,
-        deadline_s=service.deadline_s if service.is_renewing else now_s + launch.stop_grace_s,
+        phase="ending the previous start",
+        progressed_at_s=now_s,
+        deadline_s=service.deadline_s if service.is_restarting_in_place else now_s + launch.stop_grace_s,
     )
-    return renewing, (Effect.RENEW,)
+    return restarting, (Effect.RESTART_IN_PLACE,)
 
 
-def _is_about_now(event: Answered | Moved, service: Service) -> bool:
-    """Whether this start is meant, and not the one before it, which may still answer."""
-    is_this_start = (event.attempt, event.num_renewals) == (service.attempt, service.num_renewals)
-    return is_this_start and not service.is_renewing
+def _is_awaited(num_in_place_restarts: int, service: Service) -> bool:
+    return service.is_restarting_in_place and num_in_place_restarts == service.num_in_place_restarts
+
+
+def _is_of_this_start(event: ProbeAnswered | Progressed, service: Service) -> bool:
+    """Whether the event is about this start, and not about the one before it, which may still answer probes."""
+    is_this_start = (event.attempt, event.num_in_place_restarts) == (service.attempt, service.num_in_place_restarts)
+    return is_this_start and not service.is_restarting_in_place
 
 
 def _ready_deadline_s(launch: Launch, now_s: float) -> float | None:
@@ -358,9 +398,9 @@ def _spawned(service: Service, now_s: float, launch: Launch) -> Service:
     if service.state is not S.STARTING:
         return service
     if launch.ready is None:
-        return _turn_ready(service, now_s, launch)
-    # The look for ports and GPU memory before the start does not count against the start's own limit.
-    return replace(service, deadline_s=_ready_deadline_s(launch, now_s), moved_at_s=now_s)
+        return _become_ready(service, now_s, launch)
+    # The check of ports and GPU memory before the start does not count against the start's own limit.
+    return replace(service, deadline_s=_ready_deadline_s(launch, now_s), progressed_at_s=now_s)
 
 
 def _answered(service: Service, passed: bool, now_s: float, launch: Launch) -> Service:
@@ -368,10 +408,10 @@ def _answered(service: Service, passed: bool, now_s: float, launch: Launch) -> S
         return service
     if service.state is S.READY:
         return replace(service, deadline_s=_live_deadline_s(launch, now_s))
-    return _turn_ready(service, now_s, launch)
+    return _become_ready(service, now_s, launch)
 
 
-def _turn_ready(service: Service, now_s: float, launch: Launch) -> Service:
+def _become_ready(service: Service, now_s: float, launch: Launch) -> Service:
     ready = replace(_enter(service, S.READY, now_s, reason=None), was_ready=True, phase=None)
     return replace(ready, deadline_s=_live_deadline_s(launch, now_s))
 
@@ -380,31 +420,36 @@ def _live_deadline_s(launch: Launch, now_s: float) -> float | None:
     return None if launch.live is None else now_s + launch.live.within_s
 
 
-def _turn_unhealthy(service: Service, now_s: float, launch: Launch) -> Step:
+def _become_unhealthy(service: Service, now_s: float, launch: Launch) -> Step:
     assert launch.live is not None
-    reason = f"no good answer for {launch.live.within_s:g} s: {service.answer or 'never asked'}"
+    reason = f"no liveness for {launch.live.within_s:g} s: {service.answer or 'not probed yet'}"
     if launch.restart_unhealthy:
         return _stop(service, now_s, launch, AfterStop.FAILURE, reason)
     return _enter(service, S.UNHEALTHY, now_s, reason=reason), ()
 
 
-def _time_is_up(service: Service, now_s: float, launch: Launch) -> Step:
-    """It is not ready in time: more time while its start-up gets on, else the end of the attempt."""
+def _handle_ready_timeout(service: Service, now_s: float, launch: Launch) -> Step:
+    """It is not ready in time: extend the deadline while its start-up makes progress, else stop the attempt."""
     assert launch.ready is not None
-    stalls_at_s = service.moved_at_s + (launch.ready.stalled_s or 0.0)
+    stalls_at_s = service.progressed_at_s + (launch.ready.stalled_s or 0.0)
     if now_s < stalls_at_s:
         return replace(service, deadline_s=stalls_at_s), ()
     waited = f"not ready within {launch.ready.within_s:g} s"
     if launch.ready.stalled_s is not None:
-        waited = f"not ready after {now_s - service.since_s:.0f} s and not moving for {launch.ready.stalled_s:g} s"
+        waited = f"not ready after {now_s - service.since_s:.0f} s and no progress for {launch.ready.stalled_s:g} s"
     at = f" ({service.phase})" if service.phase else ""
     words = f"{waited}{at}: {service.answer or 'its probe never answered'}"
     return _stop(service, now_s, launch, AfterStop.FAILURE, words)
 
 
 def _stop(service: Service, now_s: float, launch: Launch, after: AfterStop, reason: str) -> Step:
-    stopping = replace(_enter(service, S.STOPPING, now_s, reason=reason), after_stop=after, is_renewing=False)
-    return replace(stopping, deadline_s=now_s + launch.stop_grace_s + KILL_MARGIN_S), (Effect.STOP,)
+    stopping = replace(
+        _enter(service, S.STOPPING, now_s, reason=reason),
+        after_stop=after,
+        is_restarting_in_place=False,
+        deadline_s=now_s + launch.stop_grace_s + KILL_MARGIN_S,
+    )
+    return stopping, (Effect.STOP,)
 
 
 def _kill(service: Service, now_s: float, after: AfterStop) -> Step:
@@ -412,17 +457,17 @@ def _kill(service: Service, now_s: float, after: AfterStop) -> Step:
     return killed, (Effect.KILL,)
 
 
-def _press_on(service: Service, now_s: float) -> Step:
-    """The grace is over and it is still there: kill it; it was killed and is still there: say so and go on."""
+def _escalate_stop(service: Service, now_s: float) -> Step:
+    """Its processes outlived the grace period: send SIGKILL. They outlived SIGKILL too: it has failed."""
     if service.is_killed:
-        return _settle(service, S.FAILED, now_s, "its processes did not end after SIGKILL: stuck in the kernel"), ()
+        return _settle(service, S.FAILED, now_s, "its processes outlived SIGKILL: they hang in the kernel"), ()
     return _kill(service, now_s, service.after_stop)
 
 
-def _refused(service: Service, words: str, now_s: float) -> Service:
+def _refused(service: Service, refused: Refused, now_s: float) -> Service:
     gone = replace(service, has_process=False, is_running=False)
     if service.state is not S.STOPPING:
-        return replace(_settle(gone, S.FAILED, now_s, words), is_refused=True)
+        return replace(_settle(gone, S.FAILED, now_s, refused.words), is_refused=True, refusals=refused.refusals)
     if service.after_stop is AfterStop.FAILURE:
         return _settle(gone, S.FAILED, now_s, service.reason)
     return _after_stop(gone, now_s)
@@ -431,25 +476,25 @@ def _refused(service: Service, words: str, now_s: float) -> Service:
 def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Service:
     from grpo_tui.services.base import RestartPolicy  # here, since `state.json` is read without any setting
 
-    gone = replace(service, has_process=False, is_running=False, is_renewing=False, exit_code=exit_.code)
-    if service.is_renewing:
-        return _wait(gone, now_s)  # it was to end what it did, and ended altogether
+    gone = replace(service, has_process=False, is_running=False, is_restarting_in_place=False, exit_code=exit_.code)
+    if service.is_restarting_in_place:
+        return _wait(gone, now_s)  # it exited instead of restarting in place
     if service.state is S.FAILED:
-        return gone  # the kernel let go of it after all
+        return gone  # it hung in the kernel and has ended after all
     if service.state is S.STOPPING and service.after_stop is not AfterStop.FAILURE:
         return _after_stop(gone, now_s)
     gone = replace(gone, last_lines=exit_.last_lines)
     if service.state is S.STOPPING:
         return _failed(gone, service.reason or "stopped", exit_, now_s, launch)
-    words = exit_.error or exit_words(exit_.code)
+    reason = exit_.error or exit_text(exit_.code)
     if exit_.code == 0 and service.state is S.STARTING and launch.ready is not None:
-        words = f"{words} before it was ready ({service.answer or 'its probe never answered'})"
+        reason = f"{reason} before it was ready ({service.answer or 'its probe never answered'})"
     if exit_.code == 0 and launch.restart is not RestartPolicy.ALWAYS:
-        return _settle(gone, S.FINISHED, now_s, words)
+        return _settle(gone, S.FINISHED, now_s, reason)
     if exit_.code in launch.final_exit_codes:
-        said = f": {last_words(exit_.last_lines[-1])}" if exit_.last_lines else ""
-        return _settle(gone, S.FAILED, now_s, f"{words}{said}")
-    return _failed(gone, words, exit_, now_s, launch)
+        last_line = f": {shortened(exit_.last_lines[-1])}" if exit_.last_lines else ""
+        return _settle(gone, S.FAILED, now_s, f"{reason}{last_line}")
+    return _failed(gone, reason, exit_, now_s, launch)
 
 
 def _after_stop(gone: Service, now_s: float) -> Service:
@@ -458,18 +503,18 @@ def _after_stop(gone: Service, now_s: float) -> Service:
     return _settle(gone, S.STOPPED, now_s, gone.reason)
 
 
-def _failed(gone: Service, words: str, exit_: Exited, now_s: float, launch: Launch) -> Service:
-    """Start again after a while if the policy wants it and the limit allows it; else it has failed."""
+def _failed(gone: Service, cause: str, exit_: Exited, now_s: float, launch: Launch) -> Service:
+    """Restart after a backoff if the policy and the limit of restarts allow it; else it has failed."""
     from grpo_tui.services.base import RestartPolicy
 
     recent = tuple(at for at in gone.restarted_at_s if now_s - at < launch.restart_window_s)
     if launch.restart is RestartPolicy.NEVER:
-        return _settle(gone, S.FAILED, now_s, words)
+        return _settle(gone, S.FAILED, now_s, cause)
     if len(recent) >= launch.max_restarts:
         times = "1 restart" if len(recent) == 1 else f"{len(recent)} restarts"
-        return replace(_settle(gone, S.FAILED, now_s, f"{words}; given up after {times}"), restarted_at_s=recent)
+        return replace(_settle(gone, S.FAILED, now_s, f"{cause}; given up after {times}"), restarted_at_s=recent)
     delay_s = backoff_s(launch, len(recent), exit_.jitter)
-    reason = f"{words}; restart {len(recent) + 1} of {launch.max_restarts} after {delay_s:.1f} s"
+    reason = f"{cause}; restart {len(recent) + 1} of {launch.max_restarts} after {delay_s:.1f} s"
     resting = replace(_enter(gone, S.BACKOFF, now_s, reason=reason), restarted_at_s=(*recent, now_s))
     return replace(resting, deadline_s=now_s + delay_s, after_stop=AfterStop.REST)
 
@@ -480,15 +525,15 @@ def backoff_s(launch: Launch, num_restarts: int, jitter: float) -> float:
     return plain_s * (1.0 + BACKOFF_SPREAD * jitter)
 
 
-def last_words(line: str) -> str:
-    """The last line of a log, as a reason repeats it: one that is cut says so."""
-    return line if len(line) <= MAX_SAID_CHARS else f"{line[: MAX_SAID_CHARS - 1]}…"
+def shortened(line: str) -> str:
+    """A log line as a reason quotes it; an ellipsis marks the cut."""
+    return line if len(line) <= MAX_QUOTED_CHARS else f"{line[: MAX_QUOTED_CHARS - 1]}…"
 
 
-def exit_words(code: int | None) -> str:
+def exit_text(code: int | None) -> str:
     """An exit code in words."""
     if code is None:
-        return "ended, and its exit code is not known"
+        return "ended with an unknown exit code"
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"ended by {known.get(-code, f'signal {-code}')}"

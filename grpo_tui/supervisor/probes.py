@@ -1,7 +1,7 @@
-"""Questions to a service: does its page answer 200, is its port open, its line in the log, its file there?
+"""Readiness and liveness probes: HTTP status, open port, line in the log, existing file, exit code of a command.
 
-One `Prober` asks one probe of one attempt, and keeps what makes the next question cheap: how far the log was read.
-When to ask, and what follows, is up to `core.py`. Nothing here raises because a service does not answer.
+One `Prober` runs one probe of one attempt, and remembers how far the log was read. `service_runner.py` decides when,
+`machine.py` what follows. A service that does not answer is an `Answer`, not an exception.
 """
 
 from __future__ import annotations
@@ -20,67 +20,66 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_engine.wire.supervisor import ProbeOutcome
+from grpo_tui.run_files.log_file import read_part
 from grpo_tui.services.base import Probe
-from grpo_tui.supervisor.capped_log import read_part
-from grpo_tui.supervisor.orphans import own_children
-from grpo_tui.supervisor.proc import identify
-from grpo_tui.supervisor.processes import end_of
+from grpo_tui.supervisor.keeper.client import end_of
+from grpo_tui.supervisor.keeper.orphans import own_children
+from grpo_tui.supervisor.keeper.proc import identify
 
 MAX_LOG_PART_BYTES = 4 * 1024 * 1024
-"""At most so much of the log is searched in one question, and so long may a line be that is matched whole."""
+"""Searched per probe at most; also the longest line that is matched whole."""
 STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? (\d{3})\b")
 MAX_BODY_BYTES = 4096
 BODY_WITHIN_S = 1.0
-"""A body only explains a status that is known already; it is not waited for."""
+"""For the body, which only explains a status that is known already."""
 MAX_REASON_CHARS = 300
 COMMAND_END_LIMIT_S = 0.5
-"""For a command that was killed; one that hangs in the kernel, as `nvidia-smi` may in its driver, is not awaited."""
+"""For a command to exit after SIGKILL; one that hangs in the kernel, as `nvidia-smi` may, is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a probe found."""
+    """The result of a probe."""
 
     kind: ProbeOutcome
     words: str
-    """For a person: `/health answers 503: the model is loading`, `port 9000 is closed`, `no answer in 5 s`."""
+    """For people: `/health answers 503: the model is loading`, `port 9000 is closed`, `no answer in 5 s`."""
 
     @property
     def passed(self) -> bool:
-        """Whether the answer is yes."""
+        """Whether the probe succeeded."""
         return self.kind is ProbeOutcome.PASSED
 
     @classmethod
     def to_yes_or_no(cls, is_yes: bool, words: str) -> Answer:
-        """The answer to a question that something on this machine answers."""
+        """The answer of a probe that can only pass or not pass yet."""
         return cls(ProbeOutcome.PASSED if is_yes else ProbeOutcome.NOT_YET, words)
 
 
 async def ask(probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> Answer:
-    """Ask once; whoever asks again and again keeps a `Prober`, which does not read the same log twice."""
+    """Run a probe once; to repeat it keep a `Prober`, which does not read the same log twice."""
     return await Prober(probe, log=log, log_offset=log_offset, cwd=cwd, env=env).ask()
 
 
 class Prober:
-    """Asks one probe of one attempt as often as it is told to."""
+    """Runs one probe of one attempt repeatedly."""
 
     def __init__(self, probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> None:
-        """Ask nothing yet.
+        """Send nothing yet.
 
         Args:
-            log_offset: where in `log` this attempt begins, as a keeper tells it; what earlier attempts wrote is not
-                searched.
-            env: environment of a `command` probe, besides ours.
+            log_offset: where in `log` this attempt begins; the log of earlier attempts is not searched.
+            env: environment of a `command` probe, added to ours.
         """
         self._probe = probe
         self._cwd = cwd
         self._env = env
         self._log = None if probe.log is None else LogSearch(log, log_offset, probe.log)
         self._command: asyncio.Task[int] | None = None
-        """The command that was started last; its exit code."""
+        """The last command; its result is the exit code."""
 
     async def ask(self) -> Answer:
-        """Ask once, within the probe's time limit."""
+        """Run the probe once, within its time limit."""
         try:
             async with asyncio.timeout(self._probe.timeout_s):
                 return await self._ask()
@@ -99,11 +98,11 @@ class Prober:
             return await asyncio.to_thread(self._log.search)
         if probe.file is not None:
             return await asyncio.to_thread(_ask_file, self._cwd / probe.file)
-        assert probe.command is not None, "a probe asks one question, as `Probe` checks"
+        assert probe.command is not None, "`Probe` validates that one kind of probe is set"
         return await self._ask_command(probe.command)
 
     async def _ask_pages(self, http: str, then_http: str | None) -> Answer:
-        """Ask one page, and then the one that makes the engine behind it work."""
+        """GET one page, and then the one that needs the engine behind it."""
         wanted, body_within_s = self._probe.status, min(BODY_WITHIN_S, self._probe.timeout_s / 2)
         answer = await _ask_http(http, wanted, body_within_s=body_within_s)
         if then_http is None or not answer.passed:
@@ -113,13 +112,13 @@ class Prober:
                 then = await _ask_http(then_http, wanted, body_within_s=body_within_s / 2)
         except TimeoutError:
             path = _path(urlsplit(then_http))
-            then = Answer(ProbeOutcome.SILENT, f"{path} gives no answer in {self._probe.timeout_s / 2:g} s")
+            then = Answer(ProbeOutcome.SILENT, f"{path} does not answer in {self._probe.timeout_s / 2:g} s")
         return then if then.passed else Answer(ProbeOutcome.ENGINE_STALLED, f"{answer.words}, but {then.words}")
 
     async def _ask_command(self, argv: tuple[str, ...]) -> Answer:
-        """Run it in a session of its own, which ends with the answer, the time limit, or the one who asks."""
+        """Run it in its own session, which is killed after the answer, at the time limit, or on cancellation."""
         if self._command is not None and not self._command.done():
-            return Answer(ProbeOutcome.SILENT, f"{argv[0]} does not end, SIGKILL or not: it hangs in the kernel")
+            return Answer(ProbeOutcome.SILENT, f"{argv[0]} is still alive after SIGKILL: it hangs in the kernel")
         try:
             process = _start_command(argv, self._cwd, self._env)
         except (OSError, ValueError) as error:
@@ -134,7 +133,7 @@ class Prober:
         return Answer.to_yes_or_no(code == 0, f"{argv[0]} exits {code}")
 
     def _subject(self) -> str:
-        """What a silent probe was asking, to begin a sentence with."""
+        """The target of a probe that got no answer, to begin a message with."""
         probe = self._probe
         if probe.http is not None:
             return f"{_path(urlsplit(probe.http))}: "
@@ -142,7 +141,7 @@ class Prober:
 
 
 class LogSearch:
-    """Looks for a line in a log that grows, each part once."""
+    """Searches a growing log for a line, each part once."""
 
     def __init__(self, log: Path, offset: int, pattern: str) -> None:
         self._log = log
@@ -151,15 +150,15 @@ class LogSearch:
         self._is_found = False
 
     def search(self) -> Answer:
-        """Search the whole lines written since the last question, and the last line as far as it is written.
+        """Search the lines written since the last call, and the unfinished last line.
 
-        A line is searched again until it has ended; what was dropped meanwhile to cap the log is passed over, and a log
+        An unfinished line is searched again until it ends. Parts that were dropped to cap the log are skipped; a log
         that was emptied by hand is searched from its start.
         """
         if not self._is_found:
             self._is_found = self._search()
         return Answer.to_yes_or_no(
-            self._is_found, f"log {'says' if self._is_found else 'does not say'} {self._pattern.pattern!r}"
+            self._is_found, f"log {'contains' if self._is_found else 'does not contain'} {self._pattern.pattern!r}"
         )
 
     def _search(self) -> bool:
@@ -174,14 +173,14 @@ class LogSearch:
                     if len(part.data) < MAX_LOG_PART_BYTES:
                         self._offset = part.offset + ended
                         return False
-                    # A line too long to be kept is given up in pieces.
+                    # A line that is too long is searched in pieces.
                     self._offset = part.offset + (ended or len(part.data))
         except FileNotFoundError:
             return False
 
 
 async def _ask_http(url: str, wanted: tuple[int, ...], *, body_within_s: float) -> Answer:
-    """GET it over a fresh connection; a wanted status is enough, and of any other the body may tell the reason."""
+    """GET it over a new connection; the body is read only if the status is not a wanted one, for the reason."""
     parts = urlsplit(url)
     path, port, host = _path(parts), _port(parts), parts.netloc.rpartition("@")[2]
     target = f"{path}?{parts.query}" if parts.query else path
@@ -206,7 +205,7 @@ async def _ask_http(url: str, wanted: tuple[int, ...], *, body_within_s: float) 
     if not line:
         return Answer(ProbeOutcome.HUNG_UP, f"{path}: connection closed without an answer")
     if status is None:
-        return Answer(ProbeOutcome.NO_HTTP, f"{path} answers no HTTP")
+        return Answer(ProbeOutcome.NO_HTTP, f"{path} does not answer in HTTP")
     code = int(status[1])
     if code in wanted:
         return Answer(ProbeOutcome.PASSED, f"{path} answers {code}")
@@ -216,7 +215,7 @@ async def _ask_http(url: str, wanted: tuple[int, ...], *, body_within_s: float) 
 
 
 async def _body(reader: asyncio.StreamReader, within_s: float) -> bytes:
-    """The beginning of a body, or as much of it as comes in time."""
+    """The beginning of a body, as far as it arrives in time."""
     received = bytearray(b"\r\n")  # the end of the status line: there may be no header
     try:
         async with asyncio.timeout(within_s):
@@ -229,7 +228,7 @@ async def _body(reader: asyncio.StreamReader, within_s: float) -> bytes:
 
 
 def _explained(body: bytes) -> tuple[str, bool]:
-    """The reason that a body gives, and whether it is that the engine is stalled, as our inference server says it.
+    """The reason in a body, and whether it is that the engine is stalled, as our inference server reports it.
 
     Reads `{"detail": …}` (ours, FastAPI's), `{"error": …}`, `{"error": {"message": …}}` (OpenAI's), also in chunks.
     """
@@ -257,11 +256,11 @@ async def _ask_tcp(address: str) -> Answer:
 
 def _ask_file(path: Path) -> Answer:
     there = path.exists()
-    return Answer.to_yes_or_no(there, f"{path.name} is {'there' if there else 'not there yet'}")
+    return Answer.to_yes_or_no(there, f"{path.name} {'exists' if there else 'does not exist yet'}")
 
 
 def _start_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Returns once it runs; asyncio's own way would reap behind our back."""
+    """Start a process; asyncio's own function would reap it in its child watcher."""
     nothing = subprocess.DEVNULL
     with own_children() as children:
         process = subprocess.Popen(
@@ -278,7 +277,7 @@ def _start_command(argv: tuple[str, ...], cwd: Path, env: Mapping[str, str]) -> 
 
 
 async def _end_of_command(process: subprocess.Popen[bytes]) -> int:
-    """Wait until it has ended, and end its group; its exit code."""
+    """Wait for its exit and kill its process group; returns its exit code."""
     try:
         running = identify(process.pid)
         if running is not None:
@@ -292,7 +291,7 @@ async def _end_of_command(process: subprocess.Popen[bytes]) -> int:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """To be called before its leader is reaped: the group is still its own."""
+    """Must be called before its leader is reaped, after which the group id may be reused."""
     with suppress(PermissionError):  # another user's (sudo)
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -301,7 +300,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 async def _connected(
     host: str, port: int, *, is_tls: bool
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is dropped, not drained, at the end: a probe owes the service no farewell."""
+    """A connection that is aborted at the end, without draining."""
     reader, writer = await asyncio.open_connection(host, port, ssl=ssl.create_default_context() if is_tls else None)
     try:
         yield reader, writer

@@ -1,8 +1,7 @@
-"""Whether a start-up gets on, and what it is at: by its log, its GPU memory, and what its processes read and write.
+"""Whether a start-up makes progress, and its phase: from its log, its GPU memory, and the I/O of its processes.
 
-One `Progress` an attempt, looked at with every question whether it is ready: a look costs a stat, and reads only what
-was added to the log. Reading and writing count because a model that is being downloaded says nothing in a log file:
-the hub shows its progress to terminals alone, and vLLM switches it off altogether.
+One `Progress` per attempt, evaluated after every readiness probe: it costs a stat, and reads only what was added to the
+log. I/O counts because a download logs nothing: the hub shows its progress bar on terminals only, and vLLM disables it.
 """
 
 from __future__ import annotations
@@ -12,37 +11,37 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_tui.supervisor.capped_log import place, read_part
+from grpo_tui.run_files.log_file import place, read_part
 
 MAX_PART_BYTES = 64 * 1024
-"""So much of what was added to the log is read in one look, from its end: the last phase is the one that counts."""
+"""Read at most from the end of what was added to the log: the last phase counts."""
 MAX_LINE_BYTES = 4096
 WRITTEN_BYTES, READ_BYTES = 2**20, 2**24
-"""So much must have been written or read to count: a process that hangs still polls and signals, some KB a minute."""
+"""I/O that counts as progress: a process that hangs still reads and writes some KB a minute."""
 LINE_ENDS = re.compile(rb"[\r\n]+")
-STILL = re.compile(rb'No available shared memory broadcast block found in|"GET /\S* HTTP/')
-"""Lines that a hanging service writes as well: vLLM's executor every minute that its workers do not answer, and a web
-server at every question of ours."""
+NO_PROGRESS = re.compile(rb'No available shared memory broadcast block found in|"GET /\S* HTTP/')
+"""Lines that a hanging service logs too: vLLM's executor once a minute while its workers do not answer, and a web
+server at every probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """The start-up moved since the last look."""
+    """The start-up made progress since the last check."""
 
     phase: str | None
-    """What it is at, e.g. `loading weights, 2 of 4 shards`; None when its log does not tell."""
+    """E.g. `loading weights, 2 of 4 shards`; None when its log shows none."""
 
 
 class Progress:
     """Follows the start-up of one attempt."""
 
     def __init__(self, log: Path, log_offset: int, phases: Sequence[tuple[str, str]]) -> None:
-        """Look at nothing yet.
+        """Read nothing yet.
 
         Args:
-            log_offset: where in `log` this attempt begins, as absolute offset (see `capped_log.py`).
-            phases: as `Launch.phases`; `{0}` in the words stands for the expression's first group. Of a line, the first
-                expression that is found counts; of the log, the last line.
+            log_offset: where in `log` this attempt begins, as absolute offset (see `grpo_tui.run_files.log_file`).
+            phases: as `Launch.phases`; `{0}` in the text is the expression's first group. In a line the first
+                expression that matches counts, in the log the last line.
         """
         self._log = log
         self._offset = log_offset
@@ -51,16 +50,16 @@ class Progress:
         self._phases = [(re.compile(pattern), words) for pattern, words in phases]
         self._phase: str | None = None
         self._unended = b""
-        """The last line of the log, which may go on."""
+        """The last line of the log, which may be incomplete."""
         self._gpu_memory_bytes = 0
         self._io = _InputOutput()
 
     def look(self, gpu_memory_bytes: int | None = None, pids: Iterable[int] = ()) -> Movement | None:
-        """What happened since the last look; None when nothing moved.
+        """The progress since the last check; None when there was none.
 
         Args:
-            gpu_memory_bytes: what the service holds; None where nobody knows.
-            pids: its processes, as far as they are known.
+            gpu_memory_bytes: GPU memory of the service; None where unknown.
+            pids: its known processes.
         """
         has_moved = self._read_log()
         if gpu_memory_bytes is not None:
@@ -79,10 +78,10 @@ class Progress:
         if phase is not None and phase != self._phase:
             self._phase = phase
             self._io.begin_phase()
-        return any(line.strip() and not STILL.search(line) for line in lines)
+        return any(line.strip() and not NO_PROGRESS.search(line) for line in lines)
 
     def _added(self) -> bytes:
-        """What was written to the log since the last look, at most the end of it."""
+        """What was written to the log since the last check, at most its end."""
         try:
             stat = self._log.stat()
             if (stat.st_size, stat.st_mtime_ns) == self._seen:
@@ -110,20 +109,20 @@ class Progress:
 
 
 class _InputOutput:
-    """What processes read and write, in all, as the kernel counts it."""
+    """The I/O of processes in total, as the kernel counts it."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
         self._read_bytes = self._written_bytes = 0
-        """Since they last counted as a movement."""
+        """Since they last counted as progress."""
         self.written_in_phase_bytes = 0
 
     def begin_phase(self) -> None:
-        """Count for another phase."""
+        """Start counting for a new phase."""
         self.written_in_phase_bytes = 0
 
     def has_moved(self, pids: Iterable[int]) -> bool:
-        """Whether enough was read or written since this was last so. A process counts from its own start."""
+        """Whether enough was read or written since it last was. A process counts from its own start."""
         for pid in pids:
             before, now = self._counts.get(pid, (0, 0)), _read_and_written(pid)
             if now is None:
@@ -141,7 +140,7 @@ class _InputOutput:
 
 
 def _read_and_written(pid: int) -> tuple[int, int] | None:
-    """Bytes that a process read, from files or into mapped memory, and wrote; None when it is gone or not ours."""
+    """Bytes that a process read, from files or into mapped memory, and wrote; None if it ended or is not ours."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             counts = dict(line.split(b": ") for line in file.read().splitlines())

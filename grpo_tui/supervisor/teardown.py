@@ -1,10 +1,10 @@
-"""After a service has ended: nothing of it is left, and whoever else is in the way is named.
+"""The teardown after a service or a run: ends stale processes, and reports what others still hold.
 
 In this order: processes with the run's marker (and those in the ledger), declared ports, GPU memory, shared memory,
 the run's temporary folder.
-A keeper that lived to the end has left nothing to do here, so this is the second net and costs some milliseconds.
-Ends only what carries our marker or stands in our ledger, by pid and start time; a stranger is ended on explicit word
-alone, another user's process never.
+A keeper that exited normally has left nothing to do, so this is the second check and takes milliseconds. Ends only
+processes with our marker or in our ledger, by pid and start time; a foreign process only with `take_ports`, another
+user's process never.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_tui.supervisor import orphans, proc, temporary
-from grpo_tui.supervisor.ports import Holder, port_holders
-from grpo_tui.supervisor.proc import ProcessId, Stat
+from grpo_tui.supervisor import temporary
+from grpo_tui.supervisor.keeper import orphans, proc
+from grpo_tui.supervisor.keeper.ports import Holder, port_holders
+from grpo_tui.supervisor.keeper.proc import ProcessId, Stat
 
 Report = Callable[[str], None]
-"""Takes a line for a person: what was ended, what is in the way, how long a stage took."""
+"""Takes a line for people: what was ended, which process is in the way, how long a stage took."""
 GpuMemory = Callable[[], Awaitable[int | None]]
-"""GPU memory in bytes that the service still holds; None when nobody knows."""
+"""GPU memory in bytes that the service still holds; None when unknown."""
 
 KILL_ROUND_S = 0.02
 CLOSING_LIMIT_S = 1.0
 """For the kernel to close the sockets of a process that was killed."""
 UNKILLABLE_AFTER_S = 5.0
-"""What outlives SIGKILL for so long hangs in the kernel: it is named and not waited for."""
+"""A process that outlives SIGKILL for so long hangs in the kernel: it is reported and not waited for."""
 GPU_LIMIT_S = 15.0
-"""The driver frees a large model's memory within a second; past this somebody else maps it."""
+"""The driver frees a large model's memory within a second; after this another process must have mapped it."""
 GPU_ROUND_S = 0.1
 SHARED_MEMORY = "/dev/shm"
 CUDA_SHARED = re.compile(r"cuda\.shm\.[^.]+\.([0-9a-f]+)\.")
@@ -44,18 +45,18 @@ TORCH_SHARED = re.compile(r"torch_(\d+)_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """What a sweep found."""
+    """The result of a sweep."""
 
     ended: tuple[str, ...]
-    """Processes that were left and have been ended, in words."""
+    """Stale processes that were ended."""
     unkillable: tuple[str, ...]
-    """Processes that SIGKILL did not end in time, in words."""
-    strangers: tuple[Holder, ...]
-    """Who still holds a declared port."""
+    """Processes that are still alive after SIGKILL."""
+    foreign: tuple[Holder, ...]
+    """Foreign processes that hold a declared port."""
     removed: tuple[str, ...]
     """Shared-memory files and temporary folders that were removed."""
     gpu_memory_bytes: int | None
-    """GPU memory still held when the wait ended; 0 when all is free, None when nobody knows."""
+    """GPU memory still held when the wait ended; None when unknown."""
     seconds: float
 
 
@@ -70,22 +71,23 @@ async def sweep(
     take_ports: bool = False,
     temporary_folder: Path | None = None,
 ) -> SweepReport:
-    """End what is left of a service, or of the whole run if `service` is None, and say what could not be ended.
+    """End stale processes of a service, or of the whole run if `service` is None, and report what could not be ended.
 
     Args:
         ledger: processes known to be the service's, for those that have neither parent nor marker any more.
-        take_ports: the explicit word to end strangers of our own user that hold a declared port.
-        temporary_folder: the run's, where it is known.
+        take_ports: whether to end foreign processes of our own user that hold a declared port.
+        temporary_folder: of the run, if known.
     """
     started = time.monotonic()
     ledger = frozenset(ledger)
     whose = service or f"run {run}"
     ended, stuck = await end_all(lambda: _left(run, service, ledger))
     if ended:
-        report(f"{whose}: ended what was left of it in {_since(started)}: {', '.join(ended)}")
-    freed, held, strangers = await clear_ports(run, service, ports=ports, report=report, take=take_ports)
+        report(f"{whose}: ended its remaining processes in {_since(started)}: {', '.join(ended)}")
+    freed, hanging, foreign = await clear_ports(run, service, ports=ports, report=report, take=take_ports)
+    held = [process_text(each.owner.process) for each in hanging if each.owner.process is not None]
     for words in (*stuck, *held):
-        report(f"{whose}: {words} does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
+        report(f"{whose}: {words} still alive after SIGKILL: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
     removed = await asyncio.to_thread(_remove_shared_memory, run if service is None else None, ledger)
     if removed:
@@ -95,7 +97,7 @@ async def sweep(
     return SweepReport(
         ended=(*ended, *freed),
         unkillable=(*stuck, *held),
-        strangers=tuple(strangers),
+        foreign=tuple(foreign),
         removed=tuple(removed),
         gpu_memory_bytes=gpu_memory_bytes,
         seconds=time.monotonic() - started,
@@ -104,16 +106,16 @@ async def sweep(
 
 async def clear_ports(
     run: str, service: str | None, *, ports: Iterable[int], report: Report, take: bool = False
-) -> tuple[list[str], list[str], list[Holder]]:
-    """End holders of these ports that are ours or left by a run of ours; also the pre-flight before a start.
+) -> tuple[list[str], list[Holder], list[Holder]]:
+    """End processes of ours that hold these ports; also part of the check before a start.
 
-    Returns who was ended, who could not be ended (both in words), and the strangers, who are named and left alone.
+    Returns who was ended (in words), who outlives SIGKILL, and the foreign processes, which are named and left alone.
     """
     wanted = frozenset(ports)
 
     def may_end(holder: Holder) -> bool:
         owner = holder.owner
-        return owner.may_be_ended and (owner.belongs_to(run, service) or (take and owner.is_strangers))
+        return owner.may_be_ended and (owner.belongs_to(run, service) or (take and owner.is_foreign))
 
     def ours() -> list[Stat]:
         holders = port_holders(wanted)
@@ -126,12 +128,13 @@ async def clear_ports(
         report(f"{holder.words(run)}; {'it is ended' if may_end(holder) else refusal}")
     if not any(map(may_end, holders)):
         return [], [], holders
-    ended, stuck = await end_all(ours)
-    return ended, stuck, [holder for holder in await _settled_holders(wanted) if not may_end(holder)]
+    ended, _ = await end_all(ours)
+    left = await _settled_holders(wanted)
+    return ended, [each for each in left if may_end(each)], [each for each in left if not may_end(each)]
 
 
 async def _settled_holders(ports: frozenset[int]) -> list[Holder]:
-    """Who holds these ports; a socket of ours that nobody has open any more is on its way out, and waited for."""
+    """The processes on these ports, after a socket of ours that no process has open any more was closed."""
     deadline = time.monotonic() + CLOSING_LIMIT_S
     while True:
         holders = await asyncio.to_thread(port_holders, ports)
@@ -142,24 +145,24 @@ async def _settled_holders(ports: frozenset[int]) -> list[Holder]:
 
 
 def _left(run: str, service: str | None, ledger: frozenset[ProcessId]) -> list[Stat]:
-    """What is left of a service: marked processes, those in the ledger, all below either, and orphans of any keeper."""
+    """Stale processes of a service: marked ones, those in the ledger, their descendants, and orphans of any keeper."""
     found = {process.pid: process for process in (*proc.processes_of_run(run, service), *orphans.adopted())}
     if any(entry.is_alive() for entry in ledger):
-        everybody = proc.living()
-        for process in everybody:
+        processes = proc.living()
+        for process in processes:
             if ProcessId(process.pid, process.start_ticks) in ledger:
-                found.update((each.pid, each) for each in (process, *proc.below(process.pid, everybody)))
-    spared = proc.ourselves()
-    return [process for process in found.values() if process.pid not in spared]
+                found.update((each.pid, each) for each in (process, *proc.below(process.pid, processes)))
+    own = proc.ourselves()
+    return [process for process in found.values() if process.pid not in own]
 
 
 async def end_all(find: Callable[[], Sequence[Stat]]) -> tuple[list[str], list[str]]:
-    """SIGKILL to everybody found, until nobody is found; who was ended and who would not end, in words."""
+    """Send SIGKILL until no process is found; returns the processes that ended, and those that did not."""
     killed: dict[ProcessId, str] = {}
     deadline = time.monotonic() + UNKILLABLE_AFTER_S
     while left := await asyncio.to_thread(find):
         for process in left:
-            killed[ProcessId(process.pid, process.start_ticks)] = f"pid {process.pid} ({process.comm})"
+            killed[ProcessId(process.pid, process.start_ticks)] = process_text(process)
             proc.send_signal(process, signal.SIGKILL)
         if time.monotonic() > deadline:
             break
@@ -168,15 +171,22 @@ async def end_all(find: Callable[[], Sequence[Stat]]) -> tuple[list[str], list[s
     return [words for key, words in killed.items() if key not in stuck], [killed[key] for key in stuck]
 
 
+def process_text(process: Stat) -> str:
+    """A process as reports name it."""
+    return f"pid {process.pid} ({process.comm})"
+
+
 async def _gpu_is_free(gpu_memory: GpuMemory, whose: str, report: Report) -> int | None:
-    """Wait until the driver has taken back the memory; what is still held, in bytes, when the limit is over."""
+    """Wait until the driver has freed the memory; returns the bytes still held at the limit."""
     started = time.monotonic()
     held = first = await gpu_memory()
     while held and time.monotonic() - started < GPU_LIMIT_S:
         await asyncio.sleep(GPU_ROUND_S)
         held = await gpu_memory()
     if held:
-        report(f"{whose}: {held / 1e9:.1f} GB of GPU memory still held after {_since(started)}: who else maps it?")
+        report(
+            f"{whose}: {held / 1e9:.1f} GB of GPU memory still held after {_since(started)}: another process may map it"
+        )
     elif first:
         report(f"{whose}: {first / 1e9:.1f} GB of GPU memory free again after {_since(started)}")
     return held
@@ -185,14 +195,14 @@ async def _gpu_is_free(gpu_memory: GpuMemory, whose: str, report: Report) -> int
 async def _remove_temporary(run: str, folder: Path | None, report: Report) -> list[str]:
     removed, left = await asyncio.to_thread(temporary.remove_folders, run, folder)
     if removed:
-        report(f"run {run}: removed what its services had left in {', '.join(removed)}")
+        report(f"run {run}: removed files that its services left in {', '.join(removed)}")
     for words in left:
         report(f"run {run}: its temporary folder cannot be removed: {words}; remove it by hand")
     return removed
 
 
 def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:
-    """Remove what dead processes left in shared memory, and at the end of a run `grpo-<run>-*`; only our own user's.
+    """Remove files of dead processes in shared memory, and at the end of a run `grpo-<run>-*`; only our own user's.
 
     The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`) and torch (`torch_<pid>_*`) leave the files by which memory
     was shared between processes, unless every process that mapped it ended in the right order.
@@ -203,7 +213,7 @@ def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list
         is_of_run = run is not None and entry.name.startswith(f"grpo-{run}-")
         if not is_of_run and _left_by(entry.name) not in dead:
             continue
-        with suppress(OSError):  # its maker removed it just now, or it may not be removed
+        with suppress(OSError):  # it was removed meanwhile, or may not be removed
             if entry.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
             if entry.is_dir(follow_symlinks=False):
@@ -215,7 +225,7 @@ def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list
 
 
 def _left_by(name: str) -> int | None:
-    """The process that made a file of shared memory, where its name says so."""
+    """The process that made a file of shared memory, if its name contains the pid."""
     if found := CUDA_SHARED.match(name):
         return int(found[1], 16)
     return int(found[1]) if (found := TORCH_SHARED.match(name)) else None

@@ -1,38 +1,71 @@
-"""The temporary folder of a run: its services have it as TMPDIR, as jobs of a batch system have one, and it goes with
-the run, whatever was left in it and by whom.
+"""The temporary folder of a run: TMPDIR of its services, removed with everything in it when the run is over.
 
-It lies in the folder that is temporary for us, under a name short enough for the sockets that vLLM makes below it.
-What programs keep from run to run in what is temporary (compiled code, vocabularies) stays outside.
+It lies in our own temporary folder, under a name short enough for the paths of the sockets that vLLM makes in it.
+Caches that programs keep in a temporary folder from run to run (compiled code, vocabularies) stay outside.
 """
 
 from __future__ import annotations
 
 import getpass
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 
 from grpo_engine.models.local import cache_folder
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
+from grpo_tui.services.base import Launch
 
 FOLDER, COMPILED_CODE = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
 CHANCE_BYTES = len("-12345678")
 ALWAYS_SHORT = Path("/tmp")
 OF_TORCH = "torchinductor_{user}"
 OF_OTHERS = ("{user}", "data-gym-cache", "tiktoken-rs-cache")
-"""What CUTLASS and FlashAttention, tiktoken and its edition in Rust keep in the temporary folder."""
+"""The caches of CUTLASS and FlashAttention, of tiktoken and of its Rust port in the temporary folder."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TemporaryFolder:
+    """The temporary folder of a run that goes on."""
+
+    path: Path | None
+    """None where none could be made: what services leave behind is then not removed."""
+
+    @classmethod
+    def open(cls, run: str, known: Path | None) -> TemporaryFolder:
+        """The folder that an earlier supervisor of the run made (`known`), or a new one."""
+        try:
+            return cls(known or make_folder(run))
+        except OSError as error:
+            log.warning("no temporary folder for the run can be made (%s): what services leave is not removed", error)
+            return cls(None)
+
+    def with_variables(self, launch: Launch) -> Launch:
+        """A launch with TMPDIR set to this folder, unless its profile sets it."""
+        return launch if self.path is None else replace(launch, env={**variables(self.path), **launch.env})
+
+    def restore(self, warn: Callable[[str], None]) -> None:
+        """Make the folder again if it was removed; `warn` takes why that is impossible."""
+        if self.path is None:
+            return
+        try:
+            restore_folder(self.path)
+        except OSError as error:
+            warn(f"{self.path}, TMPDIR of the services, was removed and cannot be made again: {error}")
 
 
 def make_folder(run: str) -> Path:
-    """Make the folder of a run, ours alone.
+    """Make the folder of a run, accessible to our user only.
 
     Raises:
-        OSError: the disk is full, or nobody may write there.
+        OSError: the disk is full, or the parent folder is not writable.
     """
     base = next((base for base in _bases() if _fits(base / _stem(run, base))), ALWAYS_SHORT)
     folder = Path(tempfile.mkdtemp(prefix=f"{_stem(run, base)}-", dir=base))
@@ -40,8 +73,8 @@ def make_folder(run: str) -> Path:
     return folder
 
 
-def make_anew(folder: Path) -> None:
-    """Make it again where somebody removed it: cleaners of /tmp do, after days.
+def restore_folder(folder: Path) -> None:
+    """Make it again if it was removed, as cleaners of /tmp do after days.
 
     Raises:
         OSError: the disk is full, or another user took its name.
@@ -56,17 +89,17 @@ def make_anew(folder: Path) -> None:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """What a service is to find in its environment, where its profile does not say otherwise."""
+    """Environment variables of the services of the run."""
     named = {FOLDER: str(folder)}
-    if COMPILED_CODE not in os.environ:  # not through our link: it stands in what is kept
+    if COMPILED_CODE not in os.environ:  # the cache itself, since compiled code contains its path
         named[COMPILED_CODE] = str(_compiled_code())
     return named
 
 
 def remove_folders(run: str, known: Path | None) -> tuple[list[str], list[str]]:
-    """Remove the folder of a run that is over, and whatever else bears its name there; only our own user's.
+    """Remove the folder of a run that is over, and others of its name; only our own user's.
 
-    Returns what was removed of those that held something, and what could not be removed, with why; both in words.
+    Returns the removed folders that were not empty, and a line for each file that could not be removed.
     """
     removed, left = [], []
     named = {path for base in _bases() for path in base.glob(f"{escape(_stem(run, base))}-*")}
@@ -89,7 +122,7 @@ def _bases() -> tuple[Path, ...]:
 
 
 def _stem(run: str, base: Path) -> str:
-    """How the name begins: with the run's, or what stands for one that is too long."""
+    """The start of the folder's name: the run's name, or a hash of one that is too long."""
     stem = f"grpo-{run}"
     return stem if _fits(base / stem) else f"grpo-{hashlib.blake2b(run.encode(), digest_size=4).hexdigest()}"
 
@@ -106,7 +139,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _compiled_code() -> Path:
-    """Where our server keeps compiled code too; where torch would, when there is no room for that."""
+    """The cache of compiled code that our server uses too; torch's default where that cannot be made."""
     try:
         folder = cache_folder(os.environ) / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,8 +149,8 @@ def _compiled_code() -> Path:
 
 
 def _kept(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Where a program looks for what it keeps, and where that is."""
-    yield folder / OF_TORCH.format(user=_user()), _compiled_code()  # headers, wherever the variable points
+    """Each cache: its path in the temporary folder, and where it is kept."""
+    yield folder / OF_TORCH.format(user=_user()), _compiled_code()  # headers are read here whatever the variable says
     for name in OF_OTHERS:
         own = name.format(user=_user())
         yield folder / own, folder.parent / own
@@ -126,14 +159,14 @@ def _kept(folder: Path) -> Iterator[tuple[Path, Path]]:
 def _link_kept(folder: Path) -> None:
     for link, place in _kept(folder):
         if _is_ours(place):
-            with suppress(OSError):  # a file system without links: it is made again
+            with suppress(OSError):  # a file system without links: the cache is built again
                 link.symlink_to(place)
 
 
 def _move_kept(folder: Path) -> None:
-    """Keep what this run was the first to make, and take our links away."""
+    """Move out the caches that this run was the first to build, and remove our links."""
     for made, place in _kept(folder):
-        with suppress(OSError):  # none was made, or another run was sooner
+        with suppress(OSError):  # none was built, or another run built it first
             if made.is_symlink():
                 made.unlink()
             elif any(made.iterdir()) and not place.exists():
@@ -144,4 +177,4 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return f"uid_{os.getuid()}"  # as torch says
+        return f"uid_{os.getuid()}"  # the name that torch uses

@@ -1,7 +1,7 @@
-"""The screen of one run, in the order in which things happen: compose, hear news, reduce, draw, act on keys.
+"""The screen of one run, in the order in which things happen: open, read, reduce, draw, act on keys.
 
-Workers (`news.py`) post messages; a handler reduces them into the one state; the screen draws from it. The run never
-depends on this process: it may stall, die or run twice. Leaving it detaches.
+Workers (`news.py`) post changes; one handler reduces them into the state; the shown screen draws the state. The run
+does not depend on this process: any number of screens may be open, and quitting one only detaches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from textual.content import Content
 from textual.screen import Screen
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.wire.run_folder import newest_crash_report
 from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.supervisor.proc import user_name
+from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.ui import messages, questions
 from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import wants_ascii
@@ -39,22 +40,22 @@ from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScree
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen, help_page, page_width, warnings_page
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
-from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES
-from grpo_tui.ui.widgets.travel_bar import TravelBar
+from grpo_tui.ui.widgets.frame.keys_bar import STOPPED_STATES
+from grpo_tui.ui.widgets.frame.travel_bar import TravelBar
 from grpo_tui.view import state as view
-from grpo_tui.view import travel, viewer
-from grpo_tui.view.crash_files import newest_report
+from grpo_tui.view import viewer
 from grpo_tui.view.format import duration_text
-from grpo_tui.view.time_travel import as_seen
+from grpo_tui.view.timeline import state as travel
+from grpo_tui.view.timeline.past import displayed
 
 TICK_S = 1.0
 MIN_COLUMNS, MIN_ROWS = 40, 10
-"""Below this a terminal is told to be too small."""
+"""Smaller terminals show only that they are too small."""
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class GrpoScreen(ThemedApp[None]):
-    """Watches one run and asks its daemon for what keys say."""
+    """Shows one run, and sends commands to its supervisor when keys are pressed."""
 
     TITLE = "grpo-tui"
     CSS_PATH = "grpo.tcss"
@@ -65,7 +66,12 @@ class GrpoScreen(ThemedApp[None]):
     BINDINGS = [
         *bindings(EVERYWHERE),
         Binding(
-            "ctrl+c,ctrl+q", "detach", "detach", show=False, priority=True, tooltip="leave the screen; the run goes on"
+            "ctrl+c,ctrl+q",
+            "detach",
+            "detach",
+            show=False,
+            priority=True,
+            tooltip="leave the screen; the run keeps running",
         ),
     ]
 
@@ -84,10 +90,10 @@ class GrpoScreen(ThemedApp[None]):
         """Watch a run.
 
         Args:
-            is_read_only: refuse every key that does something to the run.
-            theme: of `themes.known_themes()`.
-            preferences: what is remembered of this person; None of somebody who needs no hints.
-            remember: keeps other preferences for next time.
+            is_read_only: refuse every key that acts on the run.
+            theme: a name of `themes.known_themes()`.
+            preferences: saved preferences; None skips the hint for new users.
+            remember: saves changed preferences for the next start.
         """
         super().__init__(theme=theme, is_ascii=is_ascii)
         self._preferences = preferences or Preferences(has_read_hint=True)
@@ -104,13 +110,13 @@ class GrpoScreen(ThemedApp[None]):
         """The main screen; it composes the parts."""
         return MainScreen(self.state)
 
-    # --- hear news -------------------------------------------------------------------------------------------------
+    # --- read -------------------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
-        """Start everything that brings news."""
+        """Create the other screens and start the workers that read the run."""
         self._leave_on_signals()
         for place, screen in SCREENS.items():
-            if place != MainScreen.PLACE:  # they keep what they show while another is in sight
+            if place != MainScreen.PLACE:  # kept while another screen is shown
                 self._screens_of_run[place] = screen(self.state)
                 self.install_screen(self._screens_of_run[place], name=place)
         for name, task in self._news.tasks().items():
@@ -125,12 +131,12 @@ class GrpoScreen(ThemedApp[None]):
 
     # --- reduce and draw -------------------------------------------------------------------------------------------
 
-    @on(messages.Came)
-    def _take_in(self, came: messages.Came) -> None:
+    @on(messages.StateChanged)
+    def _apply_change(self, came: messages.StateChanged) -> None:
         self._apply(came.change)
 
     def _apply(self, change: view.Change) -> None:
-        """Make the change, and draw once for all changes that wait."""
+        """Reduce a change into the state, and schedule one draw for all pending changes."""
         before, self.state = self.state, view.reduce(self.state, change)
         self._news.look_again(before, self.state)
         if not self._is_draw_due:
@@ -138,19 +144,19 @@ class GrpoScreen(ThemedApp[None]):
             self.call_later(self._draw)
 
     def _draw(self) -> None:
-        if not self.is_running:  # the screens lose their parts, one after the other
+        if not self.is_running:  # widgets are being removed
             return
         shown = self.shown
         if shown is not None and not shown.is_mounted:
-            shown.call_later(self._draw)  # what it is told first, it handles when it is there
+            shown.call_later(self._draw)  # runs once it is mounted
             return
         self._is_draw_due = False
         if shown is not None:
-            shown.draw(as_seen(self.state))
+            shown.draw(displayed(self.state))
 
     @property
     def shown(self) -> RunScreen | None:
-        """The screen of the run that is in sight, maybe below a question; None before the first."""
+        """The screen of the run in front, perhaps below a dialog; None before the first is shown."""
         return next((screen for screen in reversed(self.screen_stack) if isinstance(screen, RunScreen)), None)
 
     @property
@@ -163,117 +169,117 @@ class GrpoScreen(ThemedApp[None]):
     # --- act on keys -----------------------------------------------------------------------------------------------
 
     async def action_show(self, place: str) -> None:
-        """Go to another screen of the run; the main one is below the others."""
+        """Switch to another screen of the run; the main one stays at the bottom of the stack."""
         if self.shown is None or place == self.shown.PLACE:
             return
-        async with self.painted_once():  # and not the main screen on the way from one to another
+        async with self.painted_once():  # without painting the main screen in between
             if self.shown is not self.main:
                 await self.pop_screen()
             if place != self.main.PLACE:
                 screen = self._screens_of_run[place]
-                screen.see(as_seen(self.state))
+                screen.set_state(displayed(self.state))
                 await self.push_screen(screen)
             self._draw()
 
     def action_restart_inference(self) -> None:
-        """Restart vLLM at once: it is the key that people come for."""
-        if self._is_only_watching():
+        """Restart the inference server without asking."""
+        if self._refuses_actions():
             return
         service = view.inference_service(self.state)
         if service is None:
-            self._tell("warning", "no inference server among the services of this run; r restarts the selected one")
+            self._show_message("warning", "this run has no inference server; r restarts the selected service")
             return
-        self._bring_up("restart", service)
+        self._start_or_restart("restart", service)
 
     def action_restart_chosen(self) -> None:
         """Restart the tagged services, or the selected one."""
         self.restart(self.state.chosen)
 
     def action_start_or_stop(self) -> None:
-        """Start the chosen services where none of them runs, else stop those that do."""
+        """Start the chosen services if none of them runs, else stop those that do."""
         self.start_or_stop(self.state.chosen)
 
     def action_kill_chosen(self) -> None:
-        """Kill the chosen services after a yes."""
+        """Kill the chosen services after confirmation."""
         self.kill(self.state.chosen)
 
     def restart(self, services: Sequence[ServiceStatus]) -> None:
-        """Restart each of some services."""
-        if self._is_only_watching():
+        """Restart each of `services`."""
+        if self._refuses_actions():
             return
         for service in services:
-            self._bring_up("restart", service.name)
+            self._start_or_restart("restart", service.name)
 
     def start_or_stop(self, services: Sequence[ServiceStatus]) -> None:
-        """Start services where none of them runs, else stop those that do; about the trainer it asks first."""
-        if self._is_only_watching():
+        """Start services if none of them runs, else stop those that do; asks before it stops the trainer."""
+        if self._refuses_actions():
             return
         up = [service for service in services if service.state not in STOPPED_STATES]
         if not up:
             for service in services:
-                self._bring_up("start", service.name)
+                self._start_or_restart("start", service.name)
             return
         self._confirm(questions.about_stopping(up, self.state), "stop", [service.name for service in up])
 
     def kill(self, services: Sequence[ServiceStatus]) -> None:
-        """Kill those of some services that live, after a yes."""
-        if self._is_only_watching():
+        """Kill those of `services` that have a process, after confirmation."""
+        if self._refuses_actions():
             return
         alive = [service for service in services if service.state in questions.KILLABLE_STATES]
         if alive:
             self._confirm(questions.about_killing(alive, self.state), "kill", [service.name for service in alive])
         elif services:
             states = ", ".join(f"{service.name} is {service.state}" for service in services)
-            self._tell("info", f"{states}: there is nothing to kill")
+            self._show_message("info", f"nothing to kill: {states}")
 
     def action_tag(self) -> None:
-        """Tag the selected service, or take its tag away."""
-        if self.state.selected is not None and not self._is_only_watching():
+        """Tag or untag the selected service."""
+        if self.state.selected is not None and not self._refuses_actions():
             self._apply(viewer.TagToggled(name=self.state.selected))
 
     def action_clear_tags(self) -> None:
-        """Take all tags away."""
+        """Remove all tags."""
         if self.state.viewer.tagged:
             self._apply(viewer.TagsCleared())
 
     def action_end_run(self) -> None:
-        """End the run after a yes; the question names every process that will end."""
-        if self._is_only_watching():
+        """End the run after a confirmation that names every process that will end."""
+        if self._refuses_actions():
             return
         if self.state.has_ended:
-            self._tell("info", "the run is over already; q leaves")
+            self._show_message("info", "the run has ended already; q leaves")
             return
         self._confirm(questions.about_ending_the_run(self.state), "down", [None])
 
     def action_travel(self) -> None:
-        """Go back in time, or come back to the present."""
+        """Open the timeline at the past, or return to the present."""
         self._apply(travel.Closed() if self.state.travel.is_open else travel.Opened())
         if self.state.travel.is_open and self.shown is not None and self.shown.is_mounted:
             self.shown.query_one(TravelBar).take_keys()
 
     def action_detach(self) -> None:
-        """Leave the screen; the run goes on."""
+        """Leave the screen; the run keeps running."""
         self.leave()
 
     async def action_quit(self) -> None:
-        """What the palette calls quitting is detaching."""
+        """Detach: the palette's quit command must not end the run."""
         self.action_detach()
 
     def action_select(self, by: int) -> None:
-        """Select the service so many rows further."""
+        """Move the selection by `by` rows."""
         self._apply(view.SelectionMoved(by=by))
 
     def action_follow(self) -> None:
-        """Follow the end of the log, or hold still."""
+        """Toggle following the end of the log."""
         self._apply(view.FollowChanged(is_following=not self.state.is_following))
 
     def action_scroll_log(self, pages: int) -> None:
-        """Read a page back or on."""
+        """Scroll the log by pages."""
         lines = self.main.log_lines
         lines.scroll_relative(y=pages * max(1, lines.size.height - 1), animate=False)
 
     def action_scroll_log_to_start(self) -> None:
-        """Go to the oldest line in memory."""
+        """Scroll to the oldest line in memory."""
         self.main.log_lines.scroll_home(animate=False)
 
     def action_scroll_log_to_end(self) -> None:
@@ -281,53 +287,54 @@ class GrpoScreen(ThemedApp[None]):
         self._apply(view.FollowChanged(is_following=True))
 
     def action_shift_log(self, by: int) -> None:
-        """Move sideways along long lines."""
+        """Scroll long lines sideways."""
         self.main.log_lines.shift(by)
 
     def action_zoom(self) -> None:
-        """Give the body to the log, or share it again."""
+        """Show the log on the whole screen, or with the other panels again."""
         self.main.toggle_zoom()
 
     def action_command_palette(self) -> None:
-        """Find anything by its words."""
+        """Open the command palette."""
         if not isinstance(self.screen, CommandPalette):
             self.push_screen(CommandPalette(placeholder="restart env, log of vllm, metrics, theme light …"))
 
     def action_help(self) -> None:
-        """Open the page of keys and signs."""
+        """Open the help page."""
         shown = self.shown or self.main
         self.push_screen(ReadingScreen("grpo-tui", help_page(shown.PLACE, shown.KEYS, page_width(self.size.width))))
 
     def action_warnings(self) -> None:
         """Open every warning in full."""
-        self.push_screen(ReadingScreen("warnings", warnings_page(as_seen(self.state), page_width(self.size.width))))
+        self.push_screen(ReadingScreen("warnings", warnings_page(displayed(self.state), page_width(self.size.width))))
 
     async def action_crash_report(self) -> None:
-        """Open the newest crash report of the selected service, or say that there is none."""
+        """Open the newest crash report of the selected service, or report that there is none."""
         service = self.state.service(self.state.selected)
         if service is None:
             return
         try:
-            report = await asyncio.to_thread(newest_report, self.state.run_folder, service.name)
+            path = await asyncio.to_thread(newest_crash_report, self.state.run_folder, service.name)
+            text = "" if path is None else await asyncio.to_thread(path.read_text, "utf-8", "replace")
         except OSError as error:
-            self._tell("error", f"the crash report of {service.name} cannot be read: {error}")
+            self._show_message("error", f"the crash report of {service.name} cannot be read: {error}")
             return
-        if report is None:
-            self._tell("info", f"{service.name} has no crash report in {self.state.run}: it has not failed there")
+        if path is None:
+            self._show_message("info", f"{service.name} has no crash report in {self.state.run}: no attempt failed")
             return
-        self.push_screen(ReadingScreen(report.path.name, Content(report.text), is_wide=True))
+        self.push_screen(ReadingScreen(path.name, Content(text), is_wide=True))
 
     def select(self, service: str) -> None:
-        """Select a service; its log is shown."""
+        """Select a service and show its log."""
         self._apply(view.ServiceSelected(name=service))
 
     def choose_theme(self, name: str) -> None:
-        """Draw in other colours, and next time too."""
+        """Switch the theme and save it for the next start."""
         self.theme = name
         self._keep(self._preferences.model_copy(update={"theme": name}))
 
     def on_key(self) -> None:
-        """The first key shows that the hint was read."""
+        """Remove the hint for new users at the first key."""
         if self.state.viewer.is_new:
             self._apply(viewer.HintRead())
             self._keep(self._preferences.model_copy(update={"has_read_hint": True}))
@@ -337,20 +344,20 @@ class GrpoScreen(ThemedApp[None]):
         try:
             self._remember(preferences)
         except OSError as error:
-            self._tell("warning", f"this will not be remembered: {error}")
+            self._show_message("warning", f"preferences are not saved: {error}")
 
-    def _is_only_watching(self) -> bool:
-        """Whether this screen may not act; says so if it may not."""
+    def _refuses_actions(self) -> bool:
+        """Whether this screen may not act on the run; shows why if so."""
         if self.state.travel.is_open and not self.state.has_ended:
             at = travel.clock_at(self.state.travel.moment)
-            self._tell("warning", f"you look at {at}: press t to come back to now, then act")
+            self._show_message("warning", f"the screen shows {at}: press t for the present, then repeat the key")
             return True
         if self.state.viewer.is_read_only:
-            self._tell("warning", "this screen is read-only: it was opened with --read-only and changes nothing")
+            self._show_message("warning", "read-only screen (opened with --read-only): the key does nothing")
         return self.state.viewer.is_read_only
 
     def _confirm(self, question: questions.Question | None, do: view.Do, services: Sequence[str | None]) -> None:
-        """Do it to each of some services after a yes, or at once where there is no question."""
+        """Send a command for each of `services`, after confirmation if there is a question."""
 
         def act(is_yes: bool | None) -> None:
             if is_yes:
@@ -362,11 +369,13 @@ class GrpoScreen(ThemedApp[None]):
         else:
             self.push_screen(ConfirmScreen(question.text, question.named), act)
 
-    def _bring_up(self, do: Literal["start", "restart"], name: str) -> None:
-        """Start or restart a service; where a stranger has its port, ask first whether that is to be ended."""
+    def _start_or_restart(self, do: Literal["start", "restart"], name: str) -> None:
+        """Start or restart a service; if a foreign process holds its port, ask first whether to end that."""
         service = self.state.service(name)
         if self.state.status is not None and self.state.has_ended:
-            self._tell("info", f"the run is over; grpo-tui --profile {self.state.status.profile} starts another")
+            self._show_message(
+                "info", f"the run is over; grpo-tui --profile {self.state.status.profile} starts another"
+            )
             return
         question = None if service is None else questions.about_a_taken_port(service, user_name(os.getuid()))
         if question is None:
@@ -380,7 +389,7 @@ class GrpoScreen(ThemedApp[None]):
         self.push_screen(TakePortScreen(question.text, question.named, f"{do} {name}"), act)
 
     def _ask(self, do: view.Do, service: str | None, *, take_ports: bool = False) -> None:
-        """Send a command without waiting for it; what happens then comes as events."""
+        """Send a command without waiting for it; its effects arrive as events."""
         self._apply(view.CommandSent(do=do, service=service, time=self._clock(), takes_ports=take_ports))
         self.run_worker(self._command(do, service, take_ports), name=f"{do} {service or ''}")
 
@@ -394,11 +403,11 @@ class GrpoScreen(ThemedApp[None]):
             refused = view.CommandRefused(do=do, service=service, error=error, time=self._clock())
             self.post_message(messages.CommandFailed(refused))
 
-    def _tell(self, severity: Literal["info", "warning", "error"], text: str) -> None:
-        self._apply(view.Told(severity=severity, text=text, time=self._clock()))
+    def _show_message(self, severity: Literal["info", "warning", "error"], text: str) -> None:
+        self._apply(view.MessageShown(severity=severity, text=text, time=self._clock()))
 
     def _leave_on_signals(self) -> None:
-        """A closed terminal or a polite kill leaves the screen as `q` does, with the terminal restored."""
+        """Leave as `q` does, with the terminal restored, when the terminal closes or on SIGTERM."""
         if self.is_headless:
             return
         loop = asyncio.get_running_loop()
@@ -407,14 +416,14 @@ class GrpoScreen(ThemedApp[None]):
 
 
 def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:
-    """Show the run until the person leaves; the run goes on.
+    """Show a run until the user leaves; the run keeps running.
 
     Args:
-        theme: the colours to open with; None for those that were chosen last.
-        is_read_only: refuse every key that does something to the run.
+        theme: the theme to open with; None for the saved one.
+        is_read_only: refuse every key that acts on the run.
 
     Returns:
-        The exit code: 1 if the run was seen to fail, else 0.
+        The exit code: 1 if the run has failed, else 0.
     """
     folder = run_folder.resolve()
     file = preferences_file()
@@ -431,15 +440,15 @@ def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: boo
     app.run()
     if app.return_code:
         return app.return_code
-    sys.stderr.write(farewell(app.state) + "\n")
+    sys.stderr.write(exit_message(app.state) + "\n")
     has_failed = app.state.status is not None and app.state.status.state is RunState.FAILED
     return ExitCode.FAILED if has_failed else ExitCode.OK
 
 
-def farewell(state: view.ViewState) -> str:
-    """What stands on the terminal after the screen: that the run goes on, or how it ended."""
+def exit_message(state: view.ViewState) -> str:
+    """The line that is printed after the screen: how to reconnect, or how the run ended."""
     if state.status is None or not state.has_ended:
-        return f"detached from {state.run}; grpo-tui attach {state.run} comes back, grpo-tui down {state.run} ends it"
+        return f"detached from {state.run}; grpo-tui attach {state.run} reconnects, grpo-tui down {state.run} ends it"
     status = state.status
     lasted = ""
     if status.started_at is not None and status.ended_at is not None:

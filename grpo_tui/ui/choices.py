@@ -1,4 +1,4 @@
-"""What `grpo-tui` without a profile offers: runs of this folder to join or look at, and profiles to start."""
+"""The choices of `grpo-tui` without a profile: runs of this folder to attach to, and profiles to start."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EDITORS = ("nano", "vim", "vi")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChoice:
-    """A run that is there."""
+    """A run in `logs/`."""
 
     folder: Path
     is_live: bool
     state: RunState | None
-    """None where its files do not tell."""
+    """None if its files cannot be read."""
     words: tuple[str, ...]
-    """What is known of it, a line each."""
+    """Its description, a line each."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class RunChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileChoice:
-    """A profile that may be started, or that a run of may be joined."""
+    """A profile to start, or to attach to a running run of."""
 
     name: str
     path: Path
@@ -57,33 +57,32 @@ Choice = RunChoice | ProfileChoice
 
 
 def run_choices(logs: Path = LOGS) -> list[RunChoice]:
-    """Live runs, the newest first, then the latest that ended. Blocks while it reads."""
+    """Live runs, newest first, then the latest ended ones. Blocks while it reads."""
     known = runs(logs)
     live = [run for run in known if run.is_live]
     ended = [run for run in known if not run.is_live]
-    return [_told(run) for run in (*live, *ended[:MAX_ENDED_RUNS])]
+    return [_run_choice(run) for run in (*live, *ended[:MAX_ENDED_RUNS])]
 
 
 def profile_choices() -> list[ProfileChoice]:
-    """Every profile that a name can mean. Blocks while it reads."""
-    return [_read(name, path) for name, path in available_profiles().items()]
+    """Every profile that can be started by name. Blocks while it reads."""
+    return [_profile_choice(name, path) for name, path in available_profiles().items()]
 
 
 def matching(choices: Sequence[Choice], typed: str) -> list[Choice]:
-    """Those that hold every word that was typed, in any order and case."""
+    """The choices that contain every typed word, in any order and case."""
     words = typed.lower().split()
     return [choice for choice in choices if all(word in _searched(choice) for word in words)]
 
 
 def plan_of(name: str, overrides: Sequence[str] = ()) -> str:
-    """What a profile would start, in words.
+    """The plan of a profile as text.
 
     Raises:
         ConfigError: the profile is wrong.
     """
     from grpo_tui.profile.loading import load
-    from grpo_tui.profile.plan import make_plan
-    from grpo_tui.profile.plan_words import plan_text
+    from grpo_tui.profile.plan import make_plan, plan_text
 
     loaded = load(name, list(overrides))
     return plan_text(make_plan(loaded, run_folder=LOGS / new_run_id(loaded.name), python=sys.executable), loaded)
@@ -91,9 +90,9 @@ def plan_of(name: str, overrides: Sequence[str] = ()) -> str:
 
 @contextmanager
 def own_copy(choice: ProfileChoice) -> Iterator[Path]:
-    """Within, a profile's file in `./profiles`, which comes before an installed one of that name.
+    """Yield a profile's file in `./profiles`, which takes precedence over an installed one of the same name.
 
-    One that is copied there for it and stays as it was is removed again, so that updates of ours still arrive.
+    A copy made for this is removed again if it was not changed, so that updates of the installed one still apply.
 
     Raises:
         OSError: it cannot be read or written.
@@ -115,13 +114,13 @@ def own_copy(choice: ProfileChoice) -> Iterator[Path]:
 
 
 def editor_command(environment: Mapping[str, str]) -> list[str]:
-    """The words that begin the user's editor."""
+    """The command line of the user's editor."""
     said = shlex.split(environment.get("VISUAL") or environment.get("EDITOR") or "")
     found = (name for name in EDITORS if shutil.which(name, path=environment.get("PATH", os.defpath)))
     return said or [next(found, EDITORS[-1])]
 
 
-def _told(run: Run) -> RunChoice:
+def _run_choice(run: Run) -> RunChoice:
     try:
         status = stored_status(run)
     except PeerError as error:
@@ -132,7 +131,7 @@ def _told(run: Run) -> RunChoice:
     return RunChoice(folder=run.folder, is_live=run.is_live, state=status.state, words=words)
 
 
-def _read(name: str, path: Path) -> ProfileChoice:
+def _profile_choice(name: str, path: Path) -> ProfileChoice:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = itertools.takewhile(lambda line: line.startswith("#"), file)
@@ -145,7 +144,7 @@ def _read(name: str, path: Path) -> ProfileChoice:
 
 
 def _paragraphs(lines: Iterable[str]) -> list[str]:
-    """Lines without the breaks of the file: one that is indented goes on with the one before."""
+    """Join indented lines to the line before them."""
     told: list[str] = []
     for line in lines:
         if told and line.startswith(" "):

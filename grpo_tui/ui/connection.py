@@ -1,6 +1,6 @@
-"""What the screen needs of a run, and the real thing: the daemon's socket, and the files where no daemon answers.
+"""The screen's connection to a run: the supervisor's socket, and the run's files if no supervisor answers.
 
-The screen knows only `RunConnection`; tests give it one without a daemon.
+The screen uses only `RunConnection`; tests pass a fake.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from grpo_tui.view.state import Do
 
 
 class RunConnection(Protocol):
-    """A way to hear how a run stands, and to ask its daemon for things."""
+    """Receives events of a run, and sends commands to its supervisor."""
 
     def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
-        """Connect, and yield a snapshot and every event after it until the daemon hangs up.
+        """Connect, and yield a snapshot and every later event until the supervisor closes the connection.
 
         Raises:
-            PeerError: no daemon answers, or it answers something outside the protocol.
+            PeerError: no supervisor answers, or its answer is not of the protocol.
         """
         ...
 
     async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
-        """Ask for an action and wait for the answer that it was taken up.
+        """Send a command and wait until the supervisor accepts it.
 
         Args:
-            take_ports: the word to end strangers of our own user that hold a port of the service.
+            take_ports: end foreign processes of this user that hold a port of the service.
 
         Raises:
-            GrpoError: no daemon answers, and none could be started.
+            GrpoError: no supervisor answers, and none could be started.
         """
         ...
 
     def stored_status(self) -> RunStatus:
-        """How the run stands by its files; blocks while it reads.
+        """The run's status as its files have it; blocks while it reads.
 
         Raises:
             PeerError: they are missing or damaged.
@@ -50,14 +50,14 @@ class RunConnection(Protocol):
 
 
 class LocalRun:
-    """A run of this machine. A command brings the daemon back if it died: the new one takes the services over."""
+    """A run on this machine. A command restarts the supervisor if it died; the new one adopts the services."""
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
         self._daemon = Daemon(run_folder)
 
     def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
-        """See `RunConnection.events`; never starts a daemon, since looking must not."""
+        """See `RunConnection.events`; never starts a supervisor."""
         return self._daemon.events()
 
     async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:

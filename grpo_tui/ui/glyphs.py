@@ -1,7 +1,7 @@
-"""Signs that the screen draws with, and plain characters in their place for a terminal that has only ASCII.
+"""Signs of the screen, and their ASCII replacements for terminals without UTF-8.
 
-Widgets write Unicode. Where the locale is another, `AsciiOnly` replaces characters one for one as lines leave for the
-terminal, so columns stay aligned and no widget needs to know.
+Widgets write Unicode. Without a UTF-8 locale, `AsciiOnly` replaces characters one for one on output, so columns stay
+aligned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE_SIGNS = {
     ProbeOutcome.SILENT: ("◌", "hanging"),
     ProbeOutcome.ENGINE_STALLED: ("◍", "stalled"),
 }
-"""Answers that tell more than the state of a service does: sign and word."""
+"""Sign and word of probe outcomes that refine the state of a service."""
 RUN_GLYPHS = {
     RunState.STARTING: "◐",
     RunState.RUNNING: "●",
@@ -42,7 +42,7 @@ RUN_GLYPHS = {
 SEVERITY_GLYPHS = {"error": "✗", "warning": "▲", "info": "·"}
 SPARK_BARS = "▁▂▃▄▅▆▇█"
 SHARE_FILLS = "█▓▒▚▞▤▥▦▧▨▩▣"
-"""One a service, beside its colour, so that a bar can be read without colours."""
+"""One per service, so that a bar can be read without colours."""
 OTHERS_FILL = "╳"
 REST_FILL = "░"
 FREE_FILL = "·"
@@ -68,7 +68,7 @@ _DOTS_BY_ROW = (0x09, 0x12, 0x24, 0xC0)
 """Of a braille character, from its top."""
 
 
-def _likeness_of_dots(dots: int) -> str:
+def _ascii_of_dots(dots: int) -> str:
     """An ASCII character with ink at about the same height."""
     rows = [row for row, mask in enumerate(_DOTS_BY_ROW) if dots & mask]
     if not rows:
@@ -78,13 +78,13 @@ def _likeness_of_dots(dots: int) -> str:
     return {0: "'", 1: "-", 2: "-"}.get(rows[0], ".")
 
 
-_ASCII.update({0x2800 + dots: _likeness_of_dots(dots) for dots in range(256)})
+_ASCII.update({0x2800 + dots: _ascii_of_dots(dots) for dots in range(256)})
 
 
 def wants_ascii(environ: Mapping[str, str]) -> bool:
-    """Whether the locale says that the terminal has no UTF-8; a machine that says nothing (a container) has it.
+    """Whether the locale excludes UTF-8; without any locale setting (containers) UTF-8 is assumed.
 
-    Python itself sets `LC_CTYPE=C.UTF-8` where it found the C locale, so that alone is not the user's word.
+    Python sets `LC_CTYPE=C.UTF-8` itself if it finds the C locale, so that value alone does not count.
     """
     if "TEXTUAL_DRIVER" in environ:
         return False  # a browser, whatever the server's locale is
@@ -106,8 +106,8 @@ class AsciiOnly(LineFilter):
 
 
 def as_ascii(text: str) -> str:
-    """`text` in ASCII, with a question mark for what has no likeness."""
-    likened = text.translate(_ASCII)
-    if likened.isascii():
-        return likened
-    return "".join(letter if letter.isascii() else "?" * cell_len(letter) for letter in likened)
+    """`text` in ASCII, with a question mark for characters without a replacement."""
+    replaced = text.translate(_ASCII)
+    if replaced.isascii():
+        return replaced
+    return "".join(letter if letter.isascii() else "?" * cell_len(letter) for letter in replaced)

@@ -1,7 +1,7 @@
-"""How many rows each part of the screen gets, from the size of the terminal. Pure.
+"""The rows of each panel of the main screen, from the size of the terminal. Pure.
 
-Narrow: everything stacked, the log below. Wide: the log stands to the right. Whatever is given, the log keeps some
-rows; what does not fit scrolls (services) or is left to its own screen (warnings).
+Narrow: panels are stacked, the log below. Wide: the log is on the right. The log always keeps some rows; what does not
+fit scrolls (services) or is left to its own page (warnings).
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDE_COLUMNS = 150
-"""From here on the log stands beside the rest."""
+"""Width from which the log is beside the other panels."""
 LEFT_SHARE = 0.56
 TWO_COLUMN_METRICS = 70
-"""Width from which metrics stand in two columns when rows are scarce."""
+"""Width from which metrics are in two columns if rows are scarce."""
 NUM_FRAME_ROWS = 3
-"""Header, the line of what happens, keys; where there is room, the names of the other screens as well."""
+"""Header, activity line, keys."""
 MIN_LOG_ROWS = 4
 MIN_GPU_ROWS = 3
 """One bar of several, how many more there are, and the legend."""
 ROOMY_ROWS = 32
-"""From here on the parts stand apart."""
+"""Height from which empty rows separate the panels."""
 NUM_GAPS = 3
 
 
@@ -53,7 +53,7 @@ class Layout:
 
 
 def arrange(width: int, height: int, wanted: Wanted) -> Layout:
-    """Share out `height` rows of `width` columns."""
+    """Divide `height` rows of `width` columns among the panels."""
     is_wide = width >= WIDE_COLUMNS
     left = int(width * LEFT_SHARE) if is_wide else width
     metrics_columns = 2 if left >= TWO_COLUMN_METRICS and not is_wide else 1
@@ -92,5 +92,5 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
 
 
 def _rows_lent(wanted: Wanted) -> int:
-    """Rows that the log gives away when more than one thing is wrong."""
+    """Rows that the log gives to further warnings."""
     return min(2, max(0, wanted.num_warnings - 1))

@@ -1,6 +1,6 @@
-"""What workers and widgets tell the app. Workers never touch widgets, and widgets never touch the state.
+"""Messages of workers and widgets to the app; workers never touch widgets, and widgets never change the state.
 
-Each carries one change of the view's state; one handler takes them all, in the order in which they come.
+Each carries one change of the view state; one handler applies them in the order of arrival.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ from grpo_tui.view.state import Change
 
 
 @dataclass
-class Came(Message):
-    """Base: something came that changes the state."""
+class StateChanged(Message):
+    """Base: a change of the view state."""
 
     change: Change
 
 
-class RunSpoke(Came):
-    """The daemon sent a snapshot or an event."""
+class EventReceived(StateChanged):
+    """The supervisor sent a snapshot or an event."""
 
 
-class RunFellSilent(Came):
-    """The daemon does not answer any more, or not yet."""
+class SupervisorLost(StateChanged):
+    """The supervisor does not answer."""
 
 
-class StatusArrived(Came):
-    """The state file was read in the daemon's place."""
+class StatusArrived(StateChanged):
+    """The state file was read because no supervisor answers."""
 
 
-class MetricsArrived(Came):
-    """The trainer finished steps."""
+class MetricsArrived(StateChanged):
+    """The trainer wrote metrics."""
 
 
-class LogArrived(Came):
+class LogArrived(StateChanged):
     """The selected service wrote to its log."""
 
 
-class CommandFailed(Came):
-    """The daemon refused a command, or could not be asked."""
+class CommandFailed(StateChanged):
+    """The supervisor refused a command, or could not be reached."""
 
 
-class SecondPassed(Came):
-    """The clock moved on; a late one replaces the one before it."""
+class SecondPassed(StateChanged):
+    """One second passed; a later tick replaces one that is still queued."""
 
     def can_replace(self, message: Message) -> bool:
-        """An older tick that still waits is of no use."""
+        """Replace an older tick."""
         return isinstance(message, SecondPassed)
 
 
-class Travelled(Came):
-    """Somebody moved in the time of the run."""
+class MovedInTime(StateChanged):
+    """The user moved on the timeline."""
 
 
-class TimelineArrived(Came):
-    """More is known of the time of the run, or of the moment that is looked at."""
+class TimelineArrived(StateChanged):
+    """The timeline file, or the state at a moment of it, was read."""
 
 
-class ServiceClicked(Came):
+class ServiceClicked(StateChanged):
     """A row of the table was clicked."""
 
 
-class FollowingChanged(Came):
+class FollowingChanged(StateChanged):
     """The log was scrolled away from its end, or back to it."""

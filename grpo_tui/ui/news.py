@@ -1,7 +1,7 @@
-"""What brings a screen the news of its run: the daemon's words, and the run's files where they grow.
+"""The workers of the screen: they receive the supervisor's events and follow the growing files of the run.
 
-Each task reads in threads, posts what it found as a message, and goes on until it is cancelled. The state is only
-looked at here, for what is to be read.
+Each worker reads in threads, posts changes as messages, and runs until it is cancelled. The state is only read here,
+to decide what to read next.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.wire.run_folder import METRICS_FILE
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
-from grpo_tui.paths import METRICS_FILE
+from grpo_tui.run_files.metrics import MetricsTail
 from grpo_tui.ui import messages
 from grpo_tui.ui.connection import RunConnection
 from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.view import state as view
-from grpo_tui.view import travel
 from grpo_tui.view.folder_watch import FolderWatch
-from grpo_tui.view.log_tail import LogTail
-from grpo_tui.view.metrics_tail import MetricsTail
-from grpo_tui.view.timeline_file import TimelineFile
+from grpo_tui.view.logs.tail import LogTail
+from grpo_tui.view.timeline import state as travel
+from grpo_tui.view.timeline.file import TimelineFile
 
 RECONNECT_S = 1.0
 METRICS_POLL_S = 0.5
 TIMELINE_POLL_S = 1.0
 LOG_POLL_BUSY_S = 0.1
-"""Between two reads of a log that is being written: a flood becomes ten pictures a second."""
+"""Between two reads of a log that is being written; limits redraws to ten a second."""
 LOG_POLL_QUIET_S = 0.5
-NO_TIMELINE = "no events.jsonl here: services as they stood last, metrics as at the moment"
+NO_TIMELINE = "no events.jsonl: services are in their last state, metrics as of this moment"
 
 
 class RunNews:
-    """Follows one run for the screen that shows it."""
+    """Follows one run for its screen."""
 
     def __init__(
         self,
         connection: RunConnection,
         *,
         state: Callable[[], view.ViewState],
-        post: Callable[[messages.Came], object],
+        post: Callable[[messages.StateChanged], object],
     ) -> None:
         """Read nothing yet.
 
         Args:
-            state: tells how the view stands now.
-            post: takes what was found.
+            state: returns the current view state.
+            post: receives the changes.
         """
         self._connection = connection
         self._state = state
@@ -55,7 +55,7 @@ class RunNews:
         self._past_wanted = asyncio.Event()
 
     def tasks(self) -> dict[str, Coroutine[None, None, None]]:
-        """What is to be run beside the screen, by name; each once."""
+        """The workers by name; each is to be run once."""
         return {
             "listen": self._listen(),
             "metrics": self._read_metrics(),
@@ -64,21 +64,21 @@ class RunNews:
         }
 
     def look_again(self, before: view.ViewState, now: view.ViewState) -> None:
-        """Read at once what another state asks for."""
+        """Wake the workers whose input changed between two states."""
         if now.selected != before.selected:
             self._log_wanted.set()
         if _wanted_of_the_past(now) != _wanted_of_the_past(before):
             self._past_wanted.set()
 
-    # --- the daemon ------------------------------------------------------------------------------------------------
+    # --- the supervisor --------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Hear the daemon; while there is none, show its last written word and try again."""
+        """Receive the supervisor's events; while none answers, show the state file and reconnect every second."""
         while True:
-            note = "the supervisor hung up"
+            note = "the supervisor closed the connection"
             try:
                 async for event in self._connection.events():
-                    self._post(messages.RunSpoke(event))
+                    self._post(messages.EventReceived(event))
                     if isinstance(event, Bye):
                         note = f"the run is over: {event.state}"
             except (GrpoError, OSError) as error:
@@ -87,33 +87,33 @@ class RunNews:
             await asyncio.sleep(RECONNECT_S)
 
     async def _look_at_files(self, note: str) -> None:
-        """Take the state from the run's files, in the place of a daemon that is gone."""
+        """Read the status from the run's files, because no supervisor answers."""
         try:
             status = await asyncio.to_thread(self._connection.stored_status)
         except (GrpoError, OSError) as error:
-            self._post(messages.RunFellSilent(view.ConnectionLost(note=f"{note}; {error}")))
+            self._post(messages.SupervisorLost(view.ConnectionLost(note=f"{note}; {error}")))
             return
         self._post(messages.StatusArrived(view.StatusRead(status=status)))
         is_over = status.state in ENDED_RUN_STATES
-        if is_over and self._state().status is None:  # it was over before anybody looked: there is only its past to see
-            self._post(messages.Travelled(travel.Opened()))
+        if is_over and self._state().status is None:  # already over when the screen opened
+            self._post(messages.MovedInTime(travel.Opened()))
         words = (
             f"the run is over: {status.state}; t goes back in time, q leaves"
             if is_over
-            else f"last known state, trying again: {note}"
+            else f"last known state, reconnecting: {note}"
         )
-        self._post(messages.RunFellSilent(view.ConnectionLost(note=words, is_over=is_over)))
+        self._post(messages.SupervisorLost(view.ConnectionLost(note=words, is_over=is_over)))
 
     # --- files that grow -------------------------------------------------------------------------------------------
 
     async def _read_metrics(self) -> None:
-        """Follow `metrics.jsonl`, and whether its folder is still there."""
+        """Follow `metrics.jsonl`, and check whether the run folder still exists."""
         tail = MetricsTail(self._state().run_folder / METRICS_FILE)
         folder = FolderWatch(self._state().run_folder)
         while True:
-            chunk, fate = await asyncio.to_thread(lambda: (tail.read(), folder.look()))
-            if fate is not self._state().folder_fate:
-                self._post(messages.Came(view.FolderLooked(fate=fate)))
+            chunk, state = await asyncio.to_thread(lambda: (tail.read(), folder.look()))
+            if state is not self._state().folder_state:
+                self._post(messages.StateChanged(view.FolderChecked(state=state)))
             if chunk.lines or chunk.is_restarted or chunk.num_bad_lines:
                 read = view.MetricsRead(
                     lines=chunk.lines, is_restarted=chunk.is_restarted, num_bad_lines=chunk.num_bad_lines
@@ -123,7 +123,7 @@ class RunNews:
                 await asyncio.sleep(METRICS_POLL_S)
 
     async def _read_log(self) -> None:
-        """Follow the log of whichever service is selected."""
+        """Follow the log of the selected service."""
         tail: LogTail | None = None
         service: str | None = None
         pause_s = LOG_POLL_QUIET_S
@@ -155,7 +155,7 @@ class RunNews:
         return LogTail(path if path.is_absolute() else self._state().run_folder / path.name)
 
     async def _read_past(self) -> None:
-        """While somebody travels in time, read on in the timeline, and how everything stood at the moment."""
+        """While the timeline is open, follow its file and read the state at the chosen moment."""
         timeline = TimelineFile(self._state().run_folder)
         read: tuple[object, ...] = ()
         while True:

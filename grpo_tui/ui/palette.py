@@ -1,20 +1,56 @@
-"""What the palette (ctrl+p) finds: every key's action by its words, every service, every screen, every theme."""
+"""The command palette (ctrl+p): the action of every key, every service, every screen and every theme."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.dom import DOMNode
 
+from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
+from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.themes import known_themes
-from grpo_tui.ui.widgets.keys_bar import STOPPED_STATES, does_something
+from grpo_tui.ui.widgets.frame.keys_bar import STOPPED_STATES, is_available
+from grpo_tui.view.state import ViewState
 
-if TYPE_CHECKING:
-    from grpo_tui.ui.app import GrpoScreen
+
+class RunApp(Protocol):
+    """What the palette calls of the app."""
+
+    state: ViewState
+
+    @property
+    def shown(self) -> RunScreen | None:
+        """The screen of the run that is in front."""
+
+    @property
+    def main(self) -> RunScreen:
+        """The main screen."""
+
+    def choose_theme(self, name: str) -> None:
+        """Draw in other colours."""
+
+    def select(self, service: str) -> None:
+        """Select a service."""
+
+    def restart(self, services: Sequence[ServiceStatus]) -> None:
+        """Restart services."""
+
+    def start_or_stop(self, services: Sequence[ServiceStatus]) -> None:
+        """Start stopped services, stop running ones."""
+
+    def kill(self, services: Sequence[ServiceStatus]) -> None:
+        """Kill services."""
+
+    async def action_show(self, place: str) -> None:
+        """Switch to another screen."""
+
+    async def run_action(self, action: str, default_namespace: DOMNode | None = None) -> bool:
+        """Run the action of a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +61,20 @@ class Command:
     help: str
     run: Callable[[], Any]
     is_shown_at_once: bool = True
-    """Whether it is there before anything is typed."""
+    """Whether it is listed before anything is typed."""
 
 
 class RunCommands(Provider):
-    """Finds by words in any order of letters, as Textual's palette does."""
+    """Matches the typed letters in order, as Textual's palette does."""
 
     async def discover(self) -> Hits:
-        """What is listed before anything is typed."""
+        """Yield the commands that are listed before anything is typed."""
         for command in self._commands():
             if command.is_shown_at_once:
                 yield DiscoveryHit(command.words, command.run, help=command.help)
 
     async def search(self, query: str) -> Hits:
-        """Commands whose words, or those of their help, have the letters of the query."""
+        """Yield commands whose words or help match the query; matches in the help count half."""
         matcher = self.matcher(query)
         for command in self._commands():
             score = max(matcher.match(command.words), 0.5 * matcher.match(command.help))
@@ -46,8 +82,8 @@ class RunCommands(Provider):
                 yield Hit(score, matcher.highlight(command.words), command.run, help=command.help)
 
     @property
-    def _grpo(self) -> GrpoScreen:
-        return cast("GrpoScreen", self.app)
+    def _grpo(self) -> RunApp:
+        return cast(RunApp, self.app)
 
     def _commands(self) -> Iterator[Command]:
         yield from self._of_keys()
@@ -55,7 +91,7 @@ class RunCommands(Provider):
         for name in known_themes():
             yield Command(
                 words=f"theme {name}",
-                help="the colours of the screen; remembered for next time",
+                help="colours of the screen; saved for the next start",
                 run=partial(self._grpo.choose_theme, name),
                 is_shown_at_once=False,
             )
@@ -64,7 +100,7 @@ class RunCommands(Provider):
         shown = self._grpo.shown or self._grpo.main
         own: tuple[Key, ...] = tuple(shown.KEYS)
         for key in (*FIRST_EVERYWHERE, *own, *LAST_EVERYWHERE):
-            if key.action == "app.command_palette" or not does_something(key, self._grpo.state):
+            if key.action == "app.command_palette" or not is_available(key, self._grpo.state):
                 continue
             yield Command(
                 words=f"{key.label}  ({key.shown})",
@@ -79,23 +115,25 @@ class RunCommands(Provider):
             name = service.name
             yield Command(
                 words=f"show log of {name}",
-                help="select it and go to the main screen",
+                help="select the service and go to the main screen",
                 run=partial(self._show_log, name),
             )
             if not app.state.may_act:
                 continue
             yield Command(
-                words=f"restart {name}", help="and those that must follow it", run=partial(app.restart, [service])
+                words=f"restart {name}",
+                help="and the services that depend on it",
+                run=partial(app.restart, [service]),
             )
             is_down = service.state in STOPPED_STATES
             yield Command(
                 words=f"{'start' if is_down else 'stop'} {name}",
-                help="asks before the trainer or a stranger ends",
+                help="asks before stopping the trainer or ending a foreign process",
                 run=partial(app.start_or_stop, [service]),
             )
             if not is_down:
                 yield Command(
-                    words=f"kill {name}", help="no time to save anything; asks first", run=partial(app.kill, [service])
+                    words=f"kill {name}", help="SIGKILL, nothing is saved; asks first", run=partial(app.kill, [service])
                 )
 
     async def _show_log(self, name: str) -> None:

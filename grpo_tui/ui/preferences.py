@@ -1,6 +1,6 @@
-"""What the screen remembers of a person between runs: the theme, and that the first hint was read.
+"""Saved preferences of the user: the theme, and whether the first hint was read.
 
-One small file, `$XDG_CONFIG_HOME/grpo-tui/screen.json`. A missing or broken one is as good as none: the screen opens.
+They are in `$XDG_CONFIG_HOME/grpo-tui/screen.json`. If it is missing or damaged, defaults apply.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class Preferences(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     theme: str | None = None
-    """Its name; None where none was ever chosen."""
+    """Its name; None if none was chosen."""
     has_read_hint: bool = False
 
 
 def preferences_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where they stand."""
+    """The path of the file."""
     base = environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "grpo-tui" / "screen.json"
 
 
 def read_preferences(path: Path) -> Preferences:
-    """What is remembered; the defaults where the file is missing or is not what it should be."""
+    """The saved preferences; defaults if the file is missing or damaged."""
     try:
         return Preferences.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -39,7 +39,7 @@ def read_preferences(path: Path) -> Preferences:
 
 
 def write_preferences(path: Path, preferences: Preferences) -> None:
-    """Remember.
+    """Save preferences.
 
     Raises:
         OSError: the folder or the file cannot be written.

@@ -1,4 +1,4 @@
-"""What the screen asks before it destroys something: the question, and who or what will end. Pure."""
+"""The confirmations before something is ended: question, and the processes that will end. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS
 from grpo_tui.view.format import count_text
-from grpo_tui.view.refusals import obstacles
 from grpo_tui.view.service_rules import TRAINER_KIND
 from grpo_tui.view.state import ViewState
 
@@ -24,48 +23,48 @@ class Question:
 
 
 def about_stopping(services: Sequence[ServiceStatus], state: ViewState) -> Question | None:
-    """Whether training is to go no further; None where no trainer is among them, since all others start again."""
+    """The confirmation for stopping services; None without a trainer, since the others can start again without loss."""
     if not any(service.kind == TRAINER_KIND for service in services):
         return None
     named = []
     for service in services:
         is_trainer = service.kind == TRAINER_KIND
-        named.append(f"{_told(service)}, after step {_step(state)}" if is_trainer else _told(service))
-    return Question(text=f"Stop {_several(services)}?", named=(*named, "training goes no further until it is started"))
+        named.append(f"{_described(service)}, after step {_step(state)}" if is_trainer else _described(service))
+    return Question(text=f"Stop {_several(services)}?", named=(*named, "training stops until it is started again"))
 
 
 def about_killing(services: Sequence[ServiceStatus], state: ViewState) -> Question:
-    """Whether services are to end without time to save anything."""
+    """The confirmation for killing services."""
     is_one = len(services) == 1
     named = [
-        *(_told(service) for service in services),
-        f"and all that {'it' if is_one else 'they'} started: by SIGKILL, so nothing is saved",
-        "it stays down until s starts it" if is_one else "they stay down until s starts them",
+        *(_described(service) for service in services),
+        f"and every process {'it' if is_one else 'they'} started, by SIGKILL: nothing is saved",
+        "it stays stopped until s starts it" if is_one else "they stay stopped until s starts them",
     ]
     trainer = next((service for service in services if service.kind == TRAINER_KIND), None)
     if trainer is not None:
         subject = "it" if is_one else trainer.name
-        named.insert(-1, f"{subject} is at step {_step(state)}; what is in no checkpoint is lost")
+        named.insert(-1, f"{subject} is at step {_step(state)}; steps since its last checkpoint are lost")
     return Question(text=f"Kill {_several(services)} now?", named=tuple(named))
 
 
 def about_ending_the_run(state: ViewState) -> Question:
-    """Whether everything is to end."""
-    live = tuple(_told(service) for service in state.services if service.pid is not None)
-    return Question(text=f"End the run {state.run}?", named=live or ("no service runs",))
+    """The confirmation for ending the run."""
+    live = tuple(_described(service) for service in state.services if service.pid is not None)
+    return Question(text=f"End the run {state.run}?", named=live or ("no service is running",))
 
 
 def about_a_taken_port(service: ServiceStatus, user: str) -> Question | None:
-    """Whether to end who holds a port of this service; None where nobody is there whom we may end.
+    """The question whether to end the process on a port of this service; None if there is none that we may end.
 
     Args:
-        user: whose screen and supervisor this is.
+        user: the user that runs this screen.
     """
-    in_the_way = obstacles(service)
-    ended = [each.words for each in in_the_way if each.may_be_ended_by(user)]
+    holders = [(refusal, refusal.foreign_holder()) for refusal in service.refusals]
+    ended = [refusal.text for refusal, holder in holders if holder is not None and holder.user == user]
     if not ended:
         return None
-    spared = [f"left alone, and in the way too: {each.words}" for each in in_the_way if each.words not in ended]
+    spared = [f"also in the way, not ended: {each.text}" for each in service.refusals if each.text not in ended]
     text = f"{service.name} was not started: its port is taken. End this process?"
     return Question(text=text, named=(*ended, *spared))
 
@@ -74,7 +73,7 @@ def _several(services: Sequence[ServiceStatus]) -> str:
     return services[0].name if len(services) == 1 else f"these {count_text(len(services), 'service')}"
 
 
-def _told(service: ServiceStatus) -> str:
+def _described(service: ServiceStatus) -> str:
     state = PROBE_SIGNS[service.probe][1] if service.probe in PROBE_SIGNS else service.state
     return f"{service.name}, {state}, {'no process yet' if service.pid is None else f'pid {service.pid}'}"
 

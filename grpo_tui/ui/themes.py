@@ -1,6 +1,6 @@
-"""Colours: a dark theme, a light one, and one of the terminal's own sixteen; Textual's themes may be chosen as well.
+"""Themes (dark, light, 16-colour ANSI, and Textual's own), and the base of our apps.
 
-Every colour that a part draws with is a variable, so that a theme reaches it. Ours are checked for contrast.
+Every colour that a widget uses is a theme variable. Tests check the contrast of our themes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 
-from grpo_tui.ui.changed_cells import ChangedCells, TerminalCells
 from grpo_tui.ui.glyphs import AsciiOnly
-from grpo_tui.ui.line_pace import GIVE_UP_S, LinePace
+from grpo_tui.ui.terminal.changed_cells import ChangedCells, TerminalCells
+from grpo_tui.ui.terminal.line_pace import GIVE_UP_S, LinePace
 from grpo_tui.ui.waiting import wait_at_most
 
 DARK, LIGHT, ANSI = "dark", "light", "ansi"
@@ -78,16 +78,16 @@ OWN_THEMES = (
 )  # fmt: skip
 NO_COLOURS = NoColor()
 RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezterm", "foot", "iterm")
-"""Parts of `TERM` that promise more than sixteen colours."""
+"""Parts of `TERM` that imply more than sixteen colours."""
 
 LAYOUT_LIMIT_S = 0.2
-"""An empty frame is better than none for longer."""
+"""Longest wait for the layout of a new screen before it is painted."""
 LAST_ANSWER_S = 1.0
-"""How long a terminal that owes an answer is waited for, before it goes to another program."""
+"""How long to wait for the terminal's answer before leaving."""
 
 
 class ThemedApp(App[ReturnType]):
-    """Base of our apps: themes, and plain characters where the terminal has no others."""
+    """Base of our apps: themes, ASCII output, and output limited to what the connection carries."""
 
     def __init__(self, *, theme: str = DARK, is_ascii: bool = False) -> None:
         self._ascii = AsciiOnly() if is_ascii else None
@@ -101,9 +101,9 @@ class ThemedApp(App[ReturnType]):
         self.theme = theme
 
     def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
-        """Send cells that differ, where Textual (8.2) would send all of a screen for every layout.
+        """Send only cells that differ; Textual (8.2) sends the whole screen for every layout.
 
-        While the line is full nothing is sent: then the newest is, whatever came between.
+        While the connection is full nothing is sent; afterwards only the newest frame is.
         """
         shown: Any = renderable
         if isinstance(renderable, LayoutUpdate | ChopsUpdate):
@@ -120,7 +120,7 @@ class ThemedApp(App[ReturnType]):
 
     def _paint_without_answer(self) -> None:
         self._paint_what_is_due()
-        if self._is_paint_due:  # something else was painted lately
+        if self._is_paint_due:  # another frame was painted recently
             self.set_timer(GIVE_UP_S, self._paint_without_answer)
 
     def _paint_what_is_due(self) -> None:
@@ -129,17 +129,17 @@ class ThemedApp(App[ReturnType]):
             self.screen.refresh()
 
     def on_cursor_position(self, event: events.CursorPosition) -> None:
-        """The terminal answers how far it has come: go on, or leave."""
+        """Handle the terminal's answer to a query: paint what is due, or leave."""
         now = time.monotonic()
         self._pace.answered(event.y + 1, event.x + 1, now)
         self._paint_what_is_due()
-        if self._leaves_with is not None and not self._pace.owes_an_answer(now):
+        if self._leaves_with is not None and not self._pace.expects_answer(now):
             self.exit(*self._leaves_with)
 
     def leave(self, result: ReturnType | None = None) -> None:
-        """End with this result, when the terminal has answered: what comes later is typed into the shell."""
-        self._pace.ask_no_more()
-        if not self._pace.owes_an_answer(time.monotonic()):
+        """Exit with this result once the terminal has answered; a later answer would appear in the shell."""
+        self._pace.stop_queries()
+        if not self._pace.expects_answer(time.monotonic()):
             self.exit(result)
         elif self._leaves_with is None:
             self._leaves_with = (result,)
@@ -147,7 +147,7 @@ class ThemedApp(App[ReturnType]):
 
     @asynccontextmanager
     async def painted_once(self) -> AsyncIterator[None]:
-        """Paint nothing meanwhile, nor before the screen that is in sight then has shared out its room."""
+        """Paint once after the block, when the shown screen has its layout."""
         with self.batch_update():
             yield
             laid_out = asyncio.Event()
@@ -155,35 +155,35 @@ class ThemedApp(App[ReturnType]):
             await wait_at_most(laid_out, LAYOUT_LIMIT_S)
         self.screen.refresh()
 
-    def action_paint_anew(self) -> None:
-        """Send every cell, whatever the terminal should show already."""
+    def action_redraw(self) -> None:
+        """Send every cell again."""
         self._cells.forget()
         self.screen.refresh()
 
     def on_mount(self) -> None:
-        """Send everything anew when the terminal comes back from another program."""
+        """Repaint everything after another program used the terminal."""
         self.app_resume_signal.subscribe(self, lambda _: self._cells.forget())
 
     def on_ready(self) -> None:
-        """Have garbage collected again, where that was put off: but not looked for in what was loaded."""
+        """Enable the garbage collector if start-up disabled it, and exempt what is loaded by now."""
         if not gc.isenabled():
             gc.freeze()
             gc.enable()
 
     def on_resize(self) -> None:
-        """Send everything anew: a terminal of another size has moved what stands on it."""
+        """Repaint everything: terminals move their content when resized."""
         self._cells.forget()
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's own, and plain characters where the terminal has no others.
+        """Textual's filters, and ASCII output if the terminal needs it.
 
-        `NO_COLOR` means none: Textual would draw in greys, and fails at text without a style.
+        `NO_COLOR` removes all colours: Textual would draw greys, and fails on text without a style.
         """
         own = [NO_COLOURS if isinstance(each, Monochrome) else each for each in super().get_line_filters()]
         return [*own, *([self._ascii] if self._ascii else [])]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Our colours in a theme that does not know them."""
+        """Defaults of our variables for Textual's themes."""
         colours = self.current_theme.to_color_system().generate()
         return {
             "muted": f"{colours['foreground']} 72%",
@@ -201,13 +201,13 @@ SHARES_OF_OTHER_THEMES = (
 
 
 def known_themes() -> list[str]:
-    """Every name that may be chosen, ours first."""
+    """All theme names, ours first."""
     ours = [theme.name for theme in OWN_THEMES]
     return [*ours, *(name for name in sorted(BUILTIN_THEMES) if name not in ours)]
 
 
 def theme_to_open(asked: str | None, remembered: str | None, environ: Mapping[str, str]) -> str:
-    """What was asked for now, else what was chosen before, else what the terminal can show."""
+    """The requested theme, else the saved one, else one that the terminal can show."""
     for name in (asked, remembered):
         if name in known_themes():
             return str(name)

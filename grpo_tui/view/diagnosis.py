@@ -1,8 +1,8 @@
-"""What is wrong with a run, in plain words, with its cause and the flag that mends it. Pure.
+"""What is wrong with a run, its cause, and the flag that fixes it. Pure.
 
 The rules are in `training_rules.py` (from metrics) and `service_rules.py` (from the status document); each yields wire
-`Warning`s with an id that stays the same while the trouble lasts. Those of `alignment_rules.py` look at the recorded
-tokens themselves, and yield findings that say how sure they are.
+`Warning`s with an id that stays the same while the cause lasts. The verdict on alignment, from recorded tokens, is in
+`grpo_engine.diagnosis`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import RunStatus, Warning
-from grpo_tui.view.alignment_rules import ALIGNMENT_RULES, CERTAINTY_RANK, Evidence, Finding, otherwise
 from grpo_tui.view.service_rules import SERVICE_RULES
 from grpo_tui.view.training_rules import EXPLAINED_BY, TRAINING_RULES, Measurements
 
@@ -19,7 +18,7 @@ GRAVITY = {"error": 0, "warning": 1, "info": 2}
 
 
 def diagnose(history: Sequence[MetricsLine], status: RunStatus | None) -> list[Warning]:
-    """Everything that a person should know about, the gravest first.
+    """All warnings about a run, the most severe first.
 
     Args:
         history: lines of `metrics.jsonl` in order of their steps; may be thinned, except for the newest.
@@ -36,9 +35,3 @@ def diagnose(history: Sequence[MetricsLine], status: RunStatus | None) -> list[W
     ids = {warning.id for warning in found}
     found = [warning for warning in found if ids.isdisjoint(EXPLAINED_BY.get(warning.id, ()))]
     return sorted(found, key=lambda warning: GRAVITY[warning.severity])
-
-
-def diagnose_alignment(known: Evidence) -> tuple[Finding, ...]:
-    """What makes trainer and inference disagree, the surest cause first; where they agree, a finding that says so."""
-    found = [finding for rule in ALIGNMENT_RULES for finding in rule(known)]
-    return tuple(sorted(found, key=lambda finding: CERTAINTY_RANK[finding.certainty])) or (otherwise(known),)

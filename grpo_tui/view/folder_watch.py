@@ -1,6 +1,6 @@
-"""Whether the folder of a run is still the one that the screen opened, and what to say when it is not.
+"""Checks whether the folder of a run is still the one that the screen opened, and warns if not.
 
-It holds its plan open, which is written once: where another stands in its place, or none, somebody deleted it.
+The check keeps the plan file open, which is written once: if the path has another file or none, the folder was deleted.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
+from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.supervisor import Warning
-from grpo_tui.paths import PLAN_FILE
 
 
-class FolderFate(StrEnum):
-    """What became of the folder."""
+class FolderState(StrEnum):
+    """State of the folder."""
 
     THERE = "there"
     GONE = "gone"
-    MADE_ANEW = "made anew"
-    """Deleted, and made again by the supervisor of the run that goes on."""
+    RECREATED = "recreated"
+    """Deleted, and created again by the supervisor."""
 
 
 class FolderWatch:
-    """Remembers which folder it was."""
+    """Remembers the folder by an open file."""
 
     def __init__(self, run_folder: Path) -> None:
         """Open it, if it is there; it is closed with this object."""
@@ -38,52 +38,49 @@ class FolderWatch:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
-    def look(self) -> FolderFate:
-        """What became of it; `THERE` where nobody may know, as on a network share that is away."""
+    def look(self) -> FolderState:
+        """Its state; `THERE` if it cannot be checked, as on a network share that is offline."""
         if self._descriptor is None:
-            return FolderFate.THERE
+            return FolderState.THERE
         try:
             is_same = os.path.samestat(os.fstat(self._descriptor), self._path.stat())
         except FileNotFoundError:
-            return FolderFate.GONE
+            return FolderState.GONE
         except OSError:
-            return FolderFate.THERE
-        return FolderFate.THERE if is_same else FolderFate.MADE_ANEW
+            return FolderState.THERE
+        return FolderState.THERE if is_same else FolderState.RECREATED
 
 
-def folder_warnings(fate: FolderFate, folder: Path, *, is_over: bool, is_supervised: bool) -> Iterator[Warning]:
-    """What to tell of a folder that is not what it was.
+def folder_warnings(state: FolderState, folder: Path, *, is_over: bool, is_supervised: bool) -> Iterator[Warning]:
+    """The warning about a folder that was deleted or replaced.
 
     Args:
         is_over: whether the run is.
         is_supervised: whether its supervisor answers.
     """
-    if fate is FolderFate.THERE:
+    if state is FolderState.THERE:
         return
-    if fate is FolderFate.MADE_ANEW:
-        text = "this run's folder was deleted: its record begins anew"
+    if state is FolderState.RECREATED:
+        text = "this run's folder was deleted; the supervisor created an empty one"
         hint = (
-            "what it held is lost: logs, metrics, rollouts and checkpoints. Metrics and rollouts are written "
-            "again with the next step, the log of a service from its next start on (r restarts the selected "
-            "one), a checkpoint when the next one is due"
+            "its logs, metrics, rollouts and checkpoints are lost. Metrics and rollouts are written again from the "
+            "next step on, the log of a service from its next start on (r restarts it), checkpoints when due"
         )
         if is_over:
-            hint = "what it held is lost: logs, metrics, rollouts and checkpoints"
+            hint = "its logs, metrics, rollouts and checkpoints are lost"
     elif is_over:
         text = "this run's folder was deleted or moved since it ended"
-        hint = (
-            f"nothing more can be read of it; what stands here was read before. Put back as {folder} it is read again"
-        )
+        hint = f"the screen shows what was read before. Move the folder back to {folder} to read more"
     elif is_supervised:
-        text = "this run's folder was deleted or moved while it goes on"
+        text = "this run's folder was deleted or moved while the run goes on"
         hint = (
-            "services work on, but leave no record. The supervisor makes the folder anew at once, where it can: if "
-            f"this stays, see whether {folder.parent} can be written and its disk has room. D ends the run"
+            "services keep running, but without logs and metrics. The supervisor recreates the folder if it can: if "
+            f"this warning stays, check that {folder.parent} is writable and its disk has space. D ends the run"
         )
     else:
         text = "this run's folder is gone, and no supervisor answers"
         hint = (
-            f"what stands here was read before. Services of it that still live are ended by `grpo-tui down "
-            f"{folder.name}`, typed in {folder.parent.parent}"
+            f"the screen shows what was read before. If services still run, `grpo-tui down {folder.name}` in "
+            f"{folder.parent.parent} ends them"
         )
     yield Warning(id="folder", severity="warning" if is_over else "error", text=text, hint=hint)

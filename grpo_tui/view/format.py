@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from grpo_engine.diagnosis.text import UNKNOWN as UNKNOWN
+from grpo_engine.diagnosis.text import count_text as count_text
+from grpo_engine.diagnosis.text import number_text as number_text
 
-UNKNOWN = "–"
 KIBI = 1024
 BYTE_UNITS = ("B", "K", "M", "G", "T", "P")
 MINUTE_S = 60
@@ -60,23 +61,6 @@ def percent_text(percent: float | None) -> str:
     return UNKNOWN if percent is None else f"{percent:.0f}%"
 
 
-def number_text(value: float | None) -> str:
-    """A metric in at most eight characters, four digits that matter: `0.8731`, `1.2e-05`, `12,345`, `-0.021`."""
-    if value is None:
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size >= 1e6 or size < 1e-3:
-        return f"{value:.1e}"
-    if size >= 1e4:
-        return f"{value:,.0f}"
-    digits = max(0, 3 - math.floor(math.log10(size)))
-    return f"{value:.{min(digits, 4)}f}"
-
-
 def whole_text(value: float) -> str:
     """A count in at most eight characters: `64`, `123,456`, `1.235M`, `12.35G`."""
     size, unit = abs(value), ""
@@ -85,11 +69,6 @@ def whole_text(value: float) -> str:
             value, unit = value / unit_size, name
             break
     return f"{value:.4g}{unit}" if unit else f"{value:,.0f}"
-
-
-def count_text(count: int, noun: str) -> str:
-    """`1 restart`, `3 restarts`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:

@@ -1,4 +1,4 @@
-"""How a service came to where it stands: the states of its last restart, and the phases of its start. Pure."""
+"""The recent states of each service, and the phases of its latest start. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 
 MAX_TRANSITIONS = 12
 MAX_PHASES = 24
-"""vLLM tells some fifteen; a program that tells more is told from its end."""
+"""vLLM logs about fifteen; of more, the latest are kept."""
 AT_REST = frozenset({ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
 SETTLED = AT_REST | {ServiceState.READY}
 
@@ -25,12 +25,12 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPhase:
-    """Something that a start-up was at."""
+    """A phase of a start."""
 
     words: str
-    """As its log tells it: `loading weights, 2 of 4 shards`."""
+    """From its log: `loading weights, 2 of 4 shards`."""
     since: float | None
-    """When it began; None where that was before anybody looked."""
+    """When it began; None if that was before the screen opened."""
 
     @property
     def name(self) -> str:
@@ -41,17 +41,17 @@ class StartPhase:
 Transitions = Mapping[str, tuple[Transition, ...]]
 """The latest states of each service, the newest last."""
 StartPhases = Mapping[str, tuple[StartPhase, ...]]
-"""What the latest start of each service was at, the newest last."""
+"""The phases of each service's latest start, the newest last."""
 
 
-def after_hearing(
-    transitions: Transitions, phases: StartPhases, service: ServiceStatus, time: float, *, told_at: float | None
+def with_service(
+    transitions: Transitions, phases: StartPhases, service: ServiceStatus, time: float, *, phase_since: float | None
 ) -> tuple[Transitions, StartPhases]:
-    """Both, after it was heard how a service stands.
+    """Both, after an update of one service.
 
     Args:
         time: when it came to its state, should that be a new one.
-        told_at: when it began with its phase; None where that may have been before anybody looked.
+        phase_since: when its phase began; None if that may have been before the screen opened.
     """
     name, past = service.name, transitions.get(service.name, ())
     if not past or past[-1].state is not service.state:
@@ -60,32 +60,32 @@ def after_hearing(
         if service.state is ServiceState.STARTING:
             phases = MappingProxyType({**phases, name: ()})
     if service.state is ServiceState.STARTING and service.phase is not None:
-        told = StartPhase(words=service.phase, since=told_at)
-        phases = MappingProxyType({**phases, name: _after_telling(phases.get(name, ()), told)})
+        told = StartPhase(words=service.phase, since=phase_since)
+        phases = MappingProxyType({**phases, name: _with_phase(phases.get(name, ()), told)})
     return transitions, phases
 
 
-def after_looking(
+def with_services(
     transitions: Transitions, phases: StartPhases, services: Sequence[ServiceStatus], now: float
 ) -> tuple[Transitions, StartPhases]:
-    """Both, after a look at all services; one that was not known tells itself since when it stands so."""
+    """Both, after an update of all services; the status of a new one has the time of its state."""
     for service in services:
         since = None
         if not transitions.get(service.name):
             since = service.ready_at if service.state is ServiceState.READY else service.started_at
-        transitions, phases = after_hearing(transitions, phases, service, since or now, told_at=None)
+        transitions, phases = with_service(transitions, phases, service, since or now, phase_since=None)
     return transitions, phases
 
 
-def _after_telling(past: tuple[StartPhase, ...], told: StartPhase) -> tuple[StartPhase, ...]:
-    """The phases with another one; one that only counts on keeps its time."""
+def _with_phase(past: tuple[StartPhase, ...], told: StartPhase) -> tuple[StartPhase, ...]:
+    """The phases with another one; a counter that advances keeps its start time."""
     if past and past[-1].name == told.name:
         return (*past[:-1], replace(past[-1], words=told.words))
     return (*past, told)[-MAX_PHASES:]
 
 
 def last_restart(transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
-    """The states from where a service was last stopped, fell over or was started again, up to where that led.
+    """The states from the last stop, failure or restart of a service up to where that led.
 
     For example stopping (0.4 s) → waiting (2 s) → starting (36.6 s) → ready; a first start is none.
     """

@@ -15,7 +15,6 @@ from grpo_engine.wire.supervisor import (
 )
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.view.format import bytes_text, count_text
-from grpo_tui.view.refusals import obstacles
 
 MANY_RESTARTS = 2
 """From here on it is a crash loop; one restart may have been a person's."""
@@ -25,7 +24,7 @@ TRAINER_KIND = "trainer"
 COMMAND_KIND = "command"
 OUT_OF_WORK = frozenset({ServiceState.FINISHED, ServiceState.STOPPED, ServiceState.FAILED})
 OTHERS_BYTES = 1 << 30
-"""Less of a GPU in strangers' hands is a display or a monitor, not a neighbour."""
+"""Less memory of foreign processes is a display or a monitoring tool."""
 NEARLY_FULL = 0.97
 
 OUT_OF_MEMORY_HINT = (
@@ -36,7 +35,7 @@ KNOWN_CAUSES = (
     (("out of memory", "outofmemory", "oom-kill"), OUT_OF_MEMORY_HINT),
     (
         ("address already in use", "eaddrinuse", "port is taken"),
-        "somebody else has its port: end that, or set another --port",
+        "another process has its port: end it, or set another --port",
     ),
     (("re-initialize cuda",), "set VLLM_WORKER_MULTIPROC_METHOD=spawn in the service's env"),
     (
@@ -48,7 +47,7 @@ KNOWN_CAUSES = (
 
 
 def failed_services(status: RunStatus) -> Iterator[Warning]:
-    """A service that will not come back by itself."""
+    """A service that is not restarted automatically."""
     for service in status.services:
         if service.state is not ServiceState.FAILED:
             continue
@@ -63,16 +62,16 @@ def failed_services(status: RunStatus) -> Iterator[Warning]:
 
 
 def unhealthy_services(status: RunStatus) -> Iterator[Warning]:
-    """A service that runs and does not answer, or whose engine stands still behind a web server that answers."""
+    """A service that runs but does not answer, or whose engine is stalled behind a web server that answers."""
     for service in status.services:
         is_stalled = service.probe is ProbeOutcome.ENGINE_STALLED
         if service.state is not ServiceState.UNHEALTHY and not (service.state is ServiceState.READY and is_stalled):
             continue
         what = "runs but does not answer"
         if is_stalled:
-            what = "answers, but its engine stands still"
+            what = "answers, but its engine is stalled"
         elif service.probe is ProbeOutcome.SILENT:
-            what = "hangs: it takes connections and never answers"
+            what = "hangs: it accepts connections and never answers"
         ways = f"`v` or `grpo-tui restart {service.name}`"
         if service.kind != INFERENCE_KIND:
             ways = f"`grpo-tui restart {service.name}`"
@@ -80,21 +79,21 @@ def unhealthy_services(status: RunStatus) -> Iterator[Warning]:
             id=f"unhealthy:{service.name}",
             severity="error",
             text=f"{service.name} {what}: {reason(service) or service.health or 'no answer'}",
-            hint=f"{ways} restarts it; its log ({service.log}) may say what it is at",
+            hint=f"{ways} restarts it; see its log: {service.log}",
         )
 
 
 def crash_loops(status: RunStatus) -> Iterator[Warning]:
-    """A service that falls over again and again."""
+    """A service that exits repeatedly."""
     for service in status.services:
         is_looping = service.restarts >= MANY_RESTARTS
         if service.state is ServiceState.BACKOFF:
             why = reason(service) or _ended_with(service.exit_code)
-            text = f"{service.name} ended and is started again: {why}"
+            text = f"{service.name} exited and is restarted: {why}"
             if is_looping:
-                text = f"{service.name} keeps ending ({count_text(service.restarts, 'restart')}): {why}"
+                text = f"{service.name} keeps exiting ({count_text(service.restarts, 'restart')}): {why}"
         elif service.state is ServiceState.STARTING and is_looping:
-            text = f"{service.name} is started again after {count_text(service.restarts, 'restart')}"
+            text = f"{service.name} is starting again after {count_text(service.restarts, 'restart')}"
         else:
             continue
         yield Warning(
@@ -107,7 +106,7 @@ def crash_loops(status: RunStatus) -> Iterator[Warning]:
 
 
 def no_environment(status: RunStatus) -> Iterator[Warning]:
-    """A trainer that goes on, and nobody left who would make a batch for it."""
+    """A trainer that runs while no environment is left to produce groups."""
     environments = [service for service in status.services if service.kind in ENVIRONMENT_KINDS]
     is_training = any(
         service.kind == TRAINER_KIND and service.state is ServiceState.READY for service in status.services
@@ -117,14 +116,13 @@ def no_environment(status: RunStatus) -> Iterator[Warning]:
         return
     if any(service.state not in OUT_OF_WORK for service in environments):
         return
-    ends = [f"{service.name} {service.state} ({reason(service) or 'no reason known'})" for service in environments]
+    ends = [f"{service.name} {service.state} ({reason(service) or 'reason unknown'})" for service in environments]
     yield Warning(
         id="no-environment",
         severity="warning",
-        text=f"no environment makes groups: {', '.join(ends)}, and the trainer gets no batch beyond those that "
-        "are made",
+        text=f"no environment is running: {', '.join(ends)}. The trainer gets no batches beyond those that are queued",
         hint=" or ".join(f"`grpo-tui start {service.name}`" for service in environments) + " starts it again; "
-        f"its log ({environments[0].log}) says why it ended",
+        f"its log ({environments[0].log}) says why it exited",
     )
 
 
@@ -170,11 +168,11 @@ def _users(gpu: GpuStatus) -> str:
 
 
 def _help_for_refused(service: ServiceStatus, status: RunStatus) -> str:
-    """What helps a service that was not started because somebody is in its way; for a GPU its words say it."""
+    """What helps a service whose start was refused."""
     is_over = status.state in ENDED_RUN_STATES
-    if not any(obstacle.pid is not None for obstacle in obstacles(service)):
+    if all(refusal.foreign_holder() is None for refusal in service.refusals):
         again = f"`grpo-tui --profile {status.profile}`" if is_over else "s on the screen"
-        return f"once that is out of the way, {again} starts it"
+        return f"once that is resolved, {again} starts the service"
     ends_it = "s or r on the screen asks whether to end that process and start"
     if is_over:
         ends_it = f"`grpo-tui up --profile {status.profile} --take-ports` ends that process and starts again"
@@ -183,8 +181,8 @@ def _help_for_refused(service: ServiceStatus, status: RunStatus) -> str:
 
 def _ended_with(exit_code: int | None) -> str:
     if exit_code is None:
-        return "no exit code is known"
-    return f"ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        return "exit code unknown"
+    return f"killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
 def _help_for(service: ServiceStatus, status: RunStatus) -> str:
@@ -193,7 +191,7 @@ def _help_for(service: ServiceStatus, status: RunStatus) -> str:
         if any(word in why for word in words):
             return hint
     if service.exit_code == -9:
-        return "killed from outside, most often by the kernel for want of memory: `dmesg` says so"
+        return "killed by SIGKILL from outside, most often by the kernel's OOM killer: check `dmesg`"
     if service.exit_code == ExitCode.USAGE and service.kind != COMMAND_KIND:
-        return f"a setting or the machine is to blame: `grpo-tui doctor --profile {status.profile}` looks at both"
+        return f"wrong setting or unsuitable machine: `grpo-tui doctor --profile {status.profile}` checks both"
     return "the last lines of its log say why"

@@ -1,7 +1,7 @@
-"""All that the screen knows, and how it changes: `reduce(state, change) -> state`. Pure; the screen draws from it.
+"""The state of the screen, and how it changes: `reduce(state, change) -> state`. Pure; the screen draws from it.
 
-A change is something the daemon said (`grpo_engine.wire.supervisor`), something read from the run's files, a key, or
-the clock. Paths, sockets and terminals are elsewhere.
+A change is an event of the supervisor (`grpo_engine.wire.supervisor`), something read from the run's files, a key, or
+a clock tick.
 """
 
 from __future__ import annotations
@@ -27,18 +27,25 @@ from grpo_engine.wire.supervisor import (
     UsageSampled,
     Warning,
 )
-from grpo_tui.supervisor.timeline import after_event
-from grpo_tui.view import alignment_view, gpu_view, log_view, plot_view, rollout_view, travel, viewer
+from grpo_tui.run_files.timeline import after_event
+from grpo_tui.view import viewer
+from grpo_tui.view.alignment import state as alignment_view
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
-from grpo_tui.view.folder_watch import FolderFate, folder_warnings
-from grpo_tui.view.history import MetricHistory, extended
-from grpo_tui.view.phases import StartPhases, Transition, Transitions, after_hearing, after_looking, last_restart
-from grpo_tui.view.travel import Known
+from grpo_tui.view.folder_watch import FolderState, folder_warnings
+from grpo_tui.view.gpus import state as gpu_view
+from grpo_tui.view.logs import state as log_view
+from grpo_tui.view.logs.tail import LogView
+from grpo_tui.view.metrics import state as plot_view
+from grpo_tui.view.metrics.history import MetricHistory, extended
+from grpo_tui.view.phases import StartPhases, Transition, Transitions, last_restart, with_service, with_services
+from grpo_tui.view.rollouts import state as rollout_view
+from grpo_tui.view.timeline import state as travel
+from grpo_tui.view.timeline.state import Known
 
 MAX_LOG_LINES = 5000
 MAX_NOTICES = 100
-FELT_SHARE = 0.002
-"""Changes of the host's memory below this share of it are not seen in a bar."""
+VISIBLE_MEMORY_SHARE = 0.002
+"""Smaller changes of host memory are not visible in a bar, and are not redrawn."""
 INFERENCE_KIND = "inference"
 CONVENTIONAL_INFERENCE_NAME = "vllm"
 """A profile of plain commands calls its inference server so."""
@@ -47,24 +54,12 @@ Do = Literal["start", "stop", "restart", "kill", "down"]
 
 
 class Connection(StrEnum):
-    """How things stand between the screen and the run's daemon."""
+    """State of the connection to the supervisor."""
 
     CONNECTING = "connecting"
     LIVE = "live"
     LOST = "lost"
     ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogView:
-    """The end of one service's log."""
-
-    service: str | None = None
-    lines: tuple[str, ...] = ()
-    open_line: str = ""
-    """The line that is being written; a progress bar rewrites it."""
-    num_dropped: int = 0
-    """Lines that went out of memory; the number of `lines[0]`, counted from where reading began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +72,13 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The last thing that was asked for or that happened, in words, for the line above the keys."""
+    """The latest command, answer or notice, for the line above the keys."""
 
     severity: Literal["info", "warning", "error"]
     text: str
     time: float
     is_answer: bool = False
-    """Whether it answers a key, and is not news."""
+    """Whether it answers a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,29 +89,29 @@ class ViewState:
     now: float
     connection: Connection = Connection.CONNECTING
     connection_note: str = ""
-    """In words, while there is no connection."""
+    """Shown while there is no connection."""
     last_number: int = -1
     """Of the newest event."""
     status: RunStatus | None = None
     transitions: Transitions = field(default_factory=lambda: MappingProxyType({}))
     """The latest states of each service, the newest last."""
     start_phases: StartPhases = field(default_factory=lambda: MappingProxyType({}))
-    """What the latest start of each service was at, as its log tells, the newest last."""
+    """The phases of each service's latest start, from its log, the newest last."""
     history: MetricHistory = field(default_factory=MetricHistory)
     num_bad_metric_lines: int = 0
-    folder_fate: FolderFate = FolderFate.THERE
+    folder_state: FolderState = FolderState.THERE
     selected: str | None = None
     has_chosen: bool = False
-    """Whether a person selected it; until the run is up, the selection else goes with what starts."""
+    """Whether the user selected it; otherwise the selection follows the starting service until the run is up."""
     is_following: bool = True
-    log: LogView = LogView()
+    log: LogView = field(default_factory=LogView)
     host_memory: HostMemory | None = None
     notices: tuple[Notice, ...] = ()
     outcome: Outcome | None = None
     metric_warnings: tuple[Warning, ...] = ()
-    """Those found in the metrics alone; made anew when a step arrives, not when the clock ticks."""
+    """Warnings from metrics alone; recomputed after each step, not each second."""
     warnings: tuple[Warning, ...] = ()
-    """The daemon's and those found here, each id once, the gravest first."""
+    """Warnings of the supervisor and of the rules here, each id once, the most severe first."""
     gpus: gpu_view.GpuView = field(default_factory=gpu_view.GpuView)
     alignment: alignment_view.AlignmentView = field(default_factory=alignment_view.AlignmentView)
     rollouts: rollout_view.RolloutView = field(default_factory=rollout_view.RolloutView)
@@ -124,7 +119,7 @@ class ViewState:
     logs: log_view.LogsView = field(default_factory=log_view.LogsView)
     travel: travel.Travel = field(default_factory=travel.Travel)
     viewer: viewer.Viewer = field(default_factory=viewer.Viewer)
-    """What the other screens know, each in a module of its own that says how it changes."""
+    """The states of the other screens; each has a module that changes it."""
 
     @property
     def run(self) -> str:
@@ -138,12 +133,12 @@ class ViewState:
 
     @property
     def until(self) -> float | None:
-        """Up to when data counts, in Unix seconds; None while the screen shows the present."""
+        """The moment that the screen shows, in Unix seconds; None while it shows the present."""
         return self.travel.until
 
     @property
     def known_time(self) -> Known:
-        """What is known of the run's time, for travelling in it."""
+        """The known times of the run, for the timeline."""
         started_at, ended_at = (self.status.started_at, self.status.ended_at) if self.status else (None, None)
         return Known(
             now=self.now,
@@ -160,20 +155,20 @@ class ViewState:
 
     @property
     def folder_warnings(self) -> tuple[Warning, ...]:
-        """What is to be said of the run's folder; nothing while it is as it was."""
+        """The warning about the run's folder if it was deleted or replaced."""
         is_supervised = self.connection is Connection.LIVE
-        told = folder_warnings(self.folder_fate, self.run_folder, is_over=self.has_ended, is_supervised=is_supervised)
+        told = folder_warnings(self.folder_state, self.run_folder, is_over=self.has_ended, is_supervised=is_supervised)
         return tuple(told)
 
     @property
     def may_act(self) -> bool:
-        """Whether a key can do something to the run: to none that is over, past, out of reach or only watched."""
+        """Whether keys may act on the run: not if it is over, unreachable, shown in the past, or read-only."""
         is_there = not self.has_ended and self.connection not in (Connection.LOST, Connection.ENDED)
         return is_there and not self.travel.is_open and not self.viewer.is_read_only
 
     @property
     def chosen(self) -> tuple[ServiceStatus, ...]:
-        """The services that a key is for: those that are tagged, else the selected one."""
+        """The services that keys act on: the tagged ones, else the selected one."""
         tagged = tuple(service for service in self.services if service.name in self.viewer.tagged)
         return tagged or tuple(service for service in self.services if service.name == self.selected)
 
@@ -184,7 +179,7 @@ class ViewState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
-    """The clock moved on."""
+    """A clock tick."""
 
     now: float
     host_memory: HostMemory | None = None
@@ -192,16 +187,16 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLost:
-    """The daemon does not answer."""
+    """The supervisor does not answer."""
 
     note: str
     is_over: bool = False
-    """Whether it said goodbye, or its last state is that of an ended run."""
+    """Whether the run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRead:
-    """`state.json` was read, because no daemon answers."""
+    """`state.json` was read, because no supervisor answers."""
 
     status: RunStatus
 
@@ -216,10 +211,10 @@ class MetricsRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderLooked:
-    """The run's folder was looked for."""
+class FolderChecked:
+    """The run's folder was checked."""
 
-    fate: FolderFate
+    state: FolderState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,18 +250,18 @@ class FollowChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandSent:
-    """A key asked the daemon for something."""
+    """A command was sent to the supervisor."""
 
     do: Do
     service: str | None
     time: float
     takes_ports: bool = False
-    """Whether strangers on the service's ports are to be ended."""
+    """Whether foreign processes on the service's ports are to be ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRefused:
-    """The daemon said no, or could not be reached."""
+    """The supervisor refused the command, or could not be reached."""
 
     do: Do
     service: str | None
@@ -275,8 +270,8 @@ class CommandRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The screen has something to say to the person before it."""
+class MessageShown:
+    """The screen answers a key with a message."""
 
     severity: Literal["info", "warning", "error"]
     text: str
@@ -285,8 +280,8 @@ class Told:
 
 Change = (
     Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
-    | Ticked | ConnectionLost | StatusRead | MetricsRead | FolderLooked | LogRead
-    | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | Told
+    | Ticked | ConnectionLost | StatusRead | MetricsRead | FolderChecked | LogRead
+    | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | MessageShown
     | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
     | plot_view.PlotChange | log_view.LogChange | travel.TravelChange | viewer.ViewerChange
 )  # fmt: skip
@@ -307,7 +302,7 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             note = f"the run is over: {change.state}"
             return _rediagnosed(replace(state, connection=Connection.ENDED, connection_note=note, status=status))
         case Ticked():
-            return replace(state, now=change.now, host_memory=_felt(state.host_memory, change.host_memory))
+            return replace(state, now=change.now, host_memory=_visible_memory(state.host_memory, change.host_memory))
         case ConnectionLost():
             connection = Connection.ENDED if change.is_over else Connection.LOST
             return _rediagnosed(replace(state, connection=connection, connection_note=change.note))
@@ -315,8 +310,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return _with_status(state, change.status)
         case MetricsRead():
             return _with_metrics(state, change)
-        case FolderLooked():
-            return _rediagnosed(replace(state, folder_fate=change.fate))
+        case FolderChecked():
+            return _rediagnosed(replace(state, folder_state=change.state))
         case LogRead():
             return _with_log(state, change)
         case ServiceSelected():
@@ -326,12 +321,12 @@ def reduce(state: ViewState, change: Change) -> ViewState:
         case FollowChanged():
             return replace(state, is_following=change.is_following)
         case CommandSent():
-            taking = ", ending who holds its port" if change.takes_ports else ""
+            taking = ", ending the process on its port" if change.takes_ports else ""
             return _with_outcome(state, "info", f"{_asked(change.do, change.service)}{taking} …", change.time)
         case CommandRefused():
-            text = f"{_asked(change.do, change.service)} was refused: {change.error}"
+            text = f"{_asked(change.do, change.service)} refused: {change.error}"
             return _with_answer(state, "error", text, change.time)
-        case Told():
+        case MessageShown():
             return _with_answer(state, change.severity, change.text, change.time)
         case gpu_view.GpuChange():
             return replace(state, gpus=gpu_view.after(state.gpus, change))
@@ -352,12 +347,12 @@ def reduce(state: ViewState, change: Change) -> ViewState:
 
 
 def phases_of_restart(state: ViewState, service: str) -> tuple[Transition, ...]:
-    """The states of a service's last restart, with their times; none of one that was only ever started once."""
+    """The states of a service's last restart, with their times; empty if it was started only once."""
     return last_restart(state.transitions.get(service, ()))
 
 
 def inference_service(state: ViewState) -> str | None:
-    """The service that the restart key is for: the selected inference server, else the first one."""
+    """The service that `v` restarts: the selected inference server, else the first one."""
     servers = [service.name for service in state.services if service.kind == INFERENCE_KIND]
     if not servers and state.service(CONVENTIONAL_INFERENCE_NAME):
         return CONVENTIONAL_INFERENCE_NAME
@@ -368,14 +363,14 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
     match event:
         case ServiceChanged():
             at = event.time
-            transitions, phases = after_hearing(state.transitions, state.start_phases, event.service, at, told_at=at)
-            return _told(replace(state, transitions=transitions, start_phases=phases), event)
+            transitions, phases = with_service(state.transitions, state.start_phases, event.service, at, phase_since=at)
+            return _after_status_event(replace(state, transitions=transitions, start_phases=phases), event)
         case RunChanged():
-            return _told(state, event)
+            return _after_status_event(state, event)
         case UsageSampled():
             if state.status is None:
                 return state
-            return _told(replace(state, gpus=gpu_view.sampled(state.gpus, event)), event)
+            return _after_status_event(replace(state, gpus=gpu_view.sampled(state.gpus, event)), event)
         case Notice():
             noted = replace(state, notices=(*state.notices, event)[-MAX_NOTICES:])
             subject = f"{event.service}: " if event.service else ""
@@ -384,7 +379,7 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
             assert_never(event)
 
 
-def _told(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled) -> ViewState:
+def _after_status_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled) -> ViewState:
     if state.status is None:
         return state
     return _rediagnosed(_selecting_what_starts(replace(state, status=after_event(state.status, event))))
@@ -395,7 +390,7 @@ def _with_status(state: ViewState, status: RunStatus) -> ViewState:
     names = [service.name for service in status.services]
     selected = state.selected if state.selected in names else _first_choice(status)
     log = state.log if state.selected == selected else LogView(service=selected)
-    transitions, phases = after_looking(state.transitions, state.start_phases, status.services, state.now)
+    transitions, phases = with_services(state.transitions, state.start_phases, status.services, state.now)
     known = replace(state, status=status, selected=selected, log=log, transitions=transitions, start_phases=phases)
     return _rediagnosed(known)
 
@@ -415,20 +410,20 @@ def _first_choice(status: RunStatus) -> str | None:
 
 
 def _selecting_what_starts(state: ViewState) -> ViewState:
-    """Show the log of what the run waits for; once it is up, keys act on what stands there, so it stays."""
+    """Select the service that is starting; once the run is up the selection stays, since keys act on it."""
     if state.has_chosen or state.status is None or state.status.state is not RunState.STARTING:
         return state
     return _showing(state, _first_choice(state.status))
 
 
 def _rediagnosed(state: ViewState) -> ViewState:
-    """Put the daemon's warnings and our own into one list, each id once, the gravest first."""
+    """Merge the supervisor's warnings and our own."""
     warnings = merged_warnings(state.status, (*state.folder_warnings, *state.metric_warnings))
     return state if warnings == state.warnings else replace(state, warnings=warnings)
 
 
 def merged_warnings(status: RunStatus | None, own: tuple[Warning, ...]) -> tuple[Warning, ...]:
-    """The daemon's warnings and our own, each id once, the gravest first."""
+    """The supervisor's warnings and our own, each id once, the most severe first."""
     by_id = {warning.id: warning for warning in (status.warnings if status else [])}
     for warning in (*diagnose((), status), *own):
         by_id.setdefault(warning.id, warning)
@@ -472,11 +467,11 @@ def _moved(state: ViewState, by: int) -> ViewState:
     return _selecting(state, names[min(max(place, 0), len(names) - 1)])
 
 
-def _felt(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
-    """The newer measurement, unless it is the same to the eye: then the old one, so that nothing is drawn anew."""
+def _visible_memory(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
+    """The newer measurement, or the old one if the difference is not visible, so that nothing is redrawn."""
     if before is None or now is None:
         return now or before
-    is_same = abs(now.available_bytes - before.available_bytes) < FELT_SHARE * before.total_bytes
+    is_same = abs(now.available_bytes - before.available_bytes) < VISIBLE_MEMORY_SHARE * before.total_bytes
     return before if is_same else now
 
 

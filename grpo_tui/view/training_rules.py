@@ -21,7 +21,7 @@ YOUNG = 10
 DIFF_LIMIT = HEALTHY_BANDS["alignment/diff_abs_mean"].high or 0.1
 RATIO_BAND = HEALTHY_BANDS["grpo/mean_ratio"]
 MANY_CLIPPED = HEALTHY_BANDS["grpo/clipped_fraction"].high or 0.3
-LOOK_CLOSER = "; the screen `alignment` (3) looks at the tokens, and says which it is"
+LOOK_CLOSER = "; the alignment screen (3) finds the cause from the tokens"
 SAME_REWARDS = 0.9
 """Share of groups without a difference in reward: at 0.9 only a tenth of the work teaches anything."""
 COLLAPSED_ENTROPY = 0.05
@@ -67,7 +67,7 @@ def no_logprobs(measured: Measurements) -> Iterator[Warning]:
         yield Warning(
             id="inference-logprobs",
             severity="error",
-            text=f"inference log-probs average {number_text(mean)}, and a log-prob is never positive: they are missing "
+            text=f"inference log-probs average {number_text(mean)}, but a log-prob is never positive: they are missing "
             "or belong to other tokens, so every ratio is wrong",
             hint="the environment must ask for them: --openai.server_type vllm, not openai, of a server with /generate",
         )
@@ -88,7 +88,7 @@ def _misaligned_from_the_start(measured: Measurements, now: float) -> Warning:
     bias = measured.recent("alignment/diff_mean") or 0.0
     if abs(bias) >= 0.5 * now:
         side = "lower" if bias < 0 else "higher"
-        cause = f"the trainer's are {side} throughout, as with two temperature conventions or two sets of weights"
+        cause = f"the trainer's are {side} throughout, as with different temperature conventions or weights"
         hint = (
             "agree on one convention: --logprobs-mode processed on the server if the environment's --temperature is "
             "not 1; "
@@ -197,12 +197,12 @@ def equal_rewards(measured: Measurements) -> Iterator[Warning]:
             "--max-token-length), and read a few completions in rollouts.jsonl"
         )
     else:
-        cause = "every answer to a prompt is alike"
+        cause = "all answers to a prompt are alike"
         hint = "raise --temperature of the environment (1.0), raise --group-size, or set --entropy-coef 0.001"
     yield Warning(
         id="equal-rewards",
         severity="warning",
-        text=f"in {100 * same:.0f}% of the groups all rewards are equal, so nothing is learned from them: {cause}",
+        text=f"in {100 * same:.0f}% of the groups all rewards are equal, so they give no gradient: {cause}",
         hint=hint,
     )
 
@@ -216,7 +216,7 @@ def entropy_collapse(measured: Measurements) -> Iterator[Warning]:
         yield Warning(
             id="entropy",
             severity="warning",
-            text=f"entropy fell from {number_text(began)} to {number_text(now)}: completions become all the same",
+            text=f"entropy fell from {number_text(began)} to {number_text(now)}: completions become identical",
             hint="set --entropy-coef 0.001, widen only the upper clip (--clip-high 0.28), or lower --lr",
         )
 
@@ -228,7 +228,7 @@ def gradients(measured: Measurements) -> Iterator[Warning]:
             yield Warning(
                 id="not-finite",
                 severity="error",
-                text=f"{name} is not finite in step {measured.lines[-1].step}: that step changed nothing",
+                text=f"{name} is not finite in step {measured.lines[-1].step}: the step was skipped",
                 hint="lower --lr, add --warmup-steps 20; with --dtype float16 change to bfloat16",
             )
             return
@@ -252,7 +252,7 @@ def diverged_loss(measured: Measurements) -> Iterator[Warning]:
         yield Warning(
             id="loss",
             severity="error",
-            text=f"the loss is {number_text(loss)}: below {DIVERGED_LOSS:.0f} it has run away, as without a clip",
+            text=f"the loss is {number_text(loss)}: below {DIVERGED_LOSS:.0f} it has diverged, as without a clip",
             hint="keep --clip-eps 0.2 and go back to the last good checkpoint with a lower --lr",
         )
 
@@ -264,7 +264,7 @@ def truncated(measured: Measurements) -> Iterator[Warning]:
         yield Warning(
             id="truncated",
             severity="warning",
-            text=f"{100 * share:.0f}% of the completions are cut off before their end, and are rewarded as they stand",
+            text=f"{100 * share:.0f}% of the completions are cut off before their end, and are scored as they are",
             hint="raise --max-tokens of the environment, or --max-token-length where conversations run out of room, "
             "and --seq-len and --max-model-len with it",
         )

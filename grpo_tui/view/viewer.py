@@ -1,4 +1,4 @@
-"""Who looks at the run: which services they tagged, whether they may act, and whether they are new here. Pure."""
+"""The user of this screen: tagged services, read-only mode, and whether to show the hint for new users. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """What belongs to one person before one screen, and not to the run."""
+    """State of one open screen that is not part of the run."""
 
     tagged: frozenset[str] = frozenset()
-    """Names of services that the next key is for."""
+    """Names of services that the next key acts on."""
     is_read_only: bool = False
     """Whether keys that act on the run are refused."""
     is_new: bool = False
-    """Whether to tell the few keys that matter, once."""
+    """Whether to show the hint for new users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TagsCleared(ViewerChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintRead(ViewerChange):
-    """The person pressed a key: they know how by now."""
+    """The user pressed a first key."""
 
 
 def after(viewer: Viewer, change: ViewerChange) -> Viewer:

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-for folder in ("engine", "system"):  # whose helpers are used here too
-    sys.path.append(str(Path(__file__).parents[1] / folder))
-
 STOCK = Path(sys.prefix) / "atropos"
 
 

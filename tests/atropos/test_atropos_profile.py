@@ -71,6 +71,7 @@ def num_steps(place: Workplace) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.extended("test_atropos_stack.py kills the API under a stock environment")
 def test_a_run_with_a_stock_environment_survives_its_api_and_leaves_nothing(
     place: Workplace, stock: Path, tiny_model_dir: Path
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from stack import ENVIRONMENT, Stack
 
-from grpo_tui.supervisor.proc import identify
+from grpo_tui.supervisor.keeper.proc import identify
 
 pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(120)]
 
@@ -122,7 +122,7 @@ def test_a_signal_is_passed_on_and_the_exit_code_comes_back(
     assert code == number.value
 
 
-def test_whom_an_environment_leaves_behind_is_ended_with_it(stack: Stack, tmp_path: Path) -> None:
+def test_processes_that_an_environment_leaves_behind_are_ended(stack: Stack, tmp_path: Path) -> None:
     runner = Runner(stack, tmp_path, LEAVES_SOMEBODY)
     left = int(runner.line())
     code, _, _ = runner.end()
@@ -139,7 +139,7 @@ def test_an_environment_does_not_outlive_a_killed_runner(stack: Stack, tmp_path:
         time.sleep(0.02)  # the limit is the test's own
 
 
-def test_an_api_that_asks_for_a_token_is_refused_with_the_reason(stack: Stack, tmp_path: Path) -> None:
+def test_an_api_that_requires_a_token_is_refused_with_the_reason(stack: Stack, tmp_path: Path) -> None:
     guarded = Stack(tmp_path, stack.stock)
     try:
         words = ("--port", str(guarded.api_port), "--store", ":memory:", "--token", "secret")
@@ -149,14 +149,14 @@ def test_an_api_that_asks_for_a_token_is_refused_with_the_reason(stack: Stack, t
     finally:
         guarded.end_all()
     assert code == 2
-    assert b"asks for a token, which environments of Atropos cannot send" in err
+    assert b"requires a token, which Atropos environments cannot send" in err
 
 
-def test_an_environment_that_asks_another_server_is_named_with_where_it_was_looked_for(stack: Stack) -> None:
+def test_an_environment_that_uses_another_server_is_reported_with_what_was_checked(stack: Stack) -> None:
     """It registers, waits for groups of its own, and says nothing at all: ports 9004 to 9007 do not answer."""
     stack.wait_until(lambda: "no request has reached" in stack.log("env"))
     (said,) = [line for line in stack.log("env").splitlines() if "no request has reached" in line]
     assert re.search(rf"the inference server {stack.server_url} for [3-9] s, while the trainer waits for groups", said)
-    assert "(0 of 16 sequences are there)" in said
+    assert "(0 of 16 sequences are queued)" in said
     assert "ports 9004 to 9007" in said
     assert "lost_env.py" in said

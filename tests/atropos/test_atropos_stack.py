@@ -100,6 +100,7 @@ def test_a_killed_api_knows_the_stock_environment_again_and_the_run_goes_on(trai
     training.go_on(5)
 
 
+@pytest.mark.extended("test_rollouts_stock_defects.py has the share of an environment that comes back")
 def test_a_restarted_stock_environment_has_its_whole_share_again(training: Training) -> None:
     known = training.newest()
     assert training.end("env") == 128 + 15

@@ -55,22 +55,20 @@ def faults(table: dict[str, object]) -> list[str]:
 
 def test_an_unknown_key_names_its_place_and_the_nearest_setting() -> None:
     table = {"services": {"trainer": {"kind": "trainer", "model_name": "m", "leaning_rate": 1}}}
-    assert faults(table) == [
-        "p.toml: services.trainer.leaning_rate: not a setting here (did you mean 'learning_rate'?)"
-    ]
+    assert faults(table) == ["p.toml: services.trainer.leaning_rate: unknown setting (did you mean 'learning_rate'?)"]
 
 
 def test_two_names_of_one_setting_are_said_to_be_that() -> None:
     table = {"services": {"trainer": {"kind": "trainer", "model_name": "m", "lr": 1, "learning_rate": 2}}}
     assert faults(table) == [
-        "p.toml: services.trainer.learning_rate: another name of 'lr', which is set as well: set that one alone"
+        "p.toml: services.trainer.learning_rate: another name of 'lr', which is also set: set only that"
     ]
 
 
 def test_an_unknown_key_in_a_union_inside_a_union_names_its_place() -> None:
     bridge = {"mode": "none", "evry_steps": 2}
     table = {"services": {"t": {"kind": "trainer", "model_name": "m", "bridge": bridge}}}
-    assert faults(table) == ["p.toml: services.t.bridge.evry_steps: not a setting here (did you mean 'every_steps'?)"]
+    assert faults(table) == ["p.toml: services.t.bridge.evry_steps: unknown setting (did you mean 'every_steps'?)"]
 
 
 def test_an_unknown_kind_lists_the_kinds() -> None:
@@ -150,10 +148,10 @@ def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--learning-rat", "3"], r"t: --learning-rat: no flag here \(did you mean '--learning-rate'\?\)"),
+        (["--learning-rat", "3"], r"t: --learning-rat: unknown flag \(did you mean '--learning-rate'\?\)"),
         (["--single-copy"], "always has one copy: leave it out"),
         (["--use-shared-memory"], "--weight-bridge-mode none where they do not"),
-        (["serve", "--env.group_size=4"], "--env.group_size: a flag of an environment of Atropos; .*atropos-env"),
+        (["serve", "--env.group_size=4"], "--env.group_size: a flag of Atropos environments; .*atropos-env"),
     ],
 )
 def test_a_flag_that_is_none_here_is_answered_in_one_line(words: list[str], said: str) -> None:

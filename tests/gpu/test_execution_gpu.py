@@ -78,7 +78,7 @@ RAGGED = {"size": 1, "prompt": 5, "lengths": (10, 900), "groups": 9}
     ],
 )
 @pytest.mark.parametrize("shares_prompts", [False, True])
-def test_no_way_to_run_a_layer_changes_what_is_learned(
+def test_no_execution_mode_changes_the_gradients(
     shape: dict[str, object], settings: dict[str, object], shares_prompts: bool
 ) -> None:
     rows = batch(**shape)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo_engine.wire.supervisor import GpuProcess, GpuStatus
-from grpo_tui.supervisor.gpus import GpuReader, GpuSample
+from grpo_tui.supervisor.usage.gpus import GpuReader, GpuSample
 
 HELD_BYTES = 1 << 30
 CHILD = f"""

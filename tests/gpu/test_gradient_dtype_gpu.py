@@ -21,9 +21,9 @@ from grpo_engine.models.config import MasterKind, OptimizerName, OptimizerSettin
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.models.rounding import add_rounded_
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.dry_run import model_shape, one_line
-from grpo_engine.train.memory_plan import memory_plan
-from grpo_engine.train.probe import longest_batch, probe
+from grpo_engine.train.memory.dry_run import model_shape, one_line
+from grpo_engine.train.memory.plan import memory_plan
+from grpo_engine.train.memory.rehearsal import longest_batch, rehearse_step
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
 
@@ -203,7 +203,7 @@ def test_8b_parameters_are_trained_in_what_inference_leaves_of_an_80_gb_card(
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     config = settings(**changes)
     really = trainee(llama_8b(32), config)
-    probe(really)
+    rehearse_step(really)
     torch.cuda.reset_peak_memory_stats()
     for step in range(2):
         result = gradient_step(really, longest_batch(config), step=step, policy_version=step)

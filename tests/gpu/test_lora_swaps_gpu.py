@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 import threading
 import time
 from contextlib import closing
@@ -23,7 +22,6 @@ from grpo_engine.bridges.lora_only import LoraOnly
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import adapter_tensors
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 serving = pytest.importorskip("serving")
 vllm_serving = pytest.importorskip("vllm_serving")
 pytest.importorskip("vllm", reason="vLLM is not installed here")

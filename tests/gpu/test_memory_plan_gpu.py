@@ -17,9 +17,9 @@ from grpo_engine.bridges import BridgeModel
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.dry_run import model_shape, one_line
-from grpo_engine.train.memory_plan import memory_plan
-from grpo_engine.train.probe import OutOfGpuMemory, longest_batch, probe
+from grpo_engine.train.memory.dry_run import model_shape, one_line
+from grpo_engine.train.memory.plan import memory_plan
+from grpo_engine.train.memory.rehearsal import OutOfGpuMemory, longest_batch, rehearse_step
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
 
@@ -144,7 +144,7 @@ def test_a_rehearsal_leaves_nothing_but_the_room_that_later_steps_need() -> None
     config = settings(seq_len=2048, batch_size=4)
     really = trainee(QWEN3_600M, config)
     before, random = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    probe(really)
+    rehearse_step(really)
     assert torch.cuda.memory_allocated() == pytest.approx(before, abs=64 * 2**20)  # cuBLAS keeps its workspace
     assert torch.equal(random, torch.cuda.get_rng_state())
     reserved = torch.cuda.memory_reserved()
@@ -159,10 +159,10 @@ def test_rows_that_do_not_fit_are_refused_before_training_with_what_to_do() -> N
     really = trainee(QWEN3_600M, config)
     held = torch.empty(max(total - 40 * 10**9, 0), dtype=torch.uint8, device="cuda")  # as if inference had it
     with pytest.raises(OutOfGpuMemory) as caught:
-        probe(really)
+        rehearse_step(really)
     said = str(caught.value)
     log.info("%s", said)
-    assert "ran out in a rehearsal before training, with micro-batches of up to 4 x 32767 tokens" in said
+    assert "ran out in the rehearsal before training, with micro-batches of up to 4 x 32767 tokens" in said
     assert "--gradient-checkpointing" in said
     assert all(p.grad is None for group in really.optimizer.param_groups for p in group["params"])
     del held

@@ -76,7 +76,7 @@ def test_every_optimizer_trains_a_bf16_layer(name: OptimizerName, kind: MasterKi
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
 @pytest.mark.parametrize("kind", ["float32", "stochastic_rounding"])
-def test_a_saved_state_goes_on_bit_for_bit(name: OptimizerName, kind: MasterKind) -> None:
+def test_a_saved_state_resumes_bit_for_bit(name: OptimizerName, kind: MasterKind) -> None:
     require(name)
     settings = OptimizerSettings(name=name, lr=1e-4)
     parameters = bf16_parameters(2)
@@ -115,7 +115,7 @@ def test_rounding_at_random_is_unbiased_on_a_gpu_and_follows_its_generator() -> 
 
 
 @pytest.mark.parametrize("kind", ["float32", "stochastic_rounding"])
-def test_no_bf16_gradient_is_left_standing(kind: MasterKind) -> None:
+def test_no_bf16_gradient_stays_allocated(kind: MasterKind) -> None:
     parameters = bf16_parameters()
     masters = MasterWeights(parameters, kind=kind)
     before = torch.cuda.memory_allocated()

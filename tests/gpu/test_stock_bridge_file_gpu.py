@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_engine.bridges.cuda_tensors import gpu_uuid, map_cuda_tensors
-from grpo_engine.bridges.stock_bridge_file import Sizes, as_bridge_file, read_stock_file
+from grpo_engine.bridges.memory.cuda_tensors import gpu_uuid, map_cuda_tensors
+from grpo_engine.bridges.memory.stock_bridge_file import Sizes, as_bridge_file, read_stock_file
 from grpo_engine.wire.bridge_file import StockHandle
 
 pytestmark = [
@@ -24,8 +24,8 @@ EXPORTER = """
 import sys
 from pathlib import Path
 import torch
-from grpo_engine.bridges.cuda_tensors import export_cuda_tensors
-from grpo_engine.bridges.stock_bridge_file import stock_form
+from grpo_engine.bridges.memory.cuda_tensors import export_cuda_tensors
+from grpo_engine.bridges.memory.stock_bridge_file import stock_form
 
 torch.manual_seed(0)
 def fused(*shape):

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpo_engine.bridges import saving
-from grpo_engine.bridges.saving import write_whole
+from grpo_engine.bridges.transport import saving
+from grpo_engine.bridges.transport.saving import write_whole
 from grpo_engine.models import tensor_files
-from grpo_engine.train.state_files import read_state, write_state
+from grpo_engine.train.checkpointing.state_files import read_state, write_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -11,7 +11,7 @@ import pytest
 from stage import free_ports
 from workplace import POLITE, SERVER, Workplace, open_workplace, service, until
 
-from grpo_engine.bridges.server_control import SupervisedServer
+from grpo_engine.bridges.transport.server_control import SupervisedServer
 from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.wire.supervisor import RunState
 
@@ -93,8 +93,8 @@ def test_a_run_trains_through_restarts_that_its_bridge_asks_for(place: Workplace
     told = (folder / "trainer.log").read_text(errors="replace")
     assert told.count("sampler is ready again after") == 2
     served = (folder / "sampler.log").read_text(errors="replace")
-    assert "Took over version 2 from" in served
-    assert "Took over version 4 from" in served
+    assert "Loaded version 2 from" in served
+    assert "Loaded version 4 from" in served
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert not (folder / "handover").exists()
@@ -117,7 +117,8 @@ def test_a_server_that_does_not_come_up_again_is_an_error_with_its_reason_and_it
     place.profile(service("a", ONCE_ONLY, place.folder / "started", ready=UP), service("b", POLITE))
     place.up()
     with pytest.raises(
-        BridgeError, match=r"a did not come up again: a is failed: exit code 1; last lines:\s+no memory left on"
+        BridgeError,
+        match=r"a did not become ready after its restart: a is failed: exit code 1; last lines:\s+no memory left on",
     ):
         server_of(place, "a").restart()
     place.grpo("down")
@@ -154,7 +155,7 @@ def test_a_wait_for_a_restart_ends_when_training_is_to_stop(place: Workplace) ->
     ready = f"{{ http = 'http://127.0.0.1:{port}/health', interval_s = 0.05, within_s = 600 }}"
     place.profile(service("a", SERVER, port, 0, ports=[port], ready=ready), service("b", POLITE))
     place.up()
-    with pytest.raises(PeerUnavailable, match="a is not awaited, since training is to stop"):
+    with pytest.raises(PeerUnavailable, match="not waiting for a, since training is stopping"):
         server_of(place, "a", is_stopping=lambda: True).restart()
     assert place.grpo("down").returncode == 0
 
@@ -164,8 +165,9 @@ def test_a_profile_that_cannot_restart_its_server_is_refused(place: Workplace) -
     place.profile(text.replace("[services.trainer]", '[services.trainer]\nrestart_with = ["sampler"]'))
     plan = place.grpo("plan", "--profile", "p")
     assert plan.returncode == 2
-    assert "services.trainer.restart_with: 'sampler', which this trainer has restarted by bridge.restart" in plan.stderr
+    assert "services.trainer.restart_with: 'sampler', which this trainer restarts (bridge.restart)" in plan.stderr
     place.profile(text.replace("[services.trainer]", '[services.trainer]\ninference_service = "vllm"'))
     assert (
-        "services.trainer.inference_service: 'vllm' is no service here" in place.grpo("plan", "--profile", "p").stderr
+        "services.trainer.inference_service: 'vllm' is not a service here"
+        in place.grpo("plan", "--profile", "p").stderr
     )

@@ -47,7 +47,7 @@ async def supervised(stage: Stage) -> AsyncIterator[Supervisor]:
     finally:
         supervisor.end(RunState.STOPPED)
         await running
-        supervisor.broadcast.farewell(Bye(state=supervisor.state))
+        supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
         server.close()
 
 
@@ -109,7 +109,7 @@ async def test_nonsense_is_answered_in_words_and_ends_that_conversation_alone(st
         answer = await asyncio.wait_for(reader.read(), 20)
         last = read_from_daemon(answer.splitlines()[-1])
         assert last.type == "reply"
-        assert "not a line of protocol" in (last.error or "")
+        assert "not a valid line of protocol" in (last.error or "")
         writer.close()
         assert (await Daemon(stage.folder).command("status")).ok
 
@@ -124,7 +124,7 @@ async def test_a_supervisor_of_another_protocol_is_told_how_to_be_replaced(stage
     path = stage.folder / "s"
     server = await asyncio.start_unix_server(speak_otherwise, path)
     write_address(stage.folder, path)
-    with pytest.raises(Exception, match=r"speaks protocol \d+, this program \d+: `grpo-tui upgrade"):
+    with pytest.raises(Exception, match=r"uses protocol \d+, this program \d+: `grpo-tui upgrade"):
         await Daemon(stage.folder).hello()
     assert (await Daemon(stage.folder).hello(any_version=True)).version == PROTOCOL_VERSION + 1
     server.close()

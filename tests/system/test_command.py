@@ -21,11 +21,10 @@ from workplace import POLITE, Workplace, open_workplace, service
 from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
-from grpo_tui.services.env_file import read_env_file
-from grpo_tui.supervisor.broadcast import Broadcast
-from grpo_tui.supervisor.memory_limits import MemoryLimits
-from grpo_tui.supervisor.sampling import Sampler
-from grpo_tui.supervisor.usage import UsageReader
+from grpo_tui.services.base import read_env_file
+from grpo_tui.supervisor.report.broadcast import Broadcast
+from grpo_tui.supervisor.usage.cpu_memory import MemoryLimits, UsageReader
+from grpo_tui.supervisor.usage.sampling import Sampler
 
 WRITES_ENVIRONMENT = """
 import json, os, sys
@@ -67,7 +66,7 @@ while True: signal.pause()
 UNPRIVILEGED = """
 import asyncio, ctypes, pickle, sys
 from pathlib import Path
-from grpo_tui.supervisor.processes import start_keeper
+from grpo_tui.supervisor.keeper.client import start_keeper
 PR_CAPBSET_DROP, CAP_SYS_NICE = 24, 23
 ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_NICE, 0, 0, 0)
 async def main():
@@ -147,7 +146,7 @@ async def test_a_core_that_does_not_exist_fails_the_start_and_is_named(stage: St
     report = await keeper.exited()
     assert report.code == 126
     assert report.error is not None
-    assert re.fullmatch(r"cannot run on cores \[8000\]: this machine has 0[\d,-]* for us; mend `cpus`", report.error)
+    assert re.fullmatch(r"cannot run on cores \[8000\]: available are 0[\d,-]*; correct `cpus`", report.error)
     assert f"grpo-tui: {report.error}" in stage.log()
     assert keeper.main_pid is None
 
@@ -161,7 +160,8 @@ def test_a_priority_above_ones_privileges_fails_the_start_in_words(stage: Stage)
         timeout=60,
         check=True,
     )
-    words = f"cannot run at nice -5: Permission denied, it is {os.nice(0)} here; mend `nice`, or raise `ulimit -e`"
+    why = f"Permission denied, the supervisor has {os.nice(0)}"
+    words = f"cannot run at nice -5: {why}; correct `nice`, or raise `ulimit -e`"
     assert done.stdout.decode().strip() == words
 
 
@@ -204,8 +204,8 @@ def test_an_env_file_that_is_missing_refuses_the_start_and_leaves_no_run(place: 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (None, r"/a\.env: cannot be read: No such file or directory; mend the path"),
-        (b"A=1\n\n\nB='open\n", r"/a\.env, line 4: no NAME=value line; mend it, or put a # before it"),
+        (None, r"/a\.env: cannot be read: No such file or directory; correct the path"),
+        (b"A=1\n\n\nB='open\n", r"/a\.env, line 4: not a NAME=value line; correct it, or put a # before it"),
         (b"A=1\nB=x\0y\n", r"/a\.env, line 2: a NUL character, which no variable can hold: take it out"),
         (b"A=\xff\n", r"/a\.env: not UTF-8 text: invalid start byte at byte 2"),
     ],
@@ -247,7 +247,7 @@ def test_gpus_are_counted_as_nvidia_smi_counts_them_unless_the_profile_says_othe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR2"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.extended("SIGUSR2 here")), "SIGUSR2"])
 def test_a_service_is_stopped_with_the_signal_it_asked_for(place: Workplace, name: str) -> None:
     place.profile(service("a", TELLS_SIGNAL, stop_signal=json.dumps(name), ready="{ log = '^up$', interval_s = 0.02 }"))
     place.up()
@@ -268,7 +268,7 @@ async def test_a_service_over_its_memory_limit_is_told_once_in_each_attempt(stag
         await stage.says("grown")
         for _ in range(3):
             usage = UsageReader().sample({"a": keeper.identity.pid})
-            await limits.look(usage, {"a": keeper.identity.pid})
+            await limits.check(usage, {"a": keeper.identity.pid})
         keeper.kill()
         await keeper.exited()
         assert [service for service, _ in told] == ["a"] * attempt
@@ -282,10 +282,10 @@ async def test_memory_that_the_processes_of_a_service_share_counts_once(stage: S
     keepers = {"a": keeper.identity.pid}
     await until(lambda: len(UsageReader().sample(keepers)["a"].processes) == 5)
     usage = UsageReader().sample(keepers)
-    await MemoryLimits({"a": 200_000_000}, lambda *over: told.append(over)).look(usage, keepers)
+    await MemoryLimits({"a": 200_000_000}, lambda *over: told.append(over)).check(usage, keepers)
     assert usage["a"].rss_bytes > 500_000_000
     assert told == []
-    await MemoryLimits({"a": 90_000_000}, lambda *over: told.append(over)).look(usage, keepers)
+    await MemoryLimits({"a": 90_000_000}, lambda *over: told.append(over)).check(usage, keepers)
     [(_, held_bytes)] = told
     assert 100_000_000 < held_bytes < 150_000_000
     keeper.kill()
@@ -300,7 +300,7 @@ async def test_the_sampler_tells_of_a_service_that_outgrows_its_limit_though_nob
     sampler = Sampler(
         Broadcast(),
         lambda: {"a": keeper.identity.pid},
-        told=lambda: None,
+        sampled=lambda: None,
         ledger_changed=lambda: None,
         limits={"a": 60_000_000},
         over_limit=lambda *told: over.set_result(told),
@@ -333,7 +333,7 @@ async def test_the_sampler_tells_of_a_service_that_outgrows_its_limit_though_nob
         ("gpus = [1, 1]", "services.a: gpus = [1, 1] names a GPU twice: name each once"),
         (
             'gpus = [1]\nenv = { CUDA_VISIBLE_DEVICES = "0" }',
-            "services.a: gpus = [1] and env.CUDA_VISIBLE_DEVICES = '0' say two things: keep one of them",
+            "services.a: gpus = [1] and env.CUDA_VISIBLE_DEVICES = '0' contradict each other: keep one of them",
         ),
     ],
 )

@@ -17,9 +17,10 @@ from workplace import Workplace, open_workplace
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_tui.services.base import ConsoleMetric
-from grpo_tui.supervisor import capped_log, console_metrics
-from grpo_tui.supervisor.console_metrics import ConsoleMetrics
-from grpo_tui.supervisor.processes import Keeper
+from grpo_tui.supervisor import capped_log
+from grpo_tui.supervisor.keeper.client import Keeper
+from grpo_tui.supervisor.report import console_metrics
+from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics
 
 PRINTER = """
 import signal, sys
@@ -68,20 +69,20 @@ def go_on(keeper: Keeper) -> None:
     os.kill(keeper.main_pid, signal.SIGUSR1)
 
 
-def reader(stage: Stage, keeper: Keeper, told: list[str] | None = None) -> ConsoleMetrics:
+def reader(stage: Stage, keeper: Keeper, messages: list[str] | None = None) -> ConsoleMetrics:
     return ConsoleMetrics(
         stage.launch("true", console=CONSOLE),
         attempt=keeper.attempt,
         log_offset=keeper.log_offset,
         run_folder=stage.folder,
-        notice=[].append if told is None else told.append,
+        notice=[].append if messages is None else messages.append,
     )
 
 
 @asynccontextmanager
-async def following(stage: Stage, keeper: Keeper, told: list[str] | None = None) -> AsyncIterator[None]:
+async def following(stage: Stage, keeper: Keeper, messages: list[str] | None = None) -> AsyncIterator[None]:
     """A daemon's task that reads the attempt, and is cancelled with the daemon at the end."""
-    task = asyncio.create_task(reader(stage, keeper, told).run(asyncio.Event()))
+    task = asyncio.create_task(reader(stage, keeper, messages).run(asyncio.Event()))
     try:
         yield
     finally:
@@ -90,11 +91,11 @@ async def following(stage: Stage, keeper: Keeper, told: list[str] | None = None)
             await task
 
 
-async def read_to_the_end(stage: Stage, keeper: Keeper, told: list[str] | None = None) -> None:
+async def read_to_the_end(stage: Stage, keeper: Keeper, messages: list[str] | None = None) -> None:
     await keeper.exited()
     ended = asyncio.Event()
     ended.set()
-    await reader(stage, keeper, told).run(ended)
+    await reader(stage, keeper, messages).run(ended)
 
 
 def kept(stage: Stage) -> list[tuple[int, dict[str, float]]]:
@@ -108,7 +109,7 @@ def whole(*steps: int) -> list[tuple[int, dict[str, float]]]:
     return [(step, {"train/loss": step + 0.5, "grpo/clipped_fraction": 0.5}) for step in steps]
 
 
-async def test_a_step_is_kept_while_the_process_goes_on_with_the_next(stage: Stage) -> None:
+async def test_a_step_is_written_while_the_process_runs_the_next(stage: Stage) -> None:
     keeper = await start(stage, printed(1, 2), printed(3))
     async with following(stage, keeper):
         await until(lambda: kept(stage) == whole(1, 2))
@@ -117,13 +118,13 @@ async def test_a_step_is_kept_while_the_process_goes_on_with_the_next(stage: Sta
     assert kept(stage) == whole(1, 2, 3)
 
 
-async def test_the_last_line_counts_though_it_was_never_ended(stage: Stage) -> None:
+async def test_a_last_line_without_newline_counts(stage: Stage) -> None:
     keeper = await start(stage, printed(1).rstrip("\n"))
     await read_to_the_end(stage, keeper)
     assert kept(stage) == whole(1)
 
 
-async def test_a_line_that_comes_in_two_pieces_is_read_once_it_is_whole(stage: Stage) -> None:
+async def test_a_line_written_in_two_pieces_is_read_when_complete(stage: Stage) -> None:
     keeper = await start(stage, printed(1) + "Step 2/9\n  Loss: 2.5", "000, Grad norm: 0.1\n  GRPO: clipped=50.0%\n")
     async with following(stage, keeper):
         await until(lambda: kept(stage) == whole(1))
@@ -138,7 +139,7 @@ async def test_a_progress_bar_ends_its_lines_with_carriage_returns(stage: Stage)
     assert kept(stage) == whole(1)
 
 
-async def test_a_daemon_that_takes_over_writes_no_step_twice_and_leaves_none_out(stage: Stage) -> None:
+async def test_a_supervisor_that_takes_over_neither_repeats_nor_omits_a_step(stage: Stage) -> None:
     keeper = await start(stage, printed(1, 2, 3), printed(4), printed(5))
     async with following(stage, keeper):
         await until(lambda: kept(stage) == whole(1, 2, 3))
@@ -158,7 +159,7 @@ async def test_an_attempt_that_was_read_to_its_end_adds_nothing_when_it_is_read_
     assert kept(stage) == whole(1, 2)
 
 
-async def test_a_restarted_process_that_counts_from_1_again_is_kept_as_it_counts(stage: Stage) -> None:
+async def test_steps_of_a_restarted_process_that_counts_from_1_are_written_as_counted(stage: Stage) -> None:
     first = await start(stage, printed(1, 2, 3))
     await read_to_the_end(stage, first)
     second = await start(stage, printed(1, 2), printed(3), attempt=2)
@@ -169,18 +170,18 @@ async def test_a_restarted_process_that_counts_from_1_again_is_kept_as_it_counts
     assert kept(stage) == whole(1, 2, 3, 1, 2, 3)
 
 
-async def test_not_a_number_is_left_out_and_told_once_while_the_process_runs(stage: Stage) -> None:
-    told: list[str] = []
+async def test_nan_is_left_out_and_reported_once_while_the_process_runs(stage: Stage) -> None:
+    messages: list[str] = []
     nan = "\nStep {0}/9\n  Loss: nan, Grad norm: nan\n    GRPO: clipped=50.0%\n"
     keeper = await start(stage, printed(1) + nan.format(2) + nan.format(3), "")
-    async with following(stage, keeper, told):
+    async with following(stage, keeper, messages):
         await until(lambda: kept(stage) == [*whole(1), *((n, {"grpo/clipped_fraction": 0.5}) for n in (2, 3))])
-    assert told == ["train/loss is nan at step 2: left out of the metrics (said once)"]
+    assert messages == ["train/loss is nan at step 2: left out of the metrics (reported once)"]
     go_on(keeper)
     await keeper.exited()
 
 
-async def test_a_log_that_is_cut_at_its_beginning_meanwhile_costs_no_step(stage: Stage) -> None:
+async def test_capping_the_log_meanwhile_loses_no_step(stage: Stage) -> None:
     chatter = ("." * 99 + "\n") * 1000
     keeper = await start(stage, printed(1) + chatter + printed(2), printed(3))
     async with following(stage, keeper):
@@ -194,16 +195,16 @@ async def test_a_log_that_is_cut_at_its_beginning_meanwhile_costs_no_step(stage:
 
 
 async def test_steps_wait_in_the_log_until_their_file_can_be_written(stage: Stage) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     file = stage.folder / "metrics.jsonl"
     file.mkdir()
     keeper = await start(stage, printed(1, 2), "")
-    async with following(stage, keeper, told):
-        await until(lambda: bool(told))
+    async with following(stage, keeper, messages):
+        await until(lambda: bool(messages))
         file.rmdir()
         await until(lambda: kept(stage) == whole(1, 2))
-    assert len(told) == 1
-    assert "no metrics are kept: " in told[0]
+    assert len(messages) == 1
+    assert "metrics cannot be written: " in messages[0]
     go_on(keeper)
     await keeper.exited()
 
@@ -212,7 +213,7 @@ async def test_steps_wait_in_the_log_until_their_file_can_be_written(stage: Stag
 
 
 @pytest.mark.slow
-def test_a_run_keeps_what_its_trainer_prints_also_while_no_daemon_is_there(place: Workplace) -> None:
+def test_metrics_printed_without_a_supervisor_are_kept(place: Workplace) -> None:
     console = r"{ step = '^Step (\d+)', 'train/loss' = 'Loss: ([\d.]+|nan)' }"
     parts = [printed(1, 2), printed(3), printed(4).replace("4.5000", "nan") + printed(5)]
     others = workplace.service("b", workplace.POLITE)

@@ -13,8 +13,8 @@ from stage import Stage, open_stage, python
 
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus
 from grpo_tui.services.base import Launch
-from grpo_tui.supervisor.crash_report import MAX_REPORTS, write_report
-from grpo_tui.supervisor.machine_facts import machine_facts, oom_kill_count
+from grpo_tui.supervisor.report.crash_report import MAX_REPORTS, write_report
+from grpo_tui.supervisor.report.machine_facts import machine_facts, oom_kill_count
 
 CRASH = """
 import os, subprocess, sys
@@ -50,20 +50,22 @@ def written(stage: Stage, launches: Mapping[str, Launch], attempt: int = 1) -> P
     return path
 
 
-async def test_a_report_tells_what_a_service_printed_last_and_what_it_left_behind(stage: Stage) -> None:
+async def test_a_report_has_the_last_output_and_the_leftover_processes(stage: Stage) -> None:
     launch = stage.launch(*python(CRASH, stage.token), env={"MY_API_KEY": "abcdefgh-secret"})
     await (await stage.start(*python("print('attempt one')"))).exited()
     keeper = await stage.start(*launch.argv, attempt=2, env=launch.env)
     await keeper.exited()
     (stage.folder / "b.log").write_text("=== attempt 1 · b\nlistening\n")
-    (stage.folder / "metrics.jsonl").write_text('{"step": 7, "metrics": {"train/loss": 0.25}}\n')
+    (stage.folder / "metrics.jsonl").write_text(
+        '{"time": 1, "step": 7, "policy_version": 7, "metrics": {"train/loss": 0.25}}\n'
+    )
     path = written(stage, {"a": launch, "b": stage.launch("b", name="b")}, attempt=2)
     text = path.read_text()
     lines = text.splitlines()
     assert path.name == "crash-a-2.txt"
     assert lines[0] == "a failed: exit code 1"
     assert lines[2] == "  log says  LookupError: the needle"
-    assert any(line.startswith("  leftover  its keeper had to end pid") for line in lines[:10])
+    assert any(line.startswith("  leftover  its keeper had to terminate pid") for line in lines[:10])
     assert "listening" in lines
     assert "train/loss  0.25" in lines
     assert [line.split()[1] for line in lines if line.startswith("attempt ")] == ["1", "2"]
@@ -82,7 +84,7 @@ async def test_a_secret_that_a_log_repeats_is_masked(stage: Stage) -> None:
 
 
 def test_a_service_that_never_started_has_a_report_too(stage: Stage) -> None:
-    assert "(it printed nothing in this attempt)" in written(stage, {"a": stage.launch("a")}).read_text()
+    assert "(no output in this attempt)" in written(stage, {"a": stage.launch("a")}).read_text()
 
 
 def test_the_first_report_of_a_service_and_the_newest_are_kept(stage: Stage) -> None:
@@ -97,15 +99,15 @@ def test_the_first_report_of_a_service_and_the_newest_are_kept(stage: Stage) -> 
     assert foreign.exists()
 
 
-def test_a_deleted_run_folder_is_told_and_raises_nothing(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_run_folder_is_logged_and_raises_nothing(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     gone = stage.folder / "gone"
     with caplog.at_level(logging.ERROR):
         assert write_report(gone, status(stage, "a"), {"a": stage.launch("a")}, "a", attempt=1, why="x") is None
-    assert "crash-a-1.txt: the report on its failure cannot be written: No such file or directory" in caplog.text
+    assert "crash-a-1.txt: cannot write the crash report: No such file or directory" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_disk_that_is_full_is_told_and_leaves_no_half_report(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_and_leaves_no_partial_report(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     (stage.folder / f".crash-a-1.txt.{os.getpid()}.tmp").symlink_to("/dev/full")
     with caplog.at_level(logging.ERROR):
         assert write_report(stage.folder, status(stage, "a"), {"a": stage.launch("a")}, "a", attempt=1, why="x") is None
@@ -113,7 +115,7 @@ def test_a_disk_that_is_full_is_told_and_leaves_no_half_report(stage: Stage, cap
     assert list(stage.folder.iterdir()) == []
 
 
-def test_the_machine_is_looked_at_without_importing_what_runs_on_it(stage: Stage) -> None:
+def test_machine_facts_import_none_of_the_packages(stage: Stage) -> None:
     facts = machine_facts(stage.folder)
     assert facts.versions["torch"]
     assert facts.versions["grpo-tui"]
@@ -125,7 +127,7 @@ def test_the_machine_is_looked_at_without_importing_what_runs_on_it(stage: Stage
 
 
 @pytest.mark.skipif("oom_kill " not in Path("/proc/vmstat").read_text(), reason="this kernel does not count")
-def test_the_kernels_count_of_processes_that_it_ended_for_want_of_memory_is_read() -> None:
+def test_the_kernels_count_of_oom_kills_is_read() -> None:
     count = oom_kill_count()
     assert count is not None
     assert count >= 0

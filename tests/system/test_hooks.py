@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from stage import FAMILY, HOLDER, Stage, free_ports, is_open, open_stage, python, until
 
+from grpo_engine.wire.run_folder import KEEPERS
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus
-from grpo_tui.paths import KEEPERS
 from grpo_tui.services.hook import Hook, HookEvent
 from grpo_tui.supervisor.hooks import MAX_WAITING, Hooks
-from grpo_tui.supervisor.proc import processes_of_run
+from grpo_tui.supervisor.keeper.proc import processes_of_run
 
 TELLER = """
 import json, os, sys
@@ -210,7 +210,7 @@ async def test_a_hook_that_hangs_is_ended_with_its_children_when_its_time_is_up(
     assert bell.stage.survivors() == []
     severity, text, whose = bell.notices[0]
     assert (severity, whose) == ("warning", "trainer")
-    assert "was ended after 0.5 s" in text
+    assert "was killed after 0.5 s" in text
     assert text.endswith(f"raise its timeout_s; its output is in {bell.stage.folder}/hooks.log")
 
 
@@ -235,7 +235,7 @@ subprocess.Popen([sys.executable, "-I", "-S", "-c", sys.argv[1], *sys.argv[2:]],
     hooks.fire(HookEvent.FAILED, service=service(), status=status())
     await hooks.finish(20.0)
     assert bell.stage.survivors() == []
-    assert "a hook has to wait for what it starts" in bell.notices[0][1]
+    assert "a hook must wait for its processes" in bell.notices[0][1]
 
 
 async def test_a_hook_that_fails_is_a_warning_with_its_exit_code_and_where_its_output_is(bell: Bell) -> None:
@@ -280,7 +280,7 @@ async def test_at_the_end_of_the_run_what_still_runs_is_ended_and_what_waits_is_
     assert bell.stage.survivors() == []
     assert not bell.is_up("b")
     texts = sorted(text for _, text, _ in bell.notices)
-    assert "of a was ended because the run is over" in texts[0]
+    assert "of a was killed because the run is over" in texts[0]
     assert "of b was not run: the run was over before its turn came" in texts[1]
 
 
@@ -289,7 +289,7 @@ async def test_a_hook_that_never_gets_its_turn_does_not_queue_up_without_end(bel
     for number in range(MAX_WAITING + 2):
         hooks.fire(HookEvent.FAILED, service=service(str(number)), status=status())
     left_out = [text for _, text, _ in bell.notices]
-    assert [text.partition(" of ")[2].partition(":")[0] for text in left_out] == ["16 is left out", "17 is left out"]
+    assert [text.partition(" of ")[2].partition(":")[0] for text in left_out] == ["16 is skipped", "17 is skipped"]
     await hooks.finish(0.0)
 
 
@@ -323,7 +323,7 @@ async def test_a_hook_outlives_its_daemon_and_the_next_one_ends_it_when_its_time
     hooks.take_over()
     await until(lambda: bool(bell.notices))
     assert bell.stage.survivors() == []
-    assert "hook run 1, begun by an earlier supervisor, was ended after 0.01 s" in bell.notices[0][1]
+    assert "hook run 1, started by an earlier supervisor, was killed after 0.01 s" in bell.notices[0][1]
 
 
 async def test_runs_of_hooks_are_numbered_on_by_the_next_daemon(bell: Bell) -> None:

@@ -18,9 +18,9 @@ import pytest
 from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
 
 from grpo_engine.errors import GrpoError
-from grpo_tui.supervisor.keeper import read_stat
-from grpo_tui.supervisor.proc import descendants, identify
-from grpo_tui.supervisor.processes import ExitReport, Keeper, adopt_keeper, start_keeper
+from grpo_tui.keeper_process import read_stat
+from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, adopt_keeper, start_keeper
+from grpo_tui.supervisor.keeper.proc import descendants, identify
 
 POLITE = """
 import signal, sys
@@ -28,7 +28,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 print("up", flush=True)
 while True: signal.pause()
 """
-DEAF = """
+IGNORES_SIGTERM = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("up", flush=True)
@@ -37,7 +37,7 @@ while True: signal.pause()
 DAEMON = """
 import asyncio, os, pickle, signal, sys
 from pathlib import Path
-from grpo_tui.supervisor.processes import start_keeper
+from grpo_tui.supervisor.keeper.client import start_keeper
 async def main():
     for launch in pickle.loads(sys.stdin.buffer.read()):
         await start_keeper(launch, run="earlier", attempt=1, run_folder=Path(sys.argv[1]))
@@ -53,7 +53,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield opened
 
 
-async def test_a_polite_service_ends_at_the_stop_signal_with_its_own_exit_code(stage: Stage) -> None:
+async def test_a_service_that_handles_the_stop_signal_keeps_its_exit_code(stage: Stage) -> None:
     keeper = await stage.start(*python(POLITE, stage.token))
     await stage.says("up")
     keeper.stop()
@@ -61,8 +61,8 @@ async def test_a_polite_service_ends_at_the_stop_signal_with_its_own_exit_code(s
     assert (report.code, report.ended, report.error, report.keeper_lost) == (5, (), None, False)
 
 
-async def test_the_stop_signal_is_the_one_that_was_declared(stage: Stage) -> None:
-    keeper = await stage.start(*python(DEAF, stage.token), stop_signal=signal.SIGINT)
+async def test_the_stop_signal_is_the_declared_one(stage: Stage) -> None:
+    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_signal=signal.SIGINT)
     await stage.says("up")
     keeper.stop()
     assert (await keeper.exited()).code in (-signal.SIGINT, 1)  # 1: Python turns it into KeyboardInterrupt
@@ -70,7 +70,7 @@ async def test_the_stop_signal_is_the_one_that_was_declared(stage: Stage) -> Non
 
 @pytest.mark.slow
 async def test_a_stop_escalates_to_kill_after_the_grace_period(stage: Stage) -> None:
-    keeper = await stage.start(*python(DEAF, stage.token), stop_grace_s=0.2)
+    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_grace_s=0.2)
     await stage.says("up")
     keeper.stop()
     report = await keeper.exited()
@@ -79,21 +79,21 @@ async def test_a_stop_escalates_to_kill_after_the_grace_period(stage: Stage) -> 
 
 
 async def test_a_kill_does_not_wait_for_the_grace_period(stage: Stage) -> None:
-    keeper = await stage.start(*python(DEAF, stage.token), stop_grace_s=3600)
+    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_grace_s=3600)
     await stage.says("up")
     keeper.kill()
     assert (await keeper.exited()).code == -signal.SIGKILL
 
 
-async def test_a_kill_overtakes_a_stop_that_is_still_waiting(stage: Stage) -> None:
-    keeper = await stage.start(*python(DEAF, stage.token), stop_grace_s=3600)
+async def test_a_kill_ends_the_grace_period_of_a_stop(stage: Stage) -> None:
+    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_grace_s=3600)
     await stage.says("up")
     keeper.stop()
     keeper.kill()
     assert (await keeper.exited()).code == -signal.SIGKILL
 
 
-async def test_a_suspended_service_hears_the_stop(stage: Stage) -> None:
+async def test_a_suspended_service_receives_the_stop_signal(stage: Stage) -> None:
     keeper = await stage.start(*python(POLITE, stage.token), stop_grace_s=3600)
     await stage.says("up")
     assert keeper.main_pid is not None
@@ -103,7 +103,7 @@ async def test_a_suspended_service_hears_the_stop(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-async def test_a_stop_ends_deaf_children_in_own_groups_and_sessions_double_forked_and_with_clean_environments(
+async def test_a_stop_ends_children_that_ignore_signals_in_own_groups_sessions_and_environments(
     stage: Stage,
 ) -> None:
     keeper = await stage.start_family(5, stop_grace_s=0.3)
@@ -119,7 +119,7 @@ async def test_a_stop_ends_deaf_children_in_own_groups_and_sessions_double_forke
 
 
 @pytest.mark.slow
-async def test_when_the_leader_is_killed_its_deaf_workers_are_ended_too(stage: Stage) -> None:
+async def test_when_the_main_process_is_killed_its_workers_are_ended_too(stage: Stage) -> None:
     keeper = await stage.start_family(3, stop_grace_s=3600)
     assert keeper.main_pid is not None
     os.kill(keeper.main_pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ async def test_when_the_leader_is_killed_its_deaf_workers_are_ended_too(stage: S
 
 
 @pytest.mark.slow
-async def test_the_rest_of_the_group_has_the_whole_grace_to_finish_when_a_shell_around_it_dies_at_once(
+async def test_the_process_group_has_the_whole_grace_period_when_its_shell_exits_at_once(
     stage: Stage,
 ) -> None:
     saving = """
@@ -153,7 +153,7 @@ while True: signal.pause()
 
 
 @pytest.mark.slow
-async def test_two_hundred_short_lived_orphans_are_all_buried(stage: Stage) -> None:
+async def test_two_hundred_short_lived_orphans_are_all_reaped(stage: Stage) -> None:
     orphans = """
 import os
 for _ in range(200):
@@ -182,7 +182,9 @@ os.read(input_end, 1)
         ("./orphaned", 126, "cannot start ./orphaned: the interpreter in its first line does not exist"),
     ],
 )
-async def test_what_cannot_be_executed_says_so_in_words(stage: Stage, program: str, code: int, words: str) -> None:
+async def test_a_program_that_cannot_be_executed_is_reported_with_its_reason(
+    stage: Stage, program: str, code: int, words: str
+) -> None:
     (stage.folder / "plain").write_text("text")
     script = stage.folder / "orphaned"
     script.write_text("#!/no/such/interpreter\n")
@@ -197,7 +199,7 @@ async def test_what_cannot_be_executed_says_so_in_words(stage: Stage, program: s
     assert "Traceback" not in stage.log()
 
 
-async def test_a_working_directory_that_is_missing_is_named(stage: Stage) -> None:
+async def test_a_missing_working_directory_is_named(stage: Stage) -> None:
     report = await (await stage.start("true", cwd=Path("/no/such/folder"))).exited()
     assert report.code == 126
     assert report.error == "cannot enter the working directory /no/such/folder: No such file or directory"
@@ -209,7 +211,7 @@ async def test_a_keeper_that_cannot_be_started_is_an_error_that_names_the_folder
         await start_keeper(stage.launch("true"), run=stage.run, attempt=1, run_folder=absent)
 
 
-async def test_each_attempt_opens_the_log_with_a_line_of_its_own(stage: Stage) -> None:
+async def test_each_attempt_starts_with_its_own_line_in_the_log(stage: Stage) -> None:
     (stage.folder / "a.log").write_text("cut off in the mid")
     keeper = await stage.start("sh", "-c", "echo out; echo err >&2", attempt=2)
     await keeper.exited()
@@ -245,11 +247,11 @@ async def test_ignored_and_blocked_signals_are_not_inherited(stage: Stage) -> No
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGHUP, before)
     blocked_then, ignored_then = (int(line.split()[1], 16) for line in stage.log().splitlines()[1:])
-    of_the_c_library = 1 << 31 | 1 << 32  # signals 32 and 33, which nobody else may touch
+    of_the_c_library = 1 << 31 | 1 << 32  # signals 32 and 33, reserved by it
     assert (blocked_then, ignored_then & ~of_the_c_library) == (0, 0)
 
 
-async def test_the_environment_reaches_the_service_and_never_the_disk(stage: Stage) -> None:
+async def test_the_environment_reaches_the_service_and_is_never_written_to_disk(stage: Stage) -> None:
     shown = 'echo "$GRPO_TUI_RUN $GRPO_TUI_SERVICE $GRPO_TUI_ATTEMPT $PYTHONUNBUFFERED ${#SECRET}"'
     keeper = await stage.start("sh", "-c", shown, env={"SECRET": "hf_never_written"}, attempt=3)
     await keeper.exited()
@@ -260,7 +262,7 @@ async def test_the_environment_reaches_the_service_and_never_the_disk(stage: Sta
 
 
 @pytest.mark.slow
-async def test_services_outlive_a_killed_daemon_and_the_next_one_reads_their_exit_codes(stage: Stage) -> None:
+async def test_services_survive_a_killed_supervisor_and_the_next_one_reads_their_exit_codes(stage: Stage) -> None:
     told_to_go = stage.folder / "go"
     waiting = f"while [ ! -e {told_to_go} ]; do sleep 0.02; done; exit 7"
     launches = [
@@ -285,7 +287,7 @@ async def test_services_outlive_a_killed_daemon_and_the_next_one_reads_their_exi
     assert adopt_keeper(stage.folder, "a", 2) is None
 
 
-async def test_of_many_attempts_the_first_and_the_latest_stay_on_record(stage: Stage) -> None:
+async def test_state_files_of_the_first_and_the_latest_attempts_are_kept(stage: Stage) -> None:
     for attempt in (1, 2, 3, 22, 23):
         await (
             await start_keeper(stage.launch("true"), run=stage.run, attempt=attempt, run_folder=stage.folder)
@@ -294,13 +296,13 @@ async def test_of_many_attempts_the_first_and_the_latest_stay_on_record(stage: S
     assert names == {f"a.{attempt}.{ending}" for attempt in (1, 22, 23) for ending in ("json", "spec.json")}
 
 
-async def test_no_zombie_of_a_keeper_stays_even_if_nobody_asks_for_its_end(stage: Stage) -> None:
+async def test_a_keeper_is_reaped_even_if_its_exit_is_not_awaited(stage: Stage) -> None:
     keeper = await stage.start("true")
     await until(lambda: read_stat(keeper.identity.pid) is None)
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing(stage: Stage) -> None:
-    starting = asyncio.create_task(stage.start(*python(DEAF, stage.token)))
+async def test_a_cancelled_start_leaves_no_process(stage: Stage) -> None:
+    starting = asyncio.create_task(stage.start(*python(IGNORES_SIGTERM, stage.token)))
     await until(lambda: starting.done() or bool(stage.survivors()))
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -317,7 +319,7 @@ async def test_when_files_cannot_be_replaced_the_state_is_overwritten_in_place(s
     assert (report.code, report.keeper_lost) == (5, False)
 
 
-async def test_a_run_folder_deleted_under_a_live_service_hinders_neither_stop_nor_report(stage: Stage) -> None:
+async def test_a_service_whose_run_folder_was_deleted_can_be_stopped_and_reported(stage: Stage) -> None:
     keeper = await stage.start(*python(POLITE, stage.token), cwd=Path("/"))
     await stage.says("up")
     shutil.rmtree(stage.folder)
@@ -331,7 +333,7 @@ async def test_a_run_folder_deleted_under_a_live_service_hinders_neither_stop_no
 
 
 async def test_a_reused_pid_is_neither_adopted_nor_signalled(stage: Stage) -> None:
-    keeper = await stage.start(*python(DEAF, stage.token))
+    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token))
     await stage.says("up")
     assert keeper.main_pid is not None
     state_file = stage.folder / "keepers" / "a.1.json"
@@ -353,18 +355,18 @@ async def test_a_reused_pid_is_neither_adopted_nor_signalled(stage: Stage) -> No
     await keeper.exited()
 
 
-async def test_a_damaged_state_file_is_a_lost_keeper_in_words(stage: Stage) -> None:
+async def test_a_damaged_state_file_counts_as_a_lost_keeper(stage: Stage) -> None:
     (stage.folder / "keepers").mkdir()
     (stage.folder / "keepers" / "a.1.json").write_text('{"service": "a", "att')
     report = adopt_keeper(stage.folder, "a", 1)
     assert isinstance(report, ExitReport)
     assert report.keeper_lost
     assert report.error is not None
-    assert report.error.endswith("a.1.json is missing or damaged: nobody knows how this attempt ended")
+    assert report.error.endswith("a.1.json is missing or damaged: how this attempt ended is unknown")
 
 
 @pytest.mark.slow
-async def test_a_keeper_is_small_and_sleeps_until_something_happens(stage: Stage) -> None:
+async def test_a_keeper_is_small_and_sleeps_while_nothing_happens(stage: Stage) -> None:
     def counted(name: str) -> int:
         lines = Path(f"/proc/{keeper.identity.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
@@ -380,7 +382,7 @@ async def test_a_keeper_is_small_and_sleeps_until_something_happens(stage: Stage
     await keeper.exited()
 
 
-async def test_state_files_say_who_and_when(stage: Stage) -> None:
+async def test_state_files_name_processes_and_times(stage: Stage) -> None:
     [port] = free_ports(1)
     keeper = await stage.start(*python(HOLDER, port, stage.token))
     state_file = stage.folder / "keepers" / "a.1.json"

@@ -16,11 +16,12 @@ from stage import Stage, open_stage, python, until
 from workplace import open_workplace, service
 
 from grpo_tui.cli import follow
-from grpo_tui.supervisor.capped_log import LogCapper, Part, Place, cap, last_lines, place, read_part
-from grpo_tui.supervisor.keeper import CAPPED
+from grpo_tui.keeper_process import CAPPED
+from grpo_tui.run_files.log_file import Part, Place, last_lines, place, read_part
+from grpo_tui.supervisor.capped_log import LogCapper, cap
+from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.probes import LogSearch
-from grpo_tui.supervisor.processes import Keeper
-from grpo_tui.view.log_tail import LogTail
+from grpo_tui.view.logs.tail import LogTail
 
 COUNTER = """
 import os, sys
@@ -88,7 +89,7 @@ async def test_a_million_lines_at_full_speed_are_all_there_in_order(stage: Stage
 
 
 @pytest.mark.slow
-async def test_of_a_log_that_is_capped_again_and_again_the_newest_lines_are_kept_without_a_gap(stage: Stage) -> None:
+async def test_a_log_that_is_capped_repeatedly_keeps_its_newest_lines_without_a_gap(stage: Stage) -> None:
     keeper = await stage.start(*python(COUNTER, 300_000, 100, stage.token))
     await kept_while_capped(stage, keeper, LIMIT_BYTES)
     path = stage.folder / "a.log"
@@ -104,7 +105,7 @@ async def test_of_a_log_that_is_capped_again_and_again_the_newest_lines_are_kept
     assert lines[1].endswith(stage.token)
 
 
-async def test_the_next_attempt_knows_where_it_begins_in_a_log_that_was_capped(stage: Stage) -> None:
+async def test_the_next_attempt_has_the_right_offset_in_a_capped_log(stage: Stage) -> None:
     path = stage.folder / "a.log"
     fill(path, 20_000)
     cap(path, LIMIT_BYTES)
@@ -118,7 +119,7 @@ async def test_the_next_attempt_knows_where_it_begins_in_a_log_that_was_capped(s
 
 
 @pytest.mark.slow
-async def test_who_follows_across_many_caps_sees_every_line_once(stage: Stage) -> None:
+async def test_following_a_log_across_many_caps_shows_every_line_once(stage: Stage) -> None:
     path, go = stage.folder / "a.log", stage.folder / "go"
     os.mkfifo(go)
     keeper = await stage.start(*python(BURSTS, go, stage.token))
@@ -129,7 +130,7 @@ async def test_who_follows_across_many_caps_sees_every_line_once(stage: Stage) -
     def follow_to_the_end() -> None:
         last = follow.Tail([], keeper.log_offset)
         with go.open("r+b", buffering=0) as pipe:
-            for line in follow.grown(path, last, lambda: not ended.done(), tell_gap=gaps.append):
+            for line in follow.grown(path, last, lambda: not ended.done(), report_gap=gaps.append):
                 seen.append(line)
                 if line.endswith(b"999\n"):  # no faster than it is read: dropped is what was seen
                     cap(path, 300_000)
@@ -142,7 +143,7 @@ async def test_who_follows_across_many_caps_sees_every_line_once(stage: Stage) -
 
 
 @pytest.mark.slow
-def test_readers_that_race_with_caps_never_take_one_byte_for_another(folder: Path) -> None:
+def test_readers_that_race_with_caps_never_mix_up_offsets(folder: Path) -> None:
     path = folder / "a.log"
     fill(path, 1, line_bytes=16, start="")
     is_over = threading.Event()
@@ -175,7 +176,7 @@ def test_readers_that_race_with_caps_never_take_one_byte_for_another(folder: Pat
 
 
 @pytest.mark.slow
-async def test_where_a_log_must_be_copied_its_newest_lines_stay_in_order_under_a_writer(folder: Path) -> None:
+async def test_a_log_capped_by_copying_keeps_its_newest_lines_in_order_under_a_writer(folder: Path) -> None:
     with open_stage(folder) as stage:
         keeper = await stage.start(*python(COUNTER, 200_000, 100, stage.token))
         await kept_while_capped(stage, keeper, LIMIT_BYTES)
@@ -186,7 +187,7 @@ async def test_where_a_log_must_be_copied_its_newest_lines_stay_in_order_under_a
         assert len(kept) > LIMIT_BYTES // 2 // 100 - 100
 
 
-def test_a_capped_log_begins_with_what_was_dropped_and_the_attempt_that_goes_on(folder: Path) -> None:
+def test_a_capped_log_starts_with_the_dropped_bytes_and_the_current_attempt(folder: Path) -> None:
     path = folder / "a.log"
     fill(path, 1000)
     fill(path, 20_000, start="=== attempt 2 · later · python a.py 'server up'\n")
@@ -206,7 +207,7 @@ def test_a_capped_log_begins_with_what_was_dropped_and_the_attempt_that_goes_on(
     assert read_all(path).place == Place(dropped_bytes, read_all(path).offset, written_bytes + 1_000_000)
 
 
-def test_of_a_large_log_half_is_kept_and_some_megabytes_where_they_must_be_copied(folder: Path, tmp_path: Path) -> None:
+def test_half_of_a_large_log_is_kept_or_some_megabytes_when_copied(folder: Path, tmp_path: Path) -> None:
     path = folder / "a.log"
     fill(path, 210_000)
     end = path.stat().st_size
@@ -287,7 +288,7 @@ def test_a_log_probe_sees_no_line_of_an_earlier_attempt_however_often_the_log_is
     assert search.search().passed
 
 
-def test_the_last_lines_of_an_attempt_are_not_those_of_an_earlier_one_nor_ours(tmp_path: Path) -> None:
+def test_the_last_lines_of_an_attempt_exclude_earlier_attempts_and_header_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     fill(path, 15_000)
     offset = path.stat().st_size
@@ -299,7 +300,7 @@ def test_the_last_lines_of_an_attempt_are_not_those_of_an_earlier_one_nor_ours(t
     assert last_lines(tmp_path / "absent.log", 0) == ()
 
 
-def test_the_screen_goes_on_across_a_cap_and_says_what_it_missed(folder: Path) -> None:
+def test_the_screen_continues_across_a_cap_and_shows_what_was_dropped(folder: Path) -> None:
     path = folder / "a.log"
     fill(path, 15_000)
     tail = LogTail(path)
@@ -313,14 +314,12 @@ def test_the_screen_goes_on_across_a_cap_and_says_what_it_missed(folder: Path) -
     cap(path, 200_000)
     chunk = tail.read()
     assert not chunk.is_restarted
-    assert "went by too fast to show" in chunk.lines[0]
+    assert "skipped, too fast to show" in chunk.lines[0]
     assert [line.split()[1] for line in chunk.lines[1:3]] == ["capped", "attempt"]
     assert int(chunk.lines[-1]) == 2999
 
 
-async def test_what_cannot_be_capped_is_told_once_and_disturbs_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_log_that_cannot_be_capped_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     fine, gone, odd = tmp_path / "fine.log", tmp_path / "deleted" / "gone.log", tmp_path / "odd.log"
     odd.mkdir()
@@ -333,7 +332,7 @@ async def test_what_cannot_be_capped_is_told_once_and_disturbs_nobody(
     assert [record.message.split(": ")[0] for record in caplog.records] == ["odd.log", "fine.log"]
 
 
-def test_a_log_that_fills_up_is_looked_at_when_it_should_be_full(tmp_path: Path) -> None:
+def test_a_growing_log_is_checked_when_it_should_reach_its_limit(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     capper = LogCapper({path: LIMIT_BYTES})
     assert capper.look() == 1.0

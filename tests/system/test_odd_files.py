@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from workplace import POLITE, PYTHON, Workplace, open_workplace, service, until
 
-from grpo_engine.wire.supervisor import ADDRESS_FILE
-from grpo_tui.paths import STATE_FILE, SUPERVISOR_LOG
+from grpo_engine.wire.run_folder import ADDRESS_FILE, STATE_FILE, SUPERVISOR_LOG
 from grpo_tui.supervisor.lock import has_daemon, read_address
 
 
@@ -28,7 +27,7 @@ def socket_of(place: Workplace) -> Path:
     return Path(address.socket)
 
 
-@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("is_folder", [pytest.param(False, marks=pytest.mark.extended("a folder here")), True])
 def test_what_lies_in_place_of_the_socket_is_replaced_by_it(place: Workplace, is_folder: bool) -> None:
     place.profile(service("a", POLITE))
     place.up()
@@ -57,6 +56,7 @@ def test_a_command_outlasts_a_file_in_place_of_the_socket(place: Workplace) -> N
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("a folder in place of the socket is replaced for the first supervisor")
 def test_a_successor_listens_where_its_predecessor_left_a_folder(place: Workplace) -> None:
     place.profile(service("a", POLITE))
     place.up()
@@ -104,8 +104,8 @@ def test_a_supervisor_that_cannot_listen_says_why_in_its_log_without_a_traceback
     folder.chmod(0o755)
     program = [PYTHON, "-P", "-m", "grpo_tui.supervisor.daemon", str(place.run_folder())]
     subprocess.run(program, env=place.environment, check=True)
-    until(lambda: "the daemon ends: " in log.read_text())
-    assert f"the daemon ends: {folder}, the folder for sockets, has mode 0755" in log.read_text()
+    until(lambda: "supervisor exits: " in log.read_text())
+    assert f"supervisor exits: {folder}, the folder for sockets, has mode 0755" in log.read_text()
     assert "Traceback" not in log.read_text()
     folder.chmod(0o700)
     assert place.grpo("down").returncode == 0
@@ -126,6 +126,9 @@ def test_a_folder_in_place_of_the_state_file_is_put_aside(place: Workplace) -> N
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended(
+    "test_a_folder_in_place_of_the_state_file_is_put_aside; test_runs.py loses the daemon and damages the state"
+)
 def test_a_run_without_a_supervisor_recovers_from_a_folder_in_place_of_its_state_file(place: Workplace) -> None:
     place.profile(service("a", POLITE))
     place.up()
@@ -168,7 +171,7 @@ def test_a_file_in_place_of_the_folder_of_runs_is_told(place: Workplace) -> None
     assert "Traceback" not in place.grpo("ps").stderr
 
 
-@pytest.mark.parametrize("command", [["ps"], ["up", "--profile", "p"], ["status"], ["down"]])
+@pytest.mark.parametrize("command", [["up", "--profile", "p"], ["status"]])
 def test_a_command_in_a_deleted_folder_says_so(place: Workplace, command: list[str]) -> None:
     gone = place.folder / "gone"
     gone.mkdir()
@@ -181,7 +184,7 @@ def test_a_command_in_a_deleted_folder_says_so(place: Workplace, command: list[s
         text=True,
     )
     assert done.returncode == 1
-    assert "the folder in which this command was typed was deleted: cd to one that is there" in done.stderr
+    assert "the current folder was deleted: cd to an existing one" in done.stderr
     assert "Traceback" not in done.stderr
 
 

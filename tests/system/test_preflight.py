@@ -21,11 +21,22 @@ from typing import Any
 import pytest
 from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
 
+from grpo_engine.wire.supervisor import Refusal
 from grpo_tui.supervisor import preflight, teardown
-from grpo_tui.supervisor.gpus import GpuReader
+from grpo_tui.supervisor.keeper.owners import Owner
+from grpo_tui.supervisor.keeper.proc import (
+    Marker,
+    Stat,
+    all_processes,
+    command_line,
+    identify,
+    read_stat,
+    uid_of,
+    user_name,
+)
 from grpo_tui.supervisor.lock import take_lock
-from grpo_tui.supervisor.preflight import clear_the_way, look_at_gpus
-from grpo_tui.supervisor.proc import all_processes, command_line, identify, read_stat, uid_of, user_name
+from grpo_tui.supervisor.preflight import free_resources, look_at_gpus
+from grpo_tui.supervisor.usage.gpus import GpuReader
 
 GB = 10**9
 WAITING = "import signal\nsignal.pause()"
@@ -150,12 +161,13 @@ def shows_environment(pid: int) -> bool:
 
 
 async def cleared(stage: Stage, card: Card, **changes: Any) -> tuple[str | None, list[str]]:
-    """A pre-flight for a service `vllm` on GPU 0 that wants 45 % of it, and what it reported."""
+    """A pre-flight for a service `vllm` on GPU 0 that wants 45 % of it: why it cannot start, and what was reported."""
     lines: list[str] = []
     wanted = {"name": "vllm", "kind": "inference", "gpus": (0,), "gpu_memory_share": 0.45, **changes}
     launch = stage.launch("true", **wanted)
     reader = GpuReader(lambda: card)
-    return await clear_the_way(launch, run=stage.run, report=lines.append, gpu_reader=reader), lines
+    refusals = await free_resources(launch, run=stage.run, report=lines.append, gpu_reader=reader)
+    return "; ".join(each.text for each in refusals) or None, lines
 
 
 async def test_what_an_earlier_run_left_on_the_gpu_is_ended_and_named_and_its_memory_waited_for(stage: Stage) -> None:
@@ -165,9 +177,7 @@ async def test_what_an_earlier_run_left_on_the_gpu_is_ended_and_named_and_its_me
         assert refusal is None
         assert left.wait() == -9
         assert card.held == {}
-        start = (
-            f"GPU 0: 66.1 GB held by pid {left.pid}, left by run tiny-1121 of this project: ended, free again after "
-        )
+        start = f"GPU 0: 66.1 GB held by pid {left.pid}, left by run tiny-1121 of this project: ended, freed after "
         assert line.startswith(start)
 
 
@@ -224,8 +234,8 @@ async def test_a_stranger_is_named_with_what_is_free_and_needed_and_what_to_do(s
         assert stage.token in refusal
         assert refusal.endswith(
             f"; to do: end pid {stranger.pid}, "
-            "or demand less: `--set services.vllm.gpu_memory_utilization=0.28`, "
-            "or take another GPU: `--set services.vllm.gpus=[…]`"
+            "or request less: `--set services.vllm.gpu_memory_utilization=0.28`, "
+            "or use another GPU: `--set services.vllm.gpus=[…]`"
         )
         assert stranger.poll() is None
         assert lines == []
@@ -271,7 +281,7 @@ async def test_another_users_process_is_named_and_never_ended(stage: Stage) -> N
 async def test_a_process_that_cannot_be_seen_is_named_as_what_can_be_said(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+    monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 0.0)
     refusal, _ = await cleared(stage, Card(held={INVISIBLE_PID: 100 * GB}))
     assert refusal is not None
     assert f"100.0 GB held by pid {INVISIBLE_PID}, which cannot be seen from here (in another container, " in refusal
@@ -280,7 +290,7 @@ async def test_a_process_that_cannot_be_seen_is_named_as_what_can_be_said(
 async def test_a_share_that_the_driver_does_not_tell_is_unknown_and_not_0(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+    monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 0.0)
     async with process(stage) as first, process(stage) as second:
         refusal, _ = await cleared(stage, Card(held={first.pid: None, second.pid: None}))
         assert refusal is not None
@@ -293,11 +303,11 @@ async def test_memory_that_nobody_listed_holds_is_waited_for_and_named_when_it_s
 ) -> None:
     refusal, [line] = await cleared(stage, Card(unlisted=100 * GB, lag=4))
     assert refusal is None
-    assert re.fullmatch(r"vllm: waited [\d.]+ s until GPU memory was given back", line)
-    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+    assert re.fullmatch(r"vllm: waited [\d.]+ s until GPU memory was free", line)
+    monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 0.0)
     refusal, lines = await cleared(stage, Card(unlisted=100 * GB, lag=1000))
     assert refusal is not None
-    assert "; 100.0 GB held by nobody whom the driver lists here (in another container?); " in refusal
+    assert "; 100.0 GB held by no process that the driver lists here (in another container?); " in refusal
     assert lines == []
 
 
@@ -313,11 +323,13 @@ async def test_a_leftover_that_hangs_in_the_kernel_is_named_and_its_memory_not_w
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(stage, **ORPHAN) as stuck:
-        monkeypatch.setattr("grpo_tui.supervisor.proc.send_signal", lambda *_: None)  # as deaf as one in a driver
+        monkeypatch.setattr(
+            "grpo_tui.supervisor.keeper.proc.send_signal", lambda *_: None
+        )  # as deaf as one in a driver
         monkeypatch.setattr(teardown, "UNKILLABLE_AFTER_S", 0.0)
-        monkeypatch.setattr(preflight, "FADING_LIMIT_S", 1e9)
+        monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 1e9)
         refusal, [line] = await cleared(stage, Card(held={stuck.pid: 100 * GB}))
-        assert line.endswith("does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
+        assert line.endswith("still alive after SIGKILL: it hangs in the kernel, often in a driver")
         assert refusal is not None
         assert f"100.0 GB held by pid {stuck.pid}, left by run tiny-1121 of this project: " in refusal
 
@@ -327,11 +339,11 @@ async def test_a_dead_process_that_still_holds_memory_is_named_as_hanging(
 ) -> None:
     async with process(stage, "pass", **ORPHAN) as zombie:  # nobody waits for it
         await until(lambda: (stat := read_stat(zombie.pid)) is not None and stat.is_dead)
-        monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+        monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 0.0)
         refusal, lines = await cleared(stage, Card(held={zombie.pid: 100 * GB}, lag=1000))
         assert refusal is not None
         assert f"100.0 GB held by pid {zombie.pid} (python" in refusal
-        assert "), which is dead and hangs in the driver; to do: demand less" in refusal
+        assert "), which has exited and hangs in the driver; to do: request less" in refusal
         assert lines == []
 
 
@@ -343,10 +355,10 @@ async def test_a_dead_process_below_a_marked_one_is_not_taken_for_one_that_can_b
 
     async with process(stage, "import os, signal; os.fork() or os._exit(0); signal.pause()", **ORPHAN) as parent:
         await until(lambda: bool(dead_children(parent.pid)))
-        monkeypatch.setattr(preflight, "FADING_LIMIT_S", 0.0)
+        monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 0.0)
         refusal, lines = await cleared(stage, Card(held={dead_children(parent.pid)[0]: 100 * GB}, lag=1000))
         assert refusal is not None
-        assert "which is dead and hangs in the driver" in refusal
+        assert "which has exited and hangs in the driver" in refusal
         assert lines == []
 
 
@@ -355,7 +367,7 @@ async def test_a_leftover_that_dies_but_keeps_its_memory_hangs_and_ends_the_wait
 ) -> None:
     monkeypatch.setattr(teardown, "GPU_LIMIT_S", 1e9)
     monkeypatch.setattr(teardown, "UNKILLABLE_AFTER_S", 0.1)
-    monkeypatch.setattr(preflight, "FADING_LIMIT_S", 1e9)
+    monkeypatch.setattr(preflight, "FREEING_LIMIT_S", 1e9)
     async with process(stage, **ORPHAN) as left:  # a zombie once it is ended, since nobody waits for it
         refusal, [line] = await cleared(stage, Card(held={left.pid: 100 * GB}, lag=1_000_000))
         assert "it hangs in the kernel" in line
@@ -390,17 +402,48 @@ async def test_ports_and_gpus_are_cleared_together_and_refused_together(stage: S
     [port] = free_ports(1)
     async with process(stage, HOLDER, port) as stranger:
         await until(lambda: is_open(port))
-        refusal, [line] = await cleared(stage, Card(held={stranger.pid: 100 * GB}), ports=(port,))
-        assert refusal is not None
-        assert refusal.startswith(f"port {port} is held by pid {stranger.pid} (user ")
-        assert "; GPU 0 has 40.0 GB free, " in refusal
-        assert line.endswith("it is left alone")
+        lines: list[str] = []
+        launch = stage.launch("true", name="vllm", ports=(port,), gpus=(0,), gpu_memory_share=0.45)
+        reader = GpuReader(lambda: Card(held={stranger.pid: 100 * GB}))
+        on_port, on_gpu = await free_resources(launch, run=stage.run, report=lines.append, gpu_reader=reader)
+        [holder] = on_port.holders
+        assert (on_port.resource, on_port.port, on_gpu.resource, on_gpu.gpu) == ("port", port, "gpu", 0)
+        assert (holder.pid, holder.user, holder.is_ours) == (stranger.pid, user_name(os.getuid()), False)
+        assert on_port.foreign_holder() == holder
+        assert on_gpu.holders == [holder]
+        assert on_gpu.foreign_holder() is None
+        assert on_port.text.startswith(f"port {port} is held by pid {stranger.pid} (user ")
+        assert on_gpu.text.startswith("GPU 0 has 40.0 GB free, ")
+        assert [line.rpartition("; ")[2] for line in lines] == ["it is left alone"]
         launch = stage.launch("true", name="vllm", ports=(port,))
-        words = await clear_the_way(
+        taken = await free_resources(
             launch, run=stage.run, report=lambda _: None, gpu_reader=GpuReader(Card), take_ports=True
         )
-        assert words is None
+        assert taken == []
         assert stranger.wait() == -9
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_visible", "offered"),
+    [
+        (None, True, 4242),
+        (Marker(run="hermes", service="vllm", run_folder="/logs/hermes"), True, None),
+        (Marker(run="tiny", service="vllm", run_folder=None), True, None),
+        (Marker(run="hermes", service="vllm", run_folder=None), True, 4242),
+        (None, False, None),
+    ],
+)
+def test_only_a_visible_foreign_process_on_a_port_is_offered_to_be_ended(
+    mark: Marker | None, is_visible: bool, offered: int | None
+) -> None:
+    process = Stat(pid=4242, comm="x", state="S", parent=1, group=1, session=1, cpu_ticks=0, start_ticks=1, rss_pages=1)
+    owner = Owner(
+        process=process if is_visible else None, uid=0, command="python  app.py", mark=mark, is_supervised=True
+    )
+    refusal = Refusal(resource="port", port=9001, holders=[owner.holder("tiny")], text="taken")
+    holder = refusal.foreign_holder()
+    assert (holder.pid if holder else None) == offered
+    assert refusal.holders[0].command == "python app.py"
 
 
 async def test_looking_ends_nobody(stage: Stage) -> None:

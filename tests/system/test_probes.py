@@ -95,7 +95,7 @@ async def test_a_server_that_accepts_and_says_nothing_is_no_answer(tmp_path: Pat
 async def test_a_server_that_hangs_up_is_told_from_one_that_speaks_no_http(tmp_path: Path) -> None:
     hung_up = await asked_http(tmp_path, b"")
     assert hung_up == Answer(P.HUNG_UP, "/health: connection closed without an answer")
-    assert await asked_http(tmp_path, b"SSH-2.0-OpenSSH\r\n") == Answer(P.NO_HTTP, "/health answers no HTTP")
+    assert await asked_http(tmp_path, b"SSH-2.0-OpenSSH\r\n") == Answer(P.NO_HTTP, "/health does not answer in HTTP")
     assert (await asked_http(tmp_path, b"x" * 200_000)).kind is P.NO_HTTP
 
 
@@ -169,7 +169,7 @@ async def test_a_web_server_that_is_well_over_an_engine_that_is_not(tmp_path: Pa
     for deep, kind, words in (
         (ok, P.PASSED, "/deep answers 200"),
         (gone, P.ENGINE_STALLED, "/health answers 200, but /deep answers 500: died"),
-        (None, P.ENGINE_STALLED, "/health answers 200, but /deep gives no answer in 0.1 s"),
+        (None, P.ENGINE_STALLED, "/health answers 200, but /deep does not answer in 0.1 s"),
     ):
         answers = {"/health": ok, "/deep": deep}
         async with serving(reply) as port:
@@ -197,22 +197,22 @@ async def test_host_and_query_are_sent_as_the_address_says(tmp_path: Path) -> No
 
 
 async def test_a_file_passes_when_it_is_there(tmp_path: Path) -> None:
-    assert await asked(tmp_path, file="made") == Answer(P.NOT_YET, "made is not there yet")
+    assert await asked(tmp_path, file="made") == Answer(P.NOT_YET, "made does not exist yet")
     (tmp_path / "made").touch()
-    assert await asked(tmp_path, file="made") == Answer(P.PASSED, "made is there")
+    assert await asked(tmp_path, file="made") == Answer(P.PASSED, "made exists")
 
 
 async def test_a_log_is_searched_for_lines_of_this_attempt_alone(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"server up\n")
     prober = Prober(Probe(log="^server up$"), log=log, log_offset=10, cwd=tmp_path, env={})
-    assert await prober.ask() == Answer(P.NOT_YET, "log does not say '^server up$'")
+    assert await prober.ask() == Answer(P.NOT_YET, "log does not contain '^server up$'")
     with log.open("ab") as file:
         file.write(b"\xff\xfe broken \x80 text\nserver")
     assert not (await prober.ask()).passed
     with log.open("ab") as file:
         file.write(b" up")
-    assert await prober.ask() == Answer(P.PASSED, "log says '^server up$'")
+    assert await prober.ask() == Answer(P.PASSED, "log contains '^server up$'")
     log.write_bytes(b"")
     assert (await prober.ask()).passed  # once said is said
 
@@ -284,7 +284,7 @@ async def test_a_command_that_does_not_end_holds_up_nobody_and_is_not_started_ag
         patched.setattr(probes, "_kill_group", lambda process: None)
         patched.setattr(probes, "COMMAND_END_LIMIT_S", 0.0)
         assert await prober.ask() == Answer(P.SILENT, "sh: no answer in 0.3 s")
-        words = "sh does not end, SIGKILL or not: it hangs in the kernel"
+        words = "sh is still alive after SIGKILL: it hangs in the kernel"
         assert await prober.ask() == Answer(P.SILENT, words)
     (pid,) = map(int, (tmp_path / "started").read_text().split())
     os.kill(pid, signal.SIGKILL)

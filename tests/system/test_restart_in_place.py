@@ -12,7 +12,7 @@ from stage import free_ports, is_open
 from workplace import POLITE, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
-from grpo_tui.supervisor.proc import identify
+from grpo_tui.supervisor.keeper.proc import identify
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +46,7 @@ while os.read(heard, 1):
     pass_gate("old")
     server.shutdown(); server.server_close()
     print("nothing is left of it", flush=True)
+    open(f"{gate}-restarts", "a").write("x")
     pass_gate("new")
     server = serve()
 """
@@ -81,8 +82,10 @@ def open_gate(place: Workplace, which: str) -> None:
     (place.folder / f"gate-a-{which}").write_text("go")
 
 
-def test_a_restart_in_place_keeps_the_process_and_its_attempt_and_counts(place: Workplace) -> None:
-    place.profile(renewable(place))
+@pytest.mark.parametrize("reports_by", ["log", "file"])
+def test_a_restart_in_place_keeps_the_process_and_its_attempt_and_counts(place: Workplace, reports_by: str) -> None:
+    by_file = f"{{ signal = 'SIGHUP', file = '{place.folder}/gate-a-restarts' }}"
+    place.profile(renewable(place, restart_in_place=IN_PLACE if reports_by == "log" else by_file))
     place.up()
     before = status_of(place)
     for count in (1, 2, 3):
@@ -97,6 +100,7 @@ def test_a_restart_in_place_keeps_the_process_and_its_attempt_and_counts(place: 
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_machine.py has both orders of events; the other tests here restart in place for real")
 def test_the_last_server_that_still_answers_makes_nobody_ready(place: Workplace) -> None:
     for which in ("old", "new"):
         os.mkfifo(place.folder / f"gate-a-{which}")
@@ -107,7 +111,7 @@ def test_the_last_server_that_still_answers_makes_nobody_ready(place: Workplace)
     assert is_open(place.ports[0])  # it answers all its questions with 200
     told = status_of(place)
     assert (told.state, told.restarts, told.ready_at) == (ServiceState.STARTING, 1, None)
-    assert "ending what ran" in (told.why or "")
+    assert "ending the previous start" in (told.why or "")
     open_gate(place, "old")
     until(lambda: "nothing is left of it" in log_of(place))
     until(lambda: "is closed" in (status_of(place).health or ""))
@@ -117,6 +121,7 @@ def test_the_last_server_that_still_answers_makes_nobody_ready(place: Workplace)
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_machine.py has both orders of events; the other tests here restart in place for real")
 def test_asked_twice_it_begins_anew_and_is_ready_once_more(place: Workplace) -> None:
     os.mkfifo(place.folder / "gate-a-old")
     place.profile(renewable(place, stop_grace_s=60))
@@ -142,7 +147,7 @@ def test_what_does_not_react_within_its_grace_is_stopped_and_started(place: Work
     now = status_of(place)
     assert (now.state, now.attempt, now.restarts) == (ServiceState.READY, 2, 2)
     assert identify(before) is None
-    assert "did not begin anew within 1 s" in (place.run_folder() / "supervisor.log").read_text()
+    assert "did not restart in place within 1 s" in (place.run_folder() / "supervisor.log").read_text()
     assert place.grpo("down").returncode == 0
 
 
@@ -169,7 +174,9 @@ def test_followers_end_before_it_begins_anew_and_come_back_after_it(place: Workp
     assert place.grpo("down").returncode == 0
 
 
-@pytest.mark.parametrize("moment", ["old", "new"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("old", marks=pytest.mark.extended("the same once the new server loads")), "new"]
+)
 def test_a_daemon_killed_in_the_middle_is_succeeded_by_one_that_brings_it_to_its_end(
     place: Workplace, moment: str
 ) -> None:

@@ -17,7 +17,7 @@ from stage import HOLDER, free_ports, is_open
 from workplace import DEAF, POLITE, PYTHON, SERVER, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
-from grpo_tui.supervisor.proc import identify
+from grpo_tui.supervisor.keeper.proc import identify
 
 pytestmark = pytest.mark.slow
 
@@ -119,11 +119,11 @@ def test_restart_stop_and_start_do_what_they_say(place: Workplace) -> None:
 def test_what_was_asked_is_told_with_the_state_that_followed_from_it(place: Workplace) -> None:
     place.profile(service("a", POLITE), service("deaf", DEAF, ready="{ log = '^deaf$' }", stop_grace_s=5))
     place.up()
-    assert place.grpo("restart", "deaf").stderr == "deaf: restart asked; it is stopping\n"
-    assert place.grpo("stop", "deaf").stderr == "deaf: stop asked; it is stopping\n"
+    assert place.grpo("restart", "deaf").stderr == "deaf: restart requested; it is stopping\n"
+    assert place.grpo("stop", "deaf").stderr == "deaf: stop requested; it is stopping\n"
     assert place.grpo("stop", "a", "--wait").returncode == 0
     asked = place.grpo("start", "a").stderr
-    assert asked in {"a: start asked; it is starting\n", "a: start asked; it is ready\n"}
+    assert asked in {"a: start requested; it is starting\n", "a: start requested; it is ready\n"}
     assert place.grpo("down", "--timeout", "0").returncode == 0
 
 
@@ -175,7 +175,7 @@ def test_down_kills_deaf_services_after_one_grace_for_all_of_them(place: Workpla
     place.up()
     assert place.grpo("down").returncode == 0
     log = (place.run_folder() / "supervisor.log").read_text()
-    assert "services get 2.0 s together" in log
+    assert "all services together have 2.0 s to stop" in log
     assert log.rindex("→ stopping") < log.index("→ stopped"), "a deaf service was waited for before the next was asked"
     assert place.survivors() == []
 
@@ -424,6 +424,7 @@ def test_a_client_that_stops_reading_holds_up_nobody(place: Workplace) -> None:
         assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_a_damaged_state_file_loses_no_service")
 def test_a_removed_state_file_is_written_anew_with_the_next_change(place: Workplace) -> None:
     place.profile(service("a", POLITE))
     place.up()
@@ -476,7 +477,7 @@ def test_a_run_folder_deleted_under_a_live_run_is_made_anew_and_nothing_starts_t
     until((place.folder / "logs" / run / "state.json").exists)
     joined = place.grpo("up", "--profile", "p", "--detach", "--wait", "ready")
     assert (joined.returncode, joined.stdout.strip()) == (0, run), joined.stderr
-    assert "was deleted while its run goes on: it is made anew" in (place.run_folder() / "supervisor.log").read_text()
+    assert "was deleted during its run and was made again" in (place.run_folder() / "supervisor.log").read_text()
     place.lose_daemon()  # its successor finds everything in the new folder
     assert place.grpo("restart", "a", "--wait").returncode == 0
     assert identify(before) is None
@@ -484,6 +485,7 @@ def test_a_run_folder_deleted_under_a_live_run_is_made_anew_and_nothing_starts_t
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_a_damaged_state_file_loses_no_service")
 def test_a_state_file_of_another_version_is_a_ledger_the_less_and_loses_no_service(place: Workplace) -> None:
     count = place.folder / "starts"
     place.profile(service("a", COUNTS_STARTS, count, ready="{ log = '^up$', interval_s = 0.02 }"))

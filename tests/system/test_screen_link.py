@@ -13,7 +13,7 @@ from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.geometry import Region, Size
 from textual.strip import Strip
 
-from grpo_tui.ui.changed_cells import TerminalCells
+from grpo_tui.ui.terminal.changed_cells import TerminalCells
 
 COLUMNS, ROWS = 12, 3
 CONSOLE = Console(color_system="truecolor", force_terminal=True)

@@ -15,8 +15,8 @@ from terminal import DEADLINE_S, Terminal
 from test_clients import supervised
 from workplace import PYTHON
 
-from grpo_tui.paths import PLAN_FILE
-from grpo_tui.supervisor.broadcast import MAX_WAITING_LINES
+from grpo_engine.wire.run_folder import PLAN_FILE
+from grpo_tui.supervisor.report.broadcast import MAX_WAITING_LINES
 
 pytestmark = pytest.mark.slow
 MOST_NOTICES = 20 * MAX_WAITING_LINES

@@ -53,6 +53,11 @@ def states(opened: Terminal) -> list[str]:
     return [row[2] for name in ("vllm", "trainer") for row in rows if row[:1] == [name] and len(row) > 2]
 
 
+def vllm_pid(place: Workplace) -> int | None:
+    """The main process of vllm; None between its exit and its next start."""
+    return next(each.pid for each in place.status().services if each.name == "vllm")
+
+
 def assert_restored(opened: Terminal) -> None:
     """The terminal is as it was before: the shell's screen, its cursor, echo and whole lines."""
     written = bytes(opened.written)
@@ -73,7 +78,7 @@ def test_a_run_is_started_restarted_left_and_ended_from_one_terminal(workplace: 
         shows_both_ready(opened)
         before = workplace.pid("vllm")
         opened.press("v")
-        opened.until(lambda: workplace.pid("vllm") not in (before, None))
+        opened.until(lambda: vllm_pid(workplace) not in (before, None))
         shows_both_ready(opened)
         opened.press("q")
         assert opened.ends() == 0
@@ -158,7 +163,9 @@ def test_a_line_that_drops_ends_the_screen_and_leaves_the_run_alone(workplace: W
     assert workplace.grpo("down").returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.extended("SIGTERM; a line that drops"))]
+)
 def test_a_screen_that_is_told_to_go_restores_the_terminal(workplace: Workplace, number: signal.Signals) -> None:
     workplace.up()
     with terminal(workplace, "attach") as opened:

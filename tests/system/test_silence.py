@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from workplace import POLITE, PYTHON, Workplace, open_workplace, service, until
 
-from grpo_engine.wire.supervisor import ADDRESS_FILE
+from grpo_engine.wire.run_folder import ADDRESS_FILE, SUPERVISOR_LOG
 from grpo_tui.client.new_daemon import NewDaemon
-from grpo_tui.paths import SUPERVISOR_LOG
+from grpo_tui.supervisor.keeper.client import living_keepers
 from grpo_tui.supervisor.lock import has_daemon, read_address, take_lock
-from grpo_tui.supervisor.processes import living_keepers
 
 
 @pytest.fixture
@@ -57,12 +56,22 @@ def test_the_status_of_a_run_whose_supervisor_is_suspended_says_so_and_not_that_
         shown = place.grpo("status").stdout
     finally:
         os.kill(supervisor.pid, signal.SIGCONT)
-    assert "the supervisor does not answer (nothing in 3 s)" in shown
+    assert "the supervisor does not answer (no answer in 3 s)" in shown
     assert "is gone" not in shown
     assert place.grpo("down").returncode == 0
 
 
-@pytest.mark.parametrize("command", ["stop a", "restart a --wait", "down --timeout 1", "upgrade", "up --profile p"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "stop a",
+        "down --timeout 1",
+        *(
+            pytest.param(command, marks=pytest.mark.extended("the same with stop and down"))
+            for command in ("restart a --wait", "upgrade", "up --profile p")
+        ),
+    ],
+)
 def test_a_command_to_a_run_whose_supervisor_is_suspended_says_what_wakes_it(place: Workplace, command: str) -> None:
     place.profile(service("a", POLITE))
     run = place.up()
@@ -74,8 +83,8 @@ def test_a_command_to_a_run_whose_supervisor_is_suspended_says_what_wakes_it(pla
     finally:
         os.kill(supervisor.pid, signal.SIGCONT)
     assert done.returncode == 1
-    assert f"the supervisor of {run} (pid {supervisor.pid}) is suspended; its services go on" in done.stderr
-    assert f"`kill -CONT {supervisor.pid}` wakes it" in done.stderr
+    assert f"the supervisor of {run} (pid {supervisor.pid}) is suspended; its services keep running" in done.stderr
+    assert f"`kill -CONT {supervisor.pid}` resumes it" in done.stderr
     assert place.status().supervisor == supervisor
     assert place.grpo("down").returncode == 0
 
@@ -95,7 +104,7 @@ def test_a_supervisor_that_hangs_is_told_with_what_ends_it_and_that_helps(place:
         )
         done = place.grpo("stop", "a")
     assert done.returncode == 1
-    assert f"the supervisor of {run} (pid {supervisor.pid}) does not answer" in done.stderr
+    assert f"the supervisor of {run} (pid {supervisor.pid}) has not answered in" in done.stderr
     assert f"`kill -9 {supervisor.pid}` ends it" in done.stderr
     os.kill(supervisor.pid, signal.SIGKILL)
     until(lambda: not has_daemon(place.run_folder()))
@@ -114,7 +123,7 @@ def test_a_supervisor_that_only_starts_is_waited_for(place: Workplace, monkeypat
     )  # held, as by a supervisor that does not listen yet: the file names the dead one
     assert lock is not None
     stop = place.start("stop", "a", "--wait")
-    until(lambda: "nothing to do" in (place.run_folder() / SUPERVISOR_LOG).read_text())
+    until(lambda: "this one exits" in (place.run_folder() / SUPERVISOR_LOG).read_text())
     with NewDaemon() as starting:
         starting.wait_until_loaded()
         os.close(lock)

@@ -14,11 +14,11 @@ import pytest
 from stage import FAMILY, HOLDER, free_ports, is_open
 from workplace import DEAF, POLITE, SERVER, Workplace, open_workplace, service, until
 
-from grpo_engine.wire.supervisor import ADDRESS_FILE, ProbeOutcome, RunState, ServiceState, ServiceStatus
-from grpo_tui.paths import TIMELINE_FILE
-from grpo_tui.supervisor.keeper import all_processes, below
-from grpo_tui.supervisor.proc import identify
-from grpo_tui.supervisor.processes import living_keepers
+from grpo_engine.wire.run_folder import ADDRESS_FILE, TIMELINE_FILE
+from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, ServiceStatus
+from grpo_tui.keeper_process import all_processes, below
+from grpo_tui.supervisor.keeper.client import living_keepers
+from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.state_file import read_state
 
 pytestmark = pytest.mark.slow
@@ -83,6 +83,7 @@ def test_what_a_killed_keeper_leaves_is_ended_before_its_service_starts_again(pl
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_what_a_killed_keeper_leaves_is_ended_before_its_service_starts_again")
 def test_orphans_that_nobody_has_seen_yet_are_ended_with_their_keeper(place: Workplace) -> None:
     place.ports = free_ports(5)
     program = f"import sys; open(sys.argv.pop(1)).read()\n{FAMILY}"  # no sample can know who is born after the gate
@@ -154,11 +155,12 @@ def test_a_restart_takes_its_followers_along_in_order(place: Workplace) -> None:
     assert names[-2:] == ["vllm", "trainer"]
     assert len(names) == 5
     log = (place.run_folder() / "supervisor.log").read_text()
-    assert "vllm is restarted; after it trainer" in log
+    assert "restarting vllm, and with it trainer" in log
     assert log.index("trainer: stopping → waiting") < log.index("vllm: stopping → waiting")
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_machine.py; test_a_restart_takes_its_followers_along_in_order")
 def test_a_restart_of_a_service_that_has_ended_starts_it_though_nothing_else_happens(place: Workplace) -> None:
     place.profile(service("a", "raise SystemExit(3)", ends_run="false"), service("b", POLITE))
     assert place.grpo("up", "--profile", "p", "--detach").returncode == 0  # it may fail before all are up
@@ -168,6 +170,7 @@ def test_a_restart_of_a_service_that_has_ended_starts_it_though_nothing_else_hap
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_machine.py; test_a_restart_takes_its_followers_along_in_order")
 def test_a_crash_takes_followers_along_too(place: Workplace) -> None:
     notes = place.folder / "notes"
     place.profile(
@@ -228,7 +231,7 @@ def test_a_hang_after_readiness_is_unhealthy_and_restarted_where_the_policy_says
     until(lambda: status_of(place, "a").attempt == 2 and status_of(place, "a").state is ServiceState.READY)
     assert identify(before) is None
     log = (place.run_folder() / "supervisor.log").read_text()
-    assert "no good answer for 1 s: /health: no answer in 0.5 s" in log
+    assert "no liveness for 1 s: /health: no answer in 0.5 s" in log
     assert place.grpo("down").returncode == 0
 
 
@@ -270,7 +273,7 @@ def test_down_all_ends_every_run_of_the_folder(place: Workplace) -> None:
         assert place.grpo("up", "--profile", name, "--detach", "--wait", "ready").returncode == 0
     done = place.grpo("down", "--all")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("nothing is left") == 2
+    assert done.stdout.count("no process is left") == 2
     assert place.survivors() == []
 
 
@@ -285,6 +288,7 @@ def test_a_socket_that_somebody_removed_is_put_back(place: Workplace) -> None:
     assert place.grpo("down").returncode == 0
 
 
+@pytest.mark.extended("test_a_socket_that_somebody_removed_is_put_back")
 def test_a_socket_that_cannot_be_put_back_yet_ends_no_supervisor(place: Workplace) -> None:
     place.profile(service("a", POLITE))
     place.up()
@@ -313,7 +317,7 @@ def test_a_supervisor_without_descriptors_says_so_and_goes_on(place: Workplace) 
     unlimited = resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, (3, unlimited[1]))
     until(lambda: "Too many open files" in log.read_text())
-    until(lambda: "a part of the supervisor failed and is tried again (Sampler:" in log.read_text())
+    until(lambda: "a part of the supervisor failed and runs again in 30 s (Sampler:" in log.read_text())
     resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, unlimited)
     assert place.status().supervisor == supervisor
     assert place.pid("a") == a
@@ -371,7 +375,7 @@ def test_services_that_lost_daemon_and_keepers_are_known_ended_and_never_doubled
         os.kill(keeper, signal.SIGKILL)
     status = place.status()
     assert (status.state, status.warnings[0].id) == (RunState.DEGRADED, "no-supervisor")
-    assert "processes of its services still live" in status.warnings[0].text
+    assert "processes of its services are still alive" in status.warnings[0].text
     joined = place.grpo("up", "--profile", "p", "--detach", "--wait", "ready")
     assert joined.returncode == 1, joined  # it is the same run, and nobody is up in it any more
     assert f"run {run} joined" in joined.stderr
@@ -393,7 +397,7 @@ def test_down_goes_on_when_the_daemon_is_lost_meanwhile_and_says_that_nothing_is
     os.kill(supervisor.pid, signal.SIGKILL)
     out, err = ending.communicate(timeout=60)
     assert ending.returncode == 0, err
-    assert "another goes on with it" in err
+    assert "a new one continues it" in err
     assert "stopped in" in out
     assert place.survivors() == []
 
@@ -445,6 +449,6 @@ def test_a_run_that_lost_folder_and_daemon_is_not_started_beside(place: Workplac
     shutil.rmtree(place.run_folder())
     refused = place.grpo("up", "--profile", "p", "--detach")
     assert refused.returncode == 1
-    assert f"run {run} lives and its folder was deleted: `grpo-tui down {run}` ends it first" in refused.stderr
+    assert f"run {run} is live and its folder was deleted: end it with `grpo-tui down {run}` first" in refused.stderr
     assert place.grpo("down", run).returncode == 0
     assert place.survivors() == []

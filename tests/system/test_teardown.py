@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
 
-from grpo_tui.supervisor.owners import mark_of
-from grpo_tui.supervisor.ports import port_holders
-from grpo_tui.supervisor.proc import Marker, ProcessId, descendants, identify
-from grpo_tui.supervisor.processes import Keeper
+from grpo_tui.supervisor.keeper.client import Keeper
+from grpo_tui.supervisor.keeper.owners import mark_of
+from grpo_tui.supervisor.keeper.ports import port_holders
+from grpo_tui.supervisor.keeper.proc import Marker, ProcessId, descendants, identify
 from grpo_tui.supervisor.teardown import SweepReport, sweep
-from grpo_tui.supervisor.usage import UsageReader
+from grpo_tui.supervisor.usage.cpu_memory import UsageReader
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def lose_keeper(keeper: Keeper) -> None:
     assert (report.code, report.keeper_lost, report.error) == (
         None,
         True,
-        "its keeper was killed: nobody saw how it ended",
+        "its keeper was killed: how it ended is unknown",
     )
 
 
@@ -107,9 +107,9 @@ async def test_what_a_killed_keeper_leaves_is_found_by_the_marker_and_below_mark
     assert all(map(is_open, stage.ports))
     report, lines = await swept(stage, *stage.ports)
     assert len(report.ended) == 5
-    assert (report.unkillable, report.strangers) == ((), ())
+    assert (report.unkillable, report.foreign) == ((), ())
     assert not any(map(is_open, stage.ports))
-    assert lines[0].startswith("a: ended what was left of it in 0.")
+    assert lines[0].startswith("a: ended its remaining processes in 0.")
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ async def test_another_service_of_the_same_run_is_not_touched(stage: Stage) -> N
     report, lines = await swept(stage, port)
     assert other.identity.is_alive()
     assert is_open(port)
-    assert [holder.port for holder in report.strangers] == [port]
+    assert [holder.port for holder in report.foreign] == [port]
     assert f"port {port} is held by pid {other.main_pid}" in lines[0]
     assert lines[0].endswith("it is left alone")
     other.kill()
@@ -162,7 +162,7 @@ async def test_a_stranger_on_the_port_is_named_and_left_alone(stage: Stage) -> N
         assert stage.token in holder.words()
         report, lines = await swept(stage, squatter.port)
         assert squatter.is_running()
-        assert report.strangers == (holder,)
+        assert report.foreign == (holder,)
         assert lines == [f"{holder.words()}; it is left alone"]
 
 
@@ -171,7 +171,7 @@ async def test_a_stranger_is_ended_on_explicit_word(stage: Stage) -> None:
         report, lines = await swept(stage, squatter.port, take_ports=True)
         assert squatter.process.wait() == -signal.SIGKILL
         assert [words.split()[1] for words in report.ended] == [str(squatter.process.pid)]
-        assert report.strangers == ()
+        assert report.foreign == ()
         assert lines[0].endswith("it is ended")
 
 
@@ -181,7 +181,7 @@ async def test_another_users_process_is_never_ended(stage: Stage) -> None:
     async with Squatter(stage, program=program, GRPO_TUI_RUN=stage.run, GRPO_TUI_SERVICE="a") as squatter:
         report, lines = await swept(stage, squatter.port, take_ports=True)
         assert squatter.is_running()
-        [holder] = report.strangers
+        [holder] = report.foreign
         assert lines[0].endswith("; another user's process is never ended")
         assert "(user nobody)" in holder.words() or "(user 65534)" in holder.words()
 
@@ -209,7 +209,7 @@ async def test_another_run_that_is_still_supervised_keeps_its_port(stage: Stage)
         with daemon_of(stage.folder) as daemon:
             report, lines = await swept(stage, squatter.port, take_ports=True)
             assert squatter.is_running()
-            assert len(report.strangers) == 1
+            assert len(report.foreign) == 1
             assert "service vllm of run other, which is still supervised (`grpo-tui down other` ends it)" in lines[0]
             daemon.kill()
             daemon.wait()
@@ -245,8 +245,9 @@ async def test_a_run_whose_folder_was_removed_under_its_living_daemon_is_no_orph
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_run_whose_lock_we_may_not_try_is_another_users_and_no_orphan() -> None:
-    asking = "import os, sys; from pathlib import Path; from grpo_tui.supervisor.owners import is_supervised\n" + (
-        "os.setuid(65534); print(*(is_supervised(Path(folder)) for folder in sys.argv[1:]))"
+    asking = (
+        "import os, sys; from pathlib import Path; from grpo_tui.supervisor.keeper.owners import is_supervised\n"
+        + ("os.setuid(65534); print(*(is_supervised(Path(folder)) for folder in sys.argv[1:]))")
     )
     with tempfile.TemporaryDirectory() as above:  # pytest's own folders let nobody else in
         os.chmod(above, 0o755)
@@ -290,12 +291,12 @@ async def test_what_does_not_end_after_sigkill_is_named_and_not_waited_for(
 ) -> None:
     async with Squatter(stage, GRPO_TUI_RUN=stage.run, GRPO_TUI_SERVICE="a") as stuck:
         with monkeypatch.context() as patched:  # as deaf to SIGKILL as one that hangs in a driver
-            patched.setattr("grpo_tui.supervisor.proc.send_signal", lambda *_: None)
+            patched.setattr("grpo_tui.supervisor.keeper.proc.send_signal", lambda *_: None)
             patched.setattr("grpo_tui.supervisor.teardown.UNKILLABLE_AFTER_S", 0.0)
             report, lines = await swept(stage)
         assert report.ended == ()
         assert [words.split()[1] for words in report.unkillable] == [str(stuck.process.pid)]
-        assert lines[0].endswith("does not end, SIGKILL or not: it hangs in the kernel, often in a driver")
+        assert lines[0].endswith("still alive after SIGKILL: it hangs in the kernel, often in a driver")
 
 
 @pytest.mark.slow
@@ -363,7 +364,7 @@ async def test_gpu_memory_that_stays_is_told_when_the_limit_is_over(
     monkeypatch.setattr("grpo_tui.supervisor.teardown.GPU_LIMIT_S", 0.0)
     report, lines = await swept(stage, gpu_memory=gpu_memory)
     assert report.gpu_memory_bytes == 16_060_000_000
-    assert lines == ["a: 16.1 GB of GPU memory still held after 0.00 s: who else maps it?"]
+    assert lines == ["a: 16.1 GB of GPU memory still held after 0.00 s: another process may map it"]
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_what_services_leave_goes_with_the_run_though_they_and_the_supervisor_we
     assert all(path.is_socket() for path in sockets)
     done = place.grpo("down")
     assert done.returncode == 0, done.stderr
-    assert f"removed what its services had left in {folder}" in done.stdout
+    assert f"removed files that its services left in {folder}" in done.stdout
     assert os.listdir(place.temporary) == []
 
 

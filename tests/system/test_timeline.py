@@ -11,6 +11,7 @@ import pytest
 from workplace import POLITE, Workplace, open_workplace, service, until
 
 from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.run_folder import TIMELINE_FILE
 from grpo_engine.wire.supervisor import (
     Bye,
     Event,
@@ -25,8 +26,8 @@ from grpo_engine.wire.supervisor import (
     UsageSampled,
     read_from_daemon,
 )
-from grpo_tui.paths import TIMELINE_FILE
-from grpo_tui.supervisor.timeline import Timeline, after_event, shorten
+from grpo_tui.run_files.timeline import after_event
+from grpo_tui.supervisor.report.timeline import Timeline, shorten
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
         yield workplace
 
 
-def told(folder: Path) -> list[Snapshot | Event]:
+def recorded(folder: Path) -> list[Snapshot | Event]:
     lines = (folder / TIMELINE_FILE).read_bytes().splitlines(keepends=True)
     messages = [read_from_daemon(line) for line in lines if line.endswith(b"}\n")]
     assert not any(isinstance(each, Bye) for each in messages)
@@ -43,16 +44,16 @@ def told(folder: Path) -> list[Snapshot | Event]:
 
 
 def states(folder: Path, name: str) -> list[ServiceState]:
-    changes = [each for each in told(folder) if isinstance(each, ServiceChanged) and each.service.name == name]
+    changes = [each for each in recorded(folder) if isinstance(each, ServiceChanged) and each.service.name == name]
     return [each.service.state for each in changes]
 
 
 @pytest.mark.slow
-def test_a_timeline_goes_on_over_a_killed_daemon_and_tells_how_the_run_ended(place: Workplace) -> None:
+def test_a_timeline_continues_after_a_killed_supervisor_to_the_end_of_the_run(place: Workplace) -> None:
     place.profile(service("a", POLITE), service("b", POLITE, ends_run="false"))
     place.up()
     folder = place.run_folder()
-    until(lambda: any(isinstance(each, UsageSampled) and each.log_bytes.get("a") for each in told(folder)))
+    until(lambda: any(isinstance(each, UsageSampled) and each.log_bytes.get("a") for each in recorded(folder)))
     place.lose_daemon()
     with (folder / TIMELINE_FILE).open("ab") as file:
         file.write(b'{"type":"notice","number":9')  # as one that is killed while it writes leaves it
@@ -60,7 +61,7 @@ def test_a_timeline_goes_on_over_a_killed_daemon_and_tells_how_the_run_ended(pla
     assert place.grpo("start", "b", "--wait").returncode == 0
     until(lambda: states(folder, "b").count(ServiceState.READY) == 2)
     assert place.grpo("down").returncode == 0
-    events = told(folder)
+    events = recorded(folder)
     first, second = (each for each in events if isinstance(each, Snapshot))
     assert first.time is not None and second.time is not None  # noqa: PT018
     assert first.time < second.time
@@ -100,10 +101,10 @@ async def written(folder: Path, *events: Event) -> list[Snapshot | Event]:
     for event in events:
         timeline.keep(event)
     await timeline.write()
-    return told(folder)
+    return recorded(folder)
 
 
-async def test_what_only_counts_seconds_is_not_kept_again(tmp_path: Path) -> None:
+async def test_an_event_that_only_counts_seconds_is_not_repeated(tmp_path: Path) -> None:
     waits = [changed(n, of_service(ServiceState.STARTING, why=f"starting for {n} s")) for n in range(5)]
     moves = changed(5, of_service(ServiceState.STARTING, why="starting for 5 s", phase="loading weights"))
     assert (await written(tmp_path, *waits, moves))[1:] == [waits[0], moves]
@@ -116,13 +117,13 @@ async def test_a_sample_is_kept_every_few_seconds_and_when_memory_moved_or_a_sta
     assert kept[1:] == [first, moved, crash, of_crash, late]
 
 
-async def test_lines_that_a_full_disk_refused_are_made_good_by_a_snapshot(tmp_path: Path) -> None:
+async def test_lines_lost_to_a_full_disk_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
     now = of_service(ServiceState.WAITING)
     timeline = Timeline(tmp_path, lambda: status_of(now))
     timeline.begin()
     await timeline.write()
     (tmp_path / TIMELINE_FILE).rename(tmp_path / "aside")
-    (tmp_path / TIMELINE_FILE).mkdir()  # as good as a full disk: nothing can be written there, whoever one is
+    (tmp_path / TIMELINE_FILE).mkdir()  # like a full disk: nothing can be written there, even as root
     now = of_service(ServiceState.READY)
     timeline.keep(changed(1, now))
     await timeline.write()
@@ -130,7 +131,7 @@ async def test_lines_that_a_full_disk_refused_are_made_good_by_a_snapshot(tmp_pa
     (tmp_path / "aside").rename(tmp_path / TIMELINE_FILE)
     timeline.keep(usage(2))
     await timeline.write()
-    before, after = told(tmp_path)
+    before, after = recorded(tmp_path)
     assert isinstance(before, Snapshot)
     assert isinstance(after, Snapshot)
     assert [each.status.services[0].state for each in (before, after)] == [ServiceState.WAITING, ServiceState.READY]
@@ -144,7 +145,7 @@ async def test_a_deleted_timeline_begins_again_with_a_snapshot(tmp_path: Path) -
     for time in (10, 20):
         timeline.keep(usage(time))
         await timeline.write()
-    assert any(isinstance(each, Snapshot) for each in told(tmp_path))
+    assert any(isinstance(each, Snapshot) for each in recorded(tmp_path))
 
 
 async def test_a_long_timeline_loses_older_samples_first_and_keeps_every_change(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ async def test_a_long_timeline_loses_older_samples_first_and_keeps_every_change(
     path.write_bytes(to_line(Snapshot(number=0, time=0, status=status_of())) + b"".join(map(to_line, events)))
     size = path.stat().st_size
     shorten(path, size * 7 // 10, size // 4)
-    kept = told(tmp_path)
+    kept = recorded(tmp_path)
     assert path.stat().st_size <= size * 7 // 10
     assert [each for each in kept if isinstance(each, ServiceChanged)] == flips
     times = [each.time for each in kept if isinstance(each, UsageSampled)]
@@ -162,7 +163,7 @@ async def test_a_long_timeline_loses_older_samples_first_and_keeps_every_change(
     assert times[:200] == list(range(2, 401, 2)) or times[:200] == list(range(1, 400, 2))
 
 
-async def test_a_timeline_of_changes_alone_loses_the_oldest_and_begins_with_what_they_led_to(tmp_path: Path) -> None:
+async def test_a_timeline_of_changes_drops_the_oldest_and_starts_with_their_result(tmp_path: Path) -> None:
     flips = [changed(n, of_service(ServiceState.READY if n % 2 else ServiceState.UNHEALTHY)) for n in range(400)]
     path = tmp_path / TIMELINE_FILE
     said = Notice(number=1, time=3, severity="info", text="hello")
@@ -171,7 +172,7 @@ async def test_a_timeline_of_changes_alone_loses_the_oldest_and_begins_with_what
     path.write_bytes(b"".join(map(to_line, events)) + b'{"half a li')
     size = path.stat().st_size
     shorten(path, size // 2, size // 4)
-    first, *rest = told(tmp_path)
+    first, *rest = recorded(tmp_path)
     assert size // 3 < path.stat().st_size <= size // 2 + 1000
     assert rest == flips[-len(rest) :]
     assert isinstance(first, Snapshot)

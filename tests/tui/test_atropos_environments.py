@@ -43,7 +43,7 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_model_and_urls_are_handed_over_and_settings_stand_in_the_run_folder(profile: str, tmp_path: Path) -> None:
+def test_model_and_urls_are_passed_on_and_settings_are_in_the_run_folder(profile: str, tmp_path: Path) -> None:
     plan = make_plan(load(profile), run_folder=tmp_path / "run", python=sys.executable)
     (launch,) = [each for each in plan.launches if each.name == "env"]
     assert launch.argv[1:4] == ("-m", "grpo_engine", "atropos-env")
@@ -59,17 +59,17 @@ def test_model_and_urls_are_handed_over_and_settings_stand_in_the_run_folder(pro
     ("override", "said"),
     [
         ("services.api.token=secret", "services.env: environments of Atropos cannot send the token"),
-        ("services.env.total_steps=100", "services.env.total_steps: 100, but the trainer does 120"),
-        ("services.env.group_size=3", "no multiple of the environment's group_size 3"),
-        ("services.env.settings.wandb_name=x", "settings.wandb_name is name here: say name = 'x' instead"),
+        ("services.env.total_steps=100", "services.env.total_steps: 100, but the trainer runs 120"),
+        ("services.env.group_size=3", "not a multiple of the environment's group_size 3"),
+        ("services.env.settings.wandb_name=x", "settings.wandb_name is name here: set name = 'x' instead"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_start(profile: str, override: str, said: str) -> None:
+def test_settings_that_cannot_work_are_refused_before_a_start(profile: str, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(profile, [override])
     assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize("override", ["services.env.total_steps=-1", "services.env.total_steps=120"])
-def test_an_environment_with_as_many_steps_as_the_trainer_is_let_pass(profile: str, override: str) -> None:
+def test_an_environment_with_as_many_steps_as_the_trainer_is_accepted(profile: str, override: str) -> None:
     assert load(profile, [override])

@@ -121,7 +121,7 @@ def test_who_reads_too_slowly_is_told_how_much_was_dropped_and_goes_on_with_the_
     gaps: list[int] = []
     last = follow.Tail([], 1000, b"begun")
     dropped_bytes = cap(path, 100_000)
-    begun, header, first, *_, end = follow.grown(path, last, lambda: False, tell_gap=gaps.append)
+    begun, header, first, *_, end = follow.grown(path, last, lambda: False, report_gap=gaps.append)
     assert begun == b"begun\n"
     assert gaps == [dropped_bytes - 1000]
     assert header.startswith("=== capped · dropped ".encode())
@@ -133,7 +133,7 @@ def test_who_reads_too_slowly_is_told_how_much_was_dropped_and_goes_on_with_the_
 
 def page(*, is_terminal: bool, lines: list[bytes], unfinished: bytes = b"") -> str:
     out = io.StringIO()
-    shown = follow._Page(out, is_terminal=is_terminal, whole_lines=False)
+    shown = follow._Printer(out, is_terminal=is_terminal, whole_lines=False)
     shown.put_unfinished(unfinished)
     for line in lines:
         shown.put(line)
@@ -184,4 +184,4 @@ def test_only_the_metrics_that_are_asked_for_are_shown(
     follow.metrics_command("r", only=["reward", "train/l"])
     assert capsys.readouterr().out == "step 2  train/loss 0.5  reward/mean 0.25\n"
     follow.metrics_command("r", only=["nosuch"])
-    assert "no metric of r begins with nosuch" in capsys.readouterr().err
+    assert "no metric of r starts with nosuch" in capsys.readouterr().err

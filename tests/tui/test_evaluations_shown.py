@@ -10,11 +10,10 @@ from screen_fakes import metrics_line
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_tui.cli.look import _metric_lines
-from grpo_tui.supervisor.latest_metrics import latest_metrics
-from grpo_tui.ui.widgets.metrics_panel import MetricsPanel, shown_metrics
+from grpo_tui.run_files.metrics import MetricsTail, latest_metrics
+from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel, shown_metrics
 from grpo_tui.view.diagnosis import diagnose
-from grpo_tui.view.history import extended
-from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.view.metrics.history import extended
 from grpo_tui.view.state import MetricHistory, ViewState
 
 EVALUATION = {"eval/avg@4": 0.25, "eval/avg@4_se": 0.01, "eval/pass@1": 0.125, "eval/sums/avg@4": 0.5, "eval/time": 2.0}

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from grpo_tui.supervisor.gpus import GpuReader, Nvml, load_pynvml
-from grpo_tui.supervisor.proc import uid_of, user_name
+from grpo_tui.supervisor.keeper.proc import uid_of, user_name
+from grpo_tui.supervisor.usage.gpus import GpuReader, Nvml, load_pynvml
 
 GB = 10**9
 
@@ -177,7 +177,7 @@ async def test_memory_is_divided_among_services_and_the_rest_is_others() -> None
     ],
     ids=["no lists", "no shares", "pids of another namespace"],
 )
-async def test_a_driver_that_does_not_tell_who_uses_what_leaves_shares_unknown_not_0(nvml: FakeNvml) -> None:
+async def test_a_driver_that_reports_no_shares_leaves_them_unknown_not_0(nvml: FakeNvml) -> None:
     sample = await reader_of(nvml).sample({"vllm": {10}})
     [gpu] = sample.gpus
     assert (gpu.by_service, gpu.other_bytes, gpu.memory_used_bytes) == ({}, None, 80 * GB)
@@ -185,22 +185,22 @@ async def test_a_driver_that_does_not_tell_who_uses_what_leaves_shares_unknown_n
     assert sample.note.startswith("GPU memory by service is unknown")
 
 
-async def test_a_gpu_that_nobody_uses_is_all_others() -> None:
+async def test_memory_of_a_gpu_without_services_is_all_others() -> None:
     [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[])).sample({"vllm": {10}})).gpus
     assert (gpu.by_service, gpu.other_bytes) == ({}, 80 * GB)
 
 
-async def test_one_of_ours_that_has_ended_still_counts_until_the_driver_takes_its_memory_back() -> None:
+async def test_an_exited_process_counts_until_the_driver_has_freed_its_memory() -> None:
     [gpu] = (await reader_of(FakeNvml(compute=[(5000, 50 * GB)], graphics=[])).sample({"vllm": {5000}})).gpus
     assert gpu.by_service == {"vllm": 50 * GB}
 
 
-async def test_an_old_driver_that_cannot_leave_out_its_own_memory_is_read_with_it() -> None:
+async def test_an_old_driver_includes_its_reserved_memory() -> None:
     [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[], is_old=True)).sample({})).gpus
     assert gpu.memory_used_bytes == 81 * GB
 
 
-async def test_what_others_hold_is_told_by_user_as_far_as_they_can_be_seen() -> None:
+async def test_memory_of_other_processes_is_by_user_where_visible() -> None:
     us, parent, invisible = os.getpid(), os.getppid(), 2**22 + 1
     nvml = FakeNvml(compute=[(us, 50 * GB), (parent, 10 * GB), (1, 5 * GB), (invisible, 4 * GB)], graphics=[])
     [gpu] = (await GpuReader(lambda: nvml).sample({"vllm": {us}})).gpus
@@ -210,7 +210,7 @@ async def test_what_others_hold_is_told_by_user_as_far_as_they_can_be_seen() -> 
     assert gpu.other_by_user == {user_name(uid): held for uid, held in by_uid.items() if uid is not None}
 
 
-async def test_memory_is_told_with_who_holds_it_and_without_what_the_driver_keeps_for_itself() -> None:
+async def test_memory_is_by_process_and_without_what_the_driver_reserves() -> None:
     [memory] = await reader_of(FakeNvml(compute=[(10, 50 * GB), (11, None)], graphics=[])).memory()
     assert (memory.index, memory.uuid, memory.name) == (0, "GPU-1", "NVIDIA H200")
     assert (memory.free_bytes, memory.used_bytes, memory.usable_bytes) == (60 * GB, 80 * GB, 140 * GB)
@@ -219,7 +219,7 @@ async def test_memory_is_told_with_who_holds_it_and_without_what_the_driver_keep
     assert memory.bytes_by_pid == {}
 
 
-async def test_memory_is_never_told_from_an_older_reading() -> None:
+async def test_memory_is_never_taken_from_an_older_reading() -> None:
     nvml = FakeNvml(compute=[], graphics=[])
     reader = reader_of(nvml, limit_s=0.02)
     assert len(await reader.memory()) == 1
@@ -244,9 +244,9 @@ async def test_without_a_driver_it_says_so_and_tries_again_only_after_a_minute()
     assert nvml.num_inits == 2
 
 
-async def test_another_failure_of_the_driver_is_told_in_its_own_words() -> None:
+async def test_another_nvml_failure_is_reported_with_its_message() -> None:
     sample = await reader_of(FakeNvml(failing=NvmlError("GPU is lost"))).sample({})
-    assert (sample.gpus, sample.note) == ([], "NVML fails: GPU is lost")
+    assert (sample.gpus, sample.note) == ([], "NVML failed: GPU is lost")
 
 
 async def test_a_hanging_driver_leaves_the_last_figures_with_their_age_until_it_answers_again() -> None:
@@ -276,14 +276,14 @@ async def test_a_driver_that_hangs_from_the_start_gives_no_figures() -> None:
     nvml.answers.set()
 
 
-async def test_power_and_temperature_are_told_in_watts_and_degrees_and_are_none_without_sensors() -> None:
+async def test_power_and_temperature_are_in_watts_and_degrees_and_none_without_sensors() -> None:
     [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[])).sample({})).gpus
     assert (gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius) == (512.345, 700.0, 61.0)
     [gpu] = (await reader_of(FakeNvml(compute=[], graphics=[], has_sensors=False)).sample({})).gpus
     assert (gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius) == (None, None, None)
 
 
-async def test_every_process_is_told_ours_by_service_and_attempt_and_strangers_by_user() -> None:
+async def test_processes_are_listed_by_service_and_attempt_and_foreign_ones_by_user() -> None:
     us, parent, invisible = os.getpid(), os.getppid(), 2**22 + 1
     nvml = FakeNvml(compute=[(parent, 10 * GB), (us, 50 * GB), (invisible, 4 * GB)], graphics=[])
     [gpu] = (await GpuReader(lambda: nvml).sample({"vllm": {us}}, {"vllm": 3})).gpus
@@ -297,7 +297,7 @@ async def test_every_process_is_told_ours_by_service_and_attempt_and_strangers_b
     assert gpu.are_shares_known
 
 
-async def test_a_process_of_another_run_of_ours_is_known_by_its_marker_and_its_secrets_are_masked() -> None:
+async def test_a_process_of_another_run_is_known_by_its_marker_and_its_secrets_are_masked() -> None:
     marked = {**os.environ, "GRPO_TUI_RUN": "other-run-1", "GRPO_TUI_SERVICE": "vllm"}
     waiting = "import sys; sys.stdin.read()"
     child = await asyncio.create_subprocess_exec(
@@ -324,7 +324,7 @@ async def test_pids_of_another_namespace_are_listed_and_not_trusted() -> None:
     assert not gpu.are_shares_known
 
 
-async def test_mig_instances_are_told_with_the_processes_that_only_they_list() -> None:
+async def test_mig_instances_are_listed_with_their_processes() -> None:
     slices = [FakeSlice(1, [(10, 30 * GB)]), FakeSlice(5)]
     [gpu] = (await reader_of(FakeNvml(slices=slices)).sample({"vllm": {10}})).gpus
     assert gpu.has_mig
@@ -339,7 +339,7 @@ async def test_mig_instances_are_told_with_the_processes_that_only_they_list() -
     assert (plain.has_mig, plain.mig) == (False, [])
 
 
-async def test_eight_gpus_are_told_in_their_order() -> None:
+async def test_eight_gpus_are_listed_in_order() -> None:
     gpus = (await reader_of(FakeNvml(compute=[(10, GB)], graphics=[], num_gpus=8)).sample({"vllm": {10}})).gpus
     assert [gpu.index for gpu in gpus] == list(range(8))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from grpo_engine.server import vllm_requirements
-from grpo_engine.server.vllm_environment import settle_environment
-from grpo_engine.wire.standby import NOTHING_LEFT_LINE, RESTART_SIGNAL
+from grpo_engine.server.vllm import requirements as vllm_requirements
+from grpo_engine.server.vllm.environment import settle_environment
+from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
+from grpo_engine.wire.fork_server import RESTART_SIGNAL
 from grpo_tui.services.base import Place
 from grpo_tui.services.inference import Inference
 
@@ -29,16 +29,19 @@ def inference(**settings: object) -> Inference:
         ({"engine": "torch", "standby": True}, True),
     ],
 )
-def test_a_server_with_a_standby_is_restarted_in_place(settings: dict[str, object], restarts_in_place: bool) -> None:
-    how = inference(**settings).launch("vllm", PLACE).restart_in_place
+def test_a_server_with_a_fork_server_is_restarted_in_place(
+    settings: dict[str, object], restarts_in_place: bool
+) -> None:
+    launch = inference(**settings).launch("vllm", PLACE)
+    how = launch.restart_in_place
     assert (how is not None) == restarts_in_place
     if how is not None:
         assert how.signal == RESTART_SIGNAL.name
-        assert re.search(how.log, NOTHING_LEFT_LINE)
-        assert not re.search(how.log, "Standby: everything is imported, in 9.1 s")
+        assert how.file == Path("/run/vllm.restarts.json")
+        assert launch.env[RESTARTS_VARIABLE] == str(how.file)
 
 
-def test_the_environment_of_vllm_is_the_users_where_there_is_one_and_settled_once() -> None:
+def test_the_environment_of_vllm_keeps_the_users_settings_and_is_settled_once() -> None:
     environment = {"XDG_CACHE_HOME": "/cache", "TRITON_CACHE_DIR": "/mine"}
     config = inference(threads=2, device="cuda")
     settle_environment(config, environment)

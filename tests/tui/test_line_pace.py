@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from screen_fakes import write_metrics
-from test_ui_screen import shown
+from shown_screen import shown
 from textual import events
 from textual.app import App
 
 from grpo_tui.ui import themes
-from grpo_tui.ui.changed_cells import ChangedCells
-from grpo_tui.ui.line_pace import ASKED_AFTER, GIVE_UP_S, MAX_AHEAD, NUM_MARKS, QUEUE_S, LinePace
+from grpo_tui.ui.terminal.changed_cells import ChangedCells
+from grpo_tui.ui.terminal.line_pace import ASKED_AFTER, GIVE_UP_S, MAX_AHEAD, NUM_MARKS, QUEUE_S, LinePace
 
 QUESTION = re.compile(r"\x1b\[(\d+);(\d+)H\x1b\[6n")
 
@@ -30,7 +30,7 @@ def test_a_terminal_that_never_answers_gets_everything_at_once() -> None:
     for second in range(100):
         assert not pace.is_full(float(second))
         pace.painted(MAX_AHEAD, float(second))
-    assert not pace.owes_an_answer(100.0)
+    assert not pace.expects_answer(100.0)
 
 
 def test_little_text_is_sent_without_a_question() -> None:
@@ -63,7 +63,7 @@ def test_an_answer_answers_what_was_asked_before_it_too() -> None:
     lost, second = pace.painted(ASKED_AFTER, 0.0), pace.painted(ASKED_AFTER, 0.0)
     assert lost != second
     answer(pace, second, 0.2)
-    assert not pace.owes_an_answer(0.2)
+    assert not pace.expects_answer(0.2)
 
 
 def test_an_answer_that_is_lost_holds_the_picture_up_for_a_moment_alone() -> None:
@@ -85,7 +85,7 @@ def test_where_a_person_put_the_cursor_is_no_answer() -> None:
     pace = LinePace()
     pace.painted(ASKED_AFTER, 0.0)
     pace.answered(1, 1, 0.1)
-    assert pace.owes_an_answer(0.1)
+    assert pace.expects_answer(0.1)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ async def test_while_the_line_is_full_nothing_is_sent_and_then_the_newest(
         is_full = False
         screen.app.post_message(events.CursorPosition(0, 0))
         terminal = screen.app._cells
-        await screen.until(lambda: any("Nothing is recorded" in "".join(row.texts) for row in terminal._rows))
+        await screen.until(lambda: any("No rollouts recorded" in "".join(row.texts) for row in terminal._rows))
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ async def test_the_screen_leaves_when_the_terminal_has_answered(
 ) -> None:
     owes = True
     monkeypatch.setattr(themes, "LAST_ANSWER_S", 600.0)
-    monkeypatch.setattr(LinePace, "owes_an_answer", lambda pace, now: owes)
+    monkeypatch.setattr(LinePace, "expects_answer", lambda pace, now: owes)
     async with shown(tmp_path) as screen:
         await screen.pilot.press("q")
         await screen.pilot.pause()

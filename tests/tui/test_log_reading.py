@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_tui.supervisor.capped_log import cap
-from grpo_tui.view import log_reader
-from grpo_tui.view.log_reader import Found, LogFile, LogReader, MatchCount
-from grpo_tui.view.log_search import BrokenPattern, Level, line_tests
-from grpo_tui.view.log_time import NoTime, time_of, typed_time
+from grpo_tui.view.logs import reader as log_reader
+from grpo_tui.view.logs.reader import Found, LogFile, LogReader, MatchCount
+from grpo_tui.view.logs.search import InvalidPattern, Level, line_tests
+from grpo_tui.view.logs.timestamps import InvalidTime, time_of, typed_time
 
 NOON = datetime(2026, 1, 31, 12, 0, 0).timestamp()
 
@@ -200,7 +200,7 @@ def test_errors_are_told_from_warnings_and_take_their_indented_lines_along(tmp_p
 
 @pytest.mark.parametrize("pattern", ["foo(", "[a", "*", r"a\\("])
 def test_a_broken_expression_says_that_it_is_none_yet(pattern: str) -> None:
-    with pytest.raises(BrokenPattern, match="not yet a regular expression"):
+    with pytest.raises(InvalidPattern, match="not yet a regular expression"):
         line_tests(Level.ALL, pattern)
 
 
@@ -267,5 +267,5 @@ def test_a_typed_time_is_the_last_such_moment_or_so_long_ago() -> None:
     assert typed_time("2026-01-30 12:00", NOON) == NOON - 86400
     assert typed_time("-1h30m", NOON) == NOON - 5400
     for nonsense in ("25:00", "soon", "-", "12:61"):
-        with pytest.raises(NoTime, match="write 14:03:05"):
+        with pytest.raises(InvalidTime, match="type 14:03:05"):
             typed_time(nonsense, NOON)

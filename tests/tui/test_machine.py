@@ -12,24 +12,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_engine.wire.supervisor import ProbeOutcome, RunState
+from grpo_engine.wire.supervisor import ProbeOutcome, Refusal, RunState
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.services.base import Launch, NeedCondition, Probe, RestartInPlace, RestartPolicy
-from grpo_tui.supervisor import order
+from grpo_tui.supervisor import order, takeover
+from grpo_tui.supervisor.explanations import why
 from grpo_tui.supervisor.machine import (
     MAX_BACKOFF_S,
     UNKILLABLE_AFTER_S,
     Admitted,
-    Answered,
     Effect,
     Event,
     Exited,
     KillAsked,
-    Moved,
-    Overran,
+    LimitExceeded,
+    ProbeAnswered,
+    Progressed,
     Refused,
-    Renewed,
     RestartAsked,
+    RestartedInPlace,
+    RestartRequired,
     Service,
     Spawned,
     StartAsked,
@@ -39,11 +41,12 @@ from grpo_tui.supervisor.machine import (
     backoff_s,
     step,
 )
-from grpo_tui.supervisor.words import why
+from grpo_tui.supervisor.state_file import Ledger, boot_id, to_ledger
 
 READY_WITHIN_60_S = Probe(http="http://127.0.0.1:1/health", within_s=60)
 READY_WITHIN_60_S_OR_MOVING = Probe(http="http://127.0.0.1:1/health", within_s=60, stalled_s=30)
-IN_PLACE = RestartInPlace(signal="SIGHUP", log="begun anew")
+TAKEN = Refusal(resource="port", port=9001, text="port 9001 is held by pid 7 (user eve): nc")
+IN_PLACE = RestartInPlace(signal="SIGHUP", log="restarted")
 READY, STARTED, FINISHED = NeedCondition.READY, NeedCondition.STARTED, NeedCondition.FINISHED
 
 
@@ -84,13 +87,18 @@ def play(how: Launch, *timed: tuple[float, Event], service: Service | None = Non
     return service, effects
 
 
-def passed(attempt: int = 1, num_renewals: int = 0) -> Answered:
+def passed(attempt: int = 1, in_place: int = 0) -> ProbeAnswered:
     words = "/health answers 200"
-    return Answered(attempt=attempt, num_renewals=num_renewals, outcome=ProbeOutcome.PASSED, words=words)
+    return ProbeAnswered(attempt=attempt, num_in_place_restarts=in_place, outcome=ProbeOutcome.PASSED, words=words)
 
 
-def refused(attempt: int = 1) -> Answered:
-    return Answered(attempt=attempt, outcome=ProbeOutcome.BAD_STATUS, words="/health answers 503")
+def refused(attempt: int = 1) -> ProbeAnswered:
+    return ProbeAnswered(attempt=attempt, outcome=ProbeOutcome.BAD_STATUS, words="/health answers 503")
+
+
+def restart(at_s: float) -> tuple[tuple[float, Event], ...]:
+    """A request for a restart that no follower holds up."""
+    return (at_s, RestartAsked()), (at_s, Admitted())
 
 
 UP = ((0.0, Admitted()), (0.1, Spawned()), (5.0, passed()))
@@ -113,7 +121,7 @@ def test_a_service_without_a_probe_is_ready_as_soon_as_it_runs() -> None:
 
 def test_a_late_answer_about_an_earlier_attempt_changes_nothing() -> None:
     how = launch()
-    service, _ = play(how, *UP, (6.0, RestartAsked()), (7.0, Exited(code=0)), (7.0, Admitted()), (7.1, passed(1)))
+    service, _ = play(how, *UP, *restart(6.0), (7.0, Exited(code=0)), (7.0, Admitted()), (7.1, passed(1)))
     assert (service.state, service.attempt) == (S.STARTING, 2)
 
 
@@ -177,7 +185,7 @@ def test_a_stop_that_ends_in_a_final_exit_code_is_a_stop() -> None:
     assert service.state is S.STOPPED
 
 
-def test_a_service_in_backoff_tells_its_last_words() -> None:
+def test_a_service_in_backoff_shows_its_last_log_line() -> None:
     how = launch()
     service, _ = play(how, *UP, (9.0, Exited(code=1, last_lines=("Traceback", "ValueError: no data"))))
     words = why("vllm", {"vllm": service}, launches(how), 9.0)
@@ -201,21 +209,21 @@ def test_never_becoming_ready_is_a_failure_with_its_own_reason() -> None:
     assert service.reason == "not ready within 60 s: /health answers 503"
 
 
-def test_a_start_that_gets_on_is_given_more_time_until_it_stands_still() -> None:
+def test_a_start_that_makes_progress_gets_more_time_until_it_stalls() -> None:
     how = launch(ready=Probe(tcp="a:1", within_s=60, stalled_s=20), restart=RestartPolicy.NEVER)
-    service, _ = play(how, (0.0, Admitted()), (0.0, Spawned()), (55.0, Moved(attempt=1, phase="loading weights")))
+    service, _ = play(how, (0.0, Admitted()), (0.0, Spawned()), (55.0, Progressed(attempt=1, phase="loading weights")))
     service, effects = step(service, Tick(), 60.0, how)
     assert (service.state, service.deadline_s, effects) == (S.STARTING, 75.0, ())
-    service, _ = play(how, (74.0, Moved(attempt=1, phase=None)), (75.0, Tick()), service=service)
+    service, _ = play(how, (74.0, Progressed(attempt=1, phase=None)), (75.0, Tick()), service=service)
     assert (service.state, service.deadline_s, service.phase) == (S.STARTING, 94.0, "loading weights")
     service, effects = step(service, Tick(), 94.0, how)
     assert (service.state, effects) == (S.STOPPING, (Effect.STOP,))
     service, _ = step(service, Exited(code=-15), 95.0, how)
-    words = "not ready after 94 s and not moving for 20 s (loading weights): its probe never answered"
+    words = "not ready after 94 s and no progress for 20 s (loading weights): its probe never answered"
     assert (service.state, service.reason) == (S.FAILED, words)
 
 
-def test_looking_for_ports_and_memory_before_a_start_takes_nothing_from_its_time() -> None:
+def test_checking_ports_and_memory_does_not_count_against_the_readiness_limit() -> None:
     service, _ = play(launch(), (0.0, Admitted()), (50.0, Spawned()), (60.0, Tick()))
     assert (service.state, service.deadline_s) == (S.STARTING, 110.0)
 
@@ -228,9 +236,9 @@ def test_a_start_that_is_refused_after_its_time_was_up_has_failed() -> None:
     assert (service.reason or "").startswith("not ready within 60 s")
 
 
-def test_a_start_that_gets_on_is_failed_at_the_limit_where_nobody_asked_for_more() -> None:
+def test_without_stalled_s_a_start_fails_at_the_limit_though_it_makes_progress() -> None:
     how = launch()
-    service, _ = play(how, (0.0, Admitted()), (59.0, Moved(attempt=1, phase=None)), (60.0, Tick()))
+    service, _ = play(how, (0.0, Admitted()), (59.0, Progressed(attempt=1, phase=None)), (60.0, Tick()))
     assert service.state is S.STOPPING
 
 
@@ -241,7 +249,7 @@ def test_an_end_before_it_was_ready_says_so_though_the_exit_code_is_0() -> None:
 
 
 def test_a_service_that_takes_too_much_is_ended_as_failed_and_the_policy_decides() -> None:
-    service, effects = play(launch(), *UP, (9.0, Overran("holds 12.1 GB, over its limit of 10 GB")))
+    service, effects = play(launch(), *UP, (9.0, LimitExceeded("holds 12.1 GB, over its limit of 10 GB")))
     assert (service.state, effects[-1]) == (S.STOPPING, Effect.STOP)
     service, _ = play(launch(), (9.5, Exited(code=-15)), service=service)
     assert service.state is S.BACKOFF
@@ -255,7 +263,7 @@ def test_a_live_probe_without_a_good_answer_makes_it_unhealthy_until_there_is_on
     assert service.state is S.READY
     service, effects = play(how, (49.0, refused()), (50.0, Tick()), service=service)
     assert (service.state, effects) == (S.UNHEALTHY, [])
-    assert service.reason == "no good answer for 30 s: /health answers 503"
+    assert service.reason == "no liveness for 30 s: /health answers 503"
     service, _ = play(how, (55.0, passed()), service=service)
     assert service.state is S.READY
 
@@ -270,13 +278,13 @@ def test_an_unhealthy_service_is_restarted_where_the_policy_says_so() -> None:
 
 def test_a_restart_by_hand_counts_as_no_failure() -> None:
     how = launch(restart=RestartPolicy.NEVER)
-    service, effects = play(how, *UP, (6.0, RestartAsked()), (7.0, Exited(code=-15)))
+    service, effects = play(how, *UP, *restart(6.0), (7.0, Exited(code=-15)))
     assert (service.state, service.restarted_at_s) == (S.WAITING, ())
     assert effects == [Effect.SPAWN, Effect.STOP]
 
 
 def test_a_stop_while_it_restarts_wins() -> None:
-    service, _ = play(launch(), *UP, (6.0, RestartAsked()), (6.5, StopAsked()), (7.0, Exited(code=-15)))
+    service, _ = play(launch(), *UP, *restart(6.0), (6.5, StopAsked()), (7.0, Exited(code=-15)))
     assert service.state is S.STOPPED
 
 
@@ -286,7 +294,7 @@ def test_a_start_while_it_stops_is_done_after_the_stop() -> None:
     assert effects == [Effect.SPAWN, Effect.STOP]
 
 
-def test_a_stop_escalates_when_even_the_keeper_hangs_and_gives_up_on_what_the_kernel_holds() -> None:
+def test_a_stop_escalates_to_sigkill_and_reports_what_outlives_it_as_failed() -> None:
     how = launch(stop_grace_s=10.0)
     service, effects = play(how, *UP, (6.0, StopAsked()), (17.9, Tick()), (18.0, Tick()))
     assert effects == [Effect.SPAWN, Effect.STOP, Effect.KILL]
@@ -298,11 +306,11 @@ def test_a_stop_escalates_when_even_the_keeper_hangs_and_gives_up_on_what_the_ke
     assert (service.state, service.has_process, effects) == (S.FAILED, False, [])
 
 
-def test_a_stranger_on_the_port_fails_it_whatever_the_policy_says() -> None:
+def test_a_taken_port_fails_it_whatever_the_policy_says() -> None:
     how = launch(restart=RestartPolicy.ALWAYS)
-    service, _ = play(how, (0.0, Admitted()), (0.1, Refused("port 9001 is held by pid 7 (user eve): nc")))
+    service, _ = play(how, (0.0, Admitted()), (0.1, Refused(TAKEN.text, (TAKEN,))))
     assert (service.state, service.is_refused, service.has_process) == (S.FAILED, True, False)
-    assert service.reason == "port 9001 is held by pid 7 (user eve): nc"
+    assert (service.reason, service.refusals) == (TAKEN.text, (TAKEN,))
 
 
 def test_an_adopted_service_goes_on_in_the_state_its_last_supervisor_saw() -> None:
@@ -323,42 +331,42 @@ def test_an_adopted_service_goes_on_in_the_state_its_last_supervisor_saw() -> No
 
 def test_a_restart_in_place_keeps_the_process_and_is_ready_once_the_new_start_answers() -> None:
     how = launch(restart_in_place=IN_PLACE)
-    service, effects = play(how, *UP, (6.0, RestartAsked()))
+    service, effects = play(how, *UP, *restart(6.0))
     assert (service.state, service.has_process, service.is_running) == (S.STARTING, True, False)
-    service, _ = play(how, (6.1, passed(num_renewals=0)), (6.2, passed(num_renewals=1)), service=service)
+    service, _ = play(how, (6.1, passed(in_place=0)), (6.2, passed(in_place=1)), service=service)
     assert service.state is S.STARTING, "the last start still answers"
-    service, _ = play(how, (7.0, Renewed(num_renewals=1)), (7.1, passed(num_renewals=0)), service=service)
+    service, _ = play(how, (7.0, RestartedInPlace(num_in_place_restarts=1)), (7.1, passed(in_place=0)), service=service)
     assert (service.state, service.is_running, service.deadline_s) == (S.STARTING, True, 67.0)
-    service, more = play(how, (9.0, passed(num_renewals=1)), service=service)
+    service, more = play(how, (9.0, passed(in_place=1)), service=service)
     assert (service.state, service.attempt, service.num_starts) == (S.READY, 1, 2)
-    assert [*effects, *more] == [Effect.SPAWN, Effect.RENEW]
+    assert [*effects, *more] == [Effect.SPAWN, Effect.RESTART_IN_PLACE]
 
 
-def test_what_does_not_begin_anew_within_its_grace_is_stopped_and_started_however_often_it_was_asked() -> None:
+def test_a_restart_in_place_that_takes_longer_than_the_grace_becomes_a_stop_and_start_however_often_requested() -> None:
     how = launch(restart_in_place=IN_PLACE, stop_grace_s=10.0)
-    service, effects = play(how, *UP, (6.0, RestartAsked()), (15.0, RestartAsked()), (16.0, Tick()))
-    assert effects == [Effect.SPAWN, Effect.RENEW, Effect.RENEW, Effect.STOP]
+    service, effects = play(how, *UP, *restart(6.0), *restart(15.0), (16.0, Tick()))
+    assert effects == [Effect.SPAWN, Effect.RESTART_IN_PLACE, Effect.RESTART_IN_PLACE, Effect.STOP]
     assert (service.state, service.reason) == (
         S.STOPPING,
-        "did not begin anew within 10 s: stopped and started instead",
+        "did not restart in place within 10 s: stopped and started instead",
     )
     service, effects = play(how, (17.0, Exited(code=0)), (17.0, Admitted()), service=service)
     assert (service.state, service.attempt, effects) == (S.STARTING, 2, [Effect.SPAWN])
 
 
-def test_what_begins_anew_and_does_not_become_ready_fails_as_any_start() -> None:
+def test_a_restart_in_place_that_does_not_become_ready_fails_as_any_start() -> None:
     how = launch(restart_in_place=IN_PLACE, restart=RestartPolicy.NEVER)
-    service, effects = play(how, *UP, (6.0, RestartAsked()), (7.0, Renewed(num_renewals=1)), (67.0, Tick()))
+    service, effects = play(how, *UP, *restart(6.0), (7.0, RestartedInPlace(num_in_place_restarts=1)), (67.0, Tick()))
     assert effects[-1] is Effect.STOP
     service, _ = step(service, Exited(code=0), 68.0, how)
     assert (service.state, service.reason) == (S.FAILED, "not ready within 60 s: its probe never answered")
 
 
-def test_what_ends_altogether_when_it_is_to_begin_anew_is_started_again_whatever_the_policy() -> None:
+def test_a_service_that_exits_instead_of_restarting_in_place_is_started_again_whatever_the_policy() -> None:
     how = launch(restart_in_place=IN_PLACE, restart=RestartPolicy.NEVER)
-    service, _ = play(how, *UP, (6.0, RestartAsked()), (6.1, Exited(code=-1)))
+    service, _ = play(how, *UP, *restart(6.0), (6.1, Exited(code=-1)))
     assert (service.state, service.restarted_at_s) == (S.WAITING, ())
-    after, _ = play(how, *UP, (6.0, RestartAsked()), (6.5, Renewed(num_renewals=1)), (6.6, Exited(code=1)))
+    after, _ = play(how, *UP, *restart(6.0), (6.5, RestartedInPlace(num_in_place_restarts=1)), (6.6, Exited(code=1)))
     assert after.state is S.FAILED
 
 
@@ -368,31 +376,55 @@ def test_an_unhealthy_service_and_one_that_starts_restart_in_place_too() -> None
     assert unhealthy.state is S.UNHEALTHY
     starting, _ = play(how, (0.0, Admitted()), (0.1, Spawned()))
     for service in (unhealthy, starting):
-        assert step(service, RestartAsked(), 40.0, how)[1] == (Effect.RENEW,)
+        assert play(how, *restart(40.0), service=service)[1] == [Effect.RESTART_IN_PLACE]
     unseen, _ = play(how, (0.0, Admitted()))
-    assert step(unseen, RestartAsked(), 0.1, how)[1] == (Effect.STOP,), "nobody is there yet who could be told"
+    assert play(how, *restart(0.1), service=unseen)[1] == [Effect.STOP], "it has no process yet to send a signal to"
 
 
-def test_a_follower_makes_way_by_ending_though_it_could_restart_in_place() -> None:
+def test_a_follower_is_stopped_though_it_could_restart_in_place() -> None:
     how = launch(restart_in_place=IN_PLACE)
-    assert play(how, *UP, (6.0, RestartAsked(makes_way=True)))[1][-1] is Effect.STOP
+    assert play(how, *UP, (6.0, RestartRequired("restarted because vllm restarts")))[1][-1] is Effect.STOP
 
 
-def test_a_service_without_a_probe_is_ready_as_soon_as_it_has_begun_anew() -> None:
+def test_a_required_restart_does_not_undo_a_stop_by_request() -> None:
+    service, _ = play(launch(), *UP, (6.0, StopAsked()), (6.1, RestartRequired("late")), (7.0, Exited(code=-15)))
+    assert service.state is S.STOPPED
+
+
+def test_a_restart_is_pending_until_it_is_admitted_and_a_stop_cancels_it() -> None:
+    pending, effects = play(launch(), *UP, (6.0, RestartAsked()))
+    assert (pending.state, pending.is_restart_pending, effects) == (S.READY, True, [Effect.SPAWN])
+    admitted, effects = play(launch(), (7.0, Admitted()), service=pending)
+    assert (admitted.state, admitted.is_restart_pending, effects) == (S.STOPPING, False, [Effect.STOP])
+    for request in (StopAsked(), KillAsked()):
+        assert not step(pending, request, 7.0, launch())[0].is_restart_pending
+    waiting, _ = step(Service(name="vllm"), RestartAsked(), 0.0, launch())
+    assert not waiting.is_restart_pending, "it starts anyway"
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_service_that_exits_while_its_restart_is_pending_is_started_again(exit_code: int) -> None:
+    how = launch(restart=RestartPolicy.NEVER)
+    service, _ = play(how, *UP, (6.0, RestartAsked()), (6.5, Exited(code=exit_code)), (7.0, Admitted()))
+    assert (service.state, service.is_restart_pending) == (S.WAITING, False)
+
+
+def test_a_service_without_a_probe_is_ready_as_soon_as_it_restarted_in_place() -> None:
     how = launch(restart_in_place=IN_PLACE, ready=None)
-    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), (1.0, RestartAsked()))
+    service, _ = play(how, (0.0, Admitted()), (0.1, Spawned()), *restart(1.0))
     assert service.state is S.STARTING
-    service, _ = step(service, Renewed(num_renewals=1), 1.5, how)
+    service, _ = step(service, RestartedInPlace(num_in_place_restarts=1), 1.5, how)
     assert service.state is S.READY
 
 
 def test_a_service_taken_over_in_the_middle_of_a_restart_in_place_gets_its_grace_once_more() -> None:
     how = launch(restart_in_place=IN_PLACE, stop_grace_s=10.0)
-    service, _ = play(how, *UP, (6.0, RestartAsked()))
+    service, _ = play(how, *UP, *restart(6.0))
     taken = adopted(service, 100.0, how)
-    assert (taken.state, taken.is_renewing, taken.is_running, taken.deadline_s) == (S.STARTING, True, False, 110.0)
+    assert (taken.state, taken.is_restarting_in_place) == (S.STARTING, True)
+    assert (taken.is_running, taken.deadline_s) == (False, 110.0)
     assert step(taken, Spawned(), 100.1, how) == (taken, ()), "its process was there all the time"
-    renewed, _ = step(taken, Renewed(num_renewals=1), 101.0, how)
+    renewed, _ = step(taken, RestartedInPlace(num_in_place_restarts=1), 101.0, how)
     assert adopted(renewed, 102.0, how).deadline_s == 161.0
 
 
@@ -441,38 +473,38 @@ def test_services_start_as_soon_as_all_they_need_is_there() -> None:
 
 
 def test_a_run_is_over_when_the_service_that_ends_it_has_finished() -> None:
-    assert order.verdict(standing(api=S.READY, vllm=S.READY, trainer=S.READY), CHAIN) is None
-    assert order.verdict(standing(api=S.READY, vllm=S.READY, trainer=S.FINISHED), CHAIN) is RunState.FINISHED
+    assert order.run_outcome(standing(api=S.READY, vllm=S.READY, trainer=S.READY), CHAIN) is None
+    assert order.run_outcome(standing(api=S.READY, vllm=S.READY, trainer=S.FINISHED), CHAIN) is RunState.FINISHED
 
 
 def test_a_run_has_failed_when_what_ends_it_can_never_start() -> None:
     waiting = standing(api=S.READY, vllm=S.FAILED, trainer=S.WAITING)
-    assert order.verdict(waiting, CHAIN) is RunState.FAILED
-    assert order.verdict({**waiting, **standing(trainer=S.READY)}, CHAIN) is None
-    assert order.verdict({**waiting, **standing(vllm=S.STOPPED)}, CHAIN) is None
+    assert order.run_outcome(waiting, CHAIN) is RunState.FAILED
+    assert order.run_outcome({**waiting, **standing(trainer=S.READY)}, CHAIN) is None
+    assert order.run_outcome({**waiting, **standing(vllm=S.STOPPED)}, CHAIN) is None
 
 
-def test_without_a_word_those_that_nobody_needs_end_the_run() -> None:
+def test_unless_set_the_services_that_no_other_needs_end_the_run() -> None:
     pair = launches(launch("a"), launch("b", needs={"a": READY}), launch("c"))
     assert order.run_enders(pair) == ["b", "c"]
-    assert order.verdict(standing(a=S.READY, b=S.FINISHED, c=S.READY), pair) is None
-    assert order.verdict(standing(a=S.READY, b=S.FINISHED, c=S.FINISHED), pair) is RunState.FINISHED
-    assert order.verdict(standing(a=S.READY, b=S.FINISHED, c=S.FAILED), pair) is RunState.FAILED
+    assert order.run_outcome(standing(a=S.READY, b=S.FINISHED, c=S.READY), pair) is None
+    assert order.run_outcome(standing(a=S.READY, b=S.FINISHED, c=S.FINISHED), pair) is RunState.FINISHED
+    assert order.run_outcome(standing(a=S.READY, b=S.FINISHED, c=S.FAILED), pair) is RunState.FAILED
     assert order.run_enders(launches(launch("a", ends_run=False))) == []
 
 
 def test_a_failure_beside_the_point_leaves_a_run_degraded() -> None:
     services = standing(api=S.READY, vllm=S.READY, trainer=S.READY, monitor=S.FAILED)
     all_ = {**CHAIN, **launches(launch("monitor", ends_run=False))}
-    assert order.verdict(services, all_) is None
+    assert order.run_outcome(services, all_) is None
     assert order.run_state(services, all_, has_been_up=True) is RunState.DEGRADED
 
 
-def test_a_stack_is_stopped_from_the_top_and_a_deaf_one_gets_no_more_than_one_budget() -> None:
+def test_a_stack_is_stopped_from_the_top_and_one_that_ignores_sigterm_gets_no_more_than_one_budget() -> None:
     services = standing(api=S.READY, vllm=S.READY, trainer=S.READY)
     ending = order.Ending(state=RunState.STOPPED, since_s=100.0, budget_s=9.0)
     assert order.stop_times_s(ending, services, CHAIN) == {"trainer": 0.0, "vllm": 103.0, "api": 106.0}
-    assert order.decisions(services, CHAIN, ending, 100.0) == [("trainer", StopAsked("ended with the run"))]
+    assert order.decisions(services, CHAIN, ending, 100.0) == [("trainer", StopAsked("stopped with the run"))]
     gone = {**services, **standing(trainer=S.STOPPED)}
     assert order.stop_times_s(ending, gone, CHAIN) == {"vllm": 0.0, "api": 106.0}
     last = [name for name, event in order.decisions(services, CHAIN, ending, 109.0) if isinstance(event, KillAsked)]
@@ -485,22 +517,36 @@ def test_independent_services_are_stopped_at_once() -> None:
     assert set(order.stop_times_s(ending, standing(a=S.READY, b=S.READY, c=S.READY), free).values()) == {0.0}
 
 
-def test_a_service_is_not_started_again_before_its_followers_have_made_way() -> None:
+def test_a_service_is_not_started_again_before_its_followers_have_ended() -> None:
     shared = launches(launch("vllm", followers=("trainer",)), launch("trainer", needs={"vllm": READY}))
     services = standing(vllm=S.WAITING, trainer=S.READY)
-    making_way = RestartAsked("restarted because vllm is", makes_way=True)
-    assert order.decisions(services, shared, None, 0.0) == [("trainer", making_way)]
+    required = RestartRequired("restarted because vllm restarts")
+    assert order.decisions(services, shared, None, 0.0) == [("trainer", required)]
     services |= standing(trainer=S.STOPPING)
     assert order.decisions(services, shared, None, 0.0) == []
     services |= standing(trainer=S.WAITING)
     assert order.decisions(services, shared, None, 0.0) == [("vllm", Admitted())]
 
 
-def test_a_follower_that_is_stuck_in_the_kernel_holds_up_no_restart() -> None:
+@pytest.mark.parametrize("state", [S.READY, S.UNHEALTHY, S.STOPPED, S.BACKOFF])
+def test_a_pending_restart_is_admitted_once_its_followers_have_ended_and_they_do_not_start_before(state: S) -> None:
+    shared = launches(launch("vllm", followers=("trainer",)), launch("trainer"))
+    services = standing(vllm=state, trainer=S.READY)
+    services["vllm"] = replace(services["vllm"], is_restart_pending=True)
+    required = RestartRequired("restarted because vllm restarts")
+    assert order.decisions(services, shared, None, 0.0) == [("trainer", required)]
+    services |= standing(trainer=S.STOPPING)
+    assert order.decisions(services, shared, None, 0.0) == []
+    services |= standing(trainer=S.WAITING)
+    assert order.decisions(services, shared, None, 0.0) == [("vllm", Admitted())]
+
+
+def test_a_follower_that_hangs_in_the_kernel_holds_up_no_restart() -> None:
     shared = launches(launch("vllm", followers=("trainer",)), launch("trainer", needs={"vllm": READY}))
     services = standing(vllm=S.READY, trainer=S.READY)
     services["trainer"] = replace(services["trainer"], state=S.FAILED, has_process=True)
-    assert order.decisions(services, shared, None, 0.0, {"vllm"}) == [("vllm", RestartAsked())]
+    services["vllm"] = replace(services["vllm"], is_restart_pending=True)
+    assert order.decisions(services, shared, None, 0.0) == [("vllm", Admitted())]
 
 
 def test_why_a_service_waits_is_said_in_words() -> None:
@@ -518,16 +564,15 @@ def test_why_a_service_waits_is_said_in_words() -> None:
 
 @dataclass
 class World:
-    """Processes as the kernel would have them: obedient, or deaf to all but SIGKILL."""
+    """Processes as the kernel would have them: they end on SIGTERM, or ignore all but SIGKILL."""
 
     launches: Mapping[str, Launch]
-    deaf: frozenset[str] = frozenset()
+    ignores_sigterm: frozenset[str] = frozenset()
     services: dict[str, Service] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)
     dying: set[str] = field(default_factory=set)
     is_down: set[str] = field(default_factory=set)
-    """Services whose last command was a stop that was obeyed."""
-    restarting: set[str] = field(default_factory=set)
+    """Services that have stopped as the last request asked."""
     ending: order.Ending | None = None
     now_s: float = 0.0
 
@@ -542,28 +587,27 @@ class World:
                     assert name not in self.alive, f"two processes of {name}"
                     assert name not in self.is_down, f"{name} was started after an obeyed stop"
                     self.alive.add(name)
-                case Effect.STOP if name not in self.deaf:
+                case Effect.STOP if name not in self.ignores_sigterm:
                     self.dying.add(name)
                 case Effect.KILL:
                     self.dying.add(name)
-                case Effect.RENEW:
-                    assert name in self.alive, f"{name} was told to begin anew without a process"
+                case Effect.RESTART_IN_PLACE:
+                    assert name in self.alive, f"{name} restarts in place without a process"
                     assert name not in self.is_down, f"{name} was restarted after an obeyed stop"
                 case Effect.STOP:
                     pass
         assert (name in self.alive) == self.services[name].has_process
-        assert not self.services[name].is_renewing or self.services[name].state is S.STARTING
-        if self.services[name].state is S.STOPPED:
+        assert not self.services[name].is_restarting_in_place or self.services[name].state is S.STARTING
+        if self.services[name].state is S.STOPPED and not self.services[name].is_restart_pending:
             self.is_down.add(name)
 
     def decide(self) -> None:
-        if self.ending is None and (state := order.verdict(self.services, self.launches)):
+        if self.ending is None and (state := order.run_outcome(self.services, self.launches)):
             self.end(state)
-        for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s, self.restarting):
-            if name in self.restarting and isinstance(event, RestartAsked):
-                self.restarting.remove(name)
-                followers = [f for f in order.restart_group(name, self.launches) if f in self.alive]
-                is_alone = all(self.services[f].state is S.FAILED for f in followers)  # stuck in the kernel
+        for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s):
+            if self.services[name].is_restart_pending and isinstance(event, Admitted):
+                followers = [f for f in order.transitive_followers(name, self.launches) if f in self.alive]
+                is_alone = all(self.services[f].state is S.FAILED for f in followers)  # they hang in the kernel
                 assert self.ending or is_alone, f"{name} is restarted before its followers have ended"
             self.apply(name, event)
 
@@ -580,12 +624,7 @@ class World:
     def command(self, name: str, event: Event) -> None:
         if isinstance(event, StartAsked | RestartAsked):
             self.is_down.discard(name)
-        if isinstance(event, StopAsked | KillAsked):
-            self.restarting.discard(name)
-        if isinstance(event, RestartAsked):
-            self.restarting.add(name)
-        else:
-            self.apply(name, event)
+        self.apply(name, event)
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
@@ -617,7 +656,7 @@ def worlds(draw: st.DrawFn) -> World:
                 restart_in_place=draw(st.sampled_from([None, IN_PLACE])),
             )
         )
-    return World(launches(*made), deaf=frozenset(name for name in names if draw(st.integers(0, 3)) == 0))
+    return World(launches(*made), ignores_sigterm=frozenset(name for name in names if draw(st.integers(0, 3)) == 0))
 
 
 HAPPENINGS = st.tuples(
@@ -633,7 +672,7 @@ HAPPENINGS = st.tuples(
 
 def happen(world: World, what: str, index: int, seconds: float) -> None:
     name = list(world.launches)[index % len(world.launches)]
-    attempt, num_renewals = world.services[name].attempt, world.services[name].num_renewals
+    attempt, in_place = world.services[name].attempt, world.services[name].num_in_place_restarts
     match what:
         case "start" | "stop" | "restart" | "kill" if world.ending is None:
             asked: dict[str, Event] = {
@@ -646,30 +685,30 @@ def happen(world: World, what: str, index: int, seconds: float) -> None:
         case "spawned" if name in world.alive:
             world.apply(name, Spawned())
         case "renewed" if name in world.alive:
-            world.apply(name, Renewed(num_renewals=num_renewals))
+            world.apply(name, RestartedInPlace(num_in_place_restarts=in_place))
         case "pass" | "fail" if name in world.alive:
             outcome = ProbeOutcome.PASSED if what == "pass" else ProbeOutcome.CLOSED
-            answer = Answered(attempt=attempt, num_renewals=num_renewals, outcome=outcome, words=what)
-            was_renewing = world.services[name].is_renewing
+            answer = ProbeAnswered(attempt=attempt, num_in_place_restarts=in_place, outcome=outcome, words=what)
+            was_restarting = world.services[name].is_restarting_in_place
             world.apply(name, answer)
-            assert not (was_renewing and world.services[name].state is S.READY), "who answered is about to end"
+            assert not (was_restarting and world.services[name].state is S.READY), "the previous start answered"
         case "move" if name in world.alive:
-            world.apply(name, Moved(attempt=attempt, num_renewals=num_renewals, phase="loading"))
+            world.apply(name, Progressed(attempt=attempt, num_in_place_restarts=in_place, phase="loading"))
         case "overrun" if name in world.alive:
-            world.apply(name, Overran("too much"))
+            world.apply(name, LimitExceeded("too much"))
         case "exit 0" | "exit 1":
             world.die(name, int(what[-1]))
         case "die" if name in world.dying:
             world.die(name, -15)
         case "time" if seconds < UNKILLABLE_AFTER_S or not world.dying:
-            world.tick(seconds)  # whoever was killed dies within seconds: the kernel is not stuck in these worlds
+            world.tick(seconds)  # what was killed dies within seconds: no process hangs in the kernel in these worlds
     world.decide()
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(world=worlds(), history=st.lists(HAPPENINGS, max_size=60))
-def test_no_history_runs_two_processes_or_starts_after_an_obeyed_stop_and_every_run_settles(
+def test_no_history_runs_two_processes_or_starts_after_a_stop_and_every_run_settles(
     world: World, history: list[tuple[str, int, float]]
 ) -> None:
     world.decide()
@@ -688,3 +727,17 @@ def test_no_history_runs_two_processes_or_starts_after_an_obeyed_stop_and_every_
     assert world.now_s - started_s <= 10.0 + 1.0, "the run took more than its budget"
     settled = {S.STOPPED, S.FINISHED, S.FAILED}
     assert {service.state for service in world.services.values()} <= settled
+
+
+@pytest.mark.parametrize("names_service", [True, False])
+def test_a_pending_restart_goes_on_under_the_next_supervisor_also_one_of_the_version_before(
+    tmp_path: Path, names_service: bool
+) -> None:
+    pending, _ = step(Service(name="vllm", state=S.STOPPED, attempt=1), RestartAsked(), 0.0, launch())
+    entry = to_ledger(pending, started_at=None, begins_at=None, ready_at=None, processes=())
+    written = Ledger(boot_id=boot_id(), ending=None, has_been_up=True, services={"vllm": entry}).model_dump(mode="json")
+    if names_service:  # as earlier versions wrote it
+        written["restarting"] = ["vllm"]
+        del written["services"]["vllm"]["is_restart_pending"]
+    ledger = Ledger.model_validate(written)
+    assert takeover.find(launch(), ledger, tmp_path, 1.0).service == pending

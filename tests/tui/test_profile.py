@@ -1,4 +1,4 @@
-"""Loading profiles: what is stated once reaches everybody, and every fault names file, key and remedy."""
+"""Loading profiles: shared settings reach every service, and every fault names file, key and remedy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 from grpo_engine import cli as engine_cli
 from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import find, load
-from grpo_tui.profile.plan import describe, make_plan
-from grpo_tui.services.base import NeedCondition
+from grpo_tui.profile.plan import describe, make_plan, plan_text
+from grpo_tui.profile.plan_file import Plan
+from grpo_tui.services.base import NeedCondition, Place
 from grpo_tui.services.environment import Environment
+from grpo_tui.services.hook import HookEvent
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.kinds import KINDS, service_class
 from grpo_tui.services.trainer import Trainer
@@ -45,6 +47,20 @@ gradient_accumulation_steps = 1
 needs = { env = "ready" }
 """
 
+HOOKS = """
+[services.trainer]
+kind = "command"
+argv = ["true"]
+[[hooks]]
+on = ["finished"]
+argv = ["./archive"]
+[[hooks]]
+on = ["failed", "restarted"]
+services = ["trainer"]
+argv = ["./notify", "--loud"]
+timeout_s = 5
+"""
+
 
 def write(folder: Path, text: str) -> str:
     path = folder / "x.toml"
@@ -74,7 +90,7 @@ def commands(*services: str) -> str:
         ("none", None, False),
     ],
 )
-def test_what_inference_takes_of_a_card_is_told_to_the_trainer_on_the_same_one(
+def test_the_memory_share_of_inference_reaches_a_trainer_on_the_same_gpu(
     mode: str, cards: tuple[str, str] | None, is_planned_with: bool, tmp_path: Path
 ) -> None:
     overrides = [f"bridge.mode={mode}", "services.vllm.gpu_memory_utilization=0.3"]
@@ -86,7 +102,7 @@ def test_what_inference_takes_of_a_card_is_told_to_the_trainer_on_the_same_one(
     assert trainer.gpu_memory_utilization == (0.3 if is_planned_with else 0.45)
 
 
-def test_model_and_bridge_are_stated_once_and_reach_every_service(tmp_path: Path) -> None:
+def test_model_and_bridge_are_set_once_and_reach_every_service(tmp_path: Path) -> None:
     services = load(write(tmp_path, STACK)).profile.services
     inference, environment, trainer = services["vllm"], services["env"], services["trainer"]
     assert isinstance(inference, Inference)
@@ -110,7 +126,7 @@ def test_the_services_find_each_other_by_the_ports_of_the_profile(tmp_path: Path
     assert trainer.vllm_port == 9200
 
 
-def test_what_a_service_says_itself_wins_over_what_is_stated_once(tmp_path: Path) -> None:
+def test_a_service_setting_overrides_a_shared_one(tmp_path: Path) -> None:
     trainer = load(write(tmp_path, STACK), ["services.trainer.seq_len=32"]).profile.services["trainer"]
     assert isinstance(trainer, Trainer)
     assert trainer.seq_len == 32
@@ -123,7 +139,7 @@ def test_a_list_of_needs_means_ready(tmp_path: Path) -> None:
 
 def test_an_unknown_setting_of_the_trainer_names_the_nearest(tmp_path: Path) -> None:
     text = fault(tmp_path, STACK, "services.trainer.leaning_rate=1")
-    assert text == "x.toml: services.trainer.leaning_rate: not a setting here (did you mean 'learning_rate'?)"
+    assert text == "x.toml: services.trainer.leaning_rate: unknown setting (did you mean 'learning_rate'?)"
 
 
 def test_an_unknown_kind_names_the_nearest_and_all_there_are(tmp_path: Path) -> None:
@@ -144,9 +160,9 @@ def test_a_service_without_a_kind_or_that_is_no_table_is_named(tmp_path: Path) -
     assert "x.toml: services: " in fault(tmp_path, "[services]\n")
 
 
-def test_faults_of_several_services_are_told_at_once(tmp_path: Path) -> None:
+def test_faults_of_several_services_are_reported_at_once(tmp_path: Path) -> None:
     text = fault(tmp_path, STACK, "services.trainer.leaning_rate=1", "services.api.kind=rolout_api")
-    assert "services.trainer.leaning_rate: not a setting here (did you mean 'learning_rate'?)" in text
+    assert "services.trainer.leaning_rate: unknown setting (did you mean 'learning_rate'?)" in text
     assert "services.api.kind: 'rolout_api' is not one of" in text
     assert "(did you mean 'rollout_api'?)" in text
 
@@ -161,7 +177,7 @@ def test_an_override_of_a_service_that_is_not_there_names_the_nearest(tmp_path: 
 
 def test_an_unknown_setting_names_the_nearest_where_all_services_are_of_one_kind(tmp_path: Path) -> None:
     text = fault(tmp_path, commands("a port = [9000]"))
-    assert text == "x.toml: services.a.port: not a setting here (did you mean 'ports'?)"
+    assert text == "x.toml: services.a.port: unknown setting (did you mean 'ports'?)"
 
 
 def test_an_unknown_bridge_names_the_nearest(tmp_path: Path) -> None:
@@ -209,7 +225,7 @@ def test_an_unknown_need_names_the_nearest_service(tmp_path: Path) -> None:
 
 def test_a_cycle_is_spelled_out(tmp_path: Path) -> None:
     text = fault(tmp_path, commands('a needs = ["c"]', 'b needs = ["a"]', 'c needs = ["b"]'))
-    assert "a cycle, none of these can start first" in text
+    assert "a cycle, so none of these can start first" in text
     assert {"a", "b", "c"} <= set(text.replace(" → ", " ").split())
 
 
@@ -226,15 +242,15 @@ def test_a_port_used_twice_names_both_services(tmp_path: Path) -> None:
 
 def test_a_batch_that_no_groups_can_fill_is_refused(tmp_path: Path) -> None:
     text = fault(tmp_path, STACK, "services.trainer.batch_size=12")
-    assert "no multiple of the environment's group_size 8" in text
+    assert "not a multiple of the environment's group_size 8" in text
 
 
 def test_a_batch_that_no_groups_can_fill_is_refused_with_the_nearest_that_they_can(tmp_path: Path) -> None:
     hundred = ("services.trainer.batch_size=4", "services.trainer.gradient_accumulation_steps=25")
-    assert "100 sequences a batch" in fault(tmp_path, STACK, *hundred)
-    assert "choose the two so that they make 96 or 104" in fault(tmp_path, STACK, *hundred)
+    assert "100 sequences per batch" in fault(tmp_path, STACK, *hundred)
+    assert "set the two so that their product is 96 or 104" in fault(tmp_path, STACK, *hundred)
     four = ("services.trainer.batch_size=2", "services.trainer.gradient_accumulation_steps=2")
-    assert "so that they make 8, or" in fault(tmp_path, STACK, *four)
+    assert "so that their product is 8, or" in fault(tmp_path, STACK, *four)
 
 
 def test_a_need_to_finish_on_what_never_finishes_is_refused(tmp_path: Path) -> None:
@@ -242,14 +258,20 @@ def test_a_need_to_finish_on_what_never_finishes_is_refused(tmp_path: Path) -> N
     assert "services.b.needs.a: never finishes" in text
 
 
-def test_a_probe_asks_exactly_one_question(tmp_path: Path) -> None:
+def test_a_probe_has_exactly_one_check(tmp_path: Path) -> None:
     text = fault(tmp_path, commands('a ready = { tcp = "x:1", log = "y" }'))
-    assert "a probe asks one of http, tcp, log, file, command" in text
+    assert "a probe has one of http, tcp, log, file, command" in text
 
 
 def test_a_log_probe_that_is_no_regular_expression_is_refused(tmp_path: Path) -> None:
     text = fault(tmp_path, commands("a ready = { log = '(' }"))
     assert "log = '(' is not a regular expression" in text
+
+
+@pytest.mark.parametrize("reports", ["", ", log = 'x', file = 'y'"])
+def test_a_restart_in_place_is_reported_by_a_log_line_or_a_file(tmp_path: Path, reports: str) -> None:
+    text = fault(tmp_path, commands(f"a restart_in_place = {{ signal = 'SIGHUP'{reports} }}"))
+    assert "restart_in_place needs one of log and file" in text
 
 
 @pytest.mark.parametrize("name", ["supervisor", "../x", "-w", "a b", ""])
@@ -272,7 +294,7 @@ def test_a_value_with_a_nul_character_is_refused(tmp_path: Path) -> None:
     ("argv", "words"),
     [('[""]', "[''] has no program"), ('["", "x"]', "has no program"), ('["x", "\\u0000"]', "has a NUL character")],
 )
-def test_a_command_that_no_process_can_be_is_refused(tmp_path: Path, argv: str, words: str) -> None:
+def test_a_command_that_cannot_be_executed_is_refused(tmp_path: Path, argv: str, words: str) -> None:
     assert words in fault(tmp_path, f"[services.a]\nkind = 'command'\nargv = {argv}\n")
     assert words in fault(tmp_path, commands(f"a ready = {{ command = {argv} }}"))
     assert words in fault(tmp_path, commands("a") + f"[[hooks]]\non = ['failed']\nargv = {argv}\n")
@@ -312,7 +334,7 @@ def test_an_unknown_profile_lists_what_there_is() -> None:
     ("mode", "shares", "takes_adapters"),
     [("shared_vllm", True, False), ("lora_merged", True, False), ("lora_only", False, True), ("none", False, False)],
 )
-def test_inference_gets_the_switches_that_the_bridge_needs(
+def test_inference_gets_the_flags_that_the_bridge_needs(
     mode: str, shares: bool, takes_adapters: bool, tmp_path: Path
 ) -> None:
     inference = load(write(tmp_path, STACK), [f"bridge.mode={mode}"]).profile.services["vllm"]
@@ -334,9 +356,11 @@ def test_a_plan_is_in_start_order_and_keeps_everything_in_the_run_folder(mode: s
 
 def test_a_described_plan_masks_secrets(tmp_path: Path) -> None:
     text = commands('a env = { WANDB_API_KEY = "s3cret", MODE = "x" }')
+    text += '[services.api]\nkind = "rollout_api"\ntoken = "s3cret"\n'
     loaded = load(write(tmp_path, text))
-    shown = str(describe(make_plan(loaded, run_folder=tmp_path, python=sys.executable), loaded))
-    assert "s3cret" not in shown
+    plan = make_plan(loaded, run_folder=tmp_path, python=sys.executable)
+    shown = str(describe(plan, loaded))
+    assert "s3cret" not in shown + plan_text(plan, loaded)
     assert "'MODE': 'x'" in shown
 
 
@@ -348,8 +372,44 @@ def test_gpus_become_cuda_visible_devices(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in launches["c"].env
 
 
-def test_a_wrong_setting_is_final_for_every_kind_of_ours_and_for_no_command(tmp_path: Path) -> None:
+def test_the_exit_code_of_a_wrong_setting_is_final_except_for_commands(tmp_path: Path) -> None:
     assert engine_cli.main(["no-such-command"]) == 2
     stack = load(write(tmp_path, STACK + commands("t")))
     for launch in make_plan(stack, run_folder=tmp_path, python=sys.executable).launches:
         assert launch.final_exit_codes == (() if launch.kind == "command" else (engine_cli.USAGE_ERROR,))
+
+
+def test_a_hook_names_services_of_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(HOOKS.replace('services = ["trainer"]', 'services = ["trainr"]'))
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    assert str(caught.value) == (f"{path}: hooks.1.services: 'trainr' is not a service here (did you mean 'trainer'?)")
+
+
+def test_the_plan_has_the_hooks_and_their_folder(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(HOOKS)
+    plan = Plan.from_json(make_plan(load(str(path)), run_folder=tmp_path / "run", python="python").to_json())
+    assert plan.profile_folder == tmp_path
+    assert [hook.argv for hook in plan.hooks] == [("./archive",), ("./notify", "--loud")]
+    assert plan.hooks[1].on == (HookEvent.FAILED, HookEvent.RESTARTED)
+    assert plan.hooks[1].timeout_s == 5
+
+
+def state_file(**settings: object) -> str | None:
+    """The `--state-file` on the command line of an environment named `env`."""
+    table = {"kind": "environment", "task": "arithmetic", "model_name": "unused", **settings}
+    place = Place(profile_folder=Path("/profiles"), run_folder=Path("/runs/one"), python="python3")
+    argv = Environment.model_validate(table).launch("env", place).argv
+    return argv[argv.index("--state-file") + 1] if "--state-file" in argv else None
+
+
+@pytest.mark.parametrize("learning", [{"curriculum": "rising"}, {"easy_threshold": 1}, {"hard_threshold": 0}])
+def test_item_statistics_are_kept_in_the_run_folder(learning: dict[str, object]) -> None:
+    assert state_file(**learning) == "/runs/one/env.items.json"
+    assert state_file(**learning, state_file="/mine.json") == "/mine.json"
+
+
+def test_an_environment_without_item_statistics_keeps_no_file() -> None:
+    assert state_file() is None

@@ -120,7 +120,7 @@ TORCH = (
     ("\rLoading weights:   0%|          | 0/21 [00:00<?, ?it/s]", "loading weights, 0 of 21 tensors"),
     ("\rLoading weights: 100%|██████████| 21/21 [00:00<00:00, 19718.02it/s]\n", "loading weights, 21 of 21 tensors"),
     (
-        "13:46:38 INFO grpo_engine.server.weights: ✓ Exported 21 params to /r/bridge.json\n",
+        "13:46:38 INFO grpo_engine.server.torch.weights: ✓ Exported 21 params to /r/bridge.json\n",
         "weights are shared, 21 tensors",
     ),
 )
@@ -135,8 +135,8 @@ TRAINER = (
         "handing 21 parameters to inference",
     ),
     (
-        "13:50:03 WARNING grpo_engine.bridges.server_client: POST http://127.0.0.1:9001/bridge/pause: [Errno 111] "
-        "Connection refused; trying for 300 s\n",
+        "13:50:03 WARNING grpo_engine.bridges.transport.server_client: POST http://127.0.0.1:9001/bridge/pause: "
+        "[Errno 111] Connection refused; trying for 300 s\n",
         "waiting for a peer, 300 s at most",
     ),
 )

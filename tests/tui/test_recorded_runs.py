@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
+from recorded_runs import RECORDED, events_of, unpacked
 
 from grpo_engine.wire.metrics import RolloutLine
-from grpo_engine.wire.supervisor import Event, RunState, ServiceChanged, ServiceState, Snapshot, read_from_daemon
+from grpo_engine.wire.supervisor import RunState, ServiceChanged, ServiceState
 from grpo_tui.client.local import find_run, latest_metrics, stored_status
+from grpo_tui.run_files.metrics import MetricsTail
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.connection import LocalRun
-from grpo_tui.ui.widgets.log_panel import LogLines
-from grpo_tui.ui.widgets.services_table import ServicesTable
-from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.ui.widgets.main.log_panel import LogLines
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.view.state import ViewState, reduce
-from grpo_tui.view.timeline_file import TimelineFile
-from grpo_tui.view.travel import MarkKind
+from grpo_tui.view.timeline.file import TimelineFile
+from grpo_tui.view.timeline.state import MarkKind
 
-RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.tar.gz"))
 EVERY_RECORDING = pytest.mark.parametrize("archive", RECORDED, ids=lambda path: path.name.partition(".")[0])
 NAMES = re.compile(r"(?<![\w./…])/(?:work|root|home|tmp|opt|mnt)/|\b(?:10|172|192\.168)\.\d+\.\d+\.\d+\b")
-
-
-def unpacked(archive: Path, logs: Path) -> Path:
-    """The folder of the run, below `logs`."""
-    with tarfile.open(archive) as tar:
-        tar.extractall(logs, filter="data")
-    (folder,) = logs.iterdir()
-    return folder
-
-
-def told(folder: Path) -> list[Snapshot | Event]:
-    """All that the daemon said."""
-    messages = map(read_from_daemon, (folder / "events.jsonl").read_bytes().splitlines())
-    return [message for message in messages if isinstance(message, Snapshot | Event)]
 
 
 def test_there_is_a_recorded_run() -> None:
@@ -60,7 +45,7 @@ def test_a_recorded_run_played_event_by_event_comes_up_trains_and_ends(archive: 
     folder = unpacked(archive, tmp_path / "logs")
     state = ViewState(run_folder=folder, now=0.0)
     were_ready, num_warned = set(), 0
-    for message in told(folder):
+    for message in events_of(folder):
         state = reduce(state, message)
         were_ready |= {service.name for service in state.services if service.state is ServiceState.READY}
         num_warned += any(warning.severity == "error" for warning in state.warnings)
@@ -84,7 +69,7 @@ def test_every_moment_of_a_recorded_run_can_be_gone_back_to(archive: Path, tmp_p
         past = timeline.past(timeline.begins + lasted * part / 50, "trainer")
         assert past.status is not None
         restarts.append(next(each.restarts for each in past.status.services if each.name == "vllm"))
-        lengths.append(0 if "was not kept" in past.log.lines[:1] else len(past.log.lines))
+        lengths.append(0 if "was not recorded" in past.log.lines[:1] else len(past.log.lines))
     assert (restarts, lengths) == (sorted(restarts), sorted(lengths))
     assert restarts[-1] == 1
     assert past.status.state is RunState.FINISHED
@@ -106,7 +91,7 @@ def test_a_recorded_run_has_groups_for_every_screen_that_shows_them(archive: Pat
 async def test_the_screen_shows_a_recorded_run_from_its_folder(archive: Path, tmp_path: Path) -> None:
     folder = unpacked(archive, tmp_path / "logs")
     last_step = MetricsTail(folder / "metrics.jsonl").read().lines[-1].step
-    names = {message.service.name for message in told(folder) if isinstance(message, ServiceChanged)}
+    names = {message.service.name for message in events_of(folder) if isinstance(message, ServiceChanged)}
     app = GrpoScreen(folder, LocalRun(folder))
     async with app.run_test(size=(140, 45)) as pilot:
         async with asyncio.timeout(20):

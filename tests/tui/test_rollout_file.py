@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_tui.view import rollout_file
-from grpo_tui.view.rollout_file import RolloutFile
+from grpo_tui.view.rollouts import file as rollout_file
+from grpo_tui.view.rollouts.file import RolloutFile
 
 
 def group(step: int, rewards: tuple[float, ...] = (1.0, 0.0), prompt: str = "sort 312", **changes: Any) -> str:

@@ -18,26 +18,27 @@ from pathlib import Path
 
 import pytest
 from alignment_fakes import healthy_group, write_groups
+from recorded_runs import RECORDED, events_of, unpacked
 from rich.cells import cell_len
 from screen_fakes import GIB, NOW, FakeConnection, changed, gpu, metrics_line, run_status, service, without_gpus
-from test_recorded_runs import RECORDED, told, unpacked
-from test_ui_screen import LARGE, SMALL, Shown, shown
+from shown_screen import LARGE, SMALL, Shown, shown
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 
 from grpo_engine.wire.codec import to_line
-from grpo_engine.wire.supervisor import ADDRESS_FILE, Address, Event, Hello, RunStatus, ServiceState, Snapshot
+from grpo_engine.wire.run_folder import ADDRESS_FILE
+from grpo_engine.wire.supervisor import Address, Event, Hello, RunStatus, ServiceState, Snapshot
 from grpo_tui.ui import news
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.connection import LocalRun
 from grpo_tui.ui.keys import EVERYWHERE, PLACES
 from grpo_tui.ui.screens import SCREENS
-from grpo_tui.ui.widgets.gpu_panel import GpuPanel
-from grpo_tui.ui.widgets.header import HeaderLine
+from grpo_tui.ui.widgets.frame.header import HeaderLine
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.ui.widgets.log_panel import LogLines
-from grpo_tui.ui.widgets.metrics_panel import MetricsPanel
-from grpo_tui.ui.widgets.services_table import ServicesTable
+from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
+from grpo_tui.ui.widgets.main.log_panel import LogLines
+from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
 
 pytestmark = pytest.mark.slow
 UNICODE = [
@@ -190,11 +191,11 @@ async def test_keys_are_answered_while_a_log_grows_by_megabytes_between_two_look
         for turn in range(4):
             with (tmp_path / "trainer.log").open("ab") as file:
                 file.write(block + b"the end of block %d\n" % turn)
-            for key, note in (("f", "held"), ("f", "following")):
+            for key, note in (("f", "paused"), ("f", "following")):
                 await screen.pilot.press(key)
                 await screen.until(lambda note=note: note in screen.app.main.query_one("LogTitle").plain_lines[0])
             await screen.until(lambda turn=turn: f"the end of block {turn}" in screen.text(LogLines))
-        assert any("went by too fast" in line for line in screen.app.state.log.lines)
+        assert any("skipped, too fast" in line for line in screen.app.state.log.lines)
         await screen.pilot.press("up")
         await screen.until(lambda: "env: step 39" in screen.text(LogLines))
 
@@ -204,7 +205,7 @@ async def test_keys_are_answered_while_a_log_grows_by_megabytes_between_two_look
 
 async def test_events_in_the_wrong_order_never_lead_back(tmp_path: Path) -> None:
     folder = unpacked(RECORDED[0], tmp_path / "logs")
-    opening, *rest = told(folder)
+    opening, *rest = events_of(folder)
     events = [each for each in rest if isinstance(each, Event)]
     shuffled = [*events, *events]
     random.Random(SEED).shuffle(shuffled)

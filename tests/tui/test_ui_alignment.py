@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from alignment_fakes import completion, group, healthy_group, write_groups
 from screen_fakes import NOW, metrics_line
-from test_ui_screen import Shown, shown
+from shown_screen import Shown, shown
 
 from grpo_engine.wire.metrics import RolloutLine
 from grpo_tui.ui.glyphs import as_ascii
 from grpo_tui.ui.widgets.alignment_body import AlignmentBody, visible
 from grpo_tui.ui.widgets.charts import LEVELS, axis_lines, bar, columns_chart, count_labels, short_count
-from grpo_tui.view.alignment_reader import AlignmentReader
-from grpo_tui.view.alignment_view import AlignmentView, Page, Window
+from grpo_tui.view.alignment.reader import AlignmentReader
+from grpo_tui.view.alignment.state import AlignmentView, Page, Window
 from grpo_tui.view.state import ViewState
 
 SMALL, MIDDLE, LARGE = (80, 24), (120, 36), (200, 50)
@@ -100,7 +100,7 @@ async def test_a_wide_screen_shows_tokens_positions_and_versions_beside_the_char
     async with alignment(tmp_path, scaled(), size, num_measured=5, **apart) as screen:
         await screen.until_told("worst tokens")
         for words in (
-            "likely: one side counts the temperature",
+            "likely: one side applies the temperature",
             "--logprobs-mode",
             "by position",
             "by age",
@@ -140,7 +140,7 @@ async def test_a_narrow_screen_turns_pages(tmp_path: Path) -> None:
         assert "infer→train" in screen.words
         assert "[w" in screen.words  # the token itself, in its text
         await screen.pilot.press("p")
-        await screen.until_told("by age of the weights")
+        await screen.until_told("by age of the sampling weights")
         assert screen.app.state.alignment.page is Page.PLACES
         body = screen.app.screen.query_one(AlignmentBody)
         y = next(number for number, row in enumerate(body.plain_lines) if row.startswith(" p: "))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from screen_fakes import GIB, NOW, four_services, gpu, run_status, service, without_gpus
-from test_ui_screen import LARGE, SMALL, Shown, shown
+from shown_screen import LARGE, SMALL, Shown, shown
 
 from grpo_engine.wire.supervisor import GpuProcess, GpuStatus, MigInstance, RunStatus, ServiceState, UsageSampled
 from grpo_tui.ui.screens.gpus import GpusScreen, ReportScroll
-from grpo_tui.ui.widgets.gpu_panel import GpuPanel
 from grpo_tui.ui.widgets.gpu_report import GpuReport
 from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
 
 pytestmark = pytest.mark.slow
 SIZES = pytest.mark.parametrize("size", [SMALL, (120, 36), LARGE], ids=["80x24", "120x36", "200x50"])
@@ -94,12 +94,12 @@ async def test_a_gpu_is_told_in_full_and_no_line_is_too_wide(tmp_path: Path, siz
         for words in (
             "97% busy · 512 of 700 W · 61°C",
             "69.5G of 80.0G used, 10.5G free",
-            "vllm: 24.0G planned, it holds 36.1G, 12.1G more",
+            "vllm: 24.0G planned, it uses 36.1G, 12.1G more",
             "vllm 36.1G", "trainer 22.4G", "user ann 9.0G", "other containers 2.0G",
             "the whole run:",
             "trainer grew last (+8.0G in",
             "--micro-batch-tokens (now 4096)",
-            "memory of the machine",
+            "host memory",
         ):  # fmt: skip
             assert words in text
         rows = {line.split()[0]: line for line in report.plain_lines if line.split() and line.split()[0].isdigit()}
@@ -167,22 +167,22 @@ async def test_twelve_services_have_twelve_looks(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"are_shares_known": False, "other_bytes": None, "by_service": {}, "other_by_user": {}},
-         ["holder not known", "▲ the driver does not tell how much memory each of these holds",
-          "who holds what is not known"]),
+         ["unknown processes", "▲ the driver does not report the memory of each process",
+          "use by process is unknown"]),
         ({"are_shares_known": False, "other_bytes": None, "by_service": {}, "other_by_user": {},
           "processes": [GpuProcess(pid=4_000_000, is_visible=False, memory_bytes=GIB)]},
-         ["not told, maybe ours", "▲ the driver lists pids of the machine outside"]),
+         ["unknown, may be ours", "▲ the driver lists pids of the host"]),
         ({"stale_s": 37.0}, ["stale 37s", "▲ these figures are 37s old: the driver does not answer"]),
         ({"has_mig": True, "utilization_percent": None, "mig": [MigInstance(
             name="NVIDIA H100 80GB HBM3 MIG 3g.40gb", uuid="MIG-1", gpu_instance=1, memory_used_bytes=24 * GIB,
             memory_total_bytes=40 * GIB)], "processes": [GpuProcess(pid=1, gpu_instance=1, memory_bytes=GIB)]},
-         ["MIG, 1 part", "3g.40gb (MIG 1) 24.0G of 40.0G", "MIG 1"]),
-        ({"has_mig": True}, ["MIG is on and the GPU has no parts yet"]),
-        ({"memory_used_bytes": None, "memory_total_bytes": None}, ["the driver does not tell how much"]),
-        ({"processes": []}, ["the driver lists no process; those of another container are not told"]),
-        ({"processes": [], "memory_used_bytes": 0, "by_service": {}, "other_bytes": 0}, ["no process is on this GPU"]),
+         ["MIG, 1 instance", "3g.40gb (MIG 1) 24.0G of 40.0G", "MIG 1"]),
+        ({"has_mig": True}, ["MIG is on without any instance"]),
+        ({"memory_used_bytes": None, "memory_total_bytes": None}, ["the driver does not report how much"]),
+        ({"processes": []}, ["the driver lists no process; the memory may be held by another container"]),
+        ({"processes": [], "memory_used_bytes": 0, "by_service": {}, "other_bytes": 0}, ["no process on this GPU"]),
     ],
-    ids=["no shares", "foreign pids", "hanging", "mig", "mig without parts", "no figures", "unlisted", "idle"],
+    ids=["no shares", "foreign pids", "hanging", "mig", "mig without instances", "no figures", "unlisted", "idle"],
 )  # fmt: skip
 async def test_what_the_driver_does_not_tell_is_said(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     async with shown(tmp_path, SMALL, run_status(run=tmp_path.name)) as screen:
@@ -256,9 +256,9 @@ async def test_eight_gpus_share_the_few_rows_of_a_small_terminal(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stale_s": 37.0}, "stale 37s: the driver hangs"),
-        ({"are_shares_known": False, "other_bytes": None, "by_service": {}}, "who holds what is not known"),
-        ({"has_mig": True, "utilization_percent": None}, "0 MIG parts"),
+        ({"stale_s": 37.0}, "stale 37s: the driver does not answer"),
+        ({"are_shares_known": False, "other_bytes": None, "by_service": {}}, "memory by process unknown"),
+        ({"has_mig": True, "utilization_percent": None}, "0 MIG instances"),
     ],
 )
 async def test_the_strip_says_what_is_stale_or_not_known(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from screen_fakes import NOW, changed, four_services, gpu, run_status, service
-from test_ui_screen import shown
+from shown_screen import shown
 from textual.command import CommandList, CommandPalette
 from textual.content import Content
 from textual.geometry import Region
@@ -20,13 +20,13 @@ from grpo_tui.ui.preferences import Preferences
 from grpo_tui.ui.screens.confirm import ConfirmScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
-from grpo_tui.ui.widgets.activity_line import ActivityLine
-from grpo_tui.ui.widgets.header import HeaderLine
-from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
+from grpo_tui.ui.widgets.frame.header import HeaderLine
+from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
 from grpo_tui.ui.widgets.lines import Lines, differing_cells
-from grpo_tui.ui.widgets.log_panel import LogLines
-from grpo_tui.ui.widgets.services_table import TAG, ServicesTable
-from grpo_tui.ui.widgets.warnings_bar import WarningsBar
+from grpo_tui.ui.widgets.main.log_panel import LogLines
+from grpo_tui.ui.widgets.main.services_table import TAG, ServicesTable
+from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
 from grpo_tui.view.state import Ticked
 
 pytestmark = pytest.mark.slow
@@ -148,7 +148,7 @@ async def test_a_read_only_screen_refuses_with_words_and_asks_for_nothing(tmp_pa
         assert "restart vLLM" not in screen.text(KeysBar)
         assert "q detach" in screen.text(KeysBar)
         await screen.pilot.press(key)
-        await screen.until(lambda: "this screen is read-only" in screen.text(ActivityLine))
+        await screen.until(lambda: "read-only screen" in screen.text(ActivityLine))
         assert isinstance(screen.app.screen, MainScreen)
         assert screen.connection.asked == []
 
@@ -160,7 +160,7 @@ async def test_of_a_run_that_is_over_no_key_is_offered_that_acts_and_each_still_
         await screen.until(lambda: "restart" not in screen.text(KeysBar))
         assert not {"v", "r", "s", "D"} & set(screen.text(KeysBar).split())
         assert {"t", "f", "z", "?", "q"} <= set(screen.text(KeysBar).split())
-        for key, answer in (("v", "starts another"), ("D", "over already")):
+        for key, answer in (("v", "starts another"), ("D", "ended already")):
             await screen.pilot.press(key)
             await screen.until(lambda answer=answer: answer in screen.text(ActivityLine))
         words = [command.words for command in RunCommands(screen.app.screen)._commands()]
@@ -193,7 +193,7 @@ async def test_preferences_that_cannot_be_written_are_no_reason_to_fail(tmp_path
 
     async with shown(tmp_path, options={"preferences": Preferences(), "remember": fail}) as screen:
         await screen.pilot.press("up")
-        await screen.until(lambda: "will not be remembered" in screen.text(ActivityLine))
+        await screen.until(lambda: "preferences are not saved" in screen.text(ActivityLine))
 
 
 # --- the mouse -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from grpo_engine.wire.supervisor import Snapshot
 from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.screens.logs import LogsScreen, pager_command
 from grpo_tui.ui.widgets.log_page import LogNarrowing, LogPage, LogServices, LogsTitle
-from grpo_tui.view.log_view import LogsView
+from grpo_tui.view.logs.state import LogsView
 
 pytestmark = pytest.mark.slow
 NUM_LINES = 2000
@@ -103,7 +103,7 @@ async def test_in_the_past_a_last_line_without_time_and_end_stands_where_it_was_
             file.write("half a line")
         await logs.until(lambda: logs.lines()[-1].endswith("half a line"))  # it may go on at any time
         await logs.press("t")
-        await logs.until(lambda: "as it was then" in logs.row(LogsTitle) and not logs.view.is_fresh)
+        await logs.until(lambda: "at that time" in logs.row(LogsTitle) and not logs.view.is_fresh)
         await logs.until(lambda: logs.lines()[-1].endswith("step 1999"))
         again = next(place for place, line in enumerate(logs.lines()) if line.endswith("INFO again"))
         assert logs.lines()[again + 1].endswith("half a line")
@@ -117,13 +117,15 @@ async def test_a_search_goes_to_the_nearest_match_counts_all_and_marks_them(tmp_
         await logs.press("enter")
         await logs.until(lambda: "match 10 of 10 lines" in logs.row(LogNarrowing))
         assert "step 1090" in logs.cursor_line
-        assert "held" in logs.row(LogsTitle)
+        assert "paused" in logs.row(LogsTitle)
         await logs.press("N")
         await logs.until(lambda: "step 1080" in logs.cursor_line and "match 9 of 10" in logs.row(LogNarrowing))
         await logs.press("n", "n")
         await logs.until(lambda: "step 1090" in logs.cursor_line)
         await logs.press("n")
-        await logs.until(lambda: logs.app.state.outcome is not None and "no line below" in logs.app.state.outcome.text)
+        await logs.until(
+            lambda: logs.app.state.outcome is not None and "not found below" in logs.app.state.outcome.text
+        )
         await logs.press("escape")
         await logs.until(lambda: logs.view.searched == "")
         assert "step 1090" in logs.cursor_line
@@ -162,7 +164,7 @@ async def test_levels_errors_and_times_lead_to_their_lines(tmp_path: Path) -> No
         await logs.press("colon")
         await logs.type("25:00")
         await logs.press("enter")
-        await logs.until(lambda: "'25:00' is no time" in logs.row(LogNarrowing))
+        await logs.until(lambda: "'25:00' is not a time" in logs.row(LogNarrowing))
         await logs.press(*["backspace"] * 5)
         await logs.type(clock_text(1500))
         await logs.press("enter")

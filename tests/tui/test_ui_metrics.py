@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from screen_fakes import metrics_line, write_metrics
-from test_ui_screen import LARGE, SMALL, Shown, shown
+from shown_screen import LARGE, SMALL, Shown, shown
 from textual.widgets import OptionList
 
 from grpo_tui.ui.glyphs import as_ascii
@@ -17,7 +17,7 @@ from grpo_tui.ui.screens.metrics import KEYS, MetricsScreen, SearchInput
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.metric_list import MetricList
 from grpo_tui.ui.widgets.plot_panel import PlotPanel
-from grpo_tui.view.plot_view import MAX_MARKED, XAxis, YAxis
+from grpo_tui.view.metrics.state import MAX_MARKED, XAxis, YAxis
 
 pytestmark = pytest.mark.slow
 SIZES = pytest.mark.parametrize("size", [SMALL, (120, 36), LARGE], ids=["80x24", "120x36", "200x50"])
@@ -104,7 +104,7 @@ async def test_letters_of_a_search_do_nothing_to_the_run(tmp_path: Path) -> None
         await opened(screen)
         await pressed(screen, "slash", *"v1qtD?")
         assert screen.app.state.plots.query == "v1qtD?"
-        assert "nothing like" in text(screen, MetricList)
+        assert "no metric matches" in text(screen, MetricList)
         assert screen.connection.asked == []
         await pressed(screen, "escape")
         assert screen.app.state.plots.query == ""
@@ -122,7 +122,7 @@ async def test_marked_metrics_are_drawn_together_and_share_the_height_as_is_said
         for _ in YAxis:
             await pressed(screen, "y")
             ways.append(text(screen, PlotPanel).splitlines()[0].strip("─ ").rpartition("─ ")[2])
-        assert ways[:3] == ["one axis for all", "one pane each", "each from its least to its most"]
+        assert ways[:3] == ["one axis for all", "one pane each", "each over its own range"]
         await pressed(screen, "u")
         assert screen.app.state.plots.marked == ()
 
@@ -132,7 +132,7 @@ async def test_a_seventh_mark_is_refused_in_words(tmp_path: Path) -> None:
         await opened(screen)
         for _ in range(MAX_MARKED + 1):
             await screen.pilot.press("space", "down")
-        await screen.until(lambda: "cannot be told apart" in (screen.app.state.outcome or "").text)  # type: ignore[union-attr]
+        await screen.until(lambda: "metrics are marked already" in (screen.app.state.outcome or "").text)  # type: ignore[union-attr]
         assert len(screen.app.state.plots.marked) == MAX_MARKED
 
 

@@ -7,28 +7,25 @@ from pathlib import Path
 
 import pytest
 from group_fakes import group, write_groups
-from screen_fakes import four_services, run_status, service
-from test_ui_screen import LARGE, SMALL, Shown, shown
-from test_ui_travel import Shown as Travelling
-from test_ui_travel import screen as travelling
-from test_ui_travel import write_timeline
+from screen_fakes import four_services, port_taken, run_status
+from shown_screen import LARGE, SMALL, Shown, ShownPast, past_screen, shown, write_timeline
 from textual import events
 from textual.widget import Widget
 
-from grpo_tui.supervisor.proc import user_name
+from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.ui.screens.confirm import ConfirmScreen, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
+from grpo_tui.ui.widgets.frame.header import TabsLine
+from grpo_tui.ui.widgets.frame.travel_bar import TravelBar
 from grpo_tui.ui.widgets.log_page import LogPage, LogServices, LogsTitle
+from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.metric_list import MetricList
-from grpo_tui.ui.widgets.metrics_panel import MetricsPanel
 from grpo_tui.ui.widgets.plot_panel import PlotPanel
 from grpo_tui.ui.widgets.rollout_group import RolloutGroup
 from grpo_tui.ui.widgets.rollout_list import RolloutList
-from grpo_tui.ui.widgets.services_table import ServicesTable
-from grpo_tui.ui.widgets.tabs_line import TabsLine
-from grpo_tui.ui.widgets.travel_bar import TravelBar
-from grpo_tui.view.curves import listed
+from grpo_tui.view.metrics.curves import listed
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +39,7 @@ async def at_place(screen: Shown, place: str) -> None:
     await screen.until(lambda: screen.app.screen.is_mounted)
 
 
-def turn_wheel(screen: Shown | Travelling, over: Widget, by: int) -> None:
+def turn_wheel(screen: Shown | ShownPast, over: Widget, by: int) -> None:
     """So many notches down over a part, or up."""
     kind = events.MouseScrollDown if by > 0 else events.MouseScrollUp
     x, y = over.region.x + 2, over.region.y + 2
@@ -127,7 +124,7 @@ async def test_in_the_logs_the_wheel_holds_and_a_click_on_the_title_follows_agai
 
 async def test_the_wheel_over_the_line_of_time_moves_along_it(tmp_path: Path) -> None:
     write_timeline(tmp_path)
-    async with travelling(tmp_path) as moved:
+    async with past_screen(tmp_path) as moved:
         await moved.press("t")
         await moved.until(lambda: moved.app.state.travel.until is not None)
         moment, bar = moved.app.state.travel.moment, moved.app.screen.query_one(TravelBar)
@@ -159,8 +156,7 @@ async def test_a_question_is_answered_by_a_click(tmp_path: Path, word: str, aske
 
 
 async def test_a_taken_port_is_answered_by_a_click(tmp_path: Path) -> None:
-    why = f"port 9001 is held by pid 4242 (user {user_name(os.getuid())}): python app.py"
-    services = [four_services()[0], service("vllm", state="failed", is_refused=True, why=why, pid=None)]
+    services = [four_services()[0], port_taken("vllm", user_name(os.getuid()))]
     async with shown(tmp_path, status=run_status(run=tmp_path.name, services=services)) as screen:
         await screen.pilot.press("v")
         await screen.until(lambda: isinstance(screen.app.screen, TakePortScreen))

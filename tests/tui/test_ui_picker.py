@@ -74,7 +74,7 @@ def rows(app: PickerApp) -> list[str]:
 @pytest.mark.slow
 async def test_live_runs_come_first_then_ended_ones_then_profiles_each_under_a_heading() -> None:
     async with offered() as (app, _):
-        assert [row.split()[0] for row in rows(app)] == ["runs", "●", "runs", "✗", "profiles:", "tiny", "big", "✗"]
+        assert [row.split()[0] for row in rows(app)] == ["running:", "●", "ended", "✗", "profiles:", "tiny", "big", "✗"]
         assert "profile tiny" in str(app.query_one("#about", Static).content)
 
 
@@ -193,7 +193,7 @@ async def test_an_editor_that_is_not_there_is_told_and_the_list_goes_on(
 ) -> None:
     monkeypatch.setenv("VISUAL", "no-such-editor")
     said = await told_by_editing(installed, monkeypatch)
-    assert said == "no-such-editor: No such file or directory; EDITOR names another editor"
+    assert said == "no-such-editor: No such file or directory; set EDITOR to another editor"
     assert text_of(Path("profiles/tiny.toml")) is None
 
 
@@ -203,7 +203,7 @@ async def test_a_folder_that_takes_no_profile_is_told(
 ) -> None:
     write_text(Path("profiles"), "a file")
     said = await told_by_editing(installed, monkeypatch)
-    assert said == "profiles: File exists; it is not edited"
+    assert said == "profiles: File exists; the profile was not opened"
 
 
 def test_every_word_that_was_typed_must_be_there_in_any_order_and_case() -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from group_fakes import completion, group, write_groups
 from screen_fakes import metrics_line, write_metrics
-from test_ui_screen import Shown, shown
+from shown_screen import Shown, shown
 
 from grpo_engine.wire.metrics import RolloutLine
 from grpo_tui.ui.screens.rollouts import Question, RolloutsScreen
-from grpo_tui.ui.widgets.activity_line import ActivityLine
+from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.rollout_group import RolloutGroup
 from grpo_tui.ui.widgets.rollout_list import RolloutList
-from grpo_tui.view.rollout_reader import RolloutReader
-from grpo_tui.view.rollout_view import GroupsRead
+from grpo_tui.view.rollouts.reader import RolloutReader
+from grpo_tui.view.rollouts.state import GroupsRead
 from grpo_tui.view.state import MetricsRead
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ async def test_short_completions_leave_their_rows_to_the_table_of_all_of_them(tm
         await screen.pilot.press("n")
         await screen.until(lambda: "group 2 of 2" in group_text(screen))
         assert "more ↑↓" not in group_text(screen)
-        assert len([row for row in group_text(screen).splitlines() if "by itself" in row]) == 12
+        assert len([row for row in group_text(screen).splitlines() if "complete" in row]) == 12
 
 
 async def test_a_wide_screen_has_both_and_two_completions_side_by_side(tmp_path: Path) -> None:
@@ -133,13 +133,13 @@ async def test_filters_are_typed_and_told_in_the_title(tmp_path: Path) -> None:
     groups = [group(1, (1.0, 1.0)), group(2, (0.0, 0.0)), group(3, (1.0, 0.0))]
     async with rollouts(tmp_path, *groups) as screen:
         await screen.pilot.press("greater_than_sign", "x", "enter")
-        await screen.until(lambda: "'x' is no number" in screen.app.screen.query_one(ActivityLine).plain_lines[0])
+        await screen.until(lambda: "'x' is not a number" in screen.app.screen.query_one(ActivityLine).plain_lines[0])
         await screen.pilot.press("backspace", "0", ".", "4", "enter")
         await screen.until(lambda: "mean above 0.4: 2 of 3" in text(screen, RolloutList))
         await screen.pilot.press("slash", *"of 1", "enter")
         await screen.until(lambda: "“of 1”: 1 of 3" in text(screen, RolloutList))
         await screen.pilot.press("slash", *"!", "enter")
-        await screen.until(lambda: "none of 3 recorded groups is: mean above 0.4" in text(screen, RolloutList))
+        await screen.until(lambda: "none of 3 recorded groups matches: mean above 0.4" in text(screen, RolloutList))
         await screen.pilot.press("slash", "escape", "x")
         await screen.until(lambda: "3 recorded" in text(screen, RolloutList))
         assert not screen.app.screen.query_one(Question).display
@@ -182,15 +182,16 @@ async def test_a_long_completion_scrolls_and_an_empty_one_says_so(tmp_path: Path
         await screen.until(lambda: "–301 of 301" in group_text(screen))
         assert r"00299\n" in group_text(screen)
         await screen.pilot.press("down")
-        await screen.until(lambda: "empty: the model ended at once" in group_text(screen))
+        await screen.until(lambda: "empty: the model ended without any text" in group_text(screen))
 
 
 async def test_an_empty_screen_says_why_and_what_will_fill_it(tmp_path: Path) -> None:
     async with rollouts(tmp_path) as screen:
-        assert "No step is done yet." in " ".join(part(screen, RolloutList).plain_lines)
+        assert "No training step yet." in " ".join(part(screen, RolloutList).plain_lines)
         write_metrics(tmp_path, 3)
         screen.app._apply(MetricsRead(lines=(metrics_line(1),)))
-        await screen.until(lambda: "Stock trainers record none" in " ".join(part(screen, RolloutList).plain_lines))
+        words = "Other trainers do not record rollouts"
+        await screen.until(lambda: words in " ".join(part(screen, RolloutList).plain_lines))
         write_groups(tmp_path, group(1))
         await screen.until(lambda: "1 recorded" in text(screen, RolloutList))
 

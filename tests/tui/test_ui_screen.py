@@ -2,115 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 from screen_fakes import (
     GIB,
     NOW,
-    FakeConnection,
     changed,
     four_services,
     gpu,
+    gpu_short,
     metrics_line,
+    port_taken,
     run_status,
     service,
     without_gpus,
-    write_log,
-    write_metrics,
 )
-from textual.pilot import Pilot
+from shown_screen import LARGE, SMALL, shown
 
 from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot
-from grpo_tui.supervisor.proc import user_name
-from grpo_tui.ui.app import GrpoScreen, farewell
+from grpo_tui.supervisor.keeper.proc import user_name
+from grpo_tui.ui.app import GrpoScreen, exit_message
 from grpo_tui.ui.keys import EVERYWHERE
 from grpo_tui.ui.questions import about_stopping
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.confirm import ConfirmScreen, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
-from grpo_tui.ui.widgets.activity_line import ActivityLine
-from grpo_tui.ui.widgets.gpu_panel import GpuPanel
-from grpo_tui.ui.widgets.header import HeaderLine
-from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
+from grpo_tui.ui.widgets.frame.header import HeaderLine
+from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.ui.widgets.log_panel import LogLines
-from grpo_tui.ui.widgets.metrics_panel import MetricsPanel
-from grpo_tui.ui.widgets.services_table import ServicesTable
-from grpo_tui.ui.widgets.warnings_bar import WarningsBar
+from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
+from grpo_tui.ui.widgets.main.log_panel import LogLines
+from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
+from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
 from grpo_tui.view.state import Connection, ViewState
 
 pytestmark = pytest.mark.slow
-SMALL, LARGE = (80, 24), (200, 50)
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
-
-
-class Shown:
-    """An open screen, and ways to wait for it and to read it."""
-
-    def __init__(self, app: GrpoScreen, pilot: Pilot[None], connection: FakeConnection) -> None:
-        self.app = app
-        self.pilot = pilot
-        self.connection = connection
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until the screen has come so far."""
-        async with asyncio.timeout(20):
-            while not is_so() or self.app._is_draw_due:
-                await self.pilot.pause(0.01)
-        await self.pilot.pause()
-
-    def lines(self, part: type[Lines] | type[LogLines]) -> list[str]:
-        return self.app.main.query_one(part).plain_lines
-
-    def text(self, part: type[Lines] | type[LogLines]) -> str:
-        return "\n".join(self.lines(part))
-
-    def row(self, name: str) -> str:
-        """Of the table of services."""
-        return next(line for line in self.lines(ServicesTable) if name in line.split()[:2])
-
-    @property
-    def picture(self) -> str:
-        """Everything that is on the screen, what is open over it included."""
-        return self.app.export_screenshot().replace("&#160;", " ")
-
-
-@asynccontextmanager
-async def shown(
-    run_folder: Path,
-    size: tuple[int, int] = SMALL,
-    status: RunStatus | None = None,
-    *,
-    is_ascii: bool = False,
-    num_steps: int = 0,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    **last_steps: float | None,
-) -> AsyncIterator[Shown]:
-    """Open a screen on a run whose daemon has said its snapshot; `options` are more of `GrpoScreen`'s."""
-    status = status or run_status(run=run_folder.name)
-    if num_steps:
-        write_metrics(run_folder, num_steps, **last_steps)
-    for one in status.services:
-        write_log(run_folder, one.name)
-    connection = FakeConnection()
-    connection.say(Snapshot(number=1, status=status))
-    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, is_ascii=is_ascii, **options)
-    async with app.run_test(size=size) as pilot:
-        screen = Shown(app, pilot, connection)
-        await screen.until(lambda: isinstance(app.screen, MainScreen) and app.screen.is_mounted)
-        await screen.until(lambda: any("step 39" in text for text in screen.lines(LogLines)))
-        if num_steps:
-            await screen.until(lambda: "step" in screen.text(HeaderLine))
-        yield screen
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
@@ -257,7 +191,7 @@ async def test_what_hangs_or_stalls_is_called_so(
 
 
 async def test_an_unhealthy_service_that_answers_badly_is_called_unhealthy(tmp_path: Path) -> None:
-    why = "no good answer for 60 s: 500"
+    why = "no liveness for 60 s: 500"
     status = run_status(
         run=tmp_path.name, services=[service("vllm", state="unhealthy", probe=ProbeOutcome.BAD_STATUS, why=why)]
     )
@@ -426,10 +360,9 @@ def test_a_service_that_still_waits_is_asked_about_as_one_without_a_process() ->
 
 
 def refused(name: str, user: str) -> RunStatus:
-    """A run in which a stranger holds the port of a service."""
-    why = f"port 9001 is held by pid 4242 (user {user}): python app.py"
+    """A run in which a foreign process holds the port of a service."""
     others = [one for one in four_services() if one.name != name]
-    return run_status(services=[service(name, state="failed", is_refused=True, why=why, pid=None), *others])
+    return run_status(services=[port_taken(name, user), *others])
 
 
 ME = user_name(os.getuid())
@@ -470,9 +403,7 @@ async def test_another_users_process_is_not_offered_to_be_ended(tmp_path: Path) 
 
 
 async def test_a_lack_of_gpu_memory_is_tried_again_without_a_question(tmp_path: Path) -> None:
-    why = f"GPU 0 has 20.0 GB free, and vllm needs 36.0 GB; 60.0 GB held by pid 7 (user {ME}): x; to do: end pid 7"
-    status = run_status(services=[service("vllm", state="failed", is_refused=True, why=why, pid=None)])
-    async with shown(tmp_path, status=status) as screen:
+    async with shown(tmp_path, status=run_status(services=[gpu_short("vllm", ME)])) as screen:
         await screen.pilot.press("s")
         await screen.until(lambda: bool(screen.connection.asked))
         assert (screen.connection.asked, screen.connection.took_ports) == ([("start", "vllm")], [False])
@@ -542,7 +473,7 @@ async def test_a_refused_command_is_explained(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
         screen.connection.refusal = "vllm is being restarted already"
         await screen.pilot.press("v")
-        await screen.until(lambda: "was refused" in screen.text(ActivityLine))
+        await screen.until(lambda: "refused" in screen.text(ActivityLine))
         assert "vllm is being restarted already" in screen.text(ActivityLine)
 
 
@@ -638,7 +569,7 @@ async def test_a_daemon_that_dies_leaves_the_last_state_from_the_files(tmp_path:
         screen.connection.hang_up()
         await screen.until(lambda: screen.app.state.connection is Connection.LOST)
         await screen.until(lambda: "unhealthy" in screen.text(ServicesTable))
-        assert "last known state, trying again" in screen.text(ActivityLine)
+        assert "last known state, reconnecting" in screen.text(ActivityLine)
         assert "no supervisor" in screen.text(HeaderLine)
 
 
@@ -663,7 +594,7 @@ async def test_the_end_of_the_run_is_shown_and_the_screen_stays(tmp_path: Path) 
         await screen.until(lambda: "q leaves" in screen.text(ActivityLine))
         assert "✓ finished" in screen.text(HeaderLine)
         assert screen.app.is_running
-        assert farewell(screen.app.state).startswith(f"{tmp_path.name} finished after 12m05s, step 30")
+        assert exit_message(screen.app.state).startswith(f"{tmp_path.name} finished after 12m05s, step 30")
 
 
 @pytest.mark.parametrize("key", ["s", "r", "v"])
@@ -682,8 +613,8 @@ async def test_in_a_run_that_is_over_nothing_is_started_and_nobody_is_ended(tmp_
 
 async def test_detaching_from_a_live_run_says_how_to_come_back(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
-        assert farewell(screen.app.state) == (
-            f"detached from {tmp_path.name}; grpo-tui attach {tmp_path.name} comes back, "
+        assert exit_message(screen.app.state) == (
+            f"detached from {tmp_path.name}; grpo-tui attach {tmp_path.name} reconnects, "
             f"grpo-tui down {tmp_path.name} ends it"
         )
 

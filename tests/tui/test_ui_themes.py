@@ -18,10 +18,10 @@ from grpo_tui.ui.app import GrpoScreen
 from grpo_tui.ui.glyphs import as_ascii
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.themes import ANSI, DARK, LIGHT, known_themes, theme_to_open
-from grpo_tui.ui.widgets.header import HeaderLine
-from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.header import HeaderLine
+from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
 from grpo_tui.ui.widgets.lines import STYLES
-from grpo_tui.ui.widgets.services_table import ServicesTable
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
 
 MIN_WORDS, MIN_BARS = 4.5, 3.0
 """WCAG 2: words, and graphics."""

@@ -5,7 +5,7 @@ import inspect
 import re
 
 import pytest
-from screen_fakes import GIB, gpu, metrics_line, run_status, service
+from screen_fakes import GIB, gpu, gpu_short, metrics_line, port_taken, run_status, service
 
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import add_flags
@@ -208,7 +208,7 @@ def test_an_unhealthy_service_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probe", "words"), [(ProbeOutcome.SILENT, "hangs"), (ProbeOutcome.ENGINE_STALLED, "its engine stands still")]
+    ("probe", "words"), [(ProbeOutcome.SILENT, "hangs"), (ProbeOutcome.ENGINE_STALLED, "its engine is stalled")]
 )
 def test_an_inference_server_that_hangs_or_stalls_is_called_so_and_v_restarts_it(
     probe: ProbeOutcome, words: str
@@ -226,21 +226,19 @@ def test_a_stalled_engine_is_told_before_its_service_counts_as_unhealthy_and_one
 
 
 def test_a_taken_port_is_told_with_its_holder_and_the_key_that_asks() -> None:
-    why = "port 9001 is held by pid 4242 (user ann): python app.py"
-    warning = only(diagnose([], run_status(services=[service("vllm", state="failed", is_refused=True, why=why)])))
-    assert warning.text == f"vllm failed: {why}"
+    taken = port_taken("vllm", "ann")
+    warning = only(diagnose([], run_status(services=[taken])))
+    assert warning.text == f"vllm failed: {taken.why}"
     assert warning.hint is not None
     assert "asks whether to end that process" in warning.hint
-    over = run_status(state="failed", services=[service("vllm", state="failed", is_refused=True, why=why)])
-    hint = only(diagnose([], over)).hint
+    hint = only(diagnose([], run_status(state="failed", services=[taken]))).hint
     assert hint is not None
     assert hint.startswith("`grpo-tui up --profile hermes8b-shared --take-ports` ends that process")
 
 
 def test_a_lack_of_gpu_memory_is_told_without_an_offer_to_end_anybody() -> None:
-    why = "GPU 0 has 1.0 GB free, and vllm needs 36.0 GB; 60.0 GB held by pid 7 (user ann): x; to do: end pid 7"
-    warning = only(diagnose([], run_status(services=[service("vllm", state="failed", is_refused=True, why=why)])))
-    assert warning.hint == "once that is out of the way, s on the screen starts it"
+    warning = only(diagnose([], run_status(services=[gpu_short("vllm", "ann")])))
+    assert warning.hint == "once that is resolved, s on the screen starts the service"
 
 
 def test_last_lines_of_a_log_are_left_to_the_crash_report() -> None:
@@ -255,9 +253,7 @@ def test_last_lines_of_a_log_are_left_to_the_crash_report() -> None:
 def test_a_trainer_without_any_environment_left_is_told_with_how_they_ended(state: str) -> None:
     gone = service("env", state=state, why="exit code 0", pid=None)
     warning = only(diagnose([], run_status(services=[gone, service("trainer")])))
-    assert warning.text.startswith(
-        f"no environment makes groups: env {state} (exit code 0), and the trainer gets no batch"
-    )
+    assert warning.text.startswith(f"no environment is running: env {state} (exit code 0). The trainer gets no batches")
     assert warning.hint is not None
     assert warning.hint.startswith("`grpo-tui start env`")
 
@@ -285,14 +281,14 @@ def test_memory_of_strangers_is_told_by_user() -> None:
 
 def test_a_service_in_backoff_is_told_with_how_it_ended() -> None:
     status = run_status(services=[service("env", state="backoff", restarts=1, exit_code=3)])
-    assert only(diagnose([], status)).text == "env ended and is started again: ended with exit code 3"
+    assert only(diagnose([], status)).text == "env exited and is restarted: exited with code 3"
 
 
 def test_a_crash_loop_is_told_with_its_count_its_last_reason_and_where_to_read_more() -> None:
     why = "exit code 3; restart 3 of 5 after 4.2 s"
     status = run_status(services=[service("env", state="backoff", restarts=2, exit_code=3, why=why)])
     warning = only(diagnose([], status))
-    assert warning.text == f"env keeps ending (2 restarts): {why}"
+    assert warning.text == f"env keeps exiting (2 restarts): {why}"
     assert warning.hint is not None
     assert "crash report" in warning.hint
     assert "`grpo-tui logs env`" in warning.hint

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 from screen_fakes import NOW, run_status
-from test_ui_screen import SMALL, shown
+from shown_screen import SMALL, shown
 
+from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.supervisor import Bye, RunState, Snapshot
-from grpo_tui.paths import PLAN_FILE
-from grpo_tui.ui.widgets.warnings_bar import WarningsBar
-from grpo_tui.view.folder_watch import FolderFate, FolderWatch
-from grpo_tui.view.state import ConnectionLost, FolderLooked, LogView, ViewState, reduce
-from grpo_tui.view.time_travel import as_seen
-from grpo_tui.view.travel import Past
+from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
+from grpo_tui.view.folder_watch import FolderState, FolderWatch
+from grpo_tui.view.logs.tail import LogView
+from grpo_tui.view.state import ConnectionLost, FolderChecked, ViewState, reduce
+from grpo_tui.view.timeline.past import displayed
+from grpo_tui.view.timeline.state import Past
 
 
 def run_folder(tmp_path: Path) -> Path:
@@ -30,11 +31,11 @@ def run_folder(tmp_path: Path) -> Path:
 def test_a_folder_that_is_deleted_or_moved_is_gone_until_it_is_put_back(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     watch = FolderWatch(folder)
-    assert watch.look() is FolderFate.THERE
+    assert watch.look() is FolderState.THERE
     folder.rename(tmp_path / "elsewhere")
-    assert watch.look() is FolderFate.GONE
+    assert watch.look() is FolderState.GONE
     (tmp_path / "elsewhere").rename(folder)
-    assert watch.look() is FolderFate.THERE
+    assert watch.look() is FolderState.THERE
 
 
 def test_a_folder_that_was_made_anew_is_another_one_whatever_its_inode(tmp_path: Path) -> None:
@@ -42,21 +43,21 @@ def test_a_folder_that_was_made_anew_is_another_one_whatever_its_inode(tmp_path:
     watch = FolderWatch(folder)
     for _ in range(3):
         shutil.rmtree(folder)
-        assert watch.look() is FolderFate.GONE
+        assert watch.look() is FolderState.GONE
         folder.mkdir()
         (folder / PLAN_FILE).write_text("{}")
-        assert watch.look() is FolderFate.MADE_ANEW
+        assert watch.look() is FolderState.RECREATED
 
 
 def test_a_folder_whose_files_alone_were_deleted_is_gone_too(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     watch = FolderWatch(folder)
     (folder / PLAN_FILE).unlink()
-    assert watch.look() is FolderFate.GONE
+    assert watch.look() is FolderState.GONE
 
 
 def test_a_folder_that_never_was_is_nothing_to_warn_of(tmp_path: Path) -> None:
-    assert FolderWatch(tmp_path / "absent").look() is FolderFate.THERE
+    assert FolderWatch(tmp_path / "absent").look() is FolderState.THERE
 
 
 def test_a_watch_keeps_no_file_open_after_its_end(tmp_path: Path) -> None:
@@ -73,35 +74,36 @@ def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
     live = reduce(fresh, Snapshot(number=1, status=run_status(run="a-run")))
     assert live.folder_warnings == ()
 
-    gone = reduce(live, FolderLooked(fate=FolderFate.GONE))
+    gone = reduce(live, FolderChecked(state=FolderState.GONE))
     (warning,) = gone.warnings
     assert warning.severity == "error"
-    assert "deleted or moved while it goes on" in warning.text
-    assert "whether /runs/logs can be written" in (warning.hint or "")
+    assert "deleted or moved while the run goes on" in warning.text
+    assert "check that /runs/logs is writable" in (warning.hint or "")
 
-    (unattended,) = reduce(gone, ConnectionLost(note="hung up")).warnings
+    (unattended,) = reduce(gone, ConnectionLost(note="closed the connection")).warnings
     assert "no supervisor answers" in unattended.text
-    assert "`grpo-tui down a-run`, typed in /runs" in (unattended.hint or "")
+    assert "`grpo-tui down a-run` in /runs ends them" in (unattended.hint or "")
 
     (over,) = reduce(gone, Bye(state=RunState.FINISHED)).warnings
     assert over.severity == "warning"
-    assert "Put back as /runs/logs/a-run it is read again" in (over.hint or "")
+    assert "Move the folder back to /runs/logs/a-run to read more" in (over.hint or "")
 
-    (anew,) = reduce(live, FolderLooked(fate=FolderFate.MADE_ANEW)).warnings
-    assert "begins anew" in anew.text
-    assert "r restarts the selected one" in (anew.hint or "")
+    (recreated,) = reduce(live, FolderChecked(state=FolderState.RECREATED)).warnings
+    assert "created an empty one" in recreated.text
+    assert "r restarts it" in (recreated.hint or "")
 
-    assert reduce(gone, FolderLooked(fate=FolderFate.THERE)).warnings == ()
+    assert reduce(gone, FolderChecked(state=FolderState.THERE)).warnings == ()
 
 
 def test_the_warning_stands_while_somebody_travels_in_time() -> None:
     fresh = ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW)
-    gone = reduce(reduce(fresh, Snapshot(number=1, status=run_status(run="a-run"))), FolderLooked(fate=FolderFate.GONE))
+    connected = reduce(fresh, Snapshot(number=1, status=run_status(run="a-run")))
+    gone = reduce(connected, FolderChecked(state=FolderState.GONE))
     past = Past(
         moment=NOW - 60, status=run_status(run="a-run"), transitions={}, start_phases={}, notices=(), log=LogView()
     )
     travelling = replace(gone, travel=replace(gone.travel, is_open=True, moment=NOW - 60, past=past))
-    assert [warning.id for warning in as_seen(travelling).warnings] == ["folder"]
+    assert [warning.id for warning in displayed(travelling).warnings] == ["folder"]
 
 
 @pytest.mark.slow
@@ -109,7 +111,7 @@ async def test_a_run_deleted_under_the_screen_is_told_whole_in_80_columns(tmp_pa
     folder = run_folder(tmp_path)
     async with shown(folder, SMALL, num_steps=5) as screen:
         shutil.rmtree(folder)
-        told = "✗ this run's folder was deleted or moved while it goes on"
+        told = "✗ this run's folder was deleted or moved while the run goes on"
         await screen.until(lambda: told in screen.text(WarningsBar))
         await screen.pilot.press("w")
-        await screen.until(lambda: "leave no record" in screen.picture)
+        await screen.until(lambda: "without logs and metrics" in screen.picture)

@@ -6,10 +6,10 @@ import pytest
 from rich.cells import cell_len
 
 from grpo_tui.ui.widgets.log_page import _content
-from grpo_tui.view.folding import beginning, fold
-from grpo_tui.view.log_reader import LogLine
-from grpo_tui.view.log_tail import without_colours
-from grpo_tui.view.log_view import LogsView, num_rows
+from grpo_tui.view.logs.folding import beginning, fold
+from grpo_tui.view.logs.reader import LogLine
+from grpo_tui.view.logs.state import LogsView, num_rows
+from grpo_tui.view.logs.tail import without_colours
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 

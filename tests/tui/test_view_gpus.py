@@ -12,13 +12,12 @@ from screen_fakes import GIB, gpu, run_status, service
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import GpuStatus, ServiceState, Snapshot, UsageSampled
-from grpo_tui.view import gpu_view
 from grpo_tui.view import state as view
-from grpo_tui.view.gpu_history import laid_out, means, peaks
-from grpo_tui.view.gpu_past import read_samples
-from grpo_tui.view.gpu_plan import read_memory_plan
-from grpo_tui.view.gpu_rules import blame, compared, growth, memory_plan, planned_on
-from grpo_tui.view.gpu_view import (
+from grpo_tui.view.gpus import state as gpu_view
+from grpo_tui.view.gpus.history import laid_out, means, peaks
+from grpo_tui.view.gpus.reader import read_memory_plan, read_samples
+from grpo_tui.view.gpus.rules import blame, compared, growth, memory_plan, planned_on
+from grpo_tui.view.gpus.state import (
     MAX_MOMENTS,
     NUM_OLD,
     OTHERS,
@@ -190,10 +189,10 @@ def test_a_cache_of_a_fixed_size_has_no_share_and_another_flag() -> None:
 
 
 def test_real_memory_is_compared_with_the_plan_in_words() -> None:
-    assert compared(24 * GIB, 24 * GIB + (1 << 29), 80 * GIB) == "it holds 24.5G, as planned"
-    assert compared(24 * GIB, 36 * GIB, 80 * GIB) == "it holds 36.0G, 12.0G more"
-    assert compared(24 * GIB, 10 * GIB, 80 * GIB) == "it holds 10.0G, 14.0G less"
-    assert compared(24 * GIB, None, 80 * GIB) == "what it holds is not known"
+    assert compared(24 * GIB, 24 * GIB + (1 << 29), 80 * GIB) == "it uses 24.5G, as planned"
+    assert compared(24 * GIB, 36 * GIB, 80 * GIB) == "it uses 36.0G, 12.0G more"
+    assert compared(24 * GIB, 10 * GIB, 80 * GIB) == "it uses 10.0G, 14.0G less"
+    assert compared(24 * GIB, None, 80 * GIB) == "its use is unknown"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_the_plan_is_read_from_the_run_folder(tmp_path: Path) -> None:
     assert read_memory_plan(tmp_path) == memory_plan(PROFILE)
 
 
-# --- who is to blame -------------------------------------------------------------------------------------------------
+# --- likely cause ----------------------------------------------------------------------------------------------------
 
 
 def test_who_grew_last_is_named_with_how_much_and_who_holds_most() -> None:
@@ -268,13 +267,13 @@ def test_a_crash_on_another_gpu_is_not_told_here() -> None:
 def test_where_shares_are_not_known_nobody_is_blamed() -> None:
     hidden = on_gpu(other_bytes=None, are_shares_known=False, memory_used_bytes=60 * GIB)
     found = blame(hidden, moments(sample(1, hidden)), [VLLM, TRAINER], memory_plan(PROFILE), {})
-    assert "not known" in found.text
+    assert "use by process is unknown" in found.text
     assert "--gpu-memory-utilization" in found.hint
 
 
 def test_an_empty_gpu_has_nobody_to_blame() -> None:
     found = blame(on_gpu(), moments(sample(1, on_gpu())), [VLLM], MemoryPlan(), {})
-    assert (found.text, found.hint) == ("if it runs out of memory: nobody holds any now", "")
+    assert (found.text, found.hint) == ("if it runs out of memory: no process uses any now", "")
 
 
 def test_the_history_is_part_of_the_one_state() -> None:

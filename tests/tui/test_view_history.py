@@ -10,12 +10,12 @@ import pytest
 from screen_fakes import metrics_line
 
 from grpo_engine.wire.metrics import Band, MetricsLine
-from grpo_tui.view import metrics_tail
-from grpo_tui.view.curves import curve_of
-from grpo_tui.view.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, band_heights, bucketed, extended
-from grpo_tui.view.metrics_tail import MetricsTail
-from grpo_tui.view.plot_view import XAxis
-from grpo_tui.view.time_travel import history_until
+from grpo_tui.run_files import metrics as metrics_file
+from grpo_tui.run_files.metrics import MetricsTail
+from grpo_tui.view.metrics.curves import curve_of
+from grpo_tui.view.metrics.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, band_heights, bucketed, extended
+from grpo_tui.view.metrics.state import XAxis
+from grpo_tui.view.timeline.past import history_until
 
 BARE = {"reward/mean": 0.5}
 
@@ -117,7 +117,7 @@ def test_garbage_of_any_depth_is_counted_and_passed_over(tmp_path: Path) -> None
 def test_a_line_without_an_end_is_passed_over_in_bounded_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_tail, "MAX_BYTES_A_READ", 1000)
+    monkeypatch.setattr(metrics_file, "MAX_BYTES_A_READ", 1000)
     path = tmp_path / "metrics.jsonl"
     written(path, line(1).model_dump(), "x" * 5000, line(2).model_dump())
     tail = MetricsTail(path)
@@ -140,7 +140,7 @@ def test_a_file_that_was_written_anew_and_is_longer_is_noticed(tmp_path: Path) -
 
 def test_a_file_that_cannot_be_read_leaves_what_was_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    assert MetricsTail(tmp_path / "metrics.jsonl").read() == metrics_tail.MetricsChunk()
+    assert MetricsTail(tmp_path / "metrics.jsonl").read() == metrics_file.MetricsChunk()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from screen_fakes import metrics_line
 
 from grpo_engine.wire.metrics import EVALUATION_PREFIX, METRIC_NAMES, environment_metric
-from grpo_tui.view.bars import split_cells
+from grpo_tui.ui.widgets.gpu_bars import split_cells
 from grpo_tui.view.format import age_text, bytes_text, clock_text, duration_text, number_text, percent_text, shortened
-from grpo_tui.view.history import MAX_LINES, RECENT_LINES, MetricHistory, bar_heights, bucketed, extended
-from grpo_tui.view.metric_names import printed, value_text
+from grpo_tui.view.metrics.history import MAX_LINES, RECENT_LINES, MetricHistory, bar_heights, bucketed, extended
+from grpo_tui.view.metrics.names import printed, value_text
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 from screen_fakes import metrics_line, write_metrics
 
 from grpo_engine.wire.metrics import METRIC_NAMES, MetricsLine
-from grpo_tui.view import other_runs, plot_view
-from grpo_tui.view.braille import Canvas
-from grpo_tui.view.curves import (
+from grpo_tui.view.metrics import other_runs
+from grpo_tui.view.metrics import state as plot_view
+from grpo_tui.view.metrics.braille import Canvas
+from grpo_tui.view.metrics.curves import (
     Curve,
     Point,
     Scale,
@@ -27,9 +28,9 @@ from grpo_tui.view.curves import (
     x_range,
     x_ticks,
 )
-from grpo_tui.view.history import MetricHistory, extended
-from grpo_tui.view.metric_names import ALIASES, band_of, found, in_groups, measured_as, our_name, unit_of
-from grpo_tui.view.plot_view import PlotView, XAxis, after
+from grpo_tui.view.metrics.history import MetricHistory, extended
+from grpo_tui.view.metrics.names import ALIASES, band_of, found, in_groups, measured_as, our_name, unit_of
+from grpo_tui.view.metrics.state import PlotView, XAxis, after
 
 
 def history_of(*metrics: dict[str, float], every_s: float = 2.0) -> MetricHistory:
@@ -183,7 +184,7 @@ def test_metrics_share_an_axis_only_where_their_ranges_are_alike() -> None:
     share = {"window": (0.0, 1.0), "is_log": False, "shows_band": False, "how": "auto"}
     assert panes_of([near, far], num_rows=20, **share)[1] == "one axis for all"  # type: ignore[arg-type]
     assert panes_of([near, tall], num_rows=20, **share)[1] == "one pane each"  # type: ignore[arg-type]
-    assert panes_of([near, tall], num_rows=9, **share)[1] == "each from its least to its most"  # type: ignore[arg-type]
+    assert panes_of([near, tall], num_rows=9, **share)[1] == "each over its own range"  # type: ignore[arg-type]
 
 
 def test_a_band_far_away_is_left_out_until_it_is_asked_for() -> None:

@@ -10,22 +10,9 @@ from group_fakes import completion, group, write_groups
 from screen_fakes import STARTED
 
 from grpo_engine.wire.metrics import RolloutLine
-from grpo_tui.view import rollout_reader
-from grpo_tui.view.rollout_reader import RolloutReader
-from grpo_tui.view.rollout_text import (
-    SCALES,
-    Piece,
-    line_of,
-    pieces_of,
-    telling_starts,
-    token_at,
-    token_name,
-    token_words,
-    value_of,
-    visible,
-    wrapped,
-)
-from grpo_tui.view.rollout_view import (
+from grpo_tui.view.rollouts import reader as rollout_reader
+from grpo_tui.view.rollouts.reader import RolloutReader
+from grpo_tui.view.rollouts.state import (
     CompletionMoved,
     EnvironmentTurned,
     FilterCleared,
@@ -43,6 +30,19 @@ from grpo_tui.view.rollout_view import (
     TintTurned,
     TokenSet,
     after,
+)
+from grpo_tui.view.rollouts.text import (
+    SCALES,
+    Piece,
+    line_of,
+    pieces_of,
+    telling_starts,
+    token_at,
+    token_name,
+    token_words,
+    value_of,
+    visible,
+    wrapped,
 )
 
 ASKED_BEFORE = "sort 123"

@@ -134,7 +134,7 @@ def test_a_phase_that_began_before_anybody_looked_has_no_time() -> None:
 def test_a_command_that_ends_a_stranger_is_told_as_such() -> None:
     state = reduce(live(), view.CommandSent(do="start", service="vllm", time=NOW, takes_ports=True))
     assert state.outcome is not None
-    assert state.outcome.text == "start vllm, ending who holds its port …"
+    assert state.outcome.text == "start vllm, ending the process on its port …"
 
 
 def test_a_service_that_never_restarted_has_no_phases() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from screen_fakes import metrics_line
 
-from grpo_tui.view.log_tail import LogTail, without_colours
-from grpo_tui.view.metrics_tail import MetricsTail
+from grpo_tui.run_files.metrics import MetricsTail
+from grpo_tui.view.logs.tail import LogTail, without_colours
 
 
 def as_line(step: int) -> str:
@@ -199,7 +199,7 @@ def test_a_flood_is_skipped_and_says_how_much(tmp_path: Path) -> None:
     append(path, b"0123456789abcde\n" * 1000)
     chunk = tail.read()
     assert not chunk.is_restarted
-    assert "15K went by" in chunk.lines[0]
+    assert "15K skipped" in chunk.lines[0]
     assert chunk.lines[1:] == ("0123456789abcde",) * (1000 // 16)
     append(path, b"calm\n")
     assert tail.read().lines == ("calm",)

@@ -12,11 +12,11 @@ from screen_fakes import STARTED, changed, metrics_line, run_status, service
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import Event, Notice, RunChanged, RunState, ServiceState, Snapshot, UsageSampled
-from grpo_tui.supervisor.timeline import shorten
+from grpo_tui.supervisor.report.timeline import shorten
 from grpo_tui.view.state import LogRead, MetricsRead, Ticked, ViewState, reduce
-from grpo_tui.view.time_travel import as_seen
-from grpo_tui.view.timeline_file import CHECKPOINT_LINES, TimelineFile, log_until
-from grpo_tui.view.travel import (
+from grpo_tui.view.timeline.file import CHECKPOINT_LINES, TimelineFile, log_until
+from grpo_tui.view.timeline.past import displayed
+from grpo_tui.view.timeline.state import (
     Closed,
     Jumped,
     Known,
@@ -125,7 +125,9 @@ def test_a_time_of_day_is_looked_for_on_the_days_of_the_run() -> None:
     assert read_target(typed, STARTED + 100, day_later) == pytest.approx(STARTED + 77, abs=1)
 
 
-@pytest.mark.parametrize(("text", "words"), [("soon", "is no moment"), ("999", "no step 999 yet: the newest is 100")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("soon", "is not a time"), ("999", "step 999 is not done yet; the newest is 100")]
+)
 def test_what_leads_nowhere_is_told_in_words_and_moves_nothing(text: str, words: str) -> None:
     at = after(Travel(), Opened(), KNOWN)
     there = after(at, Typed(text=text), KNOWN)
@@ -216,7 +218,7 @@ def test_a_timeline_that_was_written_anew_and_is_longer_is_read_from_its_start(t
 
 def test_a_log_that_is_gone_or_of_unknown_length_says_so(tmp_path: Path) -> None:
     assert "cannot be read" in log_until(tmp_path / "a.log", "a", 10).lines[0]
-    assert "was not kept" in log_until(tmp_path / "a.log", "a", None).lines[0]
+    assert "was not recorded" in log_until(tmp_path / "a.log", "a", None).lines[0]
 
 
 # --- what is drawn --------------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ def looking_at(folder: Path, at: float) -> ViewState:
 
 def test_the_screen_is_drawn_as_it_was_and_the_present_comes_back_untouched(tmp_path: Path) -> None:
     state = looking_at(tmp_path, 150)
-    seen = as_seen(state)
+    seen = displayed(state)
     assert (seen.now, seen.until, state.until) == (STARTED + 150, STARTED + 150, STARTED + 150)
     assert seen.services[0].state is ServiceState.FAILED
     assert seen.history.last is not None
@@ -249,15 +251,15 @@ def test_the_screen_is_drawn_as_it_was_and_the_present_comes_back_untouched(tmp_
     assert seen.log.lines != ("the newest line",)
     assert (seen.travel.begins, seen.travel.ends) == (STARTED, STARTED + 600)
     back = reduce(state, Closed())
-    assert as_seen(back) is back
+    assert displayed(back) is back
     assert back.until is None
     assert (back.services[0].state, back.log.lines) == (ServiceState.READY, ("the newest line",))
 
 
 def test_the_past_stands_still_while_the_run_goes_on(tmp_path: Path) -> None:
     state = looking_at(tmp_path, 50)
-    before = as_seen(state)
-    later = as_seen(reduce(state, Ticked(now=STARTED + 700)))
+    before = displayed(state)
+    later = displayed(reduce(state, Ticked(now=STARTED + 700)))
     assert (later.now, later.status, later.log) == (before.now, before.status, before.log)
     assert later.history is before.history
     assert later.travel.ends == STARTED + 700

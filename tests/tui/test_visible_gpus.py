@@ -21,11 +21,11 @@ def taken(inherited: str | None = None, **settings: object) -> list[int]:
     return gpus_of(command.launch("a", PLACE), UUIDS, environment)
 
 
-def test_gpus_that_are_named_are_taken_where_they_are_here_whatever_is_inherited() -> None:
+def test_named_gpus_are_used_where_they_exist_whatever_is_inherited() -> None:
     assert taken("2", gpus=[1, 0, 7]) == [1, 0]
 
 
-def test_who_names_none_and_demands_nothing_takes_none() -> None:
+def test_a_launch_without_gpus_and_memory_share_uses_none() -> None:
     assert taken() == []
 
 
@@ -42,7 +42,7 @@ def test_who_names_none_and_demands_nothing_takes_none() -> None:
         ("MIG-1234", []),
     ],
 )
-def test_who_names_none_and_demands_a_share_takes_the_first_that_cuda_shows(
+def test_a_launch_without_gpus_and_with_a_memory_share_uses_the_first_visible_one(
     inherited: str | None, first: list[int]
 ) -> None:
     assert taken(inherited, gpu_memory_share=0.5) == first

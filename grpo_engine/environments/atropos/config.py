@@ -1,6 +1,6 @@
 """Settings of a run of an Atropos environment. Torch-free: the terminal side builds command lines from them.
 
-What our own environments have too has the same name here; unset, the environment's own default holds.
+Settings that built-in environments share have the same name here; unset, the environment's default applies.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OWN_SETTINGS = {
     "worker_timeout": "worker_timeout",
     "rollout_server_url": "rollout_server_url",
 }
-"""Settings that have a field of their own here, and what Atropos calls them below `env:`."""
+"""Settings with a field here, and their names in Atropos below `env:`."""
 
 
 def _table(value: Any) -> Any:
-    """A table on a command line is written as JSON."""
+    """Parse a table from a command line, where it is JSON."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -40,7 +40,7 @@ Table = Annotated[dict[str, Any], BeforeValidator(_table)]
 
 
 def _expanded(path: Path) -> Path:
-    """`~` and `$NAME` are read here, since no shell reads a profile; an unset variable stays as it is written."""
+    """Expand `~` and `$NAME`, which no shell does in a profile; an unset variable stays unchanged."""
     return Path(os.path.expandvars(path)).expanduser()
 
 
@@ -48,63 +48,63 @@ UserPath = Annotated[Path, AfterValidator(_expanded)]
 
 
 class AtroposEnvConfig(Config):
-    """An environment of Atropos: its file, the Python that runs it, and whom it talks to."""
+    """An Atropos environment: its file, its Python, and server addresses."""
 
     file: UserPath
     """File of the environment: the one that is run as `python FILE serve`."""
     python: UserPath
     """Python that has atroposlib, e.g. ~/atropos/.venv/bin/python."""
     model_name: Annotated[str, Flag(("--model-name", "--model", "--tokenizer-name"))]
-    """Model whose tokenizer and chat template make the prompts: a folder, a hub name, or a locally made model."""
+    """Model whose tokenizer and chat template build the prompts: a folder, a hub name, or a locally made model."""
 
-    # Where things are
+    # Addresses
     rollout_server_url: Url = "http://localhost:8000"
-    """URL of the rollout API, which must not ask for a token: these environments cannot send one."""
+    """URL of the rollout API, which must not require a token: these environments cannot send one."""
     inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
     """URL of the inference server; a `/v1` at its end is ignored."""
 
     # How much
     group_size: int | None = Field(None, ge=1)
-    """Completions of each item; unset: as the environment says."""
+    """Completions of each item; unset: the environment's default."""
     max_batches_offpolicy: int | None = Field(None, ge=1)
-    """Batches that are made ahead of the trainer at most; unset: as the environment says (3)."""
+    """Most batches that are generated ahead of the trainer; unset: the environment's default (3)."""
     max_token_length: int | None = Field(None, ge=2)
-    """Longest sequence, or longest completion: environments differ; unset: as the environment says."""
+    """Longest sequence, or longest completion: environments differ; unset: the environment's default."""
     total_steps: int | None = Field(None, ge=-1)
-    """End when the trainer has fetched so many batches (-1: as many as it has steps); unset: go on until stopped, so
-    that the trainer never waits for an environment that has ended."""
+    """Exit when the trainer has fetched this many batches (-1: its number of steps); unset: run until stopped, so that
+    the trainer never waits for an environment that has exited."""
 
-    # How it appears to the rollout API
+    # Registration
     name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
-    """Name of the environment; unset: as the environment says."""
+    """Name of the environment; unset: the environment's default."""
     weight: float | None = Field(None, ge=0, validation_alias=AliasChoices("weight", "inference_weight"))
     """Share of the generation relative to the other environments."""
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
     """Least share of every batch."""
     ensure_scores_are_not_same: bool | None = None
-    """Drop groups whose scores are all equal; unset: as the environment says (it drops them)."""
+    """Drop groups whose scores are all equal; unset: the environment's default (it drops them)."""
     worker_timeout: float | None = None
-    """Seconds within which a group must be generated; unset: as the environment says (600)."""
+    """Time limit for generating a group; unset: the environment's default (600)."""
 
-    # Everything else
+    # Other settings
     settings: Table = {}
-    """More settings of the environment, by the names that they have below `env:` in its YAML file."""
+    """More settings of the environment, by their names below `env:` in its YAML file."""
     server: Table = {}
-    """More settings of its inference server, by the names that they have below `openai:`, e.g. timeout."""
+    """More settings of its inference server, by their names below `openai:`, e.g. timeout."""
 
     # The runner
     yaml_file: Path | None = None
-    """Where its YAML file is written; unset: in a temporary folder."""
+    """Path of its YAML file; unset: in a temporary folder."""
     silent_after_s: float = Field(60.0, gt=0)
-    """Seconds without a request at the inference server, while the trainer waits for groups, after which a line says
-    where the environment was looked for."""
+    """Seconds without a request to the inference server, while the trainer waits for groups, after which a warning says
+    what was checked."""
 
     @model_validator(mode="after")
     def _says_each_setting_once(self) -> AtroposEnvConfig:
         for name, theirs in OWN_SETTINGS.items():
             if theirs in self.settings:
-                raise ValueError(f"settings.{theirs} is {name} here: say {name} = {self.settings[theirs]!r} instead")
+                raise ValueError(f"settings.{theirs} is {name} here: set {name} = {self.settings[theirs]!r} instead")
         for theirs, name in {"base_url": "inference_url", "model_name": "model_name"}.items():
             if theirs in self.server:
-                raise ValueError(f"server.{theirs} is {name} here: say {name} = {self.server[theirs]!r} instead")
+                raise ValueError(f"server.{theirs} is {name} here: set {name} = {self.server[theirs]!r} instead")
         return self

@@ -1,70 +1,76 @@
-"""Serve an environment of Atropos until it ends, and say so when it talks to the wrong inference server."""
+"""Run an Atropos environment until it exits, and warn when it uses another inference server."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import httpx
 
-from grpo_engine.environments.atropos.child import child, exit_code
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
-from grpo_engine.environments.atropos.serve_file import batch_traps, serve_text, traps
-from grpo_engine.environments.atropos.silence import Scene, Silence, words
-from grpo_engine.environments.atropos.witnesses import Api, Connections, Server, Want
+from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Server
+from grpo_engine.environments.atropos.settings_file import batch_warnings, serve_text, setting_warnings
+from grpo_engine.environments.atropos.silence import Observation, SilenceDetector, silence_message
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
+from grpo_engine.processes import ProcessTree, die_with_parent, kill, terminate
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.5
-"""Between two looks at the connections of an environment that is silent."""
-_ASK_EVERY_S = 5.0
-"""Between two questions to the servers."""
+_CHECK_EVERY_S = 0.5
+"""Interval at which the connections of a silent environment are checked."""
+_POLL_EVERY_S = 5.0
+"""Interval of requests to the servers."""
 _TIMEOUT_S = 5.0
+_GRACE_S = 5.0
+"""From SIGTERM to SIGKILL, for processes that the environment started and did not end."""
+_KILL_WITHIN_S = 5.0
 _STOCK_GROUP_SIZE = 4
-"""Where nobody says another."""
+"""Group size of stock environments by default."""
 
 
 def run(config: AtroposEnvConfig) -> int:
-    """Work until the environment ends; returns its exit code.
+    """Run until the environment exits; returns its exit code.
 
     Raises:
-        ConfigError: its file, its Python or atroposlib is not there, or the rollout API asks for a token.
-        ModelError: a locally made model is not made yet.
+        ConfigError: its file, its Python or atroposlib is missing, or the rollout API requires a token.
+        ModelError: a locally made model does not exist yet.
     """
     _check_files(config)
     tokenizer = _tokenizer(config.model_name)
-    for trap in traps(config):
-        log.warning("%s", trap)
+    for warning in setting_warnings(config):
+        log.warning("%s", warning)
     with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
         api = Api(client, config.rollout_server_url)
         _wait_for(api)
-        with _written(config, tokenizer) as yaml_file:
+        with _settings_file(config, tokenizer) as yaml_file:
             code = _serve(config, yaml_file, api)
         if code == 0:
-            _say_if_too_early(config, api)
+            _warn_if_ended_early(config, api)
         return code
 
 
 def _serve(config: AtroposEnvConfig, yaml_file: Path, api: Api) -> int:
-    """Run the environment and look on; returns its exit code."""
+    """Run and watch the environment; returns its exit code."""
     argv = [str(config.python), str(config.file), "serve", "--config", str(yaml_file)]
-    # In blocks of some kilobytes its lines would come minutes late: it prints little.
-    with child(argv, {**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+    # Unbuffered: it prints little, so lines would arrive minutes late in full blocks.
+    with _child(argv, {**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
         log.info("environment %s started as process %d, with %s", config.file.name, process.pid, yaml_file)
         is_over = threading.Event()
         watch = threading.Thread(target=_watch, args=(config, process.pid, api, is_over), daemon=True)
         watch.start()
-        code = exit_code(process.wait())
+        code = _exit_code(process.wait())
         is_over.set()
         watch.join()
     return code
@@ -73,7 +79,7 @@ def _serve(config: AtroposEnvConfig, yaml_file: Path, api: Api) -> int:
 def _check_files(config: AtroposEnvConfig) -> None:
     for flag, path in {"file": config.file, "python": config.python}.items():
         if unset := re.search(r"\$\{?(\w+)\}?", str(path)):
-            raise ConfigError(f"--{flag} {path}: ${unset[1]} is not set: export {unset[1]}=…, or write the path out")
+            raise ConfigError(f"--{flag} {path}: ${unset[1]} is not set: export {unset[1]}=…, or write the full path")
     if not config.file.is_file():
         raise ConfigError(f"--file {config.file}: no such file: give the environment that `python FILE serve` runs")
     seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('atroposlib') is None)"
@@ -92,114 +98,149 @@ def _check_files(config: AtroposEnvConfig) -> None:
 
 
 def _tokenizer(model_name: str) -> str:
-    """What a stock client finds the tokenizer by: it knows folders and hub names, not models that we make."""
+    """Tokenizer name for a stock client, which accepts folders and hub names, but not locally made models."""
     if model_name not in LOCAL_MODELS:
         return os.path.abspath(model_name) if Path(model_name).is_dir() else model_name
     folder = local_model_folder(model_name)
     if not folder.is_dir():
-        raise ModelError(f"{model_name}: not made yet; the inference server makes it: start that first")
+        raise ModelError(f"{model_name}: not made yet: start the inference server first, which makes it")
     return str(folder)
 
 
 @contextmanager
-def _written(config: AtroposEnvConfig, tokenizer: str) -> Iterator[Path]:
-    """The environment's YAML file."""
+def _settings_file(config: AtroposEnvConfig, tokenizer: str) -> Iterator[Path]:
+    """Write the environment's YAML file."""
     with tempfile.TemporaryDirectory(prefix="atropos-env-") as folder:
         path = config.yaml_file or Path(folder) / "serve.yaml"
         try:
             path.write_text(serve_text(config, tokenizer))
         except OSError as error:
-            raise ConfigError(f"--yaml-file {path}: cannot be written: {error.strerror}: name another") from None
+            raise ConfigError(f"--yaml-file {path}: cannot be written: {error.strerror}: choose another path") from None
         yield path
 
 
 def _wait_for(api: Api) -> None:
-    """Return once the rollout API answers: the environment itself would give up within seconds."""
-    has_said = False
-    while (refuses := api.asks_for_a_token()) is None:
-        if not has_said:
+    """Wait until the rollout API answers: the environment itself would exit within seconds."""
+    has_logged = False
+    while (needs_token := api.requires_token()) is None:
+        if not has_logged:
             log.info("waiting for the rollout API at %s", api.url)
-            has_said = True
-        time.sleep(_LOOK_EVERY_S)
-    if refuses:
+            has_logged = True
+        time.sleep(_CHECK_EVERY_S)
+    if needs_token:
         raise ConfigError(
-            f"--rollout-server-url {api.url}: asks for a token, which environments of Atropos cannot send: start that "
-            "API without one (on 127.0.0.1, where it listens by default, only this machine reaches it)"
+            f"--rollout-server-url {api.url}: requires a token, which Atropos environments cannot send: start the API "
+            "without one (by default it listens on 127.0.0.1, which only this machine reaches)"
         )
 
 
 def _watch(config: AtroposEnvConfig, pid: int, api: Api, is_over: threading.Event) -> None:
-    """Look on until `is_over`, and say what goes wrong without a word of the environment's."""
+    """Watch until `is_over`, and log problems that the environment does not report."""
     server = Server(api.client, config.inference_url)
     connections = Connections(pid, config.inference_url, config.rollout_server_url)
-    silence = Silence(config.silent_after_s)
+    silence = SilenceDetector(config.silent_after_s)
     group_size = config.group_size or _STOCK_GROUP_SIZE
-    told_batch_size = 0
+    checked_batch_size = 0
     seen: tuple[float | None, float | None] = (None, None)
-    want: Want | None = None
+    status: RunStatus | None = None
     asked_at = float("-inf")
-    while not is_over.wait(_LOOK_EVERY_S):
-        has_asked, now = False, time.monotonic()
-        if now - asked_at >= min(_ASK_EVERY_S, config.silent_after_s / 2):
+    while not is_over.wait(_CHECK_EVERY_S):
+        has_requested, now = False, time.monotonic()
+        if now - asked_at >= min(_POLL_EVERY_S, config.silent_after_s / 2):
             asked_at, before = now, seen
-            want = api.want(group_size)
-            if want is not None and want.batch_size not in (told_batch_size, -1):
-                told_batch_size = want.batch_size
-                for trap in batch_traps(config, want.batch_size):
-                    log.warning("%s", trap)
-            if want is None or not want.is_starving:
+            status = api.run_status(group_size)
+            if status is not None and status.batch_size not in (checked_batch_size, -1):
+                checked_batch_size = status.batch_size
+                for warning in batch_warnings(config, status.batch_size):
+                    log.warning("%s", warning)
+            if status is None or not status.is_short_of_groups:
                 seen = (None, None)
             else:
-                is_alone = want.environments is None or len(want.environments) <= 1
+                is_alone = status.environments is None or len(status.environments) <= 1
                 seen = (api.num_groups(config.name), server.num_requests() if is_alone else None)
-                has_asked = any(a is not None and b is not None and a != b for a, b in zip(before, seen, strict=True))
-        is_wanted = want is not None and want.is_starving
-        has_asked = has_asked or (is_wanted and connections.has_one_to_the_server())
-        was_told = silence.is_told
-        is_registered = None if want is None else want.knows(config.name)
-        silent_s = silence.note(now, is_wanted=is_wanted, has_asked=has_asked, is_registered=is_registered)
-        if silent_s is not None and want is not None:
-            scene = _scene(config, pid, want, server, connections, seen[1])
-            log.warning("%s", words(scene, silent_s))
-        elif was_told and has_asked:
-            log.info("requests reach the inference server %s", config.inference_url)
+                has_requested = any(
+                    a is not None and b is not None and a != b for a, b in zip(before, seen, strict=True)
+                )
+        is_wanted = status is not None and status.is_short_of_groups
+        has_requested = has_requested or (is_wanted and connections.has_connection_to_server())
+        was_reported = silence.is_reported
+        is_registered = None if status is None else status.has_environment(config.name)
+        silent_s = silence.note(now, is_wanted=is_wanted, has_requested=has_requested, is_registered=is_registered)
+        if silent_s is not None and status is not None:
+            scene = _observation(config, pid, status, server, connections, seen[1])
+            log.warning("%s", silence_message(scene, silent_s))
+        elif was_reported and has_requested:
+            log.info("requests reach the inference server %s again", config.inference_url)
 
 
-def _scene(
+def _observation(
     config: AtroposEnvConfig,
     pid: int,
-    want: Want,
+    status: RunStatus,
     server: Server,
     connections: Connections,
     num_requests: float | None,
-) -> Scene:
-    return Scene(
+) -> Observation:
+    return Observation(
         file=str(config.file),
         pid=pid,
         inference_url=config.inference_url,
         rollout_server_url=config.rollout_server_url,
-        queued=want.queued,
-        batch_size=want.batch_size,
-        is_server_well=server.is_well(),
-        is_registered=want.knows(config.name),
+        queued=status.queued,
+        batch_size=status.batch_size,
+        is_server_healthy=server.is_healthy(),
+        is_registered=status.has_environment(config.name),
         uses_wandb=bool(config.settings.get("use_wandb")),
-        elsewhere=tuple(sorted(connections.elsewhere)),
+        other_peers=tuple(sorted(connections.other_peers)),
         counters=None if num_requests is None else f"its /metrics still count {num_requests:g} requests",
     )
 
 
-def _say_if_too_early(config: AtroposEnvConfig, api: Api) -> None:
-    want = api.want(_STOCK_GROUP_SIZE)
-    if config.total_steps is None:  # endless: it did not end because its steps were done
+def _warn_if_ended_early(config: AtroposEnvConfig, api: Api) -> None:
+    status = api.run_status(_STOCK_GROUP_SIZE)
+    if config.total_steps is None:  # it would run forever: it did not reach its last step
         log.warning(
-            "%s has ended by itself, with exit code 0, and nothing makes groups any more: where it never began, look "
-            "whether it ends with `if __name__ == '__main__': YourEnv.cli()`",
+            "%s exited with code 0, and no groups are generated any more: if it never started, check "
+            "that its file ends with `if __name__ == '__main__': YourEnv.cli()`",
             config.file,
         )
-    elif want is not None and want.num_steps is not None and want.step < want.num_steps and want.is_starving:
+    elif (
+        status is not None
+        and status.num_steps is not None
+        and status.step < status.num_steps
+        and status.is_short_of_groups
+    ):
         log.warning(
-            "the environment has ended at its total_steps, with the trainer at step %d of %d, which will wait for "
-            "groups: raise total_steps, or leave it out",
-            want.step,
-            want.num_steps,
+            "the environment exited at its total_steps, with the trainer at step %d of %d waiting for groups: "
+            "raise total_steps, or remove it",
+            status.step,
+            status.num_steps,
         )
+
+
+@contextmanager
+def _child(argv: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in its own process group, forward SIGTERM and SIGINT to it, and end the whole group at the end."""
+    end_with_parent = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    process = subprocess.Popen(argv, env=environment, process_group=0, preexec_fn=end_with_parent)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    tree = ProcessTree([process.pid])
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if not terminate(tree.living, grace_s=_GRACE_S):
+            kill(tree.living, within_s=_KILL_WITHIN_S)
+
+
+def _exit_code(returncode: int) -> int:
+    """The exit code as a shell reports it: 128 plus the signal's number where a signal ended the process."""
+    return returncode if returncode >= 0 else 128 - returncode

@@ -1,48 +1,50 @@
-"""Whether an environment from which groups are wanted asks the inference server for any, and what to say if not. Pure.
+"""Detects an environment that sends no requests to the inference server while groups are needed. Pure.
 
-Time comes in as an argument, in seconds.
+Time is an argument, in seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-AGAIN_AFTER_S = 600.0
-"""Between two lines about the same silence."""
+REPEAT_AFTER_S = 600.0
+"""Interval of warnings about the same silence."""
 
 
-class Silence:
-    """Of one environment."""
+class SilenceDetector:
+    """Silence of one environment."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._since: float | None = None
-        self._told_at: float | None = None
+        self._reported_at: float | None = None
         self._was_registered: bool | None = None
 
     @property
-    def is_told(self) -> bool:
-        """Whether something was said about a silence that lasts."""
-        return self._told_at is not None
+    def is_reported(self) -> bool:
+        """Whether the current silence was reported."""
+        return self._reported_at is not None
 
-    def note(self, now: float, *, is_wanted: bool, has_asked: bool, is_registered: bool | None) -> float | None:
-        """Seconds of silence, at the moments when they are worth a line; having registered is a sign of life too."""
-        if has_asked or not is_wanted or is_registered != self._was_registered:
-            self._since = self._told_at = None
+    def note(self, now: float, *, is_wanted: bool, has_requested: bool, is_registered: bool | None) -> float | None:
+        """Seconds of silence when a warning is due, else None; a registration ends a silence too."""
+        if has_requested or not is_wanted or is_registered != self._was_registered:
+            self._since = self._reported_at = None
             self._was_registered = is_registered
-            if has_asked or not is_wanted:
+            if has_requested or not is_wanted:
                 return None
         if self._since is None:
             self._since = now
-        if now - self._since < self._limit_s or (self._told_at is not None and now - self._told_at < AGAIN_AFTER_S):
+        if now - self._since < self._limit_s or (
+            self._reported_at is not None and now - self._reported_at < REPEAT_AFTER_S
+        ):
             return None
-        self._told_at = now
+        self._reported_at = now
         return now - self._since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """What was seen when an environment was silent."""
+class Observation:
+    """State of both servers and the environment during a silence."""
 
     file: str
     pid: int
@@ -51,40 +53,40 @@ class Scene:
     queued: int
     """Sequences."""
     batch_size: int
-    is_server_well: bool
+    is_server_healthy: bool
     is_registered: bool | None
-    """None: the API does not say, as stock ones."""
+    """None: unknown, as with stock APIs."""
     uses_wandb: bool
-    elsewhere: tuple[str, ...]
-    """`address:port` of its open connections to others than the inference server and the API."""
+    other_peers: tuple[str, ...]
+    """`address:port` of its connections to other servers."""
     counters: str | None
-    """What the server's `/metrics` counts, in words; None where it has none."""
+    """Text on the request counters of the server's `/metrics`; None if it has none."""
 
 
-def words(scene: Scene, silent_s: float) -> str:
-    """What is wrong, where it was looked, and what to do."""
-    wanted = f"the trainer waits for groups ({scene.queued} of {scene.batch_size} sequences are there)"
+def silence_message(scene: Observation, silent_s: float) -> str:
+    """The warning: what is wrong, what was checked, and what to do."""
+    wanted = f"the trainer waits for groups ({scene.queued} of {scene.batch_size} sequences are queued)"
     if scene.is_registered is False:
         return (
             f"the environment has not registered with the rollout API {scene.rollout_server_url} for {silent_s:.0f} s, "
-            f"while {wanted}: its own lines above say why ('wait for trainer to start': until the trainer asks for "
-            "a batch), or it is still in its setup()"
+            f"while {wanted}: see its log lines above ('wait for trainer to start': until the trainer requests "
+            "a batch), or it is still in setup()"
             + (", or waits for a trainer with a W&B project (use_wandb)" if scene.uses_wandb else "")
-            + f"; if it registers somewhere else, look in {scene.file} for what overwrites rollout_server_url"
+            + f"; if it registers elsewhere, look in {scene.file} for code that overwrites rollout_server_url"
         )
-    if not scene.is_server_well:
+    if not scene.is_server_healthy:
         return (
             f"no request has reached the inference server {scene.inference_url} for {silent_s:.0f} s, while {wanted}: "
-            "the server does not answer /health, and environments wait until it does, without limit: look at its log, "
-            "or correct --inference-url"
+            "the server does not answer /health, and environments wait for it without limit: check its log, or correct "
+            "--inference-url"
         )
-    looked = f"process {scene.pid} and those below it have no connection there"
+    checked = f"process {scene.pid} and those below it have no connection there"
     if scene.counters is not None:
-        looked += f", {scene.counters}"
-    found = f"; they have connections to {', '.join(scene.elsewhere)}" if scene.elsewhere else ""
+        checked += f", {scene.counters}"
+    found = f"; they have connections to {', '.join(scene.other_peers)}" if scene.other_peers else ""
     return (
         f"no request has reached the inference server {scene.inference_url} for {silent_s:.0f} s, while {wanted}: "
-        f"{looked}{found}. Its settings file names this server, so the environment uses an address of its own (ports "
-        f"9004 to 9007 where a single server is made by hand): look for base_url, APIServerConfig and ServerManager "
-        f"in {scene.file}, or start the inference server where it asks"
+        f"{checked}{found}. Its settings file names this server, so the environment's code sets another address (ports "
+        f"9004 to 9007 if it configures a single server): look for base_url, APIServerConfig and ServerManager "
+        f"in {scene.file}, or start the inference server at that address"
     )

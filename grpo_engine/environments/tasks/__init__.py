@@ -6,17 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_engine.environments.tasks.arithmetic import Arithmetic
-from grpo_engine.environments.tasks.copy6 import Copy6
 from grpo_engine.environments.tasks.gsm8k import Gsm8k
 from grpo_engine.environments.tasks.guess_number import GuessNumber
-from grpo_engine.environments.tasks.ifeval import IFEval
+from grpo_engine.environments.tasks.ifeval.task import IFEval
 from grpo_engine.environments.tasks.jsonl import Jsonl
-from grpo_engine.environments.tasks.mafia import Mafia
-from grpo_engine.environments.tasks.python import Python
+from grpo_engine.environments.tasks.mafia.task import Mafia
+from grpo_engine.environments.tasks.puzzles import Arithmetic, Copy6, Reverse6, Sort6
+from grpo_engine.environments.tasks.python.task import Python
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
-from grpo_engine.environments.tasks.reverse6 import Reverse6
-from grpo_engine.environments.tasks.sort6 import Sort6
 
 AnyTask = Annotated[
     Sort6 | Copy6 | Reverse6 | Arithmetic | ReasoningGym | Gsm8k | Jsonl | Python | IFEval | GuessNumber | Mafia,

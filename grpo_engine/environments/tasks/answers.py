@@ -1,7 +1,7 @@
-r"""Finding and comparing final answers in mathematical text: `\boxed{…}`, `#### 42`, or the last number.
+r"""Finds and compares final answers in mathematical text: `\boxed{…}`, `#### 42`, or the last number.
 
-Numbers are compared as numbers without any library; only what is not a plain number goes to math-verify, whose parser
-takes milliseconds. Assumes that a completion is text, not code.
+Plain numbers are compared directly; other expressions go to math-verify, whose parser takes milliseconds. Assumes that
+a completion is text, not code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _ANSWER_BEGINS = re.compile(r"[*$({\[−+-]*(?:\d|\\)")
 _NO_PART_OF_A_NUMBER = ("{,}", r"\,", r"\!", r"\$", ",", "$", "**")
 r"""As in `1{,}234`, `1\,234`, `\$5` and `**5**`; the longer ones first."""
 _MAX_EXPRESSION = 400
-"""Characters of an expression that are parsed: a model's endless box must not hold up its environment."""
+"""Longest expression that is parsed, in characters: a longer one would block its environment."""
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a text arrives at: the last `\boxed{…}`, what follows `####`, else its last number."""
+    r"""The final answer of a text: the last `\boxed{…}`, what follows `####`, else its last number."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -34,7 +34,7 @@ def is_same_answer(expected: str, given: str) -> bool:
     """Whether two answers are equal: as text, as numbers, or as expressions (math-verify).
 
     Raises:
-        ConfigError: the comparison needs math-verify, and that is not installed.
+        ConfigError: the comparison needs math-verify, which is not installed.
     """
     left, right = _normal(expected), _normal(given)
     if left == right:
@@ -44,13 +44,13 @@ def is_same_answer(expected: str, given: str) -> bool:
         return numbers[0] == numbers[1]
     if len(expected) > _MAX_EXPRESSION or len(given) > _MAX_EXPRESSION:
         return False
-    from grpo_engine.environments.tasks.expressions import is_same_expression  # loads what others need not
+    from grpo_engine.environments.tasks.expressions import is_same_expression  # imported late: loads multiprocessing
 
     return is_same_expression(expected, given)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}`; None where there is none, or it is never closed."""
+    r"""Content of the last `\boxed{…}`; None if there is none, or it is not closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -64,7 +64,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _after_hashes(text: str) -> str | None:
-    """The line behind the last `####` that is none of Markdown's headings (`#### Step 1`)."""
+    """The text after the last `####` that is not a Markdown heading (`#### Step 1`)."""
     lines: list[str] = [line.strip() for line in _AFTER_HASHES.findall(text)]
     answers = [line for line in lines if _ANSWER_BEGINS.match(line)]
     if answers:

@@ -1,7 +1,7 @@
-"""What a task is: settings, an endless and deterministic supply of items, and a reward for a completion.
+"""Base of tasks: settings, endless and deterministic items, and a reward for a completion.
 
-A task knows no model, tokenizer or server. Importing one loads no data; `check()` does, before anything waits for it.
-Scoring may take its time: it is done beside the event loop (`rewards`), never in it.
+A task knows no model, tokenizer or server. Importing one loads no data; `check()` does, before any server is contacted.
+Scoring may be slow: `rewards` runs it in a thread, never in the event loop.
 """
 
 from __future__ import annotations
@@ -15,43 +15,42 @@ from typing import Any, Literal
 from grpo_engine.config import Config
 
 Split = Literal["train", "held_out"]
-"""Items to train on, and items that training never sees."""
+"""Items to train on, and items that are never trained on."""
 
 HELD_OUT_ONE_IN = 16
-"""Where the held-out items have no source of their own, a question is held out when its checksum is a multiple of this.
+"""If held-out items have no source of their own, a question is held out when its checksum is a multiple of this.
 
-The question itself decides, and neither seed nor order: so training never sees one, whatever its seed, and also when a
-file grows.
+Only the question decides, not seed or order, so the split is the same for every seed, also when a file grows.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One question with what a completion is compared to."""
+    """One question and its reference answer."""
 
     question: str
     answer: str
     entry: Mapping[str, Any] | None = None
-    """The source's own record of it, where its scoring needs that."""
+    """The source's record of it, if scoring needs it."""
     level: int = 0
-    """Which of its task's `levels()` it was drawn from."""
+    """Index of the task's `levels()` that it was drawn from."""
 
 
 class Task(Config):
     """Base of all tasks."""
 
     def label(self) -> str:
-        """The name under which an environment registers unless it is given one."""
+        """Name under which an environment registers by default."""
         return str(getattr(self, "name", type(self).__name__))
 
     def check(self) -> None:
-        """Load what the task needs; raises `ConfigError` when it is not there."""
+        """Load what the task needs; raises `ConfigError` if it is missing."""
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
-        """Endless items; the same seed gives the same ones, and no question is in both splits, whatever their seeds.
+        """Endless items; deterministic for a seed, and no question is in both splits under any seed.
 
         Raises:
-            ConfigError: the split holds nothing.
+            ConfigError: the split is empty.
         """
         raise NotImplementedError
 
@@ -60,29 +59,31 @@ class Task(Config):
         raise NotImplementedError
 
     async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
-        """Reward of each completion of an item; the event loop goes on meanwhile."""
-        from grpo_engine.environments.tasks.threads import in_a_thread  # loads asyncio: not for those who read settings
+        """Reward of each completion of an item; does not block the event loop."""
+        from grpo_engine.environments.tasks.concurrency import (
+            run_in_thread,  # imported late: loads asyncio, which reading settings does not need
+        )
 
-        return await in_a_thread(lambda: [self.score(item, completion) for completion in completions])
+        return await run_in_thread(lambda: [self.score(item, completion) for completion in completions])
 
     def levels(self) -> Sequence[Task]:
-        """The task in every difficulty that a curriculum climbs through, the easiest first, itself last.
+        """The task in each difficulty of a curriculum, the easiest first, itself last.
 
-        Only itself where there is one difficulty.
+        Only itself if it has one difficulty.
         """
         return [self]
 
 
 def belongs_to(split: Split, question: str) -> bool:
-    """Whether a question is of `split`, where its checksum decides that."""
+    """Whether a question is in `split` by its checksum."""
     return (zlib.crc32(plain(question).encode()) % HELD_OUT_ONE_IN == 0) == (split == "held_out")
 
 
 def plain(question: str) -> str:
-    """A question without what does not make it another one: how its words are spaced."""
+    """A question with normalized white space, by which equal questions are recognized."""
     return " ".join(question.split())
 
 
 def generator(task: str, seed: int, split: Split) -> random.Random:
-    """Randomness of one stream of items; strings seed it alike on every machine and in every process."""
+    """Random generator of one stream of items; seeded by a string, so equal on every machine."""
     return random.Random(f"{task}/{split}/{seed}")

@@ -1,7 +1,7 @@
-"""Comparing mathematical expressions by math-verify, in a process of its own that is ended when it takes too long.
+"""Compares mathematical expressions by math-verify, in a separate process that is killed on a time-out.
 
-Its time limits are alarms, which only a main thread can set, and some expressions (`\\sum_{n=1}^{10^9} n^{0.5}`) take
-for ever. In the environment's own process they would hold up every other group.
+math-verify limits its time by alarms, which work only in a main thread, and some expressions
+(`\\sum_{n=1}^{10^9} n^{0.5}`) never finish. In the environment's process they would block every other group.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from multiprocessing.connection import Connection
 from grpo_engine.errors import ConfigError
 
 _LIMIT_S = 2
-"""Seconds for reading each expression, and for comparing them."""
-_PATIENCE_S = 3 * _LIMIT_S + 1
-"""Seconds until the process is given up, because it answers to no alarm."""
-_FIRST_PATIENCE_S = 60.0
-"""The same while it loads its libraries."""
+"""Time limit for parsing each expression, and for comparing them."""
+_TIMEOUT_S = 3 * _LIMIT_S + 1
+"""Time after which the process is killed, because its alarm had no effect."""
+_STARTUP_TIMEOUT_S = 60.0
+"""The same for the first comparison, during which it imports its libraries."""
 
 
 def is_same_expression(expected: str, given: str) -> bool:
-    """Whether two expressions of LaTeX are equal; no where that cannot be found out in time.
+    """Whether two LaTeX expressions are equal; False on a time-out.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -33,24 +33,24 @@ def is_same_expression(expected: str, given: str) -> bool:
 
 
 class _Verifier:
-    """The process, and one question at a time to it."""
+    """The process, with one comparison at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._ours: Connection
-        self._patience_s = 0.0
+        self._connection: Connection
+        self._timeout_s = 0.0
 
     def is_same(self, expected: str, given: str) -> bool:
         with self._lock:
             if self._process is None or not self._process.is_alive():
                 self._start(expected, given)
             try:
-                self._ours.send((expected, given))
-                if self._ours.poll(self._patience_s):
-                    self._patience_s = _PATIENCE_S
-                    return bool(self._ours.recv())
-            except (OSError, EOFError):  # it died of it, e.g. of memory
+                self._connection.send((expected, given))
+                if self._connection.poll(self._timeout_s):
+                    self._timeout_s = _TIMEOUT_S
+                    return bool(self._connection.recv())
+            except (OSError, EOFError):  # it crashed, e.g. out of memory
                 pass
             self._end()
             return False
@@ -61,19 +61,19 @@ class _Verifier:
                 f"comparing {expected!r} with {given!r} needs math-verify: install the `data` extra, "
                 "or use task.reward = 'exact'"
             )
-        # Not forked: the environment has threads, and their locks would come along.
+        # Not forked: the environment has threads, whose locks a fork would copy.
         context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        self._patience_s = _FIRST_PATIENCE_S
+        self._timeout_s = _STARTUP_TIMEOUT_S
 
     def _end(self) -> None:
         assert self._process is not None
         self._process.kill()
         self._process.join()
-        self._ours.close()
+        self._connection.close()
         self._process = None
 
 
@@ -83,13 +83,13 @@ def _verifier() -> _Verifier:
 
 
 def _answer(questions: Connection) -> None:
-    """What the process does: compare until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, meant for the environment
+    """Main function of the process: compare until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the environment handles it
     import logging
 
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # "Timeout during comparison", of a wrong answer
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs "Timeout during comparison" for wrong answers
     while True:
         try:
             expected, given = questions.recv()

@@ -27,23 +27,23 @@ _HUB_SPLITS: dict[Split, str] = {"train": "train", "held_out": "test"}
 AnswerFormat = Literal["boxed", "hashes", "think"]
 
 _UNIT = re.compile(r"(?<=\d)\s+[A-Za-z][A-Za-z .]*$")
-"""Words behind a number, as in `72 clips`; answers of this data set are numbers."""
+"""Unit after a number, as in `72 clips`; answers of this data set are numbers."""
 _HASHED_LINE = re.compile(r"####\s*[-−]?\s?\$?\d[\d,]*(?:\.\d+)?\s*%?")
 _THOUGHT = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
 
 
 class Gsm8k(Task):
-    r"""Grade-school word problems. The reward is 1 when the final number (or `\boxed{…}`) is the right one."""
+    r"""Grade-school word problems. The reward is 1 when the final number (or `\boxed{…}`) is correct."""
 
     name: Annotated[Literal["gsm8k"], Flag(("--task", "--task.name"))] = "gsm8k"
     path: Path | None = None
-    """JSON Lines file with `question` and `answer` (the dataset's own format), or a folder with train.jsonl and
+    """JSON Lines file with `question` and `answer` (the dataset's format), or a folder with train.jsonl and
     test.jsonl; unset: the hub. Without test.jsonl one question in sixteen is held out."""
     formats: tuple[AnswerFormat, ...] = ()
-    r"""What a completion should look like besides being right: boxed (`\boxed{72}`), hashes (it ends in `#### 72`) or
-    think (it begins with one `<think>…</think>`, and the answer comes after)."""
+    r"""Formats that a completion should have, besides being correct: boxed (`\boxed{72}`), hashes (ends in `#### 72`)
+    or think (it begins with one `<think>…</think>`, and the answer comes after)."""
     format_weight: float = Field(0.1, ge=0)
-    """Reward for keeping to all of the formats, a share of it for some of them; it is added to that for being right."""
+    """Reward for having all formats, a share of it for some of them; added to the reward for the answer."""
 
     def check(self) -> None:
         """Find the training records."""
@@ -54,15 +54,15 @@ class Gsm8k(Task):
         return endless(self._records(split), task=self.label(), seed=seed, split=split)
 
     def score(self, item: Item, completion: str) -> float:
-        """1 for the right final number, else 0, and what the formats add."""
+        """1 for the correct final number, else 0, plus the reward for formats."""
         if "think" in self.formats and (parted := _THOUGHT.fullmatch(completion)):
             given = final_answer(parted["answer"])
         else:
             given = final_answer(completion)
-        right = float(given is not None and is_same_answer(item.answer, _UNIT.sub("", given.strip(" *."))))
+        correct = float(given is not None and is_same_answer(item.answer, _UNIT.sub("", given.strip(" *."))))
         if not self.formats:
-            return right
-        return right + self.format_weight * sum(has_format(completion, each) for each in self.formats) / len(
+            return correct
+        return correct + self.format_weight * sum(has_format(completion, each) for each in self.formats) / len(
             self.formats
         )
 
@@ -74,12 +74,12 @@ class Gsm8k(Task):
             train or [],
             held_out,
             where=f"task.path: {self.path}",
-            instead="give a folder with train.jsonl and test.jsonl, or more records",
+            instead="give a folder with train.jsonl and test.jsonl, or add records",
         )
         return [Item(question=item.question, answer=final_answer(item.answer) or item.answer) for item in records]
 
     def _from_file(self, path: Path, split: Split) -> list[Item] | None:
-        """The records of a split's own file; None where held-out ones have none."""
+        """The records of a split's file; None if held-out records have no file."""
         file = path / f"{_HUB_SPLITS[split]}.jsonl" if path.is_dir() else path
         if split == "held_out" and (file == path or not file.exists()):
             return None
@@ -87,23 +87,25 @@ class Gsm8k(Task):
 
     def _from_hub(self, split: Split) -> list[Item]:
         instead = "give task.path = a folder with train.jsonl, or use the task reasoning_gym:gsm_symbolic"
-        _stay_offline_without_network()
+        _set_offline_if_unreachable()
         try:
             import datasets
         except ImportError:
-            raise ConfigError(f"task gsm8k: neither task.path nor the package `datasets` is there: {instead}") from None
+            raise ConfigError(
+                f"task gsm8k: task.path is not set and the package `datasets` is not installed: {instead}"
+            ) from None
         try:
             rows = datasets.load_dataset(*_DATASET, split=_HUB_SPLITS[split])
-        # The hub's client raises requests', huggingface_hub's and its own errors; each means that it is not there.
+        # The hub's client raises errors of requests, huggingface_hub and its own; each means that it cannot be loaded.
         except Exception as error:
             raise ConfigError(f"task gsm8k: {_DATASET[0]} cannot be loaded ({error}): {instead}") from error
         return [Item(question=str(row["question"]), answer=str(row["answer"])) for row in rows]
 
 
-def _stay_offline_without_network() -> None:
-    """Spare people the half minute for which the hub's client repeats itself; what it has kept it still finds.
+def _set_offline_if_unreachable() -> None:
+    """Set HF_HUB_OFFLINE if the hub is unreachable: its client would retry for half a minute. The cache still works.
 
-    It reads its environment once, when it is imported.
+    The client reads the variable once, at import.
     """
     if "huggingface_hub" in sys.modules or os.environ.get("HF_HUB_OFFLINE"):
         return
@@ -111,14 +113,14 @@ def _stay_offline_without_network() -> None:
     try:
         httpx.head(hub, timeout=5.0)
     except httpx.ConnectError as error:
-        log.warning("%s cannot be reached (%s): only what was loaded from it before is there", hub, error)
+        log.warning("%s cannot be reached (%s): using only cached data", hub, error)
         os.environ["HF_HUB_OFFLINE"] = "1"
     except (httpx.HTTPError, httpx.InvalidURL):
-        return  # it is there, if slow or odd: that is for its client to say
+        return  # reachable; its client reports any error
 
 
 def has_format(completion: str, wanted: AnswerFormat) -> bool:
-    """Whether a completion looks as it should."""
+    """Whether a completion has a format."""
     match wanted:
         case "boxed":
             return bool(last_boxed(completion))

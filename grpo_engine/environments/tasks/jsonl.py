@@ -1,4 +1,4 @@
-"""Questions and answers from a JSON Lines file of one's own."""
+"""Questions and answers from a user's JSON Lines file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Jsonl(Task):
 
     name: Annotated[Literal["jsonl"], Flag(("--task", "--task.name"))] = "jsonl"
     path: Path
-    """File with one object a line."""
+    """File with one object per line."""
     held_out_path: Path | None = None
-    """File with the held-out records; none of them is trained on, also where the other file holds it too."""
+    """File with the held-out records; training excludes them, also if the other file contains them."""
     question_field: str = "question"
     answer_field: str = "answer"
     reward: Literal["math", "exact"] = "math"
-    """math: 1 when the final answers are equal (math-verify); exact: 1 when the texts are, white space aside."""
+    """math: 1 when the final answers are equal (math-verify); exact: 1 when the texts are, ignoring white space."""
 
     def label(self) -> str:
         """Name of the file."""
@@ -38,7 +38,7 @@ class Jsonl(Task):
         return endless(self._records(split), task=self.label(), seed=seed, split=split)
 
     def score(self, item: Item, completion: str) -> float:
-        """1 for the right answer, else 0."""
+        """1 for the correct answer, else 0."""
         if self.reward == "exact":
             return float(completion.split() == item.answer.split())
         given, expected = final_answer(completion), final_answer(item.answer) or item.answer

@@ -1,4 +1,4 @@
-"""Any dataset of the package reasoning-gym: procedural puzzles with their own scoring."""
+"""Any dataset of the package reasoning-gym: procedural puzzles with scoring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Dataset(Protocol):
 
 
 def _read_options(value: Any) -> Any:
-    """A flag gives the options as JSON text."""
+    """Parse options from a flag, which are JSON text."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -34,21 +34,21 @@ class ReasoningGym(Task):
 
     name: Annotated[Literal["reasoning_gym"], Flag(("--task", "--task.name"))] = "reasoning_gym"
     dataset: str
-    """As reasoning-gym calls it, e.g. chain_sum, gsm_symbolic, number_sorting."""
+    """Its name in reasoning-gym, e.g. chain_sum, gsm_symbolic, number_sorting."""
     size: int = Field(10_000, ge=16)
-    """Different items before they repeat."""
+    """Number of distinct items."""
     level: int | None = Field(None, ge=0)
-    """Level of the dataset's own curriculum in reasoning-gym, 0 the easiest; with the curriculum rising, the one that
-    it ends with; unset: the dataset's defaults."""
+    """Level of the dataset's curriculum in reasoning-gym, 0 the easiest; with the curriculum rising, its last level;
+    unset: the dataset's defaults."""
     options: Annotated[dict[str, Any], BeforeValidator(_read_options)] = {}
-    """Settings of the dataset itself, e.g. { min_terms = 2, max_terms = 2 }; they go before those of a level."""
+    """Settings of the dataset, e.g. { min_terms = 2, max_terms = 2 }; they override those of a level."""
 
     def label(self) -> str:
         """Name of the dataset."""
         return self.dataset
 
     def check(self) -> None:
-        """Make the first item of every level."""
+        """Generate the first item of every level."""
         for task in reversed(self.levels()):
             next(task.items(0))
 
@@ -59,7 +59,7 @@ class ReasoningGym(Task):
         return [self.model_copy(update={"level": level}) for level in range(self.level + 1)]
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
-        """The dataset's items; those of a seed repeat after `size`."""
+        """The dataset's items, repeated after `size`."""
         dataset = self._dataset(seed, self.size)
         found = False
         while True:
@@ -76,7 +76,7 @@ class ReasoningGym(Task):
                 )
 
     def score(self, item: Item, completion: str) -> float:
-        """The dataset's own score, of what stands between `<answer>` tags, else of the whole completion."""
+        """The dataset's score of the text between `<answer>` tags, else of the whole completion."""
         tagged = _ANSWER_TAG.findall(completion)
         answer = (tagged[-1] if tagged else completion).strip()
         of_level = self if self.level is None else self.model_copy(update={"level": item.level})
@@ -102,22 +102,24 @@ class ReasoningGym(Task):
         return made
 
     def _options_of_level(self) -> dict[str, Any]:
-        """What the dataset's curriculum says of a level."""
+        """Options of a level in the dataset's curriculum."""
         if self.level is None:
             return {}
         from reasoning_gym.factory import create_curriculum, has_curriculum
 
         if not has_curriculum(self.dataset):
-            raise ConfigError(f"task.level: {self.dataset!r} has no curriculum: leave it out, or set task.options")
+            raise ConfigError(f"task.level: {self.dataset!r} has no curriculum: remove task.level, or set task.options")
         curriculum = create_curriculum(self.dataset)
         num_levels = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1)
         if self.level >= num_levels:
-            raise ConfigError(f"task.level: {self.level} is beyond the last of {self.dataset!r}, {num_levels - 1}")
+            raise ConfigError(
+                f"task.level: {self.level} is beyond the last level of {self.dataset!r}, {num_levels - 1}"
+            )
         curriculum.set_global_level(self.level)
         return dict(vars(curriculum.generate_configuration()))
 
 
 @lru_cache(maxsize=8)
 def _scorer(task_json: str) -> _Dataset:
-    """A dataset of one item, for its scoring: making one takes milliseconds, scoring with it microseconds."""
+    """A dataset of one item for scoring, cached: creating it takes milliseconds, scoring microseconds."""
     return ReasoningGym.model_validate_json(task_json)._dataset(0, 1)

@@ -1,4 +1,4 @@
-"""Reading questions and answers from JSON Lines files, and serving them without end in a shuffled order."""
+"""Reads questions and answers from JSON Lines files, and repeats them endlessly in shuffled order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from grpo_engine.errors import ConfigError
 
 
 def read_items(path: Path, *, question_field: str, answer_field: str, where: str) -> list[Item]:
-    """Every record of a JSON Lines file; other fields are left out.
+    """Every record of a JSON Lines file; other fields are ignored.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or a line lacks a field or has null there; names the line.
+        ConfigError: the file cannot be read, is empty, or a field is missing or null; the message names the line.
     """
     items: list[Item] = []
     for number, record in read_records(path, where=where):
@@ -25,9 +25,7 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
                 hint = did_you_mean(field, record)
                 raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{hint}; it has {', '.join(record)}")
             if record[field] is None:
-                raise ConfigError(
-                    f"{where}: {path}:{number}: field {field!r} is null: fill it in, or leave the record out"
-                )
+                raise ConfigError(f"{where}: {path}:{number}: field {field!r} is null: set it, or remove the record")
         items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
     return items
 
@@ -36,10 +34,10 @@ def read_records(path: Path, *, where: str) -> list[tuple[int, dict[str, Any]]]:
     """Every object of a JSON Lines file, with the number of its line.
 
     Raises:
-        ConfigError: the file cannot be read, holds no record, or a line is no JSON object; names the line.
+        ConfigError: the file cannot be read, has no record, or a line is no JSON object; the message names the line.
     """
     try:
-        # Editors on Windows begin a file with a byte order mark. splitlines() would also part at U+2028, inside a text.
+        # Windows editors write a byte order mark. splitlines() would also split at U+2028, inside a text.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
@@ -55,7 +53,7 @@ def read_records(path: Path, *, where: str) -> list[tuple[int, dict[str, Any]]]:
             raise ConfigError(f"{where}: {path}:{number}: must be an object, not {type(record).__name__}")
         records.append((number, record))
     if not records:
-        raise ConfigError(f"{where}: {path} holds no record")
+        raise ConfigError(f"{where}: {path} has no record")
     return records
 
 
@@ -65,21 +63,20 @@ def of_split(
     """The records of a split: one in sixteen questions is held out, or those of `held_out` are.
 
     Args:
-        held_out: the held-out records, where they have a source of their own; training leaves out any that are among
-            its own as well.
-        where: the source, for the message.
-        instead: what to do where the split holds nothing.
+        held_out: the held-out records, if they have their own source; training excludes them.
+        where: the source, for messages.
+        instead: what to do if the split is empty, for messages.
 
     Raises:
-        ConfigError: it holds nothing.
+        ConfigError: the split is empty.
     """
     if held_out is None:
         chosen = [item for item in records if belongs_to(split, item.question)]
     elif split == "held_out":
         chosen = list(held_out)
     else:
-        kept_back = {plain(item.question) for item in held_out}
-        chosen = [item for item in records if plain(item.question) not in kept_back]
+        excluded = {plain(item.question) for item in held_out}
+        chosen = [item for item in records if plain(item.question) not in excluded]
     if not chosen:
         raise ConfigError(f"{where} has no {split} record: {instead}")
     return chosen
@@ -88,22 +85,22 @@ def of_split(
 def of_files(
     split: Split, path: Path, held_out_path: Path | None, read: Callable[[Path, str], list[Item]]
 ) -> list[Item]:
-    """The records of a split, from a task's `path` and `held_out_path`; `read` gets a file and its setting.
+    """The records of a split, from a task's `path` and `held_out_path`; `read` is called with a file and its setting.
 
     Raises:
-        ConfigError: a file cannot be read, or the split holds nothing.
+        ConfigError: a file cannot be read, or the split is empty.
     """
     return of_split(
         split,
         read(path, "task.path"),
         None if held_out_path is None else read(held_out_path, "task.held_out_path"),
         where=f"task.path: {path}",
-        instead="give task.held_out_path, or more records",
+        instead="set task.held_out_path, or add records",
     )
 
 
 def endless(items: Sequence[Item], *, task: str, seed: int, split: Split) -> Iterator[Item]:
-    """`items` again and again, in a new order each time."""
+    """`items` repeated endlessly, in a new order each time."""
     rng = generator(task, seed, split)
     while True:
         yield from rng.sample(items, len(items))

@@ -7,11 +7,11 @@ import asyncio
 from textual.app import ComposeResult
 
 from grpo_tui.ui.keys import Key, bindings
-from grpo_tui.ui.messages import Came
-from grpo_tui.ui.screens.base import LookingScreen
+from grpo_tui.ui.messages import StateChanged
+from grpo_tui.ui.screens.base import FileScreen
 from grpo_tui.ui.widgets.alignment_body import AlignmentBody
-from grpo_tui.view.alignment_reader import AlignmentReader
-from grpo_tui.view.alignment_view import (
+from grpo_tui.view.alignment.reader import AlignmentReader
+from grpo_tui.view.alignment.state import (
     AlignmentChange,
     GroupsMeasured,
     NewestWanted,
@@ -28,23 +28,23 @@ LOOK_PAUSE_S = 1.0
 
 ON_ALIGNMENT = (
     Key(key="w", shown="w", action="screen.turn_window", label="steps",
-        help="look at the last 10 steps, one step, or all of them"),
+        help="window: last 10 steps, one step, or all steps"),
     Key(key="left,h", shown="←", action="screen.move_step(-1)", label="step back",
-        help="end one step earlier"),
+        help="end the window one step earlier"),
     Key(key="right,l", shown="→", action="screen.move_step(1)", label="on",
-        help="end one step later"),
+        help="end the window one step later"),
     Key(key="shift+left,H", shown="H", action="screen.move_step(-10)", label="10 back", is_in_footer=False,
-        help="end ten steps earlier (shift and ← do the same)"),
+        help="end the window ten steps earlier (shift+← too)"),
     Key(key="shift+right,L", shown="L", action="screen.move_step(10)", label="10 on", is_in_footer=False,
-        help="end ten steps later (shift and → do the same)"),
+        help="end the window ten steps later (shift+→ too)"),
     Key(key="end", shown="End", action="screen.newest", label="newest", is_in_footer=False,
-        help="end at the newest step, and follow"),
+        help="end the window at the newest step, and follow"),
     Key(key="p", shown="p", action="screen.turn_page", label="page",
-        help="charts, worst tokens, position and version (all at once on a wide screen)"),
+        help="next page: charts, worst tokens, position and version (a wide screen shows all)"),
     Key(key="up,k", shown="↑ k", action="screen.scroll_tokens(-1)", label="up", is_in_footer=False,
-        help="towards the worst of the worst tokens"),
+        help="scroll up in the worst tokens"),
     Key(key="down,j", shown="↓ j", action="screen.scroll_tokens(1)", label="down", is_in_footer=False,
-        help="further down the worst tokens"),
+        help="scroll down in the worst tokens"),
     Key(key="pageup", shown="PgUp", action="screen.scroll_tokens(-8)", label="up", is_in_footer=False,
         help="eight tokens up"),
     Key(key="pagedown", shown="PgDn", action="screen.scroll_tokens(8)", label="down", is_in_footer=False,
@@ -52,7 +52,7 @@ ON_ALIGNMENT = (
 )  # fmt: skip
 
 
-class AlignmentScreen(LookingScreen):
+class AlignmentScreen(FileScreen):
     """Verdict, histogram, ratios, worst tokens, position and version."""
 
     PLACE = "alignment"
@@ -67,14 +67,14 @@ class AlignmentScreen(LookingScreen):
         """One part, which arranges itself."""
         yield AlignmentBody()
 
-    def asked_of(self, state: ViewState) -> object:
+    def read_request(self, state: ViewState) -> object:
         """The steps, and the moment."""
         return state.alignment.window, state.alignment.until_step, state.until
 
     async def look(self) -> None:
         """Measure the groups that the state asks for: at once after a key, else every second."""
         while True:
-            await self.until_wanted(LOOK_PAUSE_S)
+            await self.wait_for_request(LOOK_PAUSE_S)
             state = self._state
             view = state.alignment
             measured = await asyncio.to_thread(
@@ -84,7 +84,7 @@ class AlignmentScreen(LookingScreen):
                 self._change(GroupsMeasured(measured=measured, settings=self._reader.settings))
 
     def _change(self, change: AlignmentChange) -> None:
-        self.app.post_message(Came(change))
+        self.app.post_message(StateChanged(change))
 
     def action_turn_window(self) -> None:
         """The next kind of window."""

@@ -1,4 +1,4 @@
-"""What every screen of a run has: the run on top, its own body, what happens, and keys; drawn from the one state."""
+"""Bases of all screens of a run: header, body, timeline, activity and keys, drawn from one state."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 
 from grpo_tui.ui.keys import PLACES, Key
-from grpo_tui.ui.messages import Travelled
+from grpo_tui.ui.messages import MovedInTime
 from grpo_tui.ui.waiting import wait_at_most
-from grpo_tui.ui.widgets.activity_line import ActivityLine
-from grpo_tui.ui.widgets.header import HeaderLine
-from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
+from grpo_tui.ui.widgets.frame.header import HeaderLine, TabsLine
+from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.travel_bar import TravelBar, TravelInput
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.ui.widgets.tabs_line import TabsLine
-from grpo_tui.ui.widgets.travel_bar import TravelBar, TravelInput
 from grpo_tui.view.state import ViewState
-from grpo_tui.view.travel import Closed, Jumped, Moved, TypingBegan
+from grpo_tui.view.timeline.state import Closed, Jumped, Moved, TypingBegan
 
 
 class RunScreen(Screen[None]):
     """Base of the screens that the keys 1 to 6 lead to.
 
-    A screen says its `PLACE` and `KEYS`, composes its `body`, and extends `draw` where parts other than `Lines` have
-    something to show. It is drawn only while it is in sight; what it reads it asks for in `on_screen_resume` or later.
+    A screen declares `PLACE` and `KEYS`, composes its `body`, and extends `draw` for parts other than `Lines`. It is
+    drawn only while it is shown, and starts reading in `on_screen_resume` or later.
     """
 
     AUTO_FOCUS = None
     PLACE: ClassVar[str]
     """One of `grpo_tui.ui.keys.PLACES`."""
     KEYS: ClassVar[Sequence[Key]] = ()
-    """Those that work on this screen alone; its BINDINGS are `bindings(KEYS)`."""
+    """Keys of this screen alone; its BINDINGS are `bindings(KEYS)`."""
 
     def __init__(self, state: ViewState) -> None:
         super().__init__()
@@ -51,44 +50,44 @@ class RunScreen(Screen[None]):
         yield KeysBar(self.KEYS)
 
     def body(self) -> ComposeResult:
-        """What stands between the header and the line of what happens; one part of it takes the free rows."""
+        """The widgets between header and activity line; one of them takes the free rows."""
         raise NotImplementedError
 
-    def see(self, state: ViewState) -> None:
-        """Know how things stand before it comes into sight: what it reads first is for now, not for when it left."""
+    def set_state(self, state: ViewState) -> None:
+        """Set the state before the screen is shown, so that its first read is for the current state."""
         self._state = state
 
     def draw(self, state: ViewState) -> None:
-        """Show another state; parts whose lines are the same paint nothing."""
+        """Draw a state; parts whose lines did not change paint nothing."""
         self._state = state
         for part in self.query(Lines):
             part.draw(state)
 
-    # --- the keys of the line of time ------------------------------------------------------------------------------
+    # --- keys of the timeline --------------------------------------------------------------------------------------
 
     def action_travel_move(self, by: int) -> None:
-        """So many small steps on, or back."""
-        self.post_message(Travelled(Moved(by=by)))
+        """Move by `by` small steps."""
+        self.post_message(MovedInTime(Moved(by=by)))
 
     def action_travel_jump(self, to: Literal["event", "step", "end"], direction: Literal[-1, 1]) -> None:
-        """To the next or the previous event or step, or to an end of the run."""
-        self.post_message(Travelled(Jumped(to=to, direction=direction)))
+        """Jump to the next or previous event or step, or to an end of the run."""
+        self.post_message(MovedInTime(Jumped(to=to, direction=direction)))
 
     def action_travel_type(self) -> None:
         """Ask for a time or a step."""
         self.query_one(TravelInput).open()
-        self.post_message(Travelled(TypingBegan()))
+        self.post_message(MovedInTime(TypingBegan()))
 
     def action_travel_close(self) -> None:
         """Back to the present."""
-        self.post_message(Travelled(Closed()))
+        self.post_message(MovedInTime(Closed()))
 
     def on_resize(self, event: events.Resize) -> None:
-        """Parts say their lines anew by themselves; a screen that shares out rows does it here."""
+        """Parts handle their own resize; a screen that divides rows among parts overrides this."""
 
 
-class LookingScreen(RunScreen):
-    """Base of screens that read files of their own: at once what is asked for, and now and then while in sight."""
+class FileScreen(RunScreen):
+    """Base of screens that read files: at once when the state asks for something else, and regularly while shown."""
 
     def __init__(self, state: ViewState) -> None:
         super().__init__(state)
@@ -96,33 +95,33 @@ class LookingScreen(RunScreen):
         self._is_in_sight = False
 
     async def look(self) -> None:
-        """Read for ever, with `until_wanted` between two looks."""
+        """Read in a loop, with `wait_for_request` between two reads."""
         raise NotImplementedError
 
-    def asked_of(self, state: ViewState) -> object:
-        """What in the state says what is to be read."""
+    def read_request(self, state: ViewState) -> object:
+        """The part of the state that decides what is read."""
         raise NotImplementedError
 
     def on_mount(self) -> None:
-        """Begin to read."""
+        """Start the read loop."""
         self.run_worker(self.look(), name=self.PLACE)
 
     def on_screen_resume(self) -> None:
-        """Look again."""
+        """Read at once."""
         self._is_in_sight = True
         self._wanted.set()
 
     def on_screen_suspend(self) -> None:
-        """Read no more while another screen is shown."""
+        """Stop reading while another screen is shown."""
         self._is_in_sight = False
 
     def draw(self, state: ViewState) -> None:
-        """Show another state, and read what it asks for."""
-        if self.asked_of(self._state) != self.asked_of(state):
+        """Draw a state, and read if it asks for something else."""
+        if self.read_request(self._state) != self.read_request(state):
             self._wanted.set()
         super().draw(state)
 
-    async def until_wanted(self, pause_s: float | None) -> None:
-        """Return when something was asked for, or after a while in sight."""
+    async def wait_for_request(self, pause_s: float | None) -> None:
+        """Return when something else is requested, or after `pause_s` while the screen is shown."""
         await wait_at_most(self._wanted, pause_s if self._is_in_sight else None)
         self._wanted.clear()

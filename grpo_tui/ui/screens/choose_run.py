@@ -1,4 +1,4 @@
-"""Choose another run of the same folder to compare with."""
+"""Select another run of the same folder for comparison."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from textual.widgets.option_list import Option
 
 from grpo_tui.ui.widgets.lines import fit
 from grpo_tui.view.format import UNKNOWN, age_text, number_text
-from grpo_tui.view.other_runs import OtherRun, other_runs
+from grpo_tui.view.metrics.other_runs import OtherRun, other_runs
 
-NOBODY = ""
-"""Chosen to end a comparison."""
+NO_RUN = ""
+"""The choice that ends a comparison."""
 COLUMNS = (("run", 32), ("profile", 16), ("state", 9), ("steps", 7), ("reward", 8), ("ago", 6))
 
 
 class ChooseRunScreen(ModalScreen[str]):
-    """Runs with profile, state, steps and last reward; yields the folder's name, `NOBODY`, or None."""
+    """Runs with profile, state, steps and last reward; yields the folder's name, `NO_RUN`, or None."""
 
     BINDINGS = [
         Binding("escape,q,c,ctrl+c", "dismiss", "cancel", tooltip="change nothing"),
@@ -53,13 +53,13 @@ class ChooseRunScreen(ModalScreen[str]):
 
     def compose(self) -> ComposeResult:
         """A title line over the list."""
-        frame = Vertical(Static("looking …"), OptionList())
+        frame = Vertical(Static("reading runs …"), OptionList())
         frame.border_title = "compare with"
-        frame.border_subtitle = "enter chooses · esc leaves it"
+        frame.border_subtitle = "enter selects · esc cancels"
         yield frame
 
     def on_mount(self) -> None:
-        """Look for runs, in a thread: a network folder may take its time."""
+        """List runs in a thread: a network folder may be slow."""
         self.run_worker(self._look())
 
     async def _look(self) -> None:
@@ -69,7 +69,7 @@ class ChooseRunScreen(ModalScreen[str]):
             header.update(f"no other run in {self._run_folder.parent} has metrics yet")
         else:
             header.update(Content.styled(_row([title for title, _ in COLUMNS]), "bold"))
-        choices = [Option("none: end the comparison", id=NOBODY)] if self._compared else []
+        choices = [Option("none: end the comparison", id=NO_RUN)] if self._compared else []
         choices += [Option(_text_of(run, self._now), id=run.run) for run in runs]
         options.add_options(choices)
         if choices:

@@ -1,4 +1,4 @@
-"""Ask before something is destroyed, and name what that is."""
+"""Confirmation dialogs that name what will be ended."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class QuestionScreen(ModalScreen[ScreenResultType]):
                 yield told
 
     def on_resize(self, event: events.Resize) -> None:
-        """Keep the answers in sight, whatever is named; what does not fit scrolls."""
+        """Keep the answers visible; a long list of names scrolls."""
         room = event.size.height - NUM_FRAME_ROWS - len(self._answers)
         self.query_one(VerticalScroll).styles.max_height = max(1, room)
 
 
 class ConfirmScreen(QuestionScreen[bool]):
-    """A question; `y` is yes, every other way out is no."""
+    """A yes-or-no question; every key but `y` means no."""
 
     BINDINGS = [
         Binding("y", "dismiss(True)", "yes", tooltip="do it"),
@@ -70,26 +70,26 @@ class ConfirmScreen(QuestionScreen[bool]):
 
 
 class PortAnswer(StrEnum):
-    """What to do about a stranger on a port that a service wants."""
+    """What to do about a foreign process on a port of a service."""
 
     END_IT = "end it"
     TRY_AGAIN = "try again"
 
 
 class TakePortScreen(QuestionScreen[PortAnswer]):
-    """Whether to end a stranger that holds a port; every way out but two changes nothing."""
+    """Whether to end a foreign process that holds a port; all keys but two change nothing."""
 
     BINDINGS = [
-        Binding("e", f"answer('{PortAnswer.END_IT}')", "end it", tooltip="end who holds the port, then start"),
+        Binding("e", f"answer('{PortAnswer.END_IT}')", "end it", tooltip="end the process on the port, then start"),
         Binding("t", f"answer('{PortAnswer.TRY_AGAIN}')", "try again", tooltip="start if the port is free by now"),
         Binding("n,escape,q,enter,ctrl+c", "dismiss", "cancel", tooltip="leave everything as it is"),
     ]
 
     def __init__(self, question: str, named: Sequence[str], do: str) -> None:
-        """Ask.
+        """Create the dialog.
 
         Args:
-            do: what follows when the port is free, in words: `start vllm`.
+            do: the action once the port is free: `start vllm`.
         """
         super().__init__(question, named, [
             _answer("e", f"  end it and {do}", f"answer('{PortAnswer.END_IT}')"),
@@ -103,5 +103,5 @@ class TakePortScreen(QuestionScreen[PortAnswer]):
 
 
 def _answer(key: str, words: str, action: str) -> Content:
-    """A key and what it says; a click says it too."""
+    """A key with its answer; clickable."""
     return Content.assemble((key, "bold"), words).stylize(Style.from_meta({"@click": f"screen.{action}"}))

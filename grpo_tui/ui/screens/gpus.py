@@ -1,4 +1,4 @@
-"""The GPU inspector: every GPU in full, who holds what, how that came, and who is to blame when one is full."""
+"""The GPU screen: memory of every GPU by process, its history, and the likely cause when one is full."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 
 from grpo_tui.ui.keys import Key, bindings
-from grpo_tui.ui.messages import Came
+from grpo_tui.ui.messages import StateChanged
 from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.widgets.frame.travel_bar import rows_taken
 from grpo_tui.ui.widgets.gpu_report import TWO_COLUMNS, GpuReport
-from grpo_tui.ui.widgets.travel_bar import rows_taken
-from grpo_tui.view.gpu_past import read_samples
-from grpo_tui.view.gpu_plan import read_memory_plan
-from grpo_tui.view.gpu_view import CommandsTurned, PastRead, PlanRead, SpanTurned
+from grpo_tui.view.gpus.reader import read_memory_plan, read_samples
+from grpo_tui.view.gpus.state import CommandsTurned, PastRead, PlanRead, SpanTurned
 from grpo_tui.view.state import ViewState
 
 KEYS = (
     Key(key="n", shown="n", action="screen.go_to_block(1)", label="next",
-        help="go to the next GPU; the memory of the machine comes last"),
+        help="go to the next GPU; host memory comes last"),
     Key(key="p", shown="p", action="screen.go_to_block(-1)", label="previous", is_in_footer=False,
-        help="go to the GPU before"),
+        help="go to the previous GPU"),
     Key(key="h", shown="h", action="screen.turn_span", label="history",
-        help="history of the whole run, the last hour, 10 minutes, or minute"),
+        help="time span of the history: whole run, last hour, 10 minutes, or minute"),
     Key(key="w", shown="w", action="screen.turn_commands", label="commands",
         help="command lines in full, or one line each"),
     Key(key="down,j", shown="↓ j", action="screen.scroll_report(1)", label="on", is_in_footer=False,
-        help="read on"),
+        help="scroll down"),
     Key(key="up,k", shown="↑ k", action="screen.scroll_report(-1)", label="back", is_in_footer=False,
-        help="read back"),
+        help="scroll up"),
     Key(key="pagedown", shown="PgDn", action="screen.turn_page(1)", label="page on", is_in_footer=False,
-        help="a page on"),
+        help="one page down"),
     Key(key="pageup", shown="PgUp", action="screen.turn_page(-1)", label="page back", is_in_footer=False,
-        help="a page back"),
+        help="one page up"),
 )  # fmt: skip
 LOW, HIGH = 30, 44
 """Rows of the terminal at which charts grow."""
@@ -48,7 +47,7 @@ NUM_HOST_ROWS = 24
 
 
 class ReportScroll(VerticalScroll, can_focus=False):
-    """The room in which the report is read."""
+    """Scrolls the report."""
 
     DEFAULT_CSS = """
     ReportScroll {
@@ -66,7 +65,7 @@ class ReportScroll(VerticalScroll, can_focus=False):
         return range(top, top + self.size.height)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Bring up to date what comes into sight."""
+        """Update the blocks that scroll into view."""
         super().watch_scroll_y(old_value, new_value)
         for part in self.query(GpuReport):
             part.in_sight = self.rows_in_sight
@@ -86,13 +85,13 @@ class GpusScreen(RunScreen):
             yield GpuReport()
 
     def on_screen_resume(self) -> None:
-        """Read what the profile planned, which a new daemon may have written anew, and once what was sampled before."""
+        """Read the memory plan, which a new supervisor may have rewritten, and once the earlier samples."""
         self.run_worker(self._read_files(self._state.run_folder), name="gpu files", exclusive=True)
 
     async def _read_files(self, run_folder: Path) -> None:
-        self.post_message(Came(PlanRead(plan=await asyncio.to_thread(read_memory_plan, run_folder))))
+        self.post_message(StateChanged(PlanRead(plan=await asyncio.to_thread(read_memory_plan, run_folder))))
         if not self._state.gpus.has_past:
-            self.post_message(Came(PastRead(samples=await asyncio.to_thread(read_samples, run_folder))))
+            self.post_message(StateChanged(PastRead(samples=await asyncio.to_thread(read_samples, run_folder))))
 
     def draw(self, state: ViewState) -> None:
         """Show another state."""
@@ -124,11 +123,11 @@ class GpusScreen(RunScreen):
 
     def action_turn_span(self) -> None:
         """Show more or less of the history."""
-        self.post_message(Came(SpanTurned()))
+        self.post_message(StateChanged(SpanTurned()))
 
     def action_turn_commands(self) -> None:
         """Show command lines in full, or one line each."""
-        self.post_message(Came(CommandsTurned()))
+        self.post_message(StateChanged(CommandsTurned()))
 
     def action_scroll_report(self, rows: int) -> None:
         """Move by a few rows."""

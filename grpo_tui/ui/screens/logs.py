@@ -1,7 +1,7 @@
-"""The log screen: one log or all by time, followed or held, searched, narrowed, copied, opened in a pager.
+"""The log screen: one log or all merged by time; follow, search, filter, copy, open in a pager.
 
-A worker reads what the state says is missing and posts it; keys change the state at once. Searches run in pieces, so
-that a newer one, or leaving the screen, ends them.
+A worker reads the lines that the state lacks and posts them; keys change the state at once. Searches run in pieces, so
+that a newer search, or leaving the screen, cancels them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.widgets import Input
 
+from grpo_engine.wire.run_folder import SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES
 from grpo_tui.ui.keys import Key, bindings
-from grpo_tui.ui.messages import Came
+from grpo_tui.ui.messages import StateChanged
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.waiting import wait_at_most
-from grpo_tui.ui.widgets.activity_line import ActivityLine
+from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
 from grpo_tui.ui.widgets.log_page import (
     PLACEHOLDERS,
     LogNarrowing,
@@ -32,72 +33,72 @@ from grpo_tui.ui.widgets.log_page import (
     LogsTitle,
     narrowing,
 )
-from grpo_tui.view import log_view
 from grpo_tui.view.format import bytes_text
-from grpo_tui.view.log_reader import Cut, Extent, LogFile, LogLine, LogReader, MatchCount
-from grpo_tui.view.log_search import ERRORS_ALONE, LineTest, line_test
-from grpo_tui.view.log_tail import without_colours
-from grpo_tui.view.log_time import NoTime, typed_time
-from grpo_tui.view.log_view import LogChange, LogsView, Prompt, Side
-from grpo_tui.view.state import Told, ViewState
+from grpo_tui.view.logs import state as log_view
+from grpo_tui.view.logs.reader import Cut, Extent, LogFile, LogLine, LogReader, MatchCount
+from grpo_tui.view.logs.search import ERRORS_ALONE, LineTest, line_test
+from grpo_tui.view.logs.state import LogChange, LogsView, Prompt, Side
+from grpo_tui.view.logs.tail import without_colours
+from grpo_tui.view.logs.timestamps import InvalidTime, typed_time
+from grpo_tui.view.state import MessageShown, ViewState
 
 SUPERVISOR = "supervisor"
-"""The daemon's own log in the run's folder, shown beside those of the services."""
+"""The supervisor's own log in the run folder, listed after those of the services."""
 POLL_BUSY_S, POLL_QUIET_S = 0.1, 0.5
 """Between two looks at logs that are being written, and at others."""
 LINES_A_READ = 150
 
 KEYS = (
     Key(key="slash", shown="/", action="screen.prompt('/')", label="search",
-        help="look for a text or a regular expression; case counts once there is a capital"),
+        help="search for text or a regular expression; a capital letter makes it case-sensitive"),
     Key(key="n", shown="n", action="screen.find_searched(1)", label="next", is_in_footer=False,
-        help="the next match below"),
+        help="next match below"),
     Key(key="N", shown="N", action="screen.find_searched(-1)", label="previous", is_in_footer=False,
-        help="the next match above"),
+        help="next match above"),
     Key(key="ampersand", shown="&", action="screen.prompt('&')", label="filter",
-        help="show only lines with a text or a regular expression"),
+        help="show only lines that match a text or a regular expression"),
     Key(key="l", shown="l", action="screen.level", label="level",
-        help="show errors only, warnings too, or all lines"),
+        help="show errors, warnings and errors, or all lines"),
     Key(key="e", shown="e", action="screen.find_error(1)", label="error", is_in_footer=False,
-        help="the next error below"),
+        help="next error below"),
     Key(key="E", shown="E", action="screen.find_error(-1)", label="error", is_in_footer=False,
-        help="the next error above"),
+        help="next error above"),
     Key(key="tab", shown="tab", action="screen.step(1)", label="log",
-        help="the next log; the first choice is all of them by time"),
-    Key(key="shift+tab", shown="⇧tab", action="screen.step(-1)", label="log before", is_in_footer=False,
-        help="the log before"),
+        help="next log; the first is all logs merged by time"),
+    Key(key="shift+tab", shown="⇧tab", action="screen.step(-1)", label="previous log", is_in_footer=False,
+        help="previous log"),
     Key(key="a", shown="a", action="screen.choose(None)", label="all", is_in_footer=False,
-        help="all logs in one, by time"),
+        help="all logs merged by time"),
     Key(key="colon", shown=":", action="screen.prompt(':')", label="time",
         help="go to a time: 14:03:05, 14:03, or -10m"),
     Key(key="f", shown="f", action="screen.follow", label="follow",
-        help="follow the end, or hold still to read"),
-    Key(key="w", shown="w", action="screen.wrap", label="fold", is_in_footer=False,
-        help="fold long lines, or cut them at the edge"),
+        help="follow the end, or pause to read"),
+    Key(key="w", shown="w", action="screen.wrap", label="wrap", is_in_footer=False,
+        help="wrap long lines, or cut them at the edge"),
     Key(key="m", shown="m", action="screen.mark", label="mark", is_in_footer=False,
-        help="begin to select lines at the cursor, or give that up"),
+        help="start to select lines at the cursor, or cancel that"),
     Key(key="y", shown="y", action="screen.copy", label="copy",
-        help="copy the selected lines to the clipboard of your terminal"),
+        help="copy the selected lines to the terminal's clipboard"),
     Key(key="o", shown="o", action="screen.open_pager", label="pager", is_in_footer=False,
-        help="open the log at this place in $PAGER (less)"),
+        help="open the log at this line in $PAGER (less)"),
     Key(key="up,k", shown="↑ k", action="screen.move(-1)", label="up", is_in_footer=False,
-        help="the line above; following stops"),
+        help="line above; stops following"),
     Key(key="down,j", shown="↓ j", action="screen.move(1)", label="down", is_in_footer=False,
-        help="the line below"),
+        help="line below"),
     Key(key="pageup", shown="PgUp", action="screen.page(-1)", label="back", is_in_footer=False,
-        help="a page back"),
+        help="one page up"),
     Key(key="pagedown", shown="PgDn", action="screen.page(1)", label="on", is_in_footer=False,
-        help="a page on"),
+        help="one page down"),
     Key(key="g,home", shown="g Home", action="screen.to_start", label="start", is_in_footer=False,
-        help="the oldest line that is kept"),
+        help="oldest line that is kept"),
     Key(key="G,end", shown="G End", action="screen.to_end", label="end of log", is_in_footer=False,
-        help="the newest line, and follow"),
+        help="newest line, and follow"),
     Key(key="left", shown="←", action="screen.shift(-1)", label="left", is_in_footer=False,
-        help="shift long lines back"),
+        help="scroll long lines to the left"),
     Key(key="right", shown="→", action="screen.shift(1)", label="right", is_in_footer=False,
-        help="see the rest of long lines"),
+        help="scroll long lines to the right"),
     Key(key="escape", shown="esc", action="screen.leave", label="leave", is_in_footer=False,
-        help="leave the line that is typed, then a selection, a search, the filter and the level"),
+        help="cancel typing, then the selection, the search, the filter and the level"),
 )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ class LogsScreen(RunScreen):
         self._limits: tuple[float, Cut] | None = None
         self._counter: MatchCount | None = None
         self._counts: tuple[object, ...] = ()
-        """What is counted, or was."""
+        """The inputs of the last count."""
 
     def body(self) -> ComposeResult:
         """The lines have the free rows; what is typed stands below them."""
@@ -132,20 +133,20 @@ class LogsScreen(RunScreen):
         self.run_worker(self._read(), name="logs")
 
     def draw(self, state: ViewState) -> None:
-        """Show another state, and say whose logs there are."""
+        """Draw a state, and update the list of logs."""
         self._state = state
         names = tuple(service.name for service in state.services)
         if names and state.logs.services != (*names, SUPERVISOR):
-            self._tell(log_view.ServicesKnown(names=(*names, SUPERVISOR)))
+            self._post(log_view.ServicesKnown(names=(*names, SUPERVISOR)))
         if state.until != self._until:
             self._until, self._limits = state.until, None
-            self._tell(log_view.Reopened())
+            self._post(log_view.Reopened())
         for prompt in self.query(LogPrompt):
             self._draw_prompt(prompt, state.logs)
             self.query_one(ActivityLine).display = state.logs.prompt is None
             self.query_one(LogNarrowing).display = bool(narrowing(state.logs))
         super().draw(state)
-        self._see_to_count(state)
+        self._update_count(state)
         self._number_match(state.logs)
         self._drawn.set()
 
@@ -163,7 +164,7 @@ class LogsScreen(RunScreen):
     # --- reading ---------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Bring the lines that are missing, and look whether the logs have grown."""
+        """Read missing lines, and poll the logs for growth."""
         pause_s, look_at = POLL_BUSY_S, 0.0
         now = asyncio.get_running_loop().time
         while True:
@@ -186,7 +187,7 @@ class LogsScreen(RunScreen):
                 look_at = now() + pause_s
             if change is not None:
                 self._drawn.clear()
-                self._tell(change)
+                self._post(change)
                 await self._drawn.wait()
 
     def _reader_for(self, state: ViewState) -> LogReader:
@@ -207,11 +208,11 @@ class LogsScreen(RunScreen):
         return replace(extent, ends=ends, is_final=True)
 
     def _ends_at(self, moment: float, reader: LogReader, extent: Extent) -> Cut:
-        """As samples told then; of a log of which none did, by the times that its lines tell."""
+        """The ends of the logs at a moment: from usage samples, else from the timestamps of their lines."""
         past = self._state.travel.past
         past = past if past is not None and past.moment == moment else None
         if past is not None and past.status is not None and past.status.state in ENDED_RUN_STATES:
-            return extent.ends  # the last words too, which come with the end
+            return extent.ends  # including lines written while it ended
         told = past.log_ends if past is not None else {}
         by_lines = reader.at_time(moment, extent.ends)
         return tuple(
@@ -246,13 +247,13 @@ class LogsScreen(RunScreen):
         """Go to the next match."""
         searched = self._state.logs.searched
         if not searched:
-            self._say("nothing is searched yet: / asks for what")
+            self._show_message("nothing to search for yet: / starts a search")
             return
         self._find(line_test(searched), f"“{searched}”", direction)
 
     def action_find_error(self, direction: int) -> None:
         """Go to the next error."""
-        self._find(ERRORS_ALONE, "an error", direction)
+        self._find(ERRORS_ALONE, "error", direction)
 
     def _find(self, test: LineTest, words: str, direction: int, *, then_above: bool = False) -> None:
         finding = self._go_to_found(test, words, direction, then_above)
@@ -274,24 +275,24 @@ class LogsScreen(RunScreen):
             if found.lines or found.is_all or found.cut == cut:
                 break
             cut, searched_bytes = found.cut, searched_bytes + found.num_bytes
-            self._tell(log_view.Busy(words=f"looking for {words}: {bytes_text(searched_bytes)} searched; esc stops"))
-        self._tell(log_view.Busy())
+            self._post(log_view.Busy(words=f"searching {words}: {bytes_text(searched_bytes)} read; esc stops"))
+        self._post(log_view.Busy())
         if found.lines:
             self._go_to(found.lines[0])
         elif then_above:
             await self._go_to_found(test, words, -1, False)
         else:
-            self._say(f"no line {'below' if direction > 0 else 'above'} with {words}")
+            self._show_message(f"{words} not found {'below' if direction > 0 else 'above'}")
 
     def _go_to(self, line: LogLine) -> None:
         for place, each in enumerate(self._state.logs.lines):
             if log_view.is_same(each, line):
-                self._tell(log_view.CursorSet(place=place))
+                self._post(log_view.CursorSet(place=place))
                 return
-        self._tell(log_view.Reopened(aim=line))
+        self._post(log_view.Reopened(aim=line))
 
-    def _see_to_count(self, state: ViewState) -> None:
-        """Count anew where other lines are shown or looked for; while their logs are being opened, nothing."""
+    def _update_count(self, state: ViewState) -> None:
+        """Restart the count if other lines are shown or searched; not while the logs are being opened."""
         logs = state.logs
         end = None if state.until is None else logs.extent  # that of a moment does not grow
         counts = (logs.searched, logs.shown_services, logs.level, logs.pattern, end)
@@ -313,7 +314,7 @@ class LogsScreen(RunScreen):
         while not is_done:
             is_done = await asyncio.to_thread(counter.go_on, ends)
             count = log_view.Count(num_matches=counter.num_matches, num_bytes=counter.num_bytes, is_done=is_done)
-            self._tell(log_view.Counted(pattern=pattern, count=count))
+            self._post(log_view.Counted(pattern=pattern, count=count))
 
     def _number_match(self, logs: LogsView) -> None:
         """Say which match the cursor is on, once all are counted."""
@@ -324,13 +325,13 @@ class LogsScreen(RunScreen):
         above = self._counter.number_at(cut) if is_match else None
         count = replace(logs.count, number=None if above is None else above + 1)
         if count != logs.count:
-            self._tell(log_view.Counted(pattern=logs.searched, count=count))
+            self._post(log_view.Counted(pattern=logs.searched, count=count))
 
     # --- the line that is typed in ---------------------------------------------------------------------------------
 
     def action_prompt(self, what: str) -> None:
         """Ask for a text, a filter or a time."""
-        self._tell(log_view.Prompted(prompt=Prompt(what)))
+        self._post(log_view.Prompted(prompt=Prompt(what)))
 
     @on(Input.Changed)
     def _typed(self, event: Input.Changed) -> None:
@@ -338,9 +339,9 @@ class LogsScreen(RunScreen):
         if not isinstance(event.input, LogPrompt):
             return
         if logs.prompt is Prompt.FILTER and (logs.fault or event.value != logs.pattern):
-            self._tell(log_view.Filtered(pattern=event.value))
+            self._post(log_view.Filtered(pattern=event.value))
         elif logs.prompt is Prompt.SEARCH and (logs.fault or event.value != logs.searched):
-            self._tell(log_view.Searched(pattern=event.value))
+            self._post(log_view.Searched(pattern=event.value))
 
     @on(Input.Submitted)
     def _taken(self, event: Input.Submitted) -> None:
@@ -352,21 +353,21 @@ class LogsScreen(RunScreen):
             return
         if logs.fault:
             return  # it says what is wrong; there is nothing to look for yet
-        self._tell(log_view.Prompted(prompt=None))
+        self._post(log_view.Prompted(prompt=None))
         if logs.prompt is Prompt.SEARCH and logs.searched:
             self._find(line_test(logs.searched), f"“{logs.searched}”", 1, then_above=True)
 
     def _go_to_time(self, text: str) -> None:
         if not text.strip():
-            self._tell(log_view.Prompted(prompt=None))
+            self._post(log_view.Prompted(prompt=None))
             return
         try:
             time = typed_time(text, self._last_time())
-        except NoTime as wrong:
-            self._tell(log_view.Prompted(prompt=Prompt.TIME, fault=str(wrong)))
+        except InvalidTime as wrong:
+            self._post(log_view.Prompted(prompt=Prompt.TIME, fault=str(wrong)))
             return
-        self._tell(log_view.Prompted(prompt=None))
-        self._tell(log_view.Reopened(aim=time))
+        self._post(log_view.Prompted(prompt=None))
+        self._post(log_view.Reopened(aim=time))
 
     def _last_time(self) -> float:
         """What `-10m` counts from: the end of an ended run, else now."""
@@ -375,96 +376,96 @@ class LogsScreen(RunScreen):
         return ended if ended is not None and self._until is None else self._state.now
 
     def action_leave(self) -> None:
-        """Give up what is nearest: what is typed, a search that goes on, a selection, the search, the filter."""
+        """Cancel the innermost of: typing, a running search, the selection, the search text, the filter."""
         logs = self._state.logs
         if logs.prompt is not None:
             if logs.prompt is Prompt.SEARCH and logs.fault:
-                self._tell(log_view.Searched(pattern=""))
-            self._tell(log_view.Prompted(prompt=None))
+                self._post(log_view.Searched(pattern=""))
+            self._post(log_view.Prompted(prompt=None))
         elif logs.busy:
             self.workers.cancel_group(self, "find")
-            self._tell(log_view.Busy())
+            self._post(log_view.Busy())
         elif logs.mark is not None:
-            self._tell(log_view.MarkChanged())
+            self._post(log_view.MarkChanged())
         elif logs.searched:
-            self._tell(log_view.Searched(pattern=""))
+            self._post(log_view.Searched(pattern=""))
         elif logs.pattern:
-            self._tell(log_view.Filtered(pattern=""))
+            self._post(log_view.Filtered(pattern=""))
         elif logs.tests:
             while_narrow = [log_view.LevelMoved()] * ((-log_view.LEVELS.index(logs.level)) % len(log_view.LEVELS))
             for change in while_narrow:
-                self._tell(change)
+                self._post(change)
 
     # --- other keys ------------------------------------------------------------------------------------------------
 
     def action_choose(self, service: str | None) -> None:
         """Show one log, or all."""
-        self._tell(log_view.Chosen(service=service))
+        self._post(log_view.Chosen(service=service))
 
     def action_step(self, by: int) -> None:
         """The next log, or the one before."""
-        self._tell(log_view.ChoiceMoved(by=by))
+        self._post(log_view.ChoiceMoved(by=by))
 
     def action_level(self) -> None:
         """The next level."""
-        self._tell(log_view.LevelMoved())
+        self._post(log_view.LevelMoved())
 
     def action_follow(self) -> None:
         """Follow the end, or hold still."""
-        self._tell(log_view.Followed())
+        self._post(log_view.Followed())
 
     def action_wrap(self) -> None:
         """Fold long lines, or not."""
-        self._tell(log_view.WrapChanged())
+        self._post(log_view.WrapChanged())
 
     def action_mark(self) -> None:
         """Begin a selection, or give it up."""
-        self._tell(log_view.MarkChanged())
+        self._post(log_view.MarkChanged())
 
     def action_move(self, by: int) -> None:
         """Move the cursor."""
-        self._tell(log_view.CursorMoved(by=by))
+        self._post(log_view.CursorMoved(by=by))
 
     def action_page(self, by: int) -> None:
         """Move by pages."""
         step = by * max(1, self._state.logs.rows - 1)
-        self._tell(log_view.Scrolled(by=step))
-        self._tell(log_view.CursorMoved(by=step))
+        self._post(log_view.Scrolled(by=step))
+        self._post(log_view.CursorMoved(by=step))
 
     def action_to_start(self) -> None:
         """Go to the oldest line."""
         logs = self._state.logs
         if logs.extent is not None:
-            self._tell(log_view.Reopened(aim=logs.extent.starts))
+            self._post(log_view.Reopened(aim=logs.extent.starts))
 
     def action_to_end(self) -> None:
         """Go to the newest line, and follow."""
-        self._tell(log_view.Followed(is_following=True))
+        self._post(log_view.Followed(is_following=True))
 
     def action_shift(self, by: int) -> None:
         """Move sideways."""
-        self._tell(log_view.Shifted(by=by))
+        self._post(log_view.Shifted(by=by))
 
     def action_copy(self) -> None:
         """Copy the selected lines as they are read, without colours."""
         logs = self._state.logs
         lines = [logs.lines[place] for place in logs.selection]
         if not lines:
-            self._say("there is no line to copy")
+            self._show_message("no line to copy")
             return
         names = logs.shown_services
         prefixed = [f"{names[line.source]}: " if len(names) > 1 else "" for line in lines]
         text = "\n".join(name + without_colours(line.text) for name, line in zip(prefixed, lines, strict=True))
         self.app.copy_to_clipboard(text)
         if logs.mark is not None:
-            self._tell(log_view.MarkChanged())
-        self._say(f"copied {len(lines)} line{'s' * (len(lines) != 1)} ({len(text):,} characters)")
+            self._post(log_view.MarkChanged())
+        self._show_message(f"copied {len(lines)} line{'s' * (len(lines) != 1)} ({len(text):,} characters)")
 
     def action_open_pager(self) -> None:
-        """Leave the screen for a pager at this place, and come back when it is closed."""
+        """Suspend the screen, and run a pager at this line."""
         line = self._state.logs.line
         if line is None:
-            self._say("there is no line to open")
+            self._show_message("no line to open")
             return
         file = self._reader_for(self._state).files[line.source]
         extent = LogReader((file,)).extent()
@@ -473,16 +474,16 @@ class LogsScreen(RunScreen):
             with self.app.suspend():
                 subprocess.run(command, check=False)
         except SuspendNotSupported:
-            self._say("this terminal cannot be lent to a pager")
+            self._show_message("cannot open a pager: this terminal cannot be suspended")
         except OSError as error:
-            self._say(f"{command[0]} cannot be started: {error.strerror}; set PAGER to another program")
+            self._show_message(f"{command[0]} cannot be started: {error.strerror}. Set PAGER to another program")
         self.refresh()
 
-    def _tell(self, change: LogChange) -> None:
-        self.post_message(Came(change))
+    def _post(self, change: LogChange) -> None:
+        self.post_message(StateChanged(change))
 
-    def _say(self, words: str) -> None:
-        self.post_message(Came(Told(severity="info", text=words, time=self._state.now)))
+    def _show_message(self, words: str) -> None:
+        self.post_message(StateChanged(MessageShown(severity="info", text=words, time=self._state.now)))
 
 
 def pager_command(pager: str, path: Path, offset: int) -> list[str]:
@@ -513,5 +514,5 @@ def _lines_read(reader: LogReader, logs: LogsView, side: Side) -> LogChange | No
 
 def _path(state: ViewState, name: str) -> Path:
     service = state.service(name)
-    path = Path(service.log) if service is not None else Path(f"{SUPERVISOR}.log")
+    path = Path(service.log) if service is not None else Path(SUPERVISOR_LOG)
     return path if path.is_absolute() else state.run_folder / path.name

@@ -1,4 +1,4 @@
-"""The main screen: places the parts, gives each its rows for the size of the terminal, and hands them the state."""
+"""The main screen: lays out the panels for the size of the terminal, and passes them the state."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from textual.containers import Container, Vertical
 from grpo_tui.ui.keys import ON_MAIN, bindings
 from grpo_tui.ui.layout import Layout, Wanted, arrange
 from grpo_tui.ui.screens.base import RunScreen
-from grpo_tui.ui.widgets import gpu_panel, warnings_bar
-from grpo_tui.ui.widgets.gpu_panel import GpuPanel
-from grpo_tui.ui.widgets.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.header import TabsLine
+from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
+from grpo_tui.ui.widgets.frame.travel_bar import rows_taken
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.ui.widgets.log_panel import LogLines, LogPanel, LogTitle
-from grpo_tui.ui.widgets.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
-from grpo_tui.ui.widgets.services_table import ServicesTable
-from grpo_tui.ui.widgets.tabs_line import TabsLine
-from grpo_tui.ui.widgets.travel_bar import rows_taken
-from grpo_tui.ui.widgets.warnings_bar import WarningsBar
+from grpo_tui.ui.widgets.main import gpu_panel, warnings_bar
+from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
+from grpo_tui.ui.widgets.main.log_panel import LogLines, LogPanel, LogTitle
+from grpo_tui.ui.widgets.main.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
+from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
 from grpo_tui.view.state import ViewState
 
 PADDING = 2
-"""Columns that every part leaves empty at its edges."""
+"""Empty columns at the edges of every panel."""
 
 
 class MainScreen(RunScreen):
@@ -48,7 +48,7 @@ class MainScreen(RunScreen):
             yield LogPanel()
 
     def draw(self, state: ViewState) -> None:
-        """Show another state; parts whose lines are the same paint nothing."""
+        """Draw a state; parts whose lines did not change paint nothing."""
         self._state = state
         self._arrange()
         for part in self.query(Lines):
@@ -61,9 +61,9 @@ class MainScreen(RunScreen):
         self._arrange()
 
     def toggle_zoom(self) -> None:
-        """Give the log the whole body, or share it again."""
+        """Hide or show the other panels."""
         left = self.query_one("#left")
-        left.display = not left.display  # not a class of the screen: that would style every part anew
+        left.display = not left.display  # not a class of the screen: that would recompute the style of every part
 
     @property
     def log_lines(self) -> LogLines:
@@ -92,7 +92,7 @@ class MainScreen(RunScreen):
         metrics = self.query_one(MetricsPanel)
         metrics.num_columns = layout.metrics_columns
         self.query_one(TabsLine).display = layout.tabs_rows > 0
-        self.query_one(KeysBar).tells_screens = not layout.tabs_rows
+        self.query_one(KeysBar).lists_screens = not layout.tabs_rows
         for part, rows, gap in (
             (self.query_one(ServicesTable), layout.services_rows, 0),
             (self.query_one(GpuPanel), layout.gpu_rows, layout.gap),

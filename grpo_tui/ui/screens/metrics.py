@@ -11,16 +11,16 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input
 
 from grpo_tui.ui.keys import Key, bindings
-from grpo_tui.ui.messages import Came
+from grpo_tui.ui.messages import StateChanged
 from grpo_tui.ui.screens.base import RunScreen
-from grpo_tui.ui.screens.choose_run import NOBODY, ChooseRunScreen
+from grpo_tui.ui.screens.choose_run import NO_RUN, ChooseRunScreen
 from grpo_tui.ui.widgets.metric_list import MetricList
 from grpo_tui.ui.widgets.plot_panel import PAN, ZOOM, PlotPanel
-from grpo_tui.view import plot_view
-from grpo_tui.view.curves import listed
-from grpo_tui.view.other_runs import read_history
-from grpo_tui.view.plot_view import MAX_MARKED, ComparedRun, PlotChange
-from grpo_tui.view.state import Told, ViewState
+from grpo_tui.view.metrics import state as plot_view
+from grpo_tui.view.metrics.curves import listed
+from grpo_tui.view.metrics.other_runs import read_history
+from grpo_tui.view.metrics.state import MAX_MARKED, ComparedRun, PlotChange
+from grpo_tui.view.state import MessageShown, ViewState
 
 LIST_SHARE = 0.3
 MIN_LIST_COLUMNS, MAX_LIST_COLUMNS = 30, 46
@@ -28,31 +28,31 @@ CURSOR_JUMP = 10
 
 KEYS = (
     Key(key="space", shown="space", action="screen.mark", label="mark",
-        help=f"mark the selected metric, at most {MAX_MARKED}: marked ones are drawn over each other"),
+        help=f"mark the selected metric (at most {MAX_MARKED}); marked metrics share one plot"),
     Key(key="slash", shown="/", action="screen.search", label="search",
-        help="search by parts of names, or by what TRL, verl, prime-rl and OpenRLHF call it"),
+        help="search by part of a name, or by the name in TRL, verl, prime-rl or OpenRLHF"),
     Key(key="x", shown="x", action="screen.turn('XAxisTurned')", label="axis",
-        help="along steps, time since the first step, or policy versions"),
+        help="x axis: steps, time since the first step, or policy versions"),
     Key(key="y", shown="y", action="screen.turn('YAxisTurned')", label="axis",
-        help="several metrics: as fits, on one axis, in panes, or each from its least to its most"),
+        help="y axis of several metrics: automatic, shared, a pane each, or each over its own range"),
     Key(key="s", shown="s", action="screen.turn('SmoothingTurned')", label="smooth",
-        help="exponential mean (0.6, 0.9, 0.98); the raw curve stays faintly behind it"),
+        help="exponential moving average (0.6, 0.9, 0.98); the raw curve stays behind it"),
     Key(key="l", shown="l", action="screen.turn('LogScaleTurned')", label="log",
-        help="logarithmic height; values of 0 and below cannot be shown then"),
+        help="logarithmic y axis; values of 0 and below are not drawn"),
     Key(key="c", shown="c", action="screen.compare", label="compare",
-        help="draw another run of the same folder beside this one, dashed"),
+        help="draw another run of the same folder as dashed curves"),
     Key(key="z", shown="z", action="screen.turn('WidthTurned')", label="wide", is_in_footer=False,
-        help="give the plot the whole width, and back"),
+        help="show the plot over the whole width, and back"),
     Key(key="b", shown="b", action="screen.turn('BandTurned')", label="band", is_in_footer=False,
-        help="let the height reach the whole healthy band, however far away it is"),
+        help="extend the y axis to the whole healthy band"),
     Key(key="u", shown="u", action="screen.turn('MarksCleared')", label="unmark", is_in_footer=False,
-        help="take all marks away"),
+        help="remove all marks"),
     Key(key="up,k", shown="↑ k", action="screen.select(-1)", label="up", is_in_footer=False,
-        help="select the metric above; without marks, it is drawn"),
+        help="select the metric above; it is plotted if none is marked"),
     Key(key="down,j", shown="↓ j", action="screen.select(1)", label="down", is_in_footer=False,
         help="select the metric below"),
     Key(key="left,p", shown="← p", action="screen.move(-1)", label="cursor left", is_in_footer=False,
-        help="move the cursor to an earlier measurement; the first key sets it"),
+        help="move the cursor to an earlier measurement; the first press shows it"),
     Key(key="right,n", shown="→ n", action="screen.move(1)", label="cursor right", is_in_footer=False,
         help="move the cursor to a later measurement"),
     Key(key="pageup", shown="PgUp", action=f"screen.move({-CURSOR_JUMP})", label="back", is_in_footer=False,
@@ -60,17 +60,17 @@ KEYS = (
     Key(key="pagedown", shown="PgDn", action=f"screen.move({CURSOR_JUMP})", label="on", is_in_footer=False,
         help=f"move the cursor on by {CURSOR_JUMP} columns"),
     Key(key="plus,equals_sign", shown="+", action="screen.zoom(True)", label="in", is_in_footer=False,
-        help="see half as much, around the cursor or the middle (or the mouse wheel)"),
+        help="zoom in by 2 around the cursor or the middle (mouse wheel too)"),
     Key(key="minus", shown="-", action="screen.zoom(False)", label="out", is_in_footer=False,
-        help="see twice as much"),
+        help="zoom out by 2"),
     Key(key="0", shown="0", action="screen.whole", label="all", is_in_footer=False,
-        help="see the whole run again"),
+        help="show the whole run"),
     Key(key="shift+left,less_than_sign", shown="⇧← <", action="screen.pan(-1)", label="earlier", is_in_footer=False,
-        help="move a zoomed plot to earlier times (or shift and the wheel)"),
+        help="move a zoomed plot to earlier times (shift and wheel too)"),
     Key(key="shift+right,greater_than_sign", shown="⇧→ >", action="screen.pan(1)", label="later", is_in_footer=False,
         help="move a zoomed plot to later times"),
     Key(key="escape", shown="esc", action="screen.leave", label="leave", is_in_footer=False,
-        help="take away the search, then the cursor, then the zoom"),
+        help="clear the search, then the cursor, then the zoom"),
 )  # fmt: skip
 
 
@@ -120,11 +120,11 @@ class MetricsScreen(RunScreen):
         super().draw(state)
 
     def on_mount(self) -> None:
-        """Share out the columns."""
+        """Divide the columns between list and plot."""
         self._share_columns(self.size.width)
 
     def on_resize(self, event: object) -> None:
-        """Share out the columns anew."""
+        """Divide the columns between list and plot."""
         self._share_columns(self.size.width)
 
     def _share_columns(self, width: int) -> None:
@@ -135,14 +135,14 @@ class MetricsScreen(RunScreen):
     # --- keys ------------------------------------------------------------------------------------------------------
 
     def action_turn(self, change: str) -> None:
-        """What a key changes without more ado."""
+        """Post the change of this name."""
         turned: PlotChange = getattr(plot_view, change)()
-        self._tell(turned)
+        self._post(turned)
 
     def action_select(self, by: int) -> None:
         """The metric so many rows further."""
         names = listed(self._state.history, self._state.plots.query)
-        self._tell(plot_view.SelectionMoved(by=by, names=tuple(names)))
+        self._post(plot_view.SelectionMoved(by=by, names=tuple(names)))
 
     def action_mark(self) -> None:
         """Mark the selected metric, or take its mark away."""
@@ -152,52 +152,52 @@ class MetricsScreen(RunScreen):
         if name is None:
             return
         if len(plots.marked) == MAX_MARKED and name not in plots.marked:
-            text = f"{MAX_MARKED} metrics are marked, and more cannot be told apart: space or u takes marks away"
-            self.post_message(Came(Told(severity="info", text=text, time=self._state.now)))
+            text = f"{MAX_MARKED} metrics are marked already; space or u removes marks"
+            self.post_message(StateChanged(MessageShown(severity="info", text=text, time=self._state.now)))
             return
-        self._tell(plot_view.MetricMarked(name=name))
+        self._post(plot_view.MetricMarked(name=name))
 
     def action_search(self) -> None:
         """Type a query."""
-        self._tell(plot_view.SearchChanged(query=self._state.plots.query, is_searching=True))
+        self._post(plot_view.SearchChanged(query=self._state.plots.query, is_searching=True))
 
     @on(Input.Changed)
     def _typed(self, event: Input.Changed) -> None:
         if self._state.plots.is_searching and event.value != self._state.plots.query:
-            self._tell(plot_view.SearchChanged(query=event.value, is_searching=True))
+            self._post(plot_view.SearchChanged(query=event.value, is_searching=True))
             best = listed(self._state.history, event.value)[:1]
             if best:
-                self._tell(plot_view.MetricSelected(name=best[0]))
+                self._post(plot_view.MetricSelected(name=best[0]))
 
     @on(Input.Submitted)
     def _taken(self) -> None:
-        self._tell(plot_view.SearchChanged(query=self._state.plots.query))
+        self._post(plot_view.SearchChanged(query=self._state.plots.query))
 
     def action_leave(self) -> None:
         """Take away the search, then the cursor, then the zoom."""
         plots = self._state.plots
         if plots.is_searching or plots.query:
-            self._tell(plot_view.SearchChanged(query=""))
+            self._post(plot_view.SearchChanged(query=""))
         elif plots.cursor is not None:
-            self._tell(plot_view.CursorSet(cursor=None))
+            self._post(plot_view.CursorSet(cursor=None))
         else:
-            self._tell(plot_view.WindowSet(window=None))
+            self._post(plot_view.WindowSet(window=None))
 
     def action_move(self, columns: int) -> None:
         """Move the cursor."""
-        self._tell(self._plot.cursor_moved(columns))
+        self._post(self._plot.cursor_moved(columns))
 
     def action_zoom(self, is_in: bool) -> None:
         """See less, or more."""
-        self._tell(self._plot.zoomed(ZOOM if is_in else 1 / ZOOM))
+        self._post(self._plot.zoomed(ZOOM if is_in else 1 / ZOOM))
 
     def action_pan(self, by: int) -> None:
         """See another part."""
-        self._tell(self._plot.panned(by * PAN))
+        self._post(self._plot.panned(by * PAN))
 
     def action_whole(self) -> None:
         """See everything."""
-        self._tell(plot_view.WindowSet(window=None))
+        self._post(plot_view.WindowSet(window=None))
 
     def action_compare(self) -> None:
         """Choose another run."""
@@ -208,10 +208,10 @@ class MetricsScreen(RunScreen):
     def _compare_with(self, run: str | None) -> None:
         if run is None:
             return
-        if run == NOBODY:
-            self._tell(plot_view.ComparisonRead(compared=None))
+        if run == NO_RUN:
+            self._post(plot_view.ComparisonRead(compared=None))
             return
-        self._tell(plot_view.ComparisonBegan(run=run))
+        self._post(plot_view.ComparisonBegan(run=run))
         self.run_worker(self._read(run), name="compare", exclusive=True, group="compare")
 
     async def _read(self, run: str) -> None:
@@ -220,16 +220,16 @@ class MetricsScreen(RunScreen):
         try:
             history = await asyncio.to_thread(read_history, folder)
         except OSError as error:
-            self._tell(plot_view.ComparisonRead(compared=None))
+            self._post(plot_view.ComparisonRead(compared=None))
             text = f"the metrics of {run} cannot be read: {error}"
-            self.post_message(Came(Told(severity="error", text=text, time=self._state.now)))
+            self.post_message(StateChanged(MessageShown(severity="error", text=text, time=self._state.now)))
             return
-        self._tell(plot_view.ComparisonRead(compared=ComparedRun(run=run, history=history)))
+        self._post(plot_view.ComparisonRead(compared=ComparedRun(run=run, history=history)))
 
     @property
     def _plot(self) -> PlotPanel:
         return self.query_one(PlotPanel)
 
-    def _tell(self, change: PlotChange | None) -> None:
+    def _post(self, change: PlotChange | None) -> None:
         if change is not None:
-            self.post_message(Came(change))
+            self.post_message(StateChanged(change))

@@ -1,6 +1,6 @@
-"""`grpo-tui` without a profile: choose a run to join or a profile to start. An app of its own, gone before the run's.
+"""`grpo-tui` without a profile: an app that selects a run to attach to or a profile to start.
 
-Typing filters; what stands below says what the marked one is, `^e` what it would start, and `^o` opens it in an editor.
+Typing filters; the selected entry is described below the list, `^e` shows its plan, `^o` opens it in an editor.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from grpo_tui.ui.glyphs import RUN_GLYPHS
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.themes import DARK, ThemedApp
 from grpo_tui.ui.widgets.lines import fit
-from grpo_tui.ui.widgets.warnings_bar import wrapped
+from grpo_tui.ui.widgets.main.warnings_bar import wrapped
 
 MAX_NAME_WIDTH = 36
 ABOUT_SHARE = 0.35
-"""Of the rows, for what is said of the marked one."""
-KEYS = (("enter", "start or join"), ("^e", "what would start"), ("^o", "edit"), ("↑↓", "choose"), ("esc", "leave"))
+"""Share of the rows for the description."""
+KEYS = (("enter", "start or attach"), ("^e", "plan"), ("^o", "edit"), ("↑↓", "select"), ("esc", "leave"))
 
 
 class PickerApp(ThemedApp[Choice]):
-    """Returns what was chosen, or None when the person left."""
+    """Returns the choice, or None if the user left."""
 
     TITLE = "grpo-tui"
     ENABLE_COMMAND_PALETTE = False
@@ -54,8 +54,8 @@ class PickerApp(ThemedApp[Choice]):
     BINDINGS = [
         Binding("up", "mark(-1)", "up", priority=True, tooltip="mark the one above"),
         Binding("down", "mark(1)", "down", priority=True, tooltip="mark the one below"),
-        Binding("ctrl+e", "plan", "plan", priority=True, tooltip="show what the marked profile would start"),
-        Binding("ctrl+o", "edit", "edit", priority=True, tooltip="open the marked profile in an editor"),
+        Binding("ctrl+e", "plan", "plan", priority=True, tooltip="show the plan of the selected profile"),
+        Binding("ctrl+o", "edit", "edit", priority=True, tooltip="open the selected profile in an editor"),
         Binding("escape", "leave", "leave", tooltip="leave; clears the filter first"),
         Binding("ctrl+c,ctrl+q", "quit", "leave", show=False, priority=True, tooltip="leave"),
     ]
@@ -72,8 +72,8 @@ class PickerApp(ThemedApp[Choice]):
         """Offer choices.
 
         Args:
-            read_choices: gives what there is to choose; asked again after a profile was edited.
-            plan_of: what a profile of some name would start, in words; may block, and raises `GrpoError`.
+            read_choices: returns the choices; called again after a profile was edited.
+            plan_of: returns the plan of a profile as text; may block, and raises `GrpoError`.
         """
         super().__init__(theme=theme, is_ascii=is_ascii)
         self._read_choices = read_choices
@@ -84,7 +84,7 @@ class PickerApp(ThemedApp[Choice]):
 
     def compose(self) -> ComposeResult:
         """A title, the filter, the list, what is marked, and the keys."""
-        asked = "choose a run to look at" if self._is_read_only else "choose a run to join, or a profile to start"
+        asked = "choose a run to view" if self._is_read_only else "attach to a run, or start a profile"
         yield Static(Content.assemble(("grpo-tui", "bold"), f"  {asked}"), classes="bar")
         yield Input(placeholder="type to filter", id="filter")
         yield OptionList(id="list")
@@ -111,12 +111,12 @@ class PickerApp(ThemedApp[Choice]):
         self._take(self._listed[str(event.option_id)])
 
     def on_option_list_option_highlighted(self) -> None:
-        """Say what is marked."""
-        self._tell()
+        """Show the description of the selected entry."""
+        self._describe()
 
     def on_resize(self) -> None:
-        """Say it anew for the new size."""
-        self._tell()
+        """Wrap the description for the new size."""
+        self._describe()
 
     def action_mark(self, by: int) -> None:
         """Mark another, or read on in an open page."""
@@ -128,16 +128,16 @@ class PickerApp(ThemedApp[Choice]):
             self.query_one(OptionList).action_cursor_down()
 
     async def action_plan(self) -> None:
-        """Open what the marked profile would start."""
+        """Open the plan of the selected profile."""
         choice = self._marked
         if isinstance(self.screen, ReadingScreen) or not isinstance(choice, ProfileChoice):
             return
         try:
             text = await asyncio.to_thread(self._plan_of, choice.name)
         except (GrpoError, OSError) as error:
-            text = f"{choice.name} would not start:\n\n{error}"
+            text = f"{choice.name} cannot start:\n\n{error}"
         page = "\n".join((*choice.words, "", text))
-        self.push_screen(ReadingScreen(f"what {choice.name} would start", Content(page), is_wide=True))
+        self.push_screen(ReadingScreen(f"plan of {choice.name}", Content(page), is_wide=True))
 
     def action_edit(self) -> None:
         """Open the marked profile in an editor; one that is installed is copied into `./profiles` first."""
@@ -149,9 +149,11 @@ class PickerApp(ThemedApp[Choice]):
             with own_copy(choice) as path, self.suspend():
                 subprocess.run([*command, str(path)], check=False)
         except SuspendNotSupported:
-            self.notify("this terminal cannot be lent to an editor", severity="error")
+            self.notify("cannot open an editor: this terminal cannot be suspended", severity="error")
         except OSError as error:
-            what_to_do = "EDITOR names another editor" if error.filename == command[0] else "it is not edited"
+            what_to_do = (
+                "set EDITOR to another editor" if error.filename == command[0] else "the profile was not opened"
+            )
             self.notify(f"{error.filename}: {error.strerror}; {what_to_do}", severity="error")
         self._choices = self._read_choices()
         options = self.query_one(OptionList)
@@ -173,16 +175,16 @@ class PickerApp(ThemedApp[Choice]):
         return self._listed.get(str(option.id)) if option is not None else None
 
     def _take(self, choice: Choice) -> None:
-        if isinstance(choice, RunChoice) or choice.error is None:  # what is wrong with it is told already
+        if isinstance(choice, RunChoice) or choice.error is None:  # its error is shown already
             self.leave(choice)
 
-    def _tell(self) -> None:
-        """Say what is marked, as far as it fits."""
+    def _describe(self) -> None:
+        """Show the description of the selected entry, as far as it fits."""
         main, choice = self.screen_stack[0], self._marked
         rows = [row for words in (choice.words if choice else ()) for row in wrapped(words, self.size.width - 2)]
         room = max(2, int(self.size.height * ABOUT_SHARE))
         if len(rows) > room:
-            rows = [*rows[: room - 1], "… ^e shows the rest, and what would start"]
+            rows = [*rows[: room - 1], "… ^e shows the rest and the plan"]
         main.query_one("#about", Static).update(Content("\n".join(rows)))
 
     def _list(self, typed: str) -> None:
@@ -200,7 +202,7 @@ class PickerApp(ThemedApp[Choice]):
         if not found:
             options.add_option(Option(_nothing(typed, is_read_only=self._is_read_only), disabled=True))
         options.action_first()
-        self._tell()
+        self._describe()
 
 
 def _key(choice: Choice) -> str:
@@ -210,11 +212,11 @@ def _key(choice: Choice) -> str:
 def _heading(choice: Choice) -> str:
     match choice:
         case RunChoice(is_live=True):
-            return "runs that live: enter joins"
+            return "running: enter attaches"
         case RunChoice():
-            return "runs that ended: enter looks at them"
+            return "ended runs: enter opens"
         case ProfileChoice():
-            return "profiles: enter starts one, or joins its run"
+            return "profiles: enter starts a run, or attaches to the one that is running"
 
 
 def _row(choice: Choice, width: int) -> Content:
@@ -228,7 +230,7 @@ def _row(choice: Choice, width: int) -> Content:
 
 def _nothing(typed: str, *, is_read_only: bool) -> str:
     if typed:
-        return f"nothing here is called {typed!r}; esc clears the filter"
+        return f"no run or profile matches {typed!r}; esc clears the filter"
     if is_read_only:
-        return "no run in ./logs of this folder"
-    return "no run in ./logs and no profile in ./profiles: grpo-tui --profile FILE starts a profile of your own"
+        return "no run in ./logs"
+    return "no run in ./logs and no profile in ./profiles; start one with grpo-tui --profile FILE"

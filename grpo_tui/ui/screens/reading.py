@@ -1,7 +1,4 @@
-"""A page to read over the main screen: the help, every warning in full, or a crash report.
-
-It scrolls; any of several keys closes it.
-"""
+"""A scrolling page over a screen: help, warnings in full, or a crash report."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from textual.widgets import Static
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
 from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
-from grpo_tui.ui.widgets.metrics_panel import band_text
-from grpo_tui.ui.widgets.travel_bar import MARKS_TOLD
-from grpo_tui.ui.widgets.warnings_bar import wrapped
+from grpo_tui.ui.widgets.frame.travel_bar import MARKS_LEGEND
+from grpo_tui.ui.widgets.main.metrics_panel import band_text
+from grpo_tui.ui.widgets.main.warnings_bar import wrapped
 from grpo_tui.view.state import ViewState
 
 KEY_WIDTH = 7
 PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
 BAND_NAME_WIDTH = 25
 MOUSE_TOLD = (
-    "A click works on tabs, keys of the last line, services, warnings, metrics, the line of time, names of logs, rows "
-    "and tokens, and answers questions; the wheel moves through what is under it, and zooms a plot."
+    "Click tabs, keys in the last line, services, warnings, metrics, the timeline, log names, rows, tokens and "
+    "answers. The wheel scrolls what is under the pointer, and zooms a plot."
 )
 
 
@@ -55,7 +52,7 @@ class ReadingScreen(ModalScreen[None]):
         """Show a page.
 
         Args:
-            is_wide: for a page with tables and lines of logs, which are longer than one likes to read.
+            is_wide: use the whole width, for tables and log lines.
         """
         super().__init__(classes="-wide" if is_wide else None)
         self._page_title = title
@@ -79,38 +76,39 @@ class ReadingScreen(ModalScreen[None]):
 
 
 def page_width(columns: int) -> int:
-    """Of a terminal so wide, what a page has for its text: without frame, padding and scrollbar."""
+    """Columns for the text of a page: without frame, padding and scrollbar."""
     return min(PAGE_COLUMNS, int(PAGE_SHARE * columns)) - 7
 
 
 def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
-    """Every key in a sentence, those of this screen first, then what the signs mean, then the healthy bands."""
+    """The help: keys of this screen, keys of every screen, signs, healthy bands, mouse, files."""
     rows: list[Content] = []
     along_time = [key for key in ON_TRAVEL if key.label]
-    for heading, told in (
+    for heading, group in (
         (f"keys of this screen ({place})", keys),
-        ("keys everywhere", EVERYWHERE),
-        ("keys of the line of time, while it is there (t)", along_time),
+        ("keys on every screen", EVERYWHERE),
+        ("keys of the timeline (t opens it)", along_time),
     ):
         rows += [_heading(heading)]
-        rows += [row for key in told for row in _told(key, width)]
+        rows += [row for key in group for row in _key_rows(key, width)]
         rows += [Content("")]
     rows.pop()
     rows += [Content(""), _heading("services")]
     signs = [*((glyph, str(state)) for state, glyph in SERVICE_GLYPHS.items()), *PROBE_SIGNS.values()]
     for start in range(0, len(signs), 3):
         rows.append(Content("  " + "".join(f"{glyph} {word:<18}" for glyph, word in signs[start : start + 3])))
-    rows += [Content(""), _heading("the line of time"), Content(f"  {MARKS_TOLD}")]
+    rows += [Content(""), _heading("signs on the timeline"), Content(f"  {MARKS_LEGEND}")]
     rows += [
         Content(""),
-        _heading("healthy bands: ✓ inside, ▲ above, ▼ below; the ground of a sparkline is its band from end to end"),
+        _heading("healthy bands: ✓ inside, ▲ above, ▼ below; a sparkline on a coloured background spans its band"),
     ]
     rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
-    rows += [Content(""), _heading("the mouse"), *(Content(f"  {row}") for row in wrapped(MOUSE_TOLD, width - 2))]
+    rows += [Content("  nats: unit of log-probs, entropy and KL with the natural logarithm")]
+    rows += [Content(""), _heading("mouse"), *(Content(f"  {row}") for row in wrapped(MOUSE_TOLD, width - 2))]
     rows += [
         Content(""),
         _heading("files"),
-        Content("  Logs, metrics.jsonl and state.json stand in the run's folder; tail -f works on them."),
+        Content("  Logs, metrics.jsonl and state.json are in the run's folder; tail -f works on them."),
     ]
     return Content("\n").join(rows)
 
@@ -118,7 +116,7 @@ def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
 def warnings_page(state: ViewState, width: int) -> Content:
     """Every warning with its cause and hint."""
     if not state.warnings:
-        return Content("Nothing to worry about: every service and metric is as it should be.")
+        return Content("No warnings: every service is healthy, every metric in its band.")
     rows: list[Content] = []
     for warning in state.warnings:
         rows += _hanging((f"{SEVERITY_GLYPHS[warning.severity]} ", "bold"), warning.text, width, "bold")
@@ -127,12 +125,12 @@ def warnings_page(state: ViewState, width: int) -> Content:
     return Content("\n").join(rows[:-1])
 
 
-def _told(key: Key, width: int) -> list[Content]:
+def _key_rows(key: Key, width: int) -> list[Content]:
     return _hanging((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help, width)
 
 
 def _hanging(start: str | tuple[str, str], text: str, width: int, style: str = "") -> list[Content]:
-    """A paragraph whose rows begin below its first word."""
+    """A paragraph with hanging indent."""
     first = Content.assemble(start)
     rows = wrapped(text, width - first.cell_length)
     starts = [first, *(Content(" " * first.cell_length) for _ in rows[1:])]

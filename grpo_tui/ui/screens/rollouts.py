@@ -11,14 +11,14 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.widgets import Input
 
-from grpo_tui.paths import ROLLOUTS_FILE
+from grpo_engine.wire.run_folder import ROLLOUTS_FILE
 from grpo_tui.ui.keys import Key, bindings
-from grpo_tui.ui.messages import Came
-from grpo_tui.ui.screens.base import LookingScreen
+from grpo_tui.ui.messages import StateChanged
+from grpo_tui.ui.screens.base import FileScreen
 from grpo_tui.ui.widgets.rollout_group import RolloutGroup
 from grpo_tui.ui.widgets.rollout_list import RolloutList
-from grpo_tui.view.rollout_reader import RolloutReader
-from grpo_tui.view.rollout_view import (
+from grpo_tui.view.rollouts.reader import RolloutReader
+from grpo_tui.view.rollouts.state import (
     CompletionMoved,
     EnvironmentTurned,
     FilterCleared,
@@ -37,7 +37,7 @@ from grpo_tui.view.rollout_view import (
     TokenMoved,
     TokenSet,
 )
-from grpo_tui.view.state import Told, ViewState
+from grpo_tui.view.state import MessageShown, ViewState
 
 LOOK_PAUSE_S = 0.5
 """Between two looks at the file, while the screen is in sight."""
@@ -53,25 +53,25 @@ QUESTIONS = {
 
 ON_ROLLOUTS = (
     Key(key="n", shown="n", action="screen.move_group(1)", label="next",
-        help="the next group of the list: an older one (of one prompt: a later one)"),
+        help="next group in the list: an older one (of one prompt: a later one)"),
     Key(key="p", shown="p", action="screen.move_group(-1)", label="previous",
-        help="the group before it"),
+        help="previous group in the list"),
     Key(key="enter", shown="Enter", action="screen.open", label="open", is_in_footer=False,
-        help="on a narrow screen: from the list to the group"),
+        help="open the group (on a narrow screen)"),
     Key(key="escape", shown="Esc", action="screen.back", label="back", is_in_footer=False,
-        help="back out of what was entered last, in the end to the list of all groups"),
+        help="go back one level, finally to the list of all groups"),
     Key(key="up,k", shown="↑ k", action="screen.move(-1)", label="up", is_in_footer=False,
-        help="the completion above (in the list of a narrow screen: the group above)"),
+        help="completion above (in the list of a narrow screen: group above)"),
     Key(key="down,j", shown="↓ j", action="screen.move(1)", label="down", is_in_footer=False,
-        help="the completion below"),
+        help="completion below"),
     Key(key="left,h", shown="←", action="screen.move_token(-1)", label="token back", is_in_footer=False,
-        help="the token before: all that is known of it stands below the text"),
+        help="previous token; its details are below the text"),
     Key(key="right,l", shown="→", action="screen.move_token(1)", label="token on", is_in_footer=False,
-        help="the token after"),
+        help="next token"),
     Key(key="pageup", shown="PgUp", action="screen.page(-1)", label="up", is_in_footer=False,
-        help="a page up in the text"),
+        help="one page up in the text"),
     Key(key="pagedown", shown="PgDn", action="screen.page(1)", label="down", is_in_footer=False,
-        help="a page down in the text"),
+        help="one page down in the text"),
     Key(key="home", shown="Home", action="screen.to_token(0)", label="start", is_in_footer=False,
         help="the first token"),
     Key(key="end", shown="End", action="screen.to_token(-1)", label="end", is_in_footer=False,
@@ -81,28 +81,28 @@ ON_ROLLOUTS = (
     Key(key="s", shown="s", action="screen.same_prompt", label="same prompt",
         help="all recorded groups of this prompt, from the first step on; again: back"),
     Key(key="m", shown="m", action="screen.mark", label="mark",
-        help="keep this completion beside others, to compare (from 120 columns on); again: let go"),
+        help="keep this completion in view to compare others with it (120 columns); again: remove it"),
     Key(key="r", shown="r", action="screen.turn_rewards", label="rewards",
-        help="all right (each ≥ 1), all wrong (each ≤ 0), mixed (they differ), any"),
+        help="filter by rewards: all right (≥ 1), all wrong (≤ 0), mixed, any"),
     Key(key="greater_than_sign", shown=">", action="screen.ask('above')", label="above", is_in_footer=False,
         help="only groups whose mean reward is above a number"),
     Key(key="less_than_sign", shown="<", action="screen.ask('below')", label="below", is_in_footer=False,
         help="only groups whose mean reward is below a number"),
     Key(key="e", shown="e", action="screen.turn_environment", label="env", is_in_footer=False,
-        help="only groups of one environment, of the next one, of all"),
+        help="filter by environment: the next one, or all"),
     Key(key="slash", shown="/", action="screen.ask('text')", label="find",
-        help="only groups whose prompt or completions hold a text, whatever the case"),
+        help="only groups whose prompt or completions contain a text, in any case"),
     Key(key="x", shown="x", action="screen.clear", label="all", is_in_footer=False,
-        help="let all groups through again"),
+        help="remove all filters"),
     Key(key="o", shown="o", action="screen.show_prompt", label="prompt", is_in_footer=False,
-        help="the whole prompt in the place of the completion; again: back"),
+        help="whole prompt in place of the completion; again: back"),
     Key(key="f", shown="f", action="screen.follow", label="follow", is_in_footer=False,
-        help="go to the newest group, and on to each that comes"),
+        help="go to the newest group, and follow new ones"),
 )  # fmt: skip
 
 
 class Question(Input, can_focus=False):
-    """A line to type a filter into; it is there, and has the keys, only while something is asked."""
+    """An input line for a filter; shown and focused only while a filter is typed."""
 
     BINDINGS = [("escape", "screen.drop_question", "back")]
     DEFAULT_CSS = """
@@ -111,7 +111,7 @@ class Question(Input, can_focus=False):
     """
 
 
-class RolloutsScreen(LookingScreen):
+class RolloutsScreen(FileScreen):
     """List and group: side by side where there is room, else one of them."""
 
     PLACE = "rollouts"
@@ -142,12 +142,12 @@ class RolloutsScreen(LookingScreen):
             yield RolloutGroup(id="group")
         yield Question(id="question")
 
-    def asked_of(self, state: ViewState) -> object:
+    def read_request(self, state: ViewState) -> object:
         """The filter, the group, and the moment."""
         return state.rollouts.filter, state.rollouts.selected, state.until
 
     def draw(self, state: ViewState) -> None:
-        """Show another state, and read what it asks for."""
+        """Draw a state, and read if it asks for something else."""
         self._arrange(state)
         super().draw(state)
 
@@ -165,7 +165,7 @@ class RolloutsScreen(LookingScreen):
         """Read what the state asks for: at once after a key, else whenever something may have been added."""
         pause_s: float | None = None
         while True:
-            await self.until_wanted(pause_s)
+            await self.wait_for_request(pause_s)
             state = self._state
             view = state.rollouts
             read = await asyncio.to_thread(self._reader.look, view.filter, view.selected, until=state.until)
@@ -175,7 +175,7 @@ class RolloutsScreen(LookingScreen):
             pause_s = LOOK_PAUSE_S if is_done else SEARCH_PAUSE_S
 
     def _change(self, change: RolloutChange) -> None:
-        self.app.post_message(Came(change))
+        self.app.post_message(StateChanged(change))
 
     @property
     def _shows_list_alone(self) -> bool:
@@ -233,9 +233,11 @@ class RolloutsScreen(LookingScreen):
         self._change(SamePromptToggled())
 
     def action_mark(self) -> None:
-        """Keep this completion for comparison, or let go."""
+        """Pin this completion for comparison, or unpin it."""
         if self.size.width < WIDE_COLUMNS and self._state.rollouts.marked is None:
-            self._tell(f"to compare two completions takes {WIDE_COLUMNS} columns; there are {self.size.width}")
+            self._show_message(
+                f"comparing two completions needs {WIDE_COLUMNS} columns; this terminal has {self.size.width}"
+            )
             return
         self._change(MarkToggled())
 
@@ -261,7 +263,7 @@ class RolloutsScreen(LookingScreen):
         self._asked = what
         question = self.query_one(Question)
         question.value = self._state.rollouts.filter.text if what == "text" else ""
-        question.border_title = f"{QUESTIONS[what]} (Enter takes it, Esc drops it)"
+        question.border_title = f"{QUESTIONS[what]} (Enter applies, Esc cancels)"
         question.add_class("-asked")
         question.can_focus = True
         question.focus()
@@ -281,13 +283,13 @@ class RolloutsScreen(LookingScreen):
         else:
             number = _number(text)
             if number is None:
-                self._tell(f"{text!r} is no number: type one such as 0.5")
+                self._show_message(f"{text!r} is not a number: type one such as 0.5")
                 return
             self._change(Narrowed(by=self._asked, number=number))
         self.action_drop_question()
 
-    def _tell(self, text: str) -> None:
-        self.app.post_message(Came(Told(severity="info", text=text, time=self._state.now)))
+    def _show_message(self, text: str) -> None:
+        self.app.post_message(StateChanged(MessageShown(severity="info", text=text, time=self._state.now)))
 
 
 def _number(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The body of the alignment screen: the verdict, the charts and the worst tokens, arranged for the room there is."""
+"""The body of the alignment screen: verdict, charts and worst tokens, laid out for the size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.style import Style
 
+from grpo_engine.diagnosis.finding import Finding
+from grpo_engine.diagnosis.token_differences import AlignmentNumbers, WorstToken
 from grpo_tui.ui.glyphs import SEVERITY_GLYPHS
 from grpo_tui.ui.widgets.alignment_charts import (
     differences_chart,
@@ -19,11 +21,8 @@ from grpo_tui.ui.widgets.alignment_charts import (
     version_lines,
 )
 from grpo_tui.ui.widgets.charts import side_by_side
-from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
-from grpo_tui.ui.widgets.wheel import Wheel
-from grpo_tui.view.alignment_numbers import AlignmentNumbers, WorstToken
-from grpo_tui.view.alignment_rules import Finding
-from grpo_tui.view.alignment_view import AlignmentView, Measured, Page
+from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line, rule
+from grpo_tui.view.alignment.state import AlignmentView, Measured, Page
 from grpo_tui.view.format import count_text
 from grpo_tui.view.state import ViewState
 
@@ -33,7 +32,7 @@ GAP = 2
 SEVERITY_STYLES = {"error": ".error", "warning": ".warning", "info": ".ok"}
 HEALTHY_SIGN = "✓"
 ALIGNMENT_WARNINGS = frozenset({"alignment", "inference-logprobs", "mean-ratio", "clipped-fraction", "staleness"})
-"""What the metrics alone can warn of, where no token was recorded."""
+"""Warnings from metrics alone, shown if no tokens are recorded."""
 READING = "reading the recorded groups …"
 
 
@@ -123,8 +122,8 @@ def _one_page(
 
 def _without_tokens(state: ViewState, measured: Measured, width: int, height: int) -> list[Content]:
     words = (
-        f"No token can be looked at: {measured.why_none}. Histogram, worst tokens and a sure verdict appear with the "
-        "first recorded group. What the metrics say stands below."
+        f"No token data: {measured.why_none}. Histogram, worst tokens and a sure verdict appear with the first "
+        "recorded group. Below is what the metrics show."
     )
     rows = [
         rule(width, "alignment"),
@@ -167,15 +166,14 @@ def verdict_lines(findings: Sequence[Finding], width: int, height: int) -> list[
     """Each cause with how sure it is, its evidence and what to change; as many as have room, the surest first."""
     rows = [rule(width, "verdict")]
     for number, finding in enumerate(findings):
-        is_healthy = finding.severity == "info"
-        sign = HEALTHY_SIGN if is_healthy else SEVERITY_GLYPHS[finding.severity]
+        sign = HEALTHY_SIGN if finding.severity == "ok" else SEVERITY_GLYPHS[finding.severity]
         sure = f" {sign} {finding.certainty}: "
-        cause, *rest = textwrap.wrap(sure + finding.cause, max(10, width - 1), subsequent_indent="   ")
-        style = SEVERITY_STYLES[finding.severity]
+        cause, *rest = textwrap.wrap(sure + (finding.cause or ""), max(10, width - 1), subsequent_indent="   ")
+        style = SEVERITY_STYLES["info" if finding.severity == "ok" else finding.severity]
         told = [
             line((sure, ".muted"), (cause[len(sure) :], style)).truncate(width, ellipsis=True),
             *(line((row, style)) for row in rest),
-            *_wrapped(finding.evidence, width, ".muted"),
+            *_wrapped(finding.text, width, ".muted"),
             *(_wrapped(f"→ {finding.hint}", width, "") if finding.hint else []),
         ]
         if number and len(rows) + len(told) > height:
@@ -190,7 +188,7 @@ def verdict_lines(findings: Sequence[Finding], width: int, height: int) -> list[
 
 
 def _names(findings: Sequence[Finding]) -> str:
-    return ", ".join(finding.cause for finding in findings)
+    return ", ".join(finding.cause for finding in findings if finding.cause)
 
 
 def token_lines(worst: Sequence[WorstToken], first: int, width: int, height: int) -> list[Content]:
@@ -201,9 +199,9 @@ def token_lines(worst: Sequence[WorstToken], first: int, width: int, height: int
     note = f"{first + 1}–{first + len(shown)} of {len(worst)}, ↑ ↓" if len(worst) > room else f"{len(worst)}"
     is_wide = width >= 76
     head = f" {'diff':>6}  {'infer→train':<13}  {'step':>5} {'token':>9} "
-    head += f"{'age':>3} {'alike':>5}  " if is_wide else " "
+    head += f"{'age':>3} {'same':>5}  " if is_wide else " "
     text_width = width - len(head)
-    rows = [rule(width, "worst tokens", note), line((fit(f"{head}in its text", width), ".muted"))]
+    rows = [rule(width, "worst tokens", note), line((fit(f"{head}context", width), ".muted"))]
     for token in shown:
         figures = f" {token.difference:>+6.2f}  {_chances(token):<13}  {token.step:>5} {_place(token):>9} "
         age, alike = "–" if token.age is None else str(token.age), f"×{token.num}" if token.num > 1 else ""

@@ -7,6 +7,8 @@ from bisect import bisect_left, bisect_right
 
 from textual.content import Content
 
+from grpo_engine.diagnosis.evidence import LIMIT, RunSettings
+from grpo_engine.diagnosis.token_differences import AlignmentNumbers, Part
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.widgets.charts import (
@@ -22,29 +24,27 @@ from grpo_tui.ui.widgets.charts import (
     styles_of,
 )
 from grpo_tui.ui.widgets.lines import Styled, fit, line, rule
-from grpo_tui.ui.widgets.metrics_panel import band_text, judge
-from grpo_tui.view.alignment_numbers import AlignmentNumbers, Part, Ratios, counts_between, round_up
-from grpo_tui.view.alignment_rules import LIMIT
+from grpo_tui.ui.widgets.main.metrics_panel import band_text, judge
+from grpo_tui.view.alignment.ratios import Ratios, counts_between, round_up
 from grpo_tui.view.format import number_text
-from grpo_tui.view.history import MetricHistory, bar_heights, bucketed
-from grpo_tui.view.run_settings import RunSettings
+from grpo_tui.view.metrics.history import MetricHistory, bar_heights, bucketed
 
 SHOWN_SHARE = 0.995
 """Of the values, those that the scale of a histogram reaches; the rest stands in its outermost columns."""
 QUANTILES = (("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("max", 1.0))
 NARROW = 50
 FEW = 5
-"""Fewer tokens at a place tell nothing of it, and would only stretch the scale."""
+"""Places with fewer tokens are left out: their mean is noise and would stretch the scale."""
 SERIES = (
     "alignment/diff_abs_mean", "alignment/diff_mean", "alignment/diff_max", "grpo/mean_ratio",
     "grpo/clipped_fraction", "rollout/staleness_mean", "logprobs/training_mean", "logprobs/inference_mean",
 )  # fmt: skip
-"""What the metrics alone say of the alignment, the most telling first."""
+"""Alignment metrics, the most important first."""
 
 
 def differences_chart(numbers: AlignmentNumbers, settings: RunSettings, width: int, height: int) -> list[Content]:
     """How many tokens differ by how much; those whose ratio is outside the clip look as they do there."""
-    title = "trainer − inference" if width < NARROW else "difference: trainer − inference, nats"
+    title = "trainer − inference" if width < NARROW else "log-prob difference: trainer − inference"
     rising = numbers.differences
     reach = round_up(max(numbers.quantile(SHOWN_SHARE), 1e-7))
     num_columns = _odd(width - AXIS_WIDTH)
@@ -57,7 +57,7 @@ def differences_chart(numbers: AlignmentNumbers, settings: RunSettings, width: i
     middle = num_columns // 2
     marks = {middle: ".faint"} | _clip_marks(settings, reach, num_columns)
     ticks = {0: f"{-reach:g}", middle // 2: f"{-reach / 2:g}", middle: "0"}
-    ticks |= {num_columns - 1 - middle // 2: f"{reach / 2:g}", num_columns - 1: f"{reach:g} nats"}
+    ticks |= {num_columns - 1 - middle // 2: f"{reach / 2:g}", num_columns - 1: f"{reach:g}"}
     most = max(counts)
     shares = [log_share(count, most) for count in counts]
     plot_rows = max(1, height - 5)
@@ -124,7 +124,7 @@ def ratios_chart(
 def position_chart(numbers: AlignmentNumbers, width: int, height: int) -> list[Content]:
     """Mean magnitude of the differences along the completion, and at its first and last token."""
     parts = [at for at in numbers.by_position if at.part.num >= FEW] or numbers.by_position
-    title = rule(width, "by position in the completion", "abs mean, nats")
+    title = rule(width, "by position in the completion", "mean |difference|")
     edges = line((fit(f" first {_size(numbers.firsts)}  last {_size(numbers.ends)}  "
                       f"between {_size(numbers.inner)}", width), ".muted"))  # fmt: skip
     if not parts or height < 5:
@@ -146,9 +146,9 @@ def position_chart(numbers: AlignmentNumbers, width: int, height: int) -> list[C
 
 def version_lines(numbers: AlignmentNumbers, width: int, height: int) -> list[Content]:
     """The differences by how many policy versions the sampling weights were behind."""
-    title = rule(width, "by age of the weights that sampled", "policy versions")
+    title = rule(width, "by age of the sampling weights", "policy versions")
     if not numbers.by_age:
-        return [title, line((fit(" not known: inference does not say its policy version", width), ".muted"))][:height]
+        return [title, line((fit(" unknown: inference does not report its policy version", width), ".muted"))][:height]
     room = max(1, height - 2)
     shown = numbers.by_age if len(numbers.by_age) <= room else numbers.by_age[: max(1, room - 1)]
     most = max(LIMIT, *(at.part.abs_mean for at in numbers.by_age))
@@ -164,14 +164,14 @@ def version_lines(numbers: AlignmentNumbers, width: int, height: int) -> list[Co
         rest = numbers.by_age[len(shown) :]
         num = sum(at.part.num for at in rest)
         size = sum(at.part.abs_mean * at.part.num for at in rest) / num
-        rows.append(line((fit(f" {rest[0].low}–{rest[-1].high:<4} {short_count(num):>6} tokens older still, abs mean "
+        rows.append(line((fit(f" {rest[0].low}–{rest[-1].high:<4} {short_count(num):>6} tokens still older, abs mean "
                               f"{number_text(size)}", width), ".muted")))  # fmt: skip
     return rows[:height]
 
 
 def series_lines(history: MetricHistory, width: int, height: int) -> list[Content]:
     """The metrics of alignment over the run, each with its value, its verdict and its healthy band."""
-    rows = [rule(width, "over the run", "from metrics.jsonl; healthy band at the right")]
+    rows = [rule(width, "over the run", "from metrics.jsonl; healthy band on the right")]
     name_width, value_width, band_width = max(map(len, SERIES)) + 1, 8, 10
     for name in SERIES:
         series = history.series(name)
@@ -198,7 +198,7 @@ def series_lines(history: MetricHistory, width: int, height: int) -> list[Conten
             )
         )
     if len(rows) == 1:
-        rows.append(line((fit("  no metric of the alignment yet", width), ".muted")))
+        rows.append(line((fit("  no alignment metric yet", width), ".muted")))
     return rows[:height]
 
 
@@ -233,5 +233,5 @@ def _size(part: Part | None) -> str:
 
 
 def _signed(value: float) -> str:
-    """With its sign, and without digits that nobody reads: `+0.012`, `0`."""
+    """With its sign, rounded: `+0.012`, `0`."""
     return f"{value:+.4f}" if abs(value) >= 5e-5 else "0"

@@ -1,4 +1,4 @@
-"""Memory as bars and stacked columns, one fill and one colour a holder, the same wherever that holder is drawn."""
+"""Memory as bars and stacked columns, with one fill and colour per holder everywhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from textual.content import Content
 from grpo_engine.wire.supervisor import GpuStatus
 from grpo_tui.ui.glyphs import FREE_FILL, OTHERS_FILL, REST_FILL, SHARE_FILLS, SPARK_BARS
 from grpo_tui.ui.widgets.lines import NUM_SHARES, Styled, line
-from grpo_tui.view.bars import split_cells
 from grpo_tui.view.format import bytes_text
-from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER
+from grpo_tui.view.gpus.state import OTHERS, UNKNOWN_HOLDER
 from grpo_tui.view.state import ViewState
 
 
@@ -28,7 +27,7 @@ class Part:
 
 
 def gpu_parts(gpu: GpuStatus, state: ViewState) -> list[Part]:
-    """Our services in the order of the plan, then strangers, then what the driver gives to nobody."""
+    """Our services in the order of the plan, then foreign processes, then memory without a known process."""
     parts = service_parts(gpu.by_service, state)
     if not gpu.are_shares_known or gpu.other_bytes is None:
         rest = (gpu.memory_used_bytes or 0) - sum(part.num_bytes for part in parts)
@@ -37,12 +36,12 @@ def gpu_parts(gpu: GpuStatus, state: ViewState) -> list[Part]:
     hidden = sum(each.memory_bytes or 0 for each in gpu.processes if not each.is_visible)
     rest = max(0, gpu.other_bytes - sum(named.values()))
     foreign = min(hidden, rest)
-    strangers = {**named, "other containers": foreign, OTHERS: rest - foreign}
-    return [*parts, *_kept(others_part(name, num_bytes) for name, num_bytes in strangers.items())]
+    foreign_parts = {**named, "other containers": foreign, OTHERS: rest - foreign}
+    return [*parts, *_kept(others_part(name, num_bytes) for name, num_bytes in foreign_parts.items())]
 
 
 def service_parts(bytes_by_service: Mapping[str, int | None], state: ViewState) -> list[Part]:
-    """A part for each service that holds something; its look comes from its place in the plan."""
+    """A part for each service that holds memory; its fill and colour come from its place in the plan."""
     return [
         Part(
             name=service.name,
@@ -56,20 +55,43 @@ def service_parts(bytes_by_service: Mapping[str, int | None], state: ViewState) 
 
 
 def others_part(name: str, num_bytes: int) -> Part:
-    """Memory of somebody outside the run."""
+    """Memory of processes outside the run."""
     return Part(name=name, num_bytes=num_bytes, fill=OTHERS_FILL, style=".others")
 
 
 def rest_part(name: str, num_bytes: int) -> Part:
-    """Memory of which nobody says whose it is."""
+    """Memory without a known process."""
     return Part(name=name, num_bytes=max(0, num_bytes), fill=REST_FILL, style=".muted")
 
 
 def bar(parts: Sequence[Part], total: int, width: int) -> list[Styled]:
-    """The parts beside each other, then what is free."""
+    """The parts side by side, then free memory."""
     cells = split_cells([part.num_bytes for part in parts], total, max(0, width))
     drawn = [(part.fill * num_cells, part.style) for part, num_cells in zip(parts, cells, strict=True)]
     return [*drawn, (FREE_FILL * max(0, width - sum(cells)), ".faint")]
+
+
+def split_cells(parts: Sequence[int], total: int, num_cells: int) -> list[int]:
+    """Cells for each part of `total`, together at most `num_cells`; a part above 0 gets at least one.
+
+    For example parts 36, 22 and 1 of 80 in 40 cells: 18, 11, 1; the other 10 are free.
+    """
+    if total <= 0 or num_cells <= 0:
+        return [0] * len(parts)
+    cells: list[int] = []
+    sum_so_far = 0
+    for part in parts:
+        sum_so_far += max(0, part)
+        end = min(num_cells, round(sum_so_far * num_cells / total))
+        cells.append(max(0, end - sum(cells)))
+    for place, part in enumerate(parts):
+        if part > 0 and cells[place] == 0:
+            largest = max(range(len(cells)), key=cells.__getitem__)
+            if sum(cells) < num_cells:
+                cells[place] = 1
+            elif cells[largest] > 1:
+                cells[place], cells[largest] = 1, cells[largest] - 1
+    return cells
 
 
 def legend(parts: Iterable[Part]) -> list[Content]:

@@ -1,6 +1,6 @@
-"""Everything about every GPU: a block each with bar, plan, processes, history, and who is to blame when it is full.
+"""The GPU report: a block per GPU with bar, plan, processes, history, and the likely cause when it is full.
 
-The machine's own memory has a block of the same kind, the only one where there is no GPU.
+Host memory has a block of the same kind, the only one on a machine without GPUs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from grpo_tui.ui.widgets.gpu_bars import (
     rest_part,
     service_parts,
     spark,
+    split_cells,
     stacked,
 )
-from grpo_tui.ui.widgets.gpu_panel import NO_GPU_WORDS, host_parts
 from grpo_tui.ui.widgets.lines import Lines, Styled, are_same, fit, line, rule
-from grpo_tui.view.bars import split_cells
+from grpo_tui.ui.widgets.main.gpu_panel import NO_GPU_WORDS, host_parts
 from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_text, percent_text
-from grpo_tui.view.gpu_history import Columns, figures_of, laid_out, means, peaks
-from grpo_tui.view.gpu_rules import blame, compared, planned_on
-from grpo_tui.view.gpu_view import OTHERS, UNKNOWN_HOLDER, GpuFigures, GpuMoment, moments_until
+from grpo_tui.view.gpus.history import Columns, figures_of, laid_out, means, peaks
+from grpo_tui.view.gpus.rules import blame, compared, planned_on
+from grpo_tui.view.gpus.state import OTHERS, UNKNOWN_HOLDER, GpuFigures, GpuMoment, moments_until
 from grpo_tui.view.state import ViewState
 
 INDENT = 2
@@ -47,22 +47,22 @@ HOTTEST = 100.0
 UNTOLD_BYTES = 1 << 30
 IDLE_SHARE = 0.02
 """Of a GPU: a history that never held more needs no chart."""
-NO_HISTORY = "  no history yet: it grows by a sample a second while the run is watched"
+NO_HISTORY = "  no history yet: one sample a second is added while the run is watched"
 DOWN_STATES = frozenset({ServiceState.FAILED, ServiceState.BACKOFF, ServiceState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """The lines of all blocks, and where each begins; two that stand beside each other count as one."""
+    """The lines of all blocks, and where each begins; two blocks side by side count as one."""
 
     lines: list[Content]
     starts: list[int]
     blocks: list[list[Content]]
     form: tuple[object, ...]
-    """What the number of rows depends on: blocks out of sight stay as they are while this is the same."""
+    """What the number of rows depends on: blocks that are scrolled out are kept while this is the same."""
 
     def numbers_in_sight(self, rows: range) -> range:
-        """Of the blocks that have some of these rows."""
+        """The numbers of the blocks in these rows."""
         ends = [*self.starts[1:], len(self.lines) + 1]
         spans = enumerate(zip(self.starts, ends, strict=True))
         seen = [place for place, (start, end) in spans if start < rows.stop and end > rows.start]
@@ -70,7 +70,7 @@ class Made:
 
 
 class GpuReport(Lines):
-    """As many lines as there is to say; the screen scrolls it."""
+    """The report in full height; the screen scrolls it."""
 
     DEFAULT_CSS = """
     GpuReport { height: 1; padding: 0 1; }
@@ -80,20 +80,20 @@ class GpuReport(Lines):
         super().__init__()
         self.chart_rows = 6
         self.in_sight: range | None = None
-        """Its rows that the screen shows; None: maybe all."""
+        """The rows that the screen shows; None: perhaps all."""
         self.starts: list[int] = []
         """The row on which each block begins."""
         self._made: Made | None = None
         self._made_of: tuple[object, ...] = ()
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Made anew with each sample; what the machine's own memory does in between is shown with the next."""
+        """Rebuilt with each sample; host memory is updated with the next one."""
         seen = range(0) if self._made is None or self.in_sight is None else self._made.numbers_in_sight(self.in_sight)
         what = (state.status, state.gpus, state.host_memory is None, state.until, self.chart_rows)
         return (*what, seen.start, seen.stop)
 
     def draw(self, state: ViewState) -> None:
-        """Make the lines, and take the rows that they need."""
+        """Build the lines, and set the height to their number."""
         width = self.size.width
         if width:
             inputs = (*self.inputs(state), width)
@@ -104,11 +104,11 @@ class GpuReport(Lines):
         super().draw(state)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """Those that were made."""
+        """The lines that were built."""
         return self._made.lines if self._made is not None else []
 
     def look_again(self) -> None:
-        """Other rows came into sight."""
+        """Rebuild the blocks that were scrolled in."""
         if self._state is not None:
             self.draw(self._state)
 
@@ -119,11 +119,11 @@ def report(
     """A block for each GPU and one for the machine, in two columns where there is room for two.
 
     Args:
-        before: what was made last; blocks of it that are out of sight are taken over where they have as many rows.
-        in_sight: the rows that are; None: maybe all.
+        before: the last report; its blocks out of sight are reused if they have as many rows.
+        in_sight: the rows that the screen shows; None: perhaps all.
     """
     if state.status is None:
-        words = line(("nothing is known of this run yet", ".muted"))
+        words = line(("waiting for the supervisor", ".muted"))
         return Made(lines=[words], starts=[0], blocks=[[words]], form=())
     gpus = state.status.gpus
     is_wide = width >= TWO_COLUMNS and bool(gpus)
@@ -169,7 +169,7 @@ def _form(state: ViewState, width: int, chart_rows: int) -> tuple[object, ...]:
 
 
 def _all_together(gpus: Sequence[GpuStatus], width: int) -> list[Content]:
-    """Several GPUs in a line: what is used of them, how busy they are, and which is the fullest."""
+    """A summary of several GPUs: memory used, mean utilisation, and the fullest one."""
     known = [(gpu.memory_used_bytes, gpu.memory_total_bytes, gpu) for gpu in gpus]
     told = [(used, total, gpu) for used, total, gpu in known if used is not None and total]
     if len(gpus) < 2 or not told:
@@ -213,7 +213,7 @@ def _condition(gpu: GpuStatus) -> str:
         return f"stale {clock_text(gpu.stale_s)}"
     parts = [f"{percent_text(gpu.utilization_percent)} busy"] if gpu.utilization_percent is not None else []
     if gpu.has_mig:
-        parts.append(f"MIG, {count_text(len(gpu.mig), 'part')}")
+        parts.append(f"MIG, {count_text(len(gpu.mig), 'instance')}")
     if gpu.power_watts is not None:
         most = "" if gpu.power_limit_watts is None else f" of {gpu.power_limit_watts:.0f}"
         parts.append(f"{gpu.power_watts:.0f}{most} W")
@@ -223,10 +223,10 @@ def _condition(gpu: GpuStatus) -> str:
 
 
 def _memory_now(gpu: GpuStatus, state: ViewState, width: int, held: Sequence[Sequence[Part] | None]) -> list[Content]:
-    """The bar, the plan under it, and whose fill is whose."""
+    """The bar, the plan under it, and the legend."""
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
     if used is None or not total:
-        return [line(("  the driver does not tell how much of its memory is used", ".muted"))]
+        return [line(("  the driver does not report how much memory is used", ".muted"))]
     amounts = f"  {bytes_text(used)} of {bytes_text(total)} used, {bytes_text(max(0, total - used))} free"
     bar_width = max(0, width - INDENT - len(amounts))
     parts = gpu_parts(gpu, state)
@@ -238,7 +238,7 @@ def _memory_now(gpu: GpuStatus, state: ViewState, width: int, held: Sequence[Seq
 
 
 def _whole_legend(now: Sequence[Part], history: Iterable[Sequence[Part] | None]) -> list[Content]:
-    """Everybody in the bar with what they hold, and those whom the chart shows and who hold nothing any more."""
+    """The legend of bar and chart, with holders that only the history shows."""
     shown = {part.name: part for parts in history for part in parts or ()}
     gone = [part for name, part in shown.items() if name not in {each.name for each in now} | {OTHERS}]
     return [*legend(now), *(line((part.fill, part.style), f" {part.name} ", ("none now", ".muted")) for part in gone)]
@@ -268,7 +268,7 @@ def _mig_lines(gpu: GpuStatus, width: int) -> list[Content]:
     if not gpu.has_mig:
         return []
     if not gpu.mig:
-        return [line(("  MIG is on and the GPU has no parts yet: nvidia-smi mig -cgi makes them", ".warning"))]
+        return [line(("  MIG is on without any instance: nvidia-smi mig -cgi creates them", ".warning"))]
     told = [
         line(
             (f"{each.name.rpartition('MIG ')[2]}", ".strong"),
@@ -287,15 +287,15 @@ def _process_table(gpu: GpuStatus, state: ViewState, width: int) -> list[Content
     if not gpu.processes:
         return _wrapped(_no_processes(gpu), width, INDENT, ".muted")
     whose = [_who(process, state, are_shares_known=gpu.are_shares_known) for process in gpu.processes]
-    who_width = min(MAX_WHO, max(len("whose"), *(len(text) for text, _ in whose))) + 2
+    who_width = min(MAX_WHO, max(len("owner"), *(len(text) for text, _ in whose))) + 2
     part_width = 7 if gpu.has_mig else 0
-    head = f"{'pid':<{PID_WIDTH}}{'whose':<{who_width}}{'memory':>{MEMORY_WIDTH - 1}} " + fit("  part", part_width)
+    head = f"{'pid':<{PID_WIDTH}}{'owner':<{who_width}}{'memory':>{MEMORY_WIDTH - 1}} " + fit("  MIG", part_width)
     rows = [line(" " * INDENT, (f"{head} command", ".title")).truncate(width)]
     before = INDENT + PID_WIDTH + who_width + MEMORY_WIDTH + part_width + 1
     room = max(0, width - before)
     for process, (text, style) in zip(gpu.processes, whose, strict=True):
         part = f"  MIG {process.gpu_instance}" if process.gpu_instance is not None else ""
-        command = process.command if process.is_visible else "cannot be seen from here"
+        command = process.command if process.is_visible else "not visible from here"
         folded = [fit(command, room)]
         if state.gpus.has_whole_commands and room >= 20:
             folded = textwrap.wrap(command, room) or [""]
@@ -311,34 +311,34 @@ def _process_table(gpu: GpuStatus, state: ViewState, width: int) -> list[Content
         )
         rows += [line(" " * (before + 1), (more, ".muted")).truncate(width) for more in folded[1:]]
     if not gpu.are_shares_known:
-        words = "▲ the driver lists pids of the machine outside: which of these are ours it does not tell"
+        words = "▲ the driver lists pids of the host: which of them belong to this run is unknown"
         if any(process.is_visible for process in gpu.processes):
-            words = "▲ the driver does not tell how much memory each of these holds"
+            words = "▲ the driver does not report the memory of each process"
         rows += _wrapped(words, width, INDENT, ".warning")
     return rows
 
 
 def _no_processes(gpu: GpuStatus) -> str:
     if not gpu.are_shares_known:
-        return "the driver lists no processes here, so whose memory it is cannot be told"
+        return "the driver lists no processes here, so the owner of the memory is unknown"
     if (gpu.memory_used_bytes or 0) >= UNTOLD_BYTES:
-        return "the driver lists no process; those of another container are not told, and may hold what is used"
-    return "no process is on this GPU"
+        return "the driver lists no process; the memory may be held by another container"
+    return "no process on this GPU"
 
 
 def _who(process: GpuProcess, state: ViewState, *, are_shares_known: bool) -> tuple[str, str]:
-    """Whose a process is, and the style of that."""
+    """The owner of a process, and its style."""
     if process.run is not None and process.run != state.run:
         return f"run {process.run}: {process.service or 'a service'}", ".others"
     if process.service is not None:
         status = state.service(process.service)
         attempt = process.attempt if process.attempt is not None else (status.attempt if status else None)
-        if process.run is not None:  # it has our marker and is not below its keeper any more
+        if process.run is not None:  # has the marker of the run, but no keeper as ancestor
             return f"{process.service}, left over", ".warning"
         return f"{process.service}" + (f", attempt {attempt}" if attempt else ""), ".strong"
     if not process.is_visible:
-        return "another container, or outside" if are_shares_known else "not told, maybe ours", ".others"
-    return f"user {process.user or 'not known'}", ".others"
+        return "another container or the host" if are_shares_known else "unknown, may be ours", ".others"
+    return f"user {process.user or 'unknown'}", ".others"
 
 
 # --- its history ---------------------------------------------------------------------------------------------------
@@ -347,13 +347,15 @@ def _who(process: GpuProcess, state: ViewState, *, are_shares_known: bool) -> tu
 def _history(
     gpu: GpuStatus, history: Sequence[Sequence[GpuFigures]], held: Sequence[Sequence[Part] | None], height: int
 ) -> list[Content]:
-    """Memory by holder as a chart, then how busy, how loaded and how hot it was."""
+    """Memory by holder as a chart, then utilisation, power and temperature."""
     rows: list[Content] = []
     total = gpu.memory_total_bytes
     if total and any(sum(part.num_bytes for part in parts) >= IDLE_SHARE * total for parts in held if parts):
         rows = _chart(held, total, height)
     elif total:
-        rows = [_gutter("memory", bytes_text(gpu.memory_used_bytes), [("hardly any was held in this time", ".muted")])]
+        rows = [
+            _gutter("memory", bytes_text(gpu.memory_used_bytes), [("almost no memory was used in this time", ".muted")])
+        ]
     for name, now, most, value in (
         ("busy", percent_text(gpu.utilization_percent), 100.0, lambda figures: figures.utilization_percent),
         ("power", _with_unit(gpu.power_watts, "W"), gpu.power_limit_watts, lambda figures: figures.power_watts),
@@ -387,7 +389,7 @@ def _gutter(name: str, number: str, pieces: list[Styled]) -> Content:
 
 
 def _time_axis(columns: Columns, state: ViewState) -> Content:
-    """When the columns begin and end, and what one is."""
+    """Start and end of the columns, and the width of one."""
     span_s = state.gpus.span_s
     what = "the whole run" if span_s is None else f"the last {_span_text(span_s)}"
     begin, end = (time.strftime("%H:%M:%S", time.localtime(each)) for each in (columns.start, columns.end))
@@ -404,7 +406,7 @@ def _blame_lines(gpu: GpuStatus, state: ViewState, width: int, moments: Sequence
     ended_at = {}
     for service in state.services:
         transitions = state.transitions.get(service.name, ())
-        # A service that was down when the screen came is noted with its start: when it ended is not known then.
+        # For a service that was down when the screen opened, the transition has its start time: its end is unknown.
         if transitions and transitions[-1].state in DOWN_STATES and transitions[-1].time > (service.started_at or 0.0):
             ended_at[service.name] = transitions[-1].time
     found = blame(gpu, moments, state.services, state.gpus.plan, ended_at)
@@ -417,12 +419,12 @@ def _blame_lines(gpu: GpuStatus, state: ViewState, width: int, moments: Sequence
 
 
 def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns) -> list[Content]:
-    """Memory of the machine by service, and why there is no GPU where there is none."""
+    """Host memory by service, and why no GPU is shown."""
     assert state.status is not None
-    rows = [rule(width, "memory of the machine")]
+    rows = [rule(width, "host memory")]
     if not state.status.gpus:
         rows += _wrapped(f"no GPU figures: {state.status.gpu_note or NO_GPU_WORDS}", width, INDENT, ".warning")
-        rows += _wrapped("→ `grpo-tui doctor` says what a GPU needs here", width, INDENT, ".muted")
+        rows += _wrapped("→ `grpo-tui doctor` checks what is missing", width, INDENT, ".muted")
     parts = host_parts(state)
     memory = state.host_memory
     if memory is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from rich.cells import cell_len, set_cell_size
 from textual import events
@@ -99,7 +100,7 @@ class Lines(Widget):
                 self.refresh(Region(start, y, end - start, 1))
 
     def on_resize(self, event: events.Resize) -> None:
-        """Say the lines anew for the new size."""
+        """Rebuild the lines for the new size."""
         self._lines, self._inputs = [], None
         if self._state is not None:
             self.draw(self._state)
@@ -126,6 +127,23 @@ class Lines(Widget):
     def plain_lines(self) -> list[str]:
         """The lines as text, for tests."""
         return [line.plain for line in self._lines]
+
+
+class Wheel(Widget):
+    """Base of such parts, after the one that has their styles: Textual takes those of the first alone."""
+
+    ON_WHEEL: ClassVar[tuple[str, str]]
+    """The actions of a notch up and of a notch down."""
+
+    async def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """As the key upwards."""
+        event.stop()
+        await self.run_action(self.ON_WHEEL[0])
+
+    async def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """As the key downwards."""
+        event.stop()
+        await self.run_action(self.ON_WHEEL[1])
 
 
 def are_same(inputs: Sequence[object], before: Sequence[object]) -> bool:

@@ -1,6 +1,6 @@
-"""The parts of the log screen: which log, its title, its lines, and what narrows them.
+"""The parts of the log screen: list of logs, title, lines, filters and input line.
 
-Lines have their own colours; matches and the cursor are marked on top, the cursor by a sign too.
+Lines keep their own colours; matches and the cursor are marked on top.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from textual.content import Content
 from textual.style import Style
 from textual.widgets import Input
 
-from grpo_tui.ui.messages import Came
+from grpo_tui.ui.messages import StateChanged
 from grpo_tui.ui.widgets.lines import NUM_SHARES, Lines, Styled, fit, line, rule
-from grpo_tui.view.folding import beginning, fold
 from grpo_tui.view.format import bytes_text
-from grpo_tui.view.log_reader import LogLine
-from grpo_tui.view.log_search import Level, marker
-from grpo_tui.view.log_view import CursorSet, LogsView, Prompt, Resized, Scrolled, cut_at, num_rows
+from grpo_tui.view.logs.folding import beginning, fold
+from grpo_tui.view.logs.reader import LogLine
+from grpo_tui.view.logs.search import Level, marker
+from grpo_tui.view.logs.state import CursorSet, LogsView, Prompt, Resized, Scrolled, cut_at, num_rows
 from grpo_tui.view.state import ViewState
 
 ALL_WORD = "all by time"
@@ -28,15 +28,15 @@ WHEEL_LINES = 3
 MOST_NAME_COLUMNS = 12
 CURSOR_SIGN, SELECTED_SIGN = "▌", "│"
 PLACEHOLDERS = {
-    Prompt.SEARCH: "search: a text or a regular expression; enter looks for it, n and N go on",
-    Prompt.FILTER: "show only lines with: a text or a regular expression; empty shows all",
+    Prompt.SEARCH: "search for text or a regular expression; enter searches, n and N repeat",
+    Prompt.FILTER: "show only lines that match a text or a regular expression; empty shows all",
     Prompt.TIME: "go to a time: 14:03:05, 14:03, 2026-01-31 14:03, or -10m",
 }
 
 PROMPT_WORDS = {
-    Prompt.SEARCH: "search: enter looks for it, esc leaves",
-    Prompt.FILTER: "filter: enter or esc leaves, empty shows all",
-    Prompt.TIME: "time (14:03:05, -10m): enter goes there, esc leaves",
+    Prompt.SEARCH: "search: enter searches, esc cancels",
+    Prompt.FILTER: "filter: enter or esc closes, empty shows all",
+    Prompt.TIME: "time (14:03:05, -10m): enter goes there, esc cancels",
 }
 
 
@@ -101,7 +101,7 @@ class LogPage(Lines):
         """From the first in sight on, as many as there is room for."""
         logs = state.logs
         if logs.columns != room_for_text(logs, width) or logs.rows != height:
-            self.post_message(Came(Resized(columns=room_for_text(logs, width), rows=height)))
+            self.post_message(StateChanged(Resized(columns=room_for_text(logs, width), rows=height)))
         if not logs.lines:
             return [line((words, ".muted")) for words in _words_for_nothing(logs)]
         rows: list[Content] = []
@@ -117,12 +117,12 @@ class LogPage(Lines):
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Back by some lines."""
         event.stop()
-        self.post_message(Came(Scrolled(by=-WHEEL_LINES)))
+        self.post_message(StateChanged(Scrolled(by=-WHEEL_LINES)))
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """On by some lines."""
         event.stop()
-        self.post_message(Came(Scrolled(by=WHEEL_LINES)))
+        self.post_message(StateChanged(Scrolled(by=WHEEL_LINES)))
 
     def on_click(self, event: events.Click) -> None:
         """Put the cursor on the line."""
@@ -132,12 +132,12 @@ class LogPage(Lines):
         for place in range(logs.top, len(logs.lines)):
             y -= num_rows(logs.lines[place], logs)
             if y < 0:
-                self.post_message(Came(CursorSet(place=place)))
+                self.post_message(StateChanged(CursorSet(place=place)))
                 return
 
 
 class LogNarrowing(Lines):
-    """What narrows the lines, what is searched, and what is going on; nothing where there is none of it."""
+    """Active filters, search and progress; empty if there are none."""
 
     DEFAULT_CSS = "LogNarrowing { height: 1; padding: 0 1; }"
 
@@ -180,7 +180,7 @@ def narrowing(logs: LogsView) -> list[str | Styled]:
         num = len(logs.selection)
         parts.append((f"{num} line{'s' * (num != 1)} selected: y copies", ".accent"))
     if logs.is_wrapped:
-        parts.append(("folded", ".muted"))
+        parts.append(("wrapped", ".muted"))
     if logs.shift:
         parts.append((f"shifted by {logs.shift} columns", ".muted"))
     if logs.busy:
@@ -262,11 +262,11 @@ def _where(logs: LogsView, until: float | None) -> list[str]:
         size = bytes_text(logs.extent.num_bytes)
         words.append(f"{size} in all" if logs.is_following else f"{100 * min(max(share, 0.0), 1.0):.0f} % of {size}")
     if until is not None:
-        words.append("as it was then")
+        words.append("at that time")
     elif logs.is_following:
         words.append("following")
     else:
-        words.append("held: f follows")
+        words.append("paused: f follows")
     return words
 
 
@@ -282,11 +282,11 @@ def _count_words(logs: LogsView) -> str:
 
 
 def _words_for_nothing(logs: LogsView) -> list[str]:
-    whose = f"the log of {logs.chosen}" if logs.chosen else "any log"
+    whose = f"the log of {logs.chosen}" if logs.chosen else "every log"
     if not logs.services:
-        return ["  no log yet: the services of the run are not known"]
+        return ["  no log yet: waiting for the list of services"]
     if not (logs.has_all_before and logs.has_all_after):
         return ["  reading …"]
     if logs.tests:
-        return [f"  no such line in {whose}; & changes the text, l the level"]
-    return [f"  nothing is written yet in {whose}; lines appear here as they come"]
+        return [f"  no matching line in {whose}; & changes the filter, l the level"]
+    return [f"  {whose} is empty so far"]

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from textual import events
 from textual.content import Content
 
-from grpo_tui.ui.messages import Came
-from grpo_tui.ui.widgets.lines import Lines, fit, line, rule
-from grpo_tui.ui.widgets.metrics_panel import judge
+from grpo_tui.ui.messages import StateChanged
+from grpo_tui.ui.widgets.lines import Lines, Wheel, fit, line, rule
+from grpo_tui.ui.widgets.main.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import curve_style
-from grpo_tui.ui.widgets.wheel import Wheel
-from grpo_tui.view.curves import listed, plotted
-from grpo_tui.view.history import MetricHistory
-from grpo_tui.view.metric_names import band_of, group_of, our_name, value_text
-from grpo_tui.view.plot_view import MetricMarked, MetricSelected
+from grpo_tui.view.metrics.curves import listed, plotted
+from grpo_tui.view.metrics.history import MetricHistory
+from grpo_tui.view.metrics.names import band_of, group_of, our_name, value_text
+from grpo_tui.view.metrics.state import MetricMarked, MetricSelected
 from grpo_tui.view.state import ViewState
 
 VALUE_WIDTH = 8
@@ -45,7 +44,7 @@ class MetricList(Lines, Wheel):
         self._shown: list[Row] = []
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Made anew with each step, and when it is searched or marked in."""
+        """Rebuilt after each step, search or mark."""
         plots = state.plots
         return (state.history, plots.query, plots.is_searching, plots.selected, plots.marked)
 
@@ -57,7 +56,7 @@ class MetricList(Lines, Wheel):
         if not names:
             self._shown = []
             title = rule(width, "metrics", f"0 of {total}" if plots.query else "")
-            why = f"nothing like “{plots.query}”: esc shows all" if plots.query else "none yet"
+            why = f"no metric matches “{plots.query}”: esc shows all" if plots.query else "none yet"
             return [title, line((fit(f"  {why}", width), ".muted"))]
         rows = _rows(names, is_grouped=not plots.query)
         selected = plots.selected if plots.selected in names else names[0]
@@ -80,9 +79,9 @@ class MetricList(Lines, Wheel):
         row = self._shown[place.y - 1] if 0 < place.y <= len(self._shown) else None
         if row is None or row.name is None:
             return
-        self.post_message(Came(MetricSelected(name=row.name)))
+        self.post_message(StateChanged(MetricSelected(name=row.name)))
         if place.x < 3:
-            self.post_message(Came(MetricMarked(name=row.name)))
+            self.post_message(StateChanged(MetricMarked(name=row.name)))
 
 
 def _note(seen: Sequence[int], num_found: int, total: int, num_marked: int, room: int) -> str:

@@ -1,7 +1,7 @@
-"""How curves become rows of cells: their panes with labels, bands and signs, and the axis below.
+"""Draws curves as rows of cells: panes with labels, bands and signs, and the x axis.
 
-Drawn in braille by a canvas of our own: a plotting library draws its own axes and colours, and neither bands behind
-the curve, nor styles of the theme, nor single lines that are repainted by themselves.
+Drawn in braille by our own canvas: plotting libraries have no bands behind curves, no theme styles, and repaint
+everything for every change.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from textual.content import Content, Span
 
 from grpo_engine.wire.metrics import Band
 from grpo_tui.ui.widgets.lines import NUM_SHARES, Styled, fit, line
-from grpo_tui.ui.widgets.metrics_panel import band_text
-from grpo_tui.view.braille import COLUMNS, ROWS, Canvas, thinned
-from grpo_tui.view.curves import (
+from grpo_tui.ui.widgets.main.metrics_panel import band_text
+from grpo_tui.view.metrics.braille import COLUMNS, ROWS, Canvas, thinned
+from grpo_tui.view.metrics.curves import (
     Curve,
     Pane,
     Scale,
@@ -29,8 +29,8 @@ from grpo_tui.view.curves import (
     ticks,
     x_ticks,
 )
-from grpo_tui.view.metric_names import unit_of
-from grpo_tui.view.plot_view import PlotView, XAxis
+from grpo_tui.view.metrics.names import unit_of
+from grpo_tui.view.metrics.state import PlotView, XAxis
 
 FREE = " ┈"
 """Cells that the cursor may take."""
@@ -178,7 +178,7 @@ def _draw(
 def _draw_dots(
     points: Sequence[tuple[float, float | None]], scale: Scale, geometry: Geometry, canvas: Canvas, style: str
 ) -> None:
-    """Each measurement by itself: joined ones would fill the plot around the smooth curve."""
+    """Single measurements as dots: a line would fill the plot around the smoothed curve."""
     dot_of = _mapper(scale, geometry, canvas)
     for piece in clipped(points, geometry.window):
         for x, y in piece:
@@ -280,7 +280,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 def _labels(pane: Pane, height: int) -> dict[int, str]:
     """Round numbers by the row at which they stand."""
     if pane.scale is None:
-        return {0: "most", height - 1: "least"}
+        return {0: "max", height - 1: "min"}
     values = ticks(pane.scale, max(2, height // ROWS_A_TICK))
     texts = tick_texts(values, is_log=pane.scale.is_log)
     labels: dict[int, str] = {}

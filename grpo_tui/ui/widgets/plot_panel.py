@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 
-from grpo_tui.ui.messages import Came
-from grpo_tui.ui.widgets.lines import Lines, fit, line, rule
-from grpo_tui.ui.widgets.plot_drawing import Drawn, Geometry, axis_rows, column_of, drawn_of
-from grpo_tui.ui.widgets.plot_table import DASHES, cursor_line, table
-from grpo_tui.view.curves import Curve, curve_of, plotted, x_range
-from grpo_tui.view.history import MetricHistory
-from grpo_tui.view.plot_view import CursorSet, PlotView, WindowSet
+from grpo_tui.ui.messages import StateChanged
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.main.metrics_panel import judge
+from grpo_tui.ui.widgets.plot_drawing import Drawn, Geometry, axis_rows, column_of, curve_style, drawn_of, metric_text
+from grpo_tui.view.format import duration_text
+from grpo_tui.view.metrics.curves import Curve, curve_of, plotted, x_range
+from grpo_tui.view.metrics.history import MetricHistory
+from grpo_tui.view.metrics.names import band_of, value_text
+from grpo_tui.view.metrics.state import CursorSet, PlotView, WindowSet
 from grpo_tui.view.state import ViewState
 
 ZOOM = 2.0
 PAN = 0.25
-NOT_YET = "no step yet: metrics appear here when the trainer has done its first"
+DASHES = "┄"
+"""Before what is of another run."""
+VALUE_WIDTH = 9
+MIN_NAME_WIDTH = 18
+NOT_YET = "no step yet: metrics appear after the trainer's first step"
 
 
 class PlotPanel(Lines):
@@ -37,7 +44,7 @@ class PlotPanel(Lines):
         super().__init__()
         self.geometry: Geometry | None = None
         """None while nothing is drawn."""
-        # A cursor that moves makes neither the curves anew, nor what is drawn of them.
+        # Cached: moving the cursor rebuilds neither the curves nor their drawing.
         self._history: MetricHistory | None = None
         self._curves_of: tuple[object, ...] = ()
         self._curves: list[Curve] = []
@@ -45,7 +52,7 @@ class PlotPanel(Lines):
         self._drawn: Drawn | None = None
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Made anew with each step, and with each key of this screen."""
+        """Rebuilt after each step and each key of this screen."""
         return (state.history, state.plots, state.has_ended)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
@@ -140,7 +147,7 @@ class PlotPanel(Lines):
     def on_click(self, event: events.Click) -> None:
         """Put the cursor there."""
         if self.geometry is not None:
-            self._tell(self.cursor_near(self.geometry.x_at(event.get_content_offset_capture(self).x)))
+            self._post(self.cursor_near(self.geometry.x_at(event.get_content_offset_capture(self).x)))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Zoom in around the pointer; with shift or control go left."""
@@ -155,13 +162,13 @@ class PlotPanel(Lines):
         if self.geometry is None:
             return
         if event.shift or event.ctrl:
-            self._tell(self.panned(-PAN if factor > 1 else PAN))
+            self._post(self.panned(-PAN if factor > 1 else PAN))
         else:
-            self._tell(self.zoomed(factor, self.geometry.x_at(event.get_content_offset_capture(self).x)))
+            self._post(self.zoomed(factor, self.geometry.x_at(event.get_content_offset_capture(self).x)))
 
-    def _tell(self, change: WindowSet | CursorSet | None) -> None:
+    def _post(self, change: WindowSet | CursorSet | None) -> None:
         if change is not None:
-            self.post_message(Came(change))
+            self.post_message(StateChanged(change))
 
 
 def _curves(state: ViewState, names: Sequence[str]) -> list[Curve]:
@@ -194,3 +201,54 @@ def _title(names: Sequence[str], plots: PlotView, how: str, width: int) -> Conte
         title = fit(title, room)
     left_over = width - cell_len(title) - 8
     return rule(width, title, fit(note, left_over) if cell_len(note) > left_over else note)
+
+
+def cursor_line(own: Sequence[Curve], plots: PlotView) -> Content:
+    """`at step 120 · 04:15:33 · 4m48s since the first step · policy 118`."""
+    assert plots.cursor is not None
+    points = [point for curve in own for point in curve.points if point.y is not None]
+    if not points:
+        return line(("not measured in this run", ".muted"))
+    point = min(points, key=lambda each: abs(each.x - plots.cursor))  # type: ignore[operator]
+    began = min(each.time for each in points)
+    clock = time.strftime("%H:%M:%S", time.localtime(point.time))
+    return line(
+        ("▲ ", ".accent"),
+        (f"step {point.step:,}", ".strong"),
+        (f" · {clock} · {duration_text(point.time - began)} in · policy {point.policy_version:,}", ".muted"),
+    )
+
+
+def table(curves: Sequence[Curve], plots: PlotView, window: tuple[float, float], width: int) -> list[Content]:
+    """One line a curve: its value at the cursor, and what it comes to within the window."""
+    wanted = ["last", "min", "max", "mean"]
+    if plots.cursor is not None:
+        wanted.insert(0, "▲ cursor")
+    names = wanted[: max(1, (width - MIN_NAME_WIDTH) // VALUE_WIDTH)]
+    names = [name for name in ("▲ cursor", "last", "mean", "min", "max") if name in names]
+    name_width = width - VALUE_WIDTH * len(names)
+    where = "in sight" if plots.window is not None else "over the run"
+    header = line((fit(f"  {where}", name_width), ".faint"),
+                  *((fit(name, VALUE_WIDTH, right=True), ".muted") for name in names))  # fmt: skip
+    rows = [header]
+    for curve in sorted(curves, key=lambda each: (each.number, each.run is not None)):
+        sums = curve.figures(window)
+        at = None if plots.cursor is None else curve.at(plots.cursor)
+        values: dict[str, float | None] = {"▲ cursor": at.y if at else None}
+        if sums is not None:
+            values |= {"last": sums.last, "mean": sums.mean, "min": sums.least, "max": sums.most}
+        sign = str(curve.number) if curve.run is None else DASHES
+        label = metric_text(curve.name) if curve.run is None else curve.run
+        band = band_of(curve.name)
+        cells: list[Styled] = []
+        for name in names:
+            value = values.get(name)
+            verdict = judge(value, band) if name != "mean" else judge(None, None)
+            cells.append(
+                (
+                    fit(value_text(curve.name, value), VALUE_WIDTH, right=True),
+                    verdict.style if verdict.style == ".warning" else "",
+                )
+            )
+        rows.append(line((f"{sign} ", curve_style(curve.number)), fit(label, name_width - 2), *cells))
+    return rows

@@ -1,7 +1,7 @@
-"""One group: its prompt, its completions, and the text of one of them with its tokens coloured.
+"""One group: prompt, table of completions, and the text of one completion with coloured tokens.
 
-What a colour says is said in numbers too: the legend tells the ranges, the ends of a scale are underlined and bold, and
-the last line tells everything of the token under the cursor.
+The legend has the ranges of the colours, the ends of a scale are underlined and bold, and the last lines have the
+values of the token under the cursor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from textual import events
 from textual.content import Content
 
 from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
-from grpo_tui.ui.messages import Came
-from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.messages import StateChanged
+from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line, rule
 from grpo_tui.ui.widgets.rollout_list import wrapped_words
-from grpo_tui.ui.widgets.wheel import Wheel
-from grpo_tui.view.rollout_text import (
+from grpo_tui.view.rollouts.state import CompletionMoved, RolloutView, Tint, TokenMoved, TokenSet, environment_words
+from grpo_tui.view.rollouts.text import (
     SCALES,
     Piece,
     line_of,
@@ -29,12 +29,11 @@ from grpo_tui.view.rollout_text import (
     visible,
     wrapped,
 )
-from grpo_tui.view.rollout_view import CompletionMoved, RolloutView, Tint, TokenMoved, TokenSet, environment_words
 from grpo_tui.view.state import ViewState
 
 TONES = frozenset({"cool-end", "cool", "warm", "warm-end", "bad-end", "bad", "good", "good-end", "cursor", "read"})
 MAX_PROMPT_CHARACTERS = 4000
-"""As much of it stands above the completions at most; `o` shows all."""
+"""Longest prompt above the completions; `o` shows all of it."""
 PROMPT_WORD = "prompt: "
 ROOMY_ROWS = 30
 """From so many on, the table of completions may have more."""
@@ -106,7 +105,7 @@ class RolloutGroup(Lines, Wheel):
         self._clickable = {}
         subject = self._subject(view)
         if subject is None and view.is_reading and self._last_size == (width, height):
-            # What stood there stays meanwhile: to wipe it costs as much of a slow line as the next group.
+            # The last group stays until then: clearing it would cost as much output as the next group.
             return [rule(width, "reading …"), *self._last[1:]]
         self._last_size = (width, height)
         if subject is None:
@@ -120,7 +119,7 @@ class RolloutGroup(Lines, Wheel):
         prompt = self._prompt_lines(subject.group.prompt, width, max(1, height // 8))
         completion = subject.completion
         if completion is None:
-            return [title, *prompt, line(("the group has no completions", ".warning"))]
+            return [title, *prompt, line(("this group has no completions", ".warning"))]
         below = _token_lines(completion, view, width)
         most_rows = height // 4 if height < ROOMY_ROWS else height // 3 - 1
         longest = max(_rows_of(each.text, width) for each in subject.group.completions)
@@ -158,13 +157,13 @@ class RolloutGroup(Lines, Wheel):
         if clicked is None or self._state is None or self._is_marked:
             return
         if isinstance(clicked, int):
-            self.post_message(Came(CompletionMoved(by=clicked - self._state.rollouts.completion)))
+            self.post_message(StateChanged(CompletionMoved(by=clicked - self._state.rollouts.completion)))
             return
         for piece in clicked:
             place -= (cell_len(piece.text), 0)
             if place.x < 0:
                 if piece.token is not None:
-                    self.post_message(Came(TokenSet(token=piece.token)))
+                    self.post_message(StateChanged(TokenSet(token=piece.token)))
                 return
 
     def _subject(self, view: RolloutView) -> Subject | None:
@@ -185,8 +184,8 @@ class RolloutGroup(Lines, Wheel):
         if view.is_reading:
             return [title, line(("reading …", ".muted"))]
         words = (
-            f"Line {view.chosen + 1:,} of rollouts.jsonl cannot be read: it is damaged, or written by something else. "
-            "n and p go on to others."
+            f"Line {view.chosen + 1:,} of rollouts.jsonl cannot be read: it is damaged or has another format. "
+            "n and p go to other groups."
         )
         return [title, *(line((text, ".warning")) for text in wrapped_words(words, width))]
 
@@ -195,12 +194,12 @@ class RolloutGroup(Lines, Wheel):
             return [line(("prompt: empty", ".muted"))]
         shown = wrapped([Piece(prompt[-MAX_PROMPT_CHARACTERS:], None)], width - len(PROMPT_WORD))
         is_whole = len(shown) <= most and len(prompt) <= MAX_PROMPT_CHARACTERS
-        shown = shown[-most:]  # its end: what is asked stands after what is said to every prompt
+        shown = shown[-most:]  # the end: the question follows the shared instructions
         rows = [line((PROMPT_WORD if number == 0 else " " * len(PROMPT_WORD), ".muted"), _plain(row))
                 for number, row in enumerate(shown)]  # fmt: skip
         if not is_whole:
             rows[0] = line(("prompt …", ".muted"), _plain(shown[0]))
-            note = Content.styled(" o: all of it", ".muted")
+            note = Content.styled(" o: whole prompt", ".muted")
             rows[-1] = rows[-1].truncate(width - note.cell_length, ellipsis=True, pad=True) + note
         return rows
 
@@ -221,15 +220,15 @@ class RolloutGroup(Lines, Wheel):
         note = _lines_note(first, self._num_body_lines, len(lines))
         title = rule(width, f"completion {subject.place + 1}", f"{note}coloured by {view.tint}, c: next")
         if not completion.text and not any(completion.token_texts):
-            return title, [line(("empty: the model ended at once, without a character", ".warning"))], []
+            return title, [line(("empty: the model ended without any text", ".warning"))], []
         texts = lines[first : first + self._num_body_lines]
         rows = [_coloured(row, completion, view, is_cursor_shown=not subject.is_marked) for row in texts]
         if not completion.token_texts:
-            rows.append(line(("recorded without texts of tokens, so they have no colours", ".muted")))
+            rows.append(line(("recorded without token texts, so tokens are not coloured", ".muted")))
         return title, rows, texts
 
     def _layout(self, key: tuple[object, ...], pieces: list[Piece], width: int) -> list[list[Piece]]:
-        """Lines of the text, made anew for another text or width alone."""
+        """The wrapped text, cached by text and width."""
         known = self._wrapped_for
         if len(known) != len(key) or any(
             now is not then and not (isinstance(now, int | str) and now == then)
@@ -247,7 +246,7 @@ def _title(subject: Subject) -> str:
 
 def _place(view: RolloutView, subject: Subject) -> str:
     if subject.is_marked:
-        return "m lets go"
+        return "m removes it"
     if subject.index not in view.found:
         return ""
     return f"group {view.found.index(subject.index) + 1:,} of {len(view.found):,}"
@@ -313,7 +312,7 @@ def _versions(completion: SampledCompletion) -> str:
 
 
 def _ended(completion: SampledCompletion) -> str:
-    state = {True: "truncated", False: "by itself", None: "-"}[completion.is_truncated]
+    state = {True: "truncated", False: "complete", None: "-"}[completion.is_truncated]
     return state if completion.training_logprobs else f"{state}, not trained"
 
 

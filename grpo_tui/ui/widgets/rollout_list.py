@@ -1,4 +1,4 @@
-"""The list of recorded groups, the newest first: step, rewards, environment and how the prompt begins."""
+"""The list of recorded groups, newest first: step, rewards, environment and start of the prompt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from textual.content import Content
 
 from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.glyphs import SPARK_BARS
-from grpo_tui.ui.messages import Came
-from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
-from grpo_tui.ui.widgets.wheel import Wheel
+from grpo_tui.ui.messages import StateChanged
+from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line, rule
 from grpo_tui.view.format import count_text, shortened
-from grpo_tui.view.rollout_file import GroupHead
-from grpo_tui.view.rollout_text import telling_starts, visible
-from grpo_tui.view.rollout_view import GroupChosen, GroupOpened, RolloutView
+from grpo_tui.view.rollouts.file import GroupHead
+from grpo_tui.view.rollouts.state import GroupChosen, GroupOpened, RolloutView
+from grpo_tui.view.rollouts.text import telling_starts, visible
 from grpo_tui.view.service_rules import TRAINER_KIND
 from grpo_tui.view.state import ViewState
 
@@ -37,7 +36,7 @@ class Look:
     scale: tuple[float, float]
     """Rewards of the lowest and of the highest bar."""
     words: Mapping[int, str]
-    """What tells each group from the others: the beginning of its prompt, or its policy where all have the same."""
+    """The start of each group's prompt, or its policy versions if all have the same prompt."""
     environment_width: int
     """0 where there is only one."""
 
@@ -88,9 +87,9 @@ class RolloutList(Lines, Wheel):
         view = self._state.rollouts
         place = self._first(view, self.size.height) + event.y - NUM_HEADINGS
         if event.y >= NUM_HEADINGS and place < len(view.found):
-            self.post_message(Came(GroupChosen(index=view.found[place])))
+            self.post_message(StateChanged(GroupChosen(index=view.found[place])))
             if event.chain > 1:
-                self.post_message(Came(GroupOpened()))
+                self.post_message(StateChanged(GroupOpened()))
 
     def _first(self, view: RolloutView, height: int) -> int:
         """The place of the first row in sight."""
@@ -123,11 +122,11 @@ def _note(view: RolloutView, width: int) -> str:
     elif view.read.total:
         parts.append(f"{view.read.total:,} recorded")
     if view.read.is_searching:
-        parts.append(f"looked at {view.read.num_looked_at:,}")
+        parts.append(f"searched {view.read.num_looked_at:,}")
     elif view.found and view.filter.prompt_key is not None:
-        parts.append("oldest first; s goes back")
+        parts.append("oldest first; s: back")
     elif view.found:
-        parts += ["newest first", "following" if view.is_following else "held: f follows"]
+        parts += ["newest first", "following" if view.is_following else "paused: f follows"]
     while len(parts) > 1 and cell_len(" · ".join(parts)) > width:
         parts.pop(0 if view.filter.is_open else 1)
     return shortened(" · ".join(parts), max(1, width))
@@ -175,7 +174,7 @@ def reward_bars(rewards: Sequence[float], width: int, scale: tuple[float, float]
 
 
 def _telling_starts(heads: Sequence[GroupHead]) -> dict[int, str]:
-    """The prompts, without what all of an environment begin with."""
+    """The prompts without the beginning that all prompts of an environment share."""
     starts: dict[int, str] = {}
     for environment in {head.environment for head in heads}:
         of_it = [head for head in heads if head.environment == environment]
@@ -206,11 +205,12 @@ def _words_for_nothing(state: ViewState) -> str:
     if view.read is None or (view.filter != view.read.filter):
         return "reading rollouts.jsonl …"
     if view.read.total and view.read.is_searching:
-        return f"none yet of {view.read.num_looked_at:,} groups looked at; x lets all through again"
+        return f"no match in the {view.read.num_looked_at:,} groups searched so far; x removes the filters"
     if view.read.total:
-        return f"none of {count_text(view.read.total, 'recorded group')} is: {view.filter.words}; x lets all through"
+        groups = count_text(view.read.total, "recorded group")
+        return f"none of {groups} matches: {view.filter.words}; x removes the filters"
     if state.until is not None:
-        return "no group was recorded until this moment; later ones may hold some"
+        return "no group had been recorded at this time"
     trainer = next((service for service in state.services if service.kind == TRAINER_KIND), None)
     return _why_none(trainer, state)
 
@@ -218,9 +218,9 @@ def _words_for_nothing(state: ViewState) -> str:
 def _why_none(trainer: ServiceStatus | None, state: ViewState) -> str:
     what = "Groups come from the trainer, which writes a few of each step into rollouts.jsonl in the run's folder"
     if state.history.last is None and trainer is not None:
-        return f"No step is done yet. {what}: the first ones appear with its first step."
+        return f"No training step yet. {what}: the first appear with the first step."
     steps = f"after {count_text(state.history.last.step, 'step')}" if state.history.last else "in this run"
     return (
-        f"Nothing is recorded {steps}. {what}, if it is `grpo-engine train` (a service of kind `trainer`) with "
-        "rollouts_every above 0. Stock trainers record none: run one of the profiles whose trainer is our own."
+        f"No rollouts recorded {steps}. {what}, if it is `grpo-engine train` (a service of kind `trainer`) with "
+        "rollouts_every above 0. Other trainers do not record rollouts."
     )

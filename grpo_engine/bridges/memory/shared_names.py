@@ -1,0 +1,103 @@
+"""Names below /dev/shm: who owns shared memory, and so who removes it.
+
+Under a supervisor (`GRPO_TUI_RUN` is set) the supervisor removes every `grpo-<run>-*` when the run ends. Without
+one the creating process does, and a later process removes what a killed one left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX
+from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
+from grpo_engine.errors import BridgeError
+from grpo_engine.processes import ProcessIdentity
+from grpo_engine.wire.environment_variables import RUN_VARIABLE
+
+BY_HAND = "hand"
+_ADAPTERS = "adapters"
+_POLICY = "policy@"
+
+
+def run_of(environment: Mapping[str, str]) -> str | None:
+    """The run that this process belongs to; None without a supervisor."""
+    return environment.get(RUN_VARIABLE) or None
+
+
+def stem_of(run: str | None) -> str:
+    """Prefix of the names of all shared memory of a run."""
+    return f"{SEGMENT_PREFIX}{run or BY_HAND}-"
+
+
+def adapters_name(run: str | None) -> str:
+    """Name of this process's adapter folder."""
+    me = ProcessIdentity.of_this_process()
+    return f"{stem_of(run)}{_ADAPTERS}-{me.pid}-{me.start_ticks}"
+
+
+def make_own_folder(path: Path) -> None:
+    """Create a folder below /dev/shm that other users cannot read.
+
+    Raises:
+        BridgeError: another user has created one of this name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise BridgeError(
+            f"{path}: owned by another user or no folder, so weights there cannot be trusted: have its owner remove it"
+        )
+    path.chmod(0o700)
+
+
+def remove_stale_adapters(run: str | None) -> None:
+    """Remove the adapter folders of processes that have exited."""
+    for folder, trainer in _adapter_folders(run):
+        if not trainer.is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def adapter_name(policy_version: int) -> str:
+    """Name of a version's adapter, at the server and of its folder."""
+    return f"{_POLICY}{policy_version:06d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftAdapter:
+    """An adapter that a trainer has written."""
+
+    path: Path
+    policy_version: int
+
+
+def newest_adapter(run: str | None) -> LeftAdapter | None:
+    """The newest complete adapter of a running trainer of this run in shared memory; None if there is none.
+
+    Always None without a supervisor, where adapters of several servers share one prefix.
+    """
+    if run is None:
+        return None
+    adapters = [
+        LeftAdapter(path=path, policy_version=int(number))
+        for folder, trainer in _adapter_folders(run)
+        if trainer.is_alive()
+        for path in folder.glob(f"{_POLICY}*")
+        if (number := path.name.removeprefix(_POLICY)).isdigit()
+    ]
+    return max(adapters, key=lambda adapter: adapter.policy_version, default=None)
+
+
+def _adapter_folders(run: str | None) -> Iterator[tuple[Path, ProcessIdentity]]:
+    """Each with the process that created it."""
+    for folder in SHARED_MEMORY.glob(f"{stem_of(run)}{_ADAPTERS}-*-*"):
+        pid, start_ticks = folder.name.rsplit("-", 2)[1:]
+        if pid.isdigit() and start_ticks.isdigit():
+            yield folder, ProcessIdentity(int(pid), int(start_ticks))

@@ -1,0 +1,1 @@
+"""How a version of the weights reaches a server: requests, checkpoints, restarts."""

@@ -1,1 +1,0 @@
-"""A small game of social deduction, pure: grammar, rules, what a seat may know, and players that are no model."""

@@ -1,0 +1,1 @@
+"""From an item to scored groups: prompts, requests to the policy, conversations, rewards."""

@@ -1,0 +1,114 @@
+"""Conversations as token sequences, and the scored group made of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.inference import GenerateResponse, LogprobsMode
+from grpo_engine.wire.rollouts import MASKED_LABEL, MASKED_LOGPROB, ScoredGroup
+
+
+class Completions(GenerateResponse):
+    """Answer of `/generate`; stock servers send neither version nor logprobs_mode, and theirs is `raw`."""
+
+    policy_version: int | None = None  # type: ignore[assignment]
+    logprobs_mode: LogprobsMode = "raw"
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """One sequence: prompt and sampled tokens in turn, exactly as they were sent and received.
+
+    Example, one turn: `add_prompt([5, 9])`, then a completion of `7` and the end token 2, become `tokens [5, 9, 7, 2]`,
+    `labels [-100, -100, 7, 2]`, `logprobs [1.0, 1.0, -0.3, -0.01]`, `versions [0, 0, 4, 4]`. T tokens in all.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    """(T,)"""
+    labels: list[int] = field(default_factory=list)
+    """(T,) the token itself where it was sampled, and so is trained; -100 in prompts."""
+    logprobs: list[float] = field(default_factory=list)
+    """(T,) 1.0 in prompts."""
+    versions: list[int] = field(default_factory=list)
+    """(T,) policy version that sampled each token; 0 in prompts."""
+    has_versions: bool = True
+    """Whether the server sent a version for every completion."""
+    is_truncated: bool = False
+    """Whether the last completion ended at its length limit, or a turn was skipped because no room was left."""
+    logprobs_mode: LogprobsMode = "raw"
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of trained tokens."""
+        return len(self.labels) - self.labels.count(MASKED_LABEL)
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """(T',) of the trained tokens."""
+        return [version for version, label in zip(self.versions, self.labels, strict=True) if label != MASKED_LABEL]
+
+    def add_prompt(self, tokens: Sequence[int]) -> None:
+        """Append prompt tokens."""
+        self.tokens += tokens
+        self.labels += [MASKED_LABEL] * len(tokens)
+        self.logprobs += [MASKED_LOGPROB] * len(tokens)
+        self.versions += [0] * len(tokens)
+
+    def add_completion(self, completions: Completions, index: int = 0) -> None:
+        """Append one completion of an answer, its end token included.
+
+        Raises:
+            PeerError: the answer has no log-probabilities, or they do not match the tokens.
+        """
+        tokens, logprobs = tokens_and_logprobs(completions, index)
+        versions = None if completions.policy_versions is None else completions.policy_versions[index]
+        if versions is None and completions.policy_version is not None:
+            versions = [completions.policy_version] * len(tokens)
+        self.tokens += tokens
+        self.labels += tokens
+        self.logprobs += logprobs
+        self.versions += [0] * len(tokens) if versions is None else versions
+        self.has_versions &= versions is not None
+        self.is_truncated = completions.finish_reasons[index] == "length"
+        self.logprobs_mode = completions.logprobs_mode
+
+
+def scored_group(conversations: Sequence[Conversation], rewards: Sequence[float], *, temperature: float) -> ScoredGroup:
+    """The group of conversations with the same first prompt: prompts are masked, sampled tokens are trained."""
+    return ScoredGroup(
+        tokens=[each.tokens for each in conversations],
+        masks=[each.labels for each in conversations],
+        scores=list(rewards),
+        inference_logprobs=[each.logprobs for each in conversations],
+        policy_versions=(
+            [each.versions for each in conversations] if all(each.has_versions for each in conversations) else None
+        ),
+        truncated=[each.is_truncated for each in conversations],
+        generation_params={"temperature": temperature, "logprobs_mode": conversations[0].logprobs_mode},
+    )
+
+
+def tokens_and_logprobs(completions: Completions, index: int) -> tuple[list[int], list[float]]:
+    """Tokens of one completion and the log-probability of each.
+
+    Raises:
+        PeerError: there are no log-probabilities, or not one per token.
+    """
+    if completions.logprobs is None or index >= len(completions.logprobs):
+        raise PeerError("inference server: /generate answered without logprobs, though the request has logprobs: 0")
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for position in completions.logprobs[index]:
+        token, logprob = next(iter(position[0].items()))
+        tokens.append(int(token))
+        logprobs.append(logprob)
+    if completions.token_ids is not None and completions.token_ids[index] != tokens:
+        raise PeerError(
+            f"inference server: completion {index} has {len(completions.token_ids[index])} token_ids, which differ "
+            f"from the tokens of its {len(tokens)} log-probabilities"
+        )
+    if not tokens:
+        raise PeerError(f"inference server: completion {index} is empty")
+    return tokens, logprobs

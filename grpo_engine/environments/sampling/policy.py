@@ -1,0 +1,97 @@
+"""Requests to the policy with the environment's sampling settings: several completions of a prompt, or turn by turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_engine.environments.clients import InferenceServer
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.sampling.groups import Completions, Conversation
+from grpo_engine.environments.sampling.prompts import Tokenizer, following_tokens, prompt_tokens
+from grpo_engine.errors import DataError
+from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
+
+_MAX_SKIPPED_TURNS = 1000
+"""Skipped turns of a seat without room, after which the task counts as endless."""
+
+
+class PromptTooLong(DataError):
+    """The first prompt leaves no room for a completion; its item is skipped."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"a prompt of {num_tokens} tokens leaves no room for a completion")
+        self.num_tokens = num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The model behind the inference server, with sampling settings."""
+
+    config: EnvironmentConfig
+    tokenizer: Tokenizer
+    inference: InferenceServer
+    temperature: float
+    longest: int
+    """Longest sequence in tokens."""
+
+    async def complete(self, prompt: list[int], count: int) -> Completions:
+        """`count` completions of a prompt, each of at most `max_tokens` and within `longest`.
+
+        Raises:
+            PromptTooLong: there is no room for a completion.
+        """
+        config, room = self.config, self.longest - len(prompt)
+        if room < 1:
+            raise PromptTooLong(len(prompt))
+        return await self.inference.generate(
+            GenerateRequest(
+                prompt=TokenPrompt(prompt_token_ids=prompt),
+                n=count,
+                max_tokens=min(config.max_tokens, room),
+                temperature=self.temperature,
+                top_p=config.top_p,
+                stop=list(config.stop) or None,
+                logprobs=0,
+            )
+        )
+
+
+class PolicySeat:
+    """A seat that the policy plays; its conversation only grows, so that the server's prefix cache applies."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.conversation = Conversation()
+        self.has_room = True
+        self._num_skipped = 0
+
+    async def ask(self, text: str) -> str:
+        """See `Seat`; one call at a time.
+
+        Raises:
+            PromptTooLong: the first text leaves no room for an answer.
+            DataError: the game keeps asking a seat that has no room.
+        """
+        config, tokenizer, previous = self._policy.config, self._policy.tokenizer, self.conversation.tokens
+        if not previous:
+            new = prompt_tokens(config, tokenizer, text)
+        else:
+            new = following_tokens(config, tokenizer, text)
+            new = new[1:] if previous[-1] == new[0] else new  # the end token, if the answer sampled it
+            self.has_room = self.has_room and len(previous) + len(new) < self._policy.longest
+        if not self.has_room:
+            self._skip_turn()
+            return ""
+        answer = await self._policy.complete([*previous, *new], 1)
+        self.conversation.add_prompt(new)
+        self.conversation.add_completion(answer)
+        return answer.text[0]
+
+    def _skip_turn(self) -> None:
+        self.conversation.is_truncated = True
+        self._num_skipped += 1
+        if self._num_skipped > _MAX_SKIPPED_TURNS:
+            raise DataError(
+                f"task {self._policy.config.task.label()}: asked a seat {_MAX_SKIPPED_TURNS} times that has no room "
+                f"within {self._policy.longest} tokens: let play() end when no seat has_room"
+            )

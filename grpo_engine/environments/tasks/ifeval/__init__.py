@@ -1,0 +1,1 @@
+"""Instruction following: verifiable instructions, generated prompts, and the task."""

@@ -1,0 +1,1 @@
+"""Reward functions and items from a Python module of the user."""

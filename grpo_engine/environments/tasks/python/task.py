@@ -1,0 +1,165 @@
+"""User-defined rewards: `python:my_rewards:score`, with items from a JSON Lines file or from the same module."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from grpo_engine.config import did_you_mean
+from grpo_engine.environments.tasks.base import Item, Split, Task
+from grpo_engine.environments.tasks.python.items import items_from_module
+from grpo_engine.environments.tasks.python.loading import load_attribute
+from grpo_engine.environments.tasks.records import endless, of_files, read_records
+from grpo_engine.errors import ConfigError
+from grpo_engine.flags import Flag
+
+if TYPE_CHECKING:
+    from grpo_engine.environments.tasks.python.reward_functions import RewardFunctions
+
+
+class Python(Task):
+    """Reward functions from a user's module; `python:my_rewards:score` is short for module and functions.
+
+    A function is called by parameter name: `score(completion, answer)`, also with question, entry, item or any field of
+    the record; or per group, as in TRL: `score(completions, prompts, **columns) -> list[float]`.
+    """
+
+    name: Annotated[Literal["python"], Flag(("--task", "--task.name"))] = "python"
+    module: str
+    """Module on the path, the current folder first, or a file that ends in .py."""
+    functions: tuple[str, ...] = Field(min_length=1)
+    """Functions of the module; the reward is the sum of their values, without those that return None."""
+    weights: tuple[float, ...] = ()
+    """Factor of each function's value; unset: 1."""
+    path: Path | None = None
+    """JSON Lines file with the items; unset: from the module."""
+    held_out_path: Path | None = None
+    """File with the held-out items; unset: one in sixteen of the others."""
+    items_from: str = "items"
+    """Function of the module that returns the items (it may take `split` and `seed`), or a list or data set there."""
+    question_field: str = "question"
+    """Field of a record with the question; if missing, `prompt`."""
+    answer_field: str = "answer"
+    """Field of a record with the reference answer, if any."""
+    completion_format: Literal["auto", "text", "messages"] = "auto"
+    """Type of the completions that functions get: text, or a list with one message; auto: messages if the record's
+    `prompt` is a list of messages, as in TRL."""
+    threads: int = Field(1, ge=1)
+    """Concurrent calls of a synchronous function; more than one for thread-safe functions that wait."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Time limit of one call."""
+    error_reward: float | None = None
+    """Reward of a completion for which a function fails, with a warning; unset: the environment exits."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_a_function(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("module") and not given.get("functions"):
+            raise ValueError(
+                f"functions: no function of {given['module']} is named: write "
+                f"python:{given['module']}:FUNCTION, or set task.functions"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _has_a_weight_for_each_function(self) -> Python:
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"weights: {len(self.weights)} entries for {len(self.functions)} functions: give one per function"
+            )
+        return self
+
+    def label(self) -> str:
+        """Name of the module."""
+        return Path(self.module).stem if self.module.endswith(".py") else self.module.rpartition(".")[2]
+
+    def check(self) -> None:
+        """Import the functions, and call each once with the first item and its answer as the completion."""
+        functions = _reward_functions(self)
+        item = next(self.items(0))
+        _run(functions.rewards(item, [item.answer]))
+
+    def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
+        """Records of the file, or items of the module."""
+        if self.path is None:
+            source = load_attribute(self.module, self.items_from, where="task.items_from")
+            where = f"{self.module}:{self.items_from}"
+            return items_from_module(source, self._item, where=where, task=self.label(), seed=seed, split=split)
+        records = of_files(split, self.path, self.held_out_path, self._read)
+        return endless(records, task=self.label(), seed=seed, split=split)
+
+    def score(self, item: Item, completion: str) -> float:
+        """Weighted sum of the functions for one completion."""
+        return _run(self.rewards(item, [completion]))[0]
+
+    async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
+        """Weighted sum of the functions for each completion of an item.
+
+        Raises:
+            RewardFailed: a function failed, and `error_reward` is not set.
+        """
+        return await _reward_functions(self).rewards(item, completions)
+
+    def _read(self, path: Path, where: str) -> list[Item]:
+        return [self._item(record, f"{where}: {path}:{line}") for line, record in read_records(path, where=where)]
+
+    def _item(self, given: Any, where: str) -> Item:
+        """An item from a record, a pair of question and answer, a question, or an item."""
+        if isinstance(given, Item):
+            return given
+        if isinstance(given, str):
+            return Item(question=given, answer="", entry={})
+        if isinstance(given, tuple) and len(given) == 2:
+            return Item(question=str(given[0]), answer=str(given[1]), entry={})
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"{where}: {given!r} is not an item: give a dict with {self.question_field!r}, or (question, answer)"
+            )
+        asked = given.get(self.question_field, given.get("prompt"))
+        if asked is None:
+            hint = did_you_mean(self.question_field, map(str, given))
+            raise ConfigError(f"{where}: no field {self.question_field!r}{hint}; it has {', '.join(map(str, given))}")
+        return Item(question=_question(asked, where), answer=str(given.get(self.answer_field, "")), entry=dict(given))
+
+
+def _question(asked: Any, where: str) -> str:
+    """The text of a prompt; TRL's data sets may have a list of messages."""
+    if not isinstance(asked, list):
+        return str(asked)
+    match asked:
+        case [{"role": "user", "content": str(text)}]:
+            return text
+        case _:
+            raise ConfigError(
+                f"{where}: a prompt of {len(asked)} messages is not supported: give one user message, and put a "
+                "system message into the setting system_prompt"
+            )
+
+
+def _run(rewards: Coroutine[Any, Any, list[float]]) -> list[float]:
+    import asyncio  # imported late: reading settings does not need it
+
+    return asyncio.run(rewards)
+
+
+@lru_cache(maxsize=8)
+def _reward_functions(task: Python) -> RewardFunctions:
+    """Cached: its threads are kept."""
+    from grpo_engine.environments.tasks.python.reward_functions import RewardFunctions, reward_function
+
+    names = [f"{task.module}:{function}" for function in task.functions]
+    return RewardFunctions(
+        [
+            reward_function(name, load_attribute(task.module, function, where="task.functions"))
+            for name, function in zip(names, task.functions, strict=True)
+        ],
+        task.weights or (1.0,) * len(names),
+        completion_format=task.completion_format,
+        num_threads=task.threads,
+        timeout_s=task.timeout_s,
+        error_reward=task.error_reward,
+    )

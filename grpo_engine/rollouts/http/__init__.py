@@ -1,0 +1,1 @@
+"""HTTP routes of the rollout API, request and response bodies, and access control."""

@@ -1,0 +1,606 @@
+"""The state of the rollout API: registrations, queue, leases, environments, evaluation. No clock, disk or network.
+
+Every method takes the current time and returns what has to be stored, which `coordinator` does. Bodies of groups are
+not here.
+
+Registration rule: a registration continues the run before it when it names the same `checkpoint_dir` and that run has
+steps left. Then the queue stays, batches that were not acknowledged are offered again, and the step stays unless
+`starting_step` is above 0 (stock trainers always send 0). Any other registration begins a new run: the step is
+`starting_step`, and groups of the earlier run are dropped. Groups that arrived before any registration are kept. A new
+registration ends the evaluation of the earlier one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_engine.rollouts.state.batch_forming import (
+    QueuedGroup,
+    Supplier,
+    form_batch,
+    least_sequences,
+    oldest_combination,
+    why_unreachable,
+)
+from grpo_engine.rollouts.state.evaluations import state_of
+from grpo_engine.rollouts.state.queue import Queue
+from grpo_engine.rollouts.state.records import (
+    BUFFER,
+    QUEUE,
+    EnvironmentRecord,
+    EvaluationRecord,
+    Lease,
+    RunRecord,
+    Stored,
+)
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    EvaluationAnswer,
+    EvaluationOrder,
+    EvaluationState,
+    RegisterEnvironmentRequest,
+    RegisterRequest,
+)
+
+MIN_ENVIRONMENT_WEIGHT = 0.01
+"""Least `env_weight` of an environment, as in the stock API."""
+
+REPLACED_AFTER_S = 3.0
+"""Time without a request after which an environment is replaced by a new registration of its name: its restart. Running
+environments send requests several times a second, or every five seconds while idle; any request reconnects one."""
+
+BUFFER_LIMIT = 4
+"""Capacity of an environment's buffer in group sizes; beyond it the oldest small groups are queued as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """What a registration changed."""
+
+    changes: str
+    """Text for the answer and the log."""
+    dropped: tuple[int, ...] = ()
+    """Groups of the earlier run."""
+    opened: tuple[Lease, ...] = ()
+    """Leases that are offered again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Whether a group was queued or buffered."""
+
+    group: QueuedGroup
+    place: str
+    released: tuple[int, ...]
+    """Groups that moved from the buffer to the queue with it."""
+    num_buffered: int
+    """Sequences of this environment that stay in its buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handout:
+    """What a request for a batch changed; `lease` is None when there is no batch."""
+
+    lease: Lease | None
+    acknowledged: tuple[str, ...]
+    returned: tuple[int, ...] = ()
+    """Groups that went into the queue: their batch no longer has the right size, or their environment disconnected."""
+    dropped: tuple[int, ...] = ()
+    """Groups that exceed max_staleness."""
+    unmet: tuple[str, ...] = ()
+    """Environments whose guaranteed share is not in it, because they sent too few groups for `share_wait_s`."""
+    is_repeated: bool = False
+    has_started_now: bool = False
+
+    @property
+    def changed_anything(self) -> bool:
+        """Whether anything has to be stored."""
+        return bool(self.lease or self.acknowledged or self.returned or self.dropped or self.has_started_now)
+
+
+class ApiState:
+    """The state of one rollout API."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        *,
+        lease_s: float,
+        liveness_s: float,
+        share_wait_s: float,
+        now: float,
+        max_staleness: int | None = None,
+    ) -> None:
+        """Restore from what is stored.
+
+        Args:
+            max_staleness: bound on the staleness of delivered groups; a stricter bound of the trainer wins.
+        """
+        self._lease_s = lease_s
+        self._liveness_s = liveness_s
+        self._share_wait_s = share_wait_s
+        self._short_since: float | None = None
+        """Time since which only a guaranteed share has kept a batch from forming."""
+        self._max_staleness = max_staleness
+        self.run = stored.run
+        self.environments = {environment.id: environment for environment in stored.environments}
+        self.last_seen = dict.fromkeys(self.environments, now)
+        self.trainer_seen: float | None = None
+        self.evaluation = stored.evaluation
+        self._registered_at = now
+        """Time of the latest registration of an environment; after a restart, now."""
+        # A stock client whose answer was cut off by our restart sends the same request as one that received it.
+        self.leases = {
+            x.id: replace(x, is_sent=x.has_arrived, is_open=x.is_open or not (x.is_explicit or x.has_arrived))
+            for x in stored.leases
+        }
+        self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
+        self.buffers: dict[int, list[QueuedGroup]] = {}
+        self._leased: dict[int, QueuedGroup] = {}
+        for group, place in stored.groups:
+            if place == BUFFER and group.env_id is not None:
+                self.buffers.setdefault(group.env_id, []).append(group)
+            elif place != QUEUE:
+                self._leased[group.id] = group
+        self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
+        self._newest_version = max((group.policy_version or 0 for group, _ in stored.groups), default=0)
+        """Newest policy version seen in any group or request."""
+        self._is_formable = True
+        self.is_stuck = False
+        """Whether a batch was requested, and the queue has enough sequences but no combination that fits."""
+        self.num_chances = 0
+        """Incremented whenever a batch may have become possible."""
+
+    # --- trainer ---------------------------------------------------------------------------------------------------
+
+    def register(self, request: RegisterRequest, uuid: int) -> Registered:
+        """Make this the current registration, identified by `uuid`."""
+        before = self.run
+        self._mark_formable()
+        self.evaluation = None  # the trainer that ordered it is gone
+        self._newest_version = 0  # the trainer may have returned to an older checkpoint
+        if before is None:
+            self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
+            return Registered(changes=f"first registration; {len(self.queue)} groups queued")
+        # A trainer that was killed during its last batch asks for it again; one that ended has acknowledged it.
+        has_open_batch = request.starting_step < request.num_steps and any(x.is_explicit for x in self.leases.values())
+        if before.request.checkpoint_dir == request.checkpoint_dir and (not before.is_over or has_open_batch):
+            step = request.starting_step or before.step
+            self.run = replace(before, request=request, uuid=uuid, step=step)
+            self.leases = {id_: _opened(lease) for id_, lease in self.leases.items()}
+            changed = [
+                f"{name} {old} → {new}"
+                for name, old in before.request.model_dump().items()
+                if (new := getattr(request, name)) != old
+            ]
+            changes = f"continues at step {step}; {len(self.queue)} groups kept"
+            changes = f"{changes}; changed: {', '.join(changed) or 'nothing'}"
+            return Registered(changes=changes, opened=tuple(self.leases.values()))
+        dropped = (*self._leased, *(group.id for group in self._waiting()))
+        self.queue, self.leases, self._leased, self.buffers = Queue(), {}, {}, {}
+        self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
+        reason = "the earlier run is complete" if before.is_over else "another checkpoint_dir"
+        return Registered(changes=f"new run ({reason}); {len(dropped)} groups dropped", dropped=dropped)
+
+    def next_batch(
+        self, *, client: str, ack: str | None, lease_id: str, now: float, policy_version: int | None = None
+    ) -> Handout:
+        """Hand out the next batch, oldest groups first; a trainer must be registered.
+
+        Args:
+            ack: the lease that an explicit client acknowledges ("" for none yet); None from a stock client, whose next
+                request implies that the last batch arrived.
+            lease_id: id of the lease if a new one is created.
+            policy_version: the version that inference serves now, if the trainer sends it.
+        """
+        assert self.run is not None
+        has_started_now = not self.run.has_started
+        self.trainer_seen = now
+        if policy_version is not None:  # also when it returned to an older checkpoint
+            self._newest_version = policy_version
+        self.run = replace(self.run, has_started=True)
+        acknowledged = [lease.id for lease in self.leases.values() if _is_acknowledged(lease, client, ack)]
+        self._delete(acknowledged)
+        returned = self._release_buffers(now)
+        for lease in list(self.leases.values()):
+            is_lost = lease.is_explicit and ack is not None
+            is_of_another = lease.client != client or not lease.is_sent
+            has_expired = is_of_another and now - lease.delivered_at > self._lease_s
+            if not (lease.is_open or is_lost or has_expired):
+                continue
+            if lease.num_sequences == self.run.request.batch_size:
+                again = Lease(
+                    id=lease.id,
+                    group_ids=lease.group_ids,
+                    num_sequences=lease.num_sequences,
+                    client=client,
+                    is_explicit=ack is not None,
+                    delivered_at=now,
+                )
+                self.leases[lease.id] = again
+                return Handout(
+                    lease=again,
+                    acknowledged=tuple(acknowledged),
+                    returned=tuple(returned),
+                    is_repeated=True,
+                    has_started_now=has_started_now,
+                )
+            del self.leases[lease.id]
+            acknowledged.append(lease.id)
+            returned += lease.group_ids
+            self._put_back(lease.group_ids)
+        stale = self._drop_stale()
+        batch, unmet = self._choose_groups(now)
+        new = self._lease(batch, client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
+        return Handout(
+            lease=new,
+            acknowledged=tuple(acknowledged),
+            returned=tuple(returned),
+            dropped=tuple(stale),
+            unmet=unmet,
+            has_started_now=has_started_now,
+        )
+
+    def acknowledge(self, lease_id: str) -> tuple[str, ...]:
+        """Delete a batch that arrived; an unknown one was acknowledged before. After the last step it ends the run."""
+        if self.run is not None and self.run.is_over:
+            self.run = replace(self.run, is_left=True)
+        known = [lease_id] if lease_id in self.leases else []
+        self._delete(known)
+        return tuple(known)
+
+    def note_sent(self, delivered: Lease) -> None:
+        """Record that a batch is being sent."""
+        if (lease := self._current(delivered)) is not None:
+            self.leases[lease.id] = replace(lease, is_sent=True)
+
+    def senders(self, lease: Lease) -> list[int | None]:
+        """Environment ids of the groups of a lease; None where a group has none."""
+        return [self._leased[id_].env_id for id_ in lease.group_ids]
+
+    def reclaim(self, delivered: Lease) -> Lease | None:
+        """Offer a batch again that its client cannot have read; None where that was done before."""
+        lease = self._current(delivered)
+        if lease is None or lease.is_open:
+            return None
+        self.leases[lease.id] = _opened(lease)
+        self._mark_formable()
+        return self.leases[lease.id]
+
+    def note_arrival(self, delivered: Lease) -> Lease | None:
+        """Record that a batch arrived at its client; None where that changes nothing."""
+        lease = self._current(delivered)
+        if lease is None or lease.is_explicit or lease.is_open or lease.has_arrived:
+            return None
+        self.leases[lease.id] = replace(lease, has_arrived=True)
+        return self.leases[lease.id]
+
+    def _current(self, delivered: Lease) -> Lease | None:
+        """The current lease; None where it was acknowledged or offered to another client since this delivery."""
+        lease = self.leases.get(delivered.id)
+        return lease if lease is not None and lease.delivered_at == delivered.delivered_at else None
+
+    # --- environments ----------------------------------------------------------------------------------------------
+
+    def register_environment(self, request: RegisterEnvironmentRequest, now: float) -> EnvironmentRecord | None:
+        """Register an environment, or None while the trainer has not asked for a batch."""
+        if self.run is None or not self.run.has_started:
+            return None
+        id_ = len(self.environments)
+        num_same_name = sum(other.desired_name == request.desired_name for other in self.environments.values())
+        record = EnvironmentRecord(
+            id=id_,
+            desired_name=request.desired_name,
+            name=f"{request.desired_name}_{num_same_name}",
+            weight=request.weight,
+            group_size=request.group_size,
+            max_token_length=request.max_token_length,
+            min_batch_allocation=request.min_batch_allocation,
+            evaluates=request.evaluates,
+        )
+        for other in self.environments.values():
+            if other.desired_name == request.desired_name and now - self.last_seen[other.id] > REPLACED_AFTER_S:
+                self.environments[other.id] = replace(other, is_connected=False)
+        self.environments[id_] = record
+        self.last_seen[id_] = self._registered_at = now
+        self._mark_formable()
+        return record
+
+    def disconnect(self, env_id: int) -> EnvironmentRecord | None:
+        """Record that an environment disconnected; None when there is none of that id."""
+        record = self.environments.get(env_id)
+        if record is None:
+            return None
+        self.environments[env_id] = replace(record, is_connected=False)
+        self._mark_formable()
+        return self.environments[env_id]
+
+    def live_environments(self, now: float) -> list[EnvironmentRecord]:
+        """Environments that are connected and sent a request within `liveness_s`; shares of all others have lapsed."""
+        return [
+            record
+            for record in self.environments.values()
+            if record.is_connected and now - self.last_seen[record.id] <= self._liveness_s
+        ]
+
+    def place(
+        self, env_id: int | None, num_sequences: int, num_bytes: int, now: float, *, policy_version: int | None = None
+    ) -> Placed:
+        """Queue a group, or buffer it while it is smaller than its environment's group size."""
+        group = QueuedGroup(
+            id=self._next_group,
+            env_id=env_id,
+            num_sequences=num_sequences,
+            num_bytes=num_bytes,
+            policy_version=policy_version,
+            step=self.run.step if self.run else None,
+        )
+        self._next_group += 1
+        self._newest_version = max(self._newest_version, policy_version or 0)
+        environment = self.environments.get(env_id) if env_id is not None else None
+        if environment is not None:
+            self.last_seen[environment.id] = now
+        if environment is None or num_sequences >= environment.group_size:
+            self._enqueue([group])
+            return Placed(group=group, place=QUEUE, released=(), num_buffered=0)
+        buffer = [*self.buffers.get(environment.id, []), group]
+        full = oldest_combination([other.num_sequences for other in buffer], environment.group_size) or []
+        leaving = [buffer[index] for index in full]
+        staying = [other for index, other in enumerate(buffer) if index not in set(full)]
+        while sum(other.num_sequences for other in staying) > BUFFER_LIMIT * environment.group_size:
+            leaving.append(staying.pop(0))
+        self.buffers[environment.id] = staying
+        if leaving:
+            self._enqueue(leaving)
+        return Placed(
+            group=group,
+            place=QUEUE if group in leaving else BUFFER,
+            released=tuple(other.id for other in leaving if other is not group),
+            num_buffered=sum(other.num_sequences for other in staying),
+        )
+
+    def environment_status(self, env_id: int, now: float, *, is_heard: bool = True) -> EnvironmentStatus | None:
+        """Step, queue and evaluation as an environment sees them; None when there is none of that id.
+
+        Args:
+            is_heard: whether this answers a request of the environment, which shows that it runs.
+        """
+        asker = self.environments.get(env_id)
+        if asker is None:
+            return None
+        if is_heard:
+            self.last_seen[env_id] = now
+            asker = self.environments[env_id] = replace(asker, is_connected=True)
+        live = self.live_environments(now)
+        shares = _shares(live)
+        batch_size = self.run.request.batch_size if self.run else 0
+        least = least_sequences(batch_size, shares)
+        largest = self.queue.largest_group()
+        own = self.queue.sequences_by_environment[env_id]
+        others = sum(
+            max(0, math.ceil(count / largest) * largest - (least.get(other, 0) if other is not None else 0))
+            for other, count in self.queue.sequences_by_environment.items()
+            if other != env_id
+        )
+        claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
+        total = sum(claims.values())
+        weight = claims.get(env_id, 0.0) / total if total > 0 else 1 / max(1, len(live))
+        return EnvironmentStatus(
+            current_step=self.run.step if self.run else 0,
+            queue_size=(own + others) // asker.group_size,
+            unallocated_fraction=1.0 - min(1.0, sum(shares.values())),
+            self_queue_size=own // asker.group_size,
+            max_group_size=largest,
+            env_weight=max(MIN_ENVIRONMENT_WEIGHT, weight),
+            evaluation=self._order_for(asker),
+            is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
+        )
+
+    # --- evaluations -----------------------------------------------------------------------------------------------
+
+    def order_evaluation(self, order: EvaluationOrder, now: float) -> EvaluationRecord:
+        """Replace any earlier order; repeating the current one changes nothing.
+
+        Like a request for a batch it opens registration: the first evaluation comes before the first batch.
+        """
+        assert self.run is not None
+        self.trainer_seen = now
+        self.run = replace(self.run, has_started=True)
+        if self.evaluation is None or self.evaluation.order.id != order.id:
+            self.evaluation = EvaluationRecord(order=order, ordered_at=now)
+        return self.evaluation
+
+    def answer_evaluation(self, answer: EvaluationAnswer, now: float) -> EvaluationRecord:
+        """Store what an environment measured; a later answer replaces an earlier one."""
+        assert self.evaluation is not None
+        self.last_seen[answer.env_id] = now
+        others = (other for other in self.evaluation.answers if other.env_id != answer.env_id)
+        self.evaluation = replace(self.evaluation, answers=(*others, answer))
+        return self.evaluation
+
+    def close_evaluation(self) -> EvaluationRecord:
+        """Accept no more answers."""
+        assert self.evaluation is not None
+        self.evaluation = replace(self.evaluation, is_closed=True)
+        return self.evaluation
+
+    def evaluation_state(self, id_: str, now: float) -> EvaluationState | None:
+        """The state of an evaluation; None when there is none of that id."""
+        if self.evaluation is None or self.evaluation.order.id != id_:
+            return None
+        return state_of(
+            self.evaluation,
+            self.environments,
+            self.last_seen,
+            self.live_environments(now),
+            known_since=self.evaluation.ordered_at - self._liveness_s,
+            registered_at=self._registered_at,
+            now=now,
+        )
+
+    def _order_for(self, asker: EnvironmentRecord) -> EvaluationOrder | None:
+        evaluation = self.evaluation
+        if evaluation is None or evaluation.is_closed or not asker.evaluates:
+            return None
+        has_answered = any(answer.env_id == asker.id for answer in evaluation.answers)
+        return None if has_answered else evaluation.order
+
+    def _is_evaluation_to_come(self, now: float) -> bool:
+        if self.run is None or not self.run.is_over or self.run.is_left or not self.run.request.eval_every:
+            return False
+        if self.evaluation is None or self.evaluation.order.step < self.run.request.num_steps:
+            return True
+        state = self.evaluation_state(self.evaluation.order.id, now)
+        return state is not None and not state.is_over
+
+    # --- queue ------------------------------------------------------------------------------------------------------
+
+    def num_waiting_sequences(self) -> int:
+        """Sequences in the queue and in the buffers."""
+        return self.queue.num_sequences + sum(group.num_sequences for group in self._buffered())
+
+    def num_waiting_bytes(self) -> int:
+        """Bytes of JSON in the queue and in the buffers."""
+        return self.queue.num_bytes + sum(group.num_bytes for group in self._buffered())
+
+    def is_run_active(self, now: float) -> bool:
+        """Whether a trainer with steps left has asked for a batch within `liveness_s`."""
+        has_steps_left = self.run is not None and self.run.has_started and not self.run.is_over
+        return has_steps_left and self.trainer_seen is not None and now - self.trainer_seen <= self._liveness_s
+
+    def why_no_batch(self, now: float) -> str | None:
+        """Why no batch can form: sizes that never add up, an unmet guaranteed share, or no live environment."""
+        if self.run is None:
+            return None
+        live = self.live_environments(now)
+        is_short = self.is_stuck or self.queue.num_sequences < self.run.request.batch_size
+        if not live and self.environments and is_short and not self.run.is_over:
+            last = max(self.environments.values(), key=lambda each: self.last_seen[each.id])
+            what = "sent its last request" if last.is_connected else "disconnected"
+            return (
+                f"no environment is live: {last.name} {what} {now - self.last_seen[last.id]:.0f} s ago; "
+                "check its log, or start one"
+            )
+        short = self._short_of(_shares(live))
+        if short and self._short_since is not None and now - self._short_since > self._share_wait_s / 2:
+            return (
+                f"enough groups are queued, but too few of {', '.join(short.values())}, which has a guaranteed share: "
+                f"check its log, or lower min_batch_allocation; after {self._share_wait_s:g} s batches form without it"
+            )
+        suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live]
+        return why_unreachable(self.queue.num_groups, suppliers, self.run.request.batch_size, _shares(live))
+
+    def _choose_groups(self, now: float) -> tuple[list[QueuedGroup], tuple[str, ...]]:
+        """The next batch, if one can form, and the environments whose guaranteed share was given up."""
+        assert self.run is not None
+        batch_size, shares = self.run.request.batch_size, _shares(self.live_environments(now))
+        if self.queue.num_sequences < batch_size or not self._is_formable:
+            return [], ()
+        short = self._short_of(shares)
+        self._short_since = (self._short_since or now) if short else None
+        batch: list[QueuedGroup] | None = None
+        unmet: tuple[str, ...] = ()
+        if not short:
+            batch = form_batch(list(self.queue), batch_size, shares)
+        elif self._short_since is not None and now - self._short_since >= self._share_wait_s:
+            met = {id_: share for id_, share in shares.items() if id_ not in short}
+            batch, unmet = form_batch(list(self.queue), batch_size, met), tuple(short.values())
+        # A queue that makes no batch makes none until it changes; with shares, time alone can make one possible.
+        self._is_formable = batch is not None or bool(shares)
+        self.is_stuck = batch is None
+        return (batch, unmet) if batch else ([], ())
+
+    def _short_of(self, shares: Mapping[int, float]) -> dict[int, str]:
+        """Names of the environments, by id, that have sent less than their guaranteed share."""
+        least = least_sequences(self.run.request.batch_size if self.run else 0, shares)
+        sent = self.queue.sequences_by_environment
+        return {id_: self.environments[id_].name for id_, count in least.items() if sent[id_] < count}
+
+    def _lease(
+        self, batch: Sequence[QueuedGroup], *, client: str, is_explicit: bool, lease_id: str, now: float
+    ) -> Lease | None:
+        assert self.run is not None
+        if not batch:
+            return None
+        self._leased |= {group.id: group for group in self.queue.take(group.id for group in batch)}
+        self.run = replace(self.run, step=self.run.step + 1)
+        lease = Lease(
+            id=lease_id,
+            group_ids=tuple(group.id for group in batch),
+            num_sequences=self.run.request.batch_size,
+            client=client,
+            is_explicit=is_explicit,
+            delivered_at=now,
+        )
+        self.leases[lease.id] = lease
+        return lease
+
+    def _drop_stale(self) -> list[int]:
+        """Remove groups beyond the staleness bound from the queue.
+
+        The staleness of a group without versions is the number of batches that were handed out since it arrived.
+        """
+        assert self.run is not None
+        bounds = [bound for bound in (self._max_staleness, self.run.request.max_staleness) if bound is not None]
+        if not bounds:
+            return []
+        oldest_version, oldest_step = self._newest_version - min(bounds), self.run.step - min(bounds)
+        stale = [
+            group.id
+            for group in self.queue
+            if (
+                group.step is not None and group.step < oldest_step
+                if group.policy_version is None
+                else group.policy_version < oldest_version
+            )
+        ]
+        self.queue.take(stale)
+        return stale
+
+    def _release_buffers(self, now: float) -> list[int]:
+        """Queue the buffered groups of environments that are not live: no more groups will complete them."""
+        alive = {environment.id for environment in self.live_environments(now)} if self.buffers else set()
+        orphaned = [group for env_id in self.buffers.keys() - alive for group in self.buffers.pop(env_id)]
+        if orphaned:
+            self._enqueue(orphaned)
+        return [group.id for group in orphaned]
+
+    def _mark_formable(self) -> None:
+        self._is_formable = True
+        self.num_chances += 1
+
+    def _delete(self, lease_ids: Sequence[str]) -> None:
+        for id_ in lease_ids:
+            for group_id in self.leases.pop(id_).group_ids:
+                self._leased.pop(group_id, None)
+
+    def _put_back(self, ids: Iterable[int]) -> None:
+        self._enqueue(self._leased.pop(id_) for id_ in ids)
+
+    def _enqueue(self, groups: Iterable[QueuedGroup]) -> None:
+        """Add to the queue, which stays in order of arrival."""
+        self.queue.add(groups)
+        self._mark_formable()
+
+    def _buffered(self) -> Iterator[QueuedGroup]:
+        return (group for buffer in self.buffers.values() for group in buffer)
+
+    def _waiting(self) -> list[QueuedGroup]:
+        return [*self.queue, *self._buffered()]
+
+
+def _is_acknowledged(lease: Lease, client: str, ack: str | None) -> bool:
+    if ack is not None:
+        return lease.id == ack
+    return lease.is_sent and not lease.is_explicit and not lease.is_open and lease.client == client
+
+
+def _opened(lease: Lease) -> Lease:
+    """The lease, to be offered again."""
+    return replace(lease, is_open=True, is_sent=False, has_arrived=False)
+
+
+def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:
+    return {e.id: e.min_batch_allocation for e in live if e.min_batch_allocation is not None}

@@ -1,0 +1,69 @@
+"""The groups that wait for a batch, oldest first, with running totals.
+
+Environments ask for the totals several times a second while ten thousand groups may be queued, so nothing is counted by
+iterating over them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TypeVar
+
+from grpo_engine.rollouts.state.batch_forming import QueuedGroup
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class Queue:
+    """Groups in order of arrival, with totals."""
+
+    def __init__(self, groups: Iterable[QueuedGroup] = ()) -> None:
+        self._groups: dict[int, QueuedGroup] = {}
+        self.num_sequences = 0
+        self.num_bytes = 0
+        self.sequences_by_environment: Counter[int | None] = Counter()
+        self.num_groups: Counter[tuple[int | None, int]] = Counter()
+        """By environment and number of sequences."""
+        self.add(groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[QueuedGroup]:
+        return iter(self._groups.values())
+
+    def add(self, groups: Iterable[QueuedGroup]) -> None:
+        """Insert groups in order of arrival: usually at the end."""
+        newest = next(reversed(self._groups), -1)
+        is_in_order = True
+        for group in groups:
+            self._groups[group.id] = group
+            self._count(group, 1)
+            is_in_order, newest = is_in_order and group.id > newest, group.id
+        if not is_in_order:
+            self._groups = dict(sorted(self._groups.items()))
+
+    def take(self, ids: Iterable[int]) -> list[QueuedGroup]:
+        """Remove groups, and return them."""
+        taken = [self._groups.pop(id_) for id_ in ids]
+        for group in taken:
+            self._count(group, -1)
+        return taken
+
+    def largest_group(self) -> int:
+        """Sequences of the largest group; 1 for an empty queue, since clients divide by it."""
+        return max((size for _, size in self.num_groups), default=1)
+
+    def _count(self, group: QueuedGroup, sign: int) -> None:
+        self.num_sequences += sign * group.num_sequences
+        self.num_bytes += sign * group.num_bytes
+        _add(self.sequences_by_environment, group.env_id, sign * group.num_sequences)
+        _add(self.num_groups, (group.env_id, group.num_sequences), sign)
+
+
+def _add(counter: Counter[KeyT], key: KeyT, number: int) -> None:
+    """Add, and delete keys that reach 0: senders choose their ids, so the keys are unbounded."""
+    counter[key] += number
+    if not counter[key]:
+        del counter[key]

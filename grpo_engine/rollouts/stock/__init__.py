@@ -1,0 +1,1 @@
+"""Adapters for stock Atropos clients, which neither acknowledge batches nor send typed JSON."""

@@ -1,0 +1,1 @@
+"""The SQLite file of the rollout API and the thread that writes to it."""

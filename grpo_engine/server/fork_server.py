@@ -1,0 +1,322 @@
+"""The fork server: a parent that has imported everything and forks the inference server, so a restart costs no imports.
+
+    SIGHUP            ends the inference server with all its descendants, and forks the next one ("restart in place")
+    SIGTERM, SIGINT   are passed on; the second one kills the inference server
+    When the inference server exits, the fork server exits with the same code or signal: its supervisor starts it cold
+
+A process can be forked safely while it has one thread and has not initialised CUDA. So the fork server has no event
+loop and no model, and sleeps in `poll`. Where an import leaves a thread behind, inference servers are started as
+programs instead: every restart then pays for its imports.
+
+An inference server does not outlive its fork server. It leads a process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.flags import to_flags
+from grpo_engine.processes import (
+    ProcessIdentity,
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    is_resource_tracker,
+    kill,
+    running,
+    terminate,
+    wait_gone,
+)
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.preloading import preload
+from grpo_engine.server.vllm.sockets import socket_folder
+from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RESTARTS_VARIABLE
+from grpo_engine.wire.fork_server import RESTART_SIGNAL, Restarts
+from grpo_engine.wire.log_lines import FORK_SERVER_HAS_IMPORTED, FORK_SERVER_IMPORTS, FORK_SERVER_RESTARTS
+
+_HANDLED_SIGNALS = frozenset({RESTART_SIGNAL, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+_GRACE_S = 3.0
+"""For a server that is restarted to answer running requests and to release its shared memory."""
+_TRACKER_GRACE_S = 0.5
+"""For resource trackers to remove from shared memory what the killed processes left there."""
+_KILL_WITHIN_S = 10.0
+_FORK_SAFE_THREAD = re.compile(r"cuda[0-9a-f]{11}|jemalloc_bg_thd")
+"""The thread that NVML leaves after it was asked for the GPUs (driver 580), which waits for events and holds no lock;
+and jemalloc's, which jemalloc ends before a fork and starts on both sides after it."""
+_CUDA_DRIVER, _CUDA_NOT_INITIALIZED = "libcuda.so.1", 3
+
+logger = logging.getLogger(__name__)
+
+
+class ForkServer:
+    """Runs one inference server after the other; read `run` first."""
+
+    def __init__(self, config: ServerConfig, serve: Callable[[ServerConfig], int]) -> None:
+        self._config = config
+        self._serve = serve
+        self._had_terminal = _has_terminal()
+        self._handlers = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
+        path = os.environ.get(RESTARTS_VARIABLE)
+        self._restarts_file = Path(path) if path else None
+        self._num_restarts = 0
+        self._server = 0
+        """PID of the current inference server."""
+        self._exit_code: int | None = None
+        """Of the current inference server, negative for a signal; None while it runs."""
+        self._wakeup = -1
+        self._signals: deque[int] = deque()
+        """Signals that arrived and were not handled yet."""
+
+    def run(self) -> int:
+        """Import, serve and restart until the inference server exits; its exit code. Does not return in the forks.
+
+        Raises:
+            GrpoError: the settings or the model are wrong; raised in a forked server too, whose exit code is then ours.
+        """
+        self._handle_signals_while_importing()
+        began = time.monotonic()
+        logger.info(FORK_SERVER_IMPORTS.text)
+        preload(self._config)
+        logger.info(FORK_SERVER_HAS_IMPORTED.text, time.monotonic() - began)
+        self._handle_signals()
+        become_subreaper()
+        gc.freeze()
+        while True:
+            with socket_folder(self._config, os.environ):
+                obstacle = why_unforkable()
+                if obstacle is not None:
+                    logger.warning("Fork server: %s; the inference server is started as a program instead", obstacle)
+                    self._server = self._start_program()
+                elif self._fork():
+                    _exit_without_cleanup(self._serve(self._config))
+                self._exit_code = None
+                restarts = self._run_server()
+            if not restarts:
+                return self._exit_like_server()
+            self._finish_restart()
+
+    def _handle_signals_while_importing(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(0))  # there is nothing to clean up yet
+        signal.signal(signal.SIGHUP, self._on_hangup_while_importing)
+
+    def _on_hangup_while_importing(self, _number: int, _frame: FrameType | None) -> None:
+        """Report a restart at once: no inference server runs that would have to end first."""
+        if self._lost_terminal():
+            os._exit(0)
+        self._count_restart()
+
+    def _handle_signals(self) -> None:
+        """Write every signal's number to a pipe, also for a signal that another thread receives."""
+        self._wakeup, write_end = self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in _HANDLED_SIGNALS:
+            signal.signal(number, lambda *_: None)
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _fork(self) -> bool:
+        """Fork; whether this is the inference server."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        # Blocked until the child has left the parent's pipe.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
+        pid = os.fork()
+        with suppress(ProcessLookupError):  # it has exited already
+            os.setpgid(pid, pid)  # in both processes, so that neither continues before it is set
+        if pid == 0:
+            die_with_parent(parent)
+            self._restore_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._server = pid
+        return pid == 0
+
+    def _restore_signals(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for descriptor in self._pipe:
+            os.close(descriptor)
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _start_program(self) -> int:
+        flags = to_flags(self._config, ServerConfig)
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "grpo_engine", "server", *flags, "--no-standby"],
+            {**os.environ, FORK_SERVER_VARIABLE: str(os.getpid())},
+            setpgroup=0,
+            setsigmask=[],
+            setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
+        )
+
+    # --- running and ending ------------------------------------------------------------------------------------------
+
+    def _run_server(self) -> bool:
+        """Wait until the inference server and its descendants are gone; whether it is to be restarted."""
+        is_stopping = False
+        while self._reap() and self._exit_code is None:
+            match self._next_signal():
+                case signal.SIGHUP if not self._lost_terminal():
+                    if not is_stopping:
+                        terminate(self._find_server, grace_s=_GRACE_S, sleep=self._wait)
+                        self._kill_descendants()
+                        return True
+                case signal.SIGHUP if self._handlers[signal.SIGHUP] is signal.SIG_IGN:
+                    continue  # nohup
+                case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
+                    # To the server alone, which stops its engine: an engine that exits first counts as an error.
+                    if self._exit_code is None:
+                        os.kill(self._server, signal.SIGKILL if is_stopping else signal.SIGTERM)
+                    is_stopping = True
+        self._kill_descendants()
+        return False
+
+    def _lost_terminal(self) -> bool:
+        """Whether SIGHUP means that the terminal is gone, rather than a restart."""
+        return self._had_terminal and not _has_terminal()
+
+    def _kill_descendants(self) -> None:
+        """Kill what is left of the inference server and its descendants, and return when no process is left.
+
+        Raises:
+            GrpoError: a process survives SIGKILL.
+        """
+        left = kill(self._find_descendants_but_trackers, within_s=_KILL_WITHIN_S, sleep=self._wait)
+        if not left:
+            wait_gone(self._find_descendants, within_s=_TRACKER_GRACE_S, sleep=self._wait)
+            left = kill(self._find_descendants, within_s=_KILL_WITHIN_S, sleep=self._wait)
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise GrpoError(
+                f"fork server: process {pids} is still alive {_KILL_WITHIN_S:g} s after SIGKILL: stuck in the "
+                "kernel, usually in a driver"
+            )
+
+    def _find_server(self) -> list[ProcessIdentity]:
+        return running(self._server) if self._reap() and self._exit_code is None else []
+
+    def _find_descendants(self) -> list[ProcessIdentity]:
+        return descendants(os.getpid()) if self._reap() else []
+
+    def _find_descendants_but_trackers(self) -> list[ProcessIdentity]:
+        return [process for process in self._find_descendants() if not is_resource_tracker(process)]
+
+    def _reap(self) -> bool:
+        """Reap exited children; whether any child is left. Orphans become children: no child, no descendant."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._server and self._exit_code is None:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+
+    def _next_signal(self) -> int:
+        """Wait for the next signal."""
+        while not self._signals:
+            self._wait(None)
+        return self._signals.popleft()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Sleep until a signal arrives or the time is up; queue what arrived."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if poll.poll(None if timeout_s is None else 1000 * timeout_s):
+            self._signals.extend(os.read(self._wakeup, 65536))
+
+    def _finish_restart(self) -> None:
+        """Count the restart, which also answers every SIGHUP that arrived until now."""
+        self._wait(0)
+        self._signals = deque(number for number in self._signals if number != signal.SIGHUP)
+        self._count_restart()
+
+    def _count_restart(self) -> None:
+        """Tell the supervisor that only the next inference server answers from here on."""
+        logger.info(FORK_SERVER_RESTARTS.text)
+        self._num_restarts += 1
+        if self._restarts_file is None:
+            return
+        try:
+            write_json_atomically(self._restarts_file, Restarts(pid=os.getpid(), num_restarts=self._num_restarts))
+        except OSError as error:  # a full disk: the supervisor then stops and starts this service after its grace
+            logger.warning("%s: cannot count the restart: %s", self._restarts_file, error.strerror)
+
+    def _exit_like_server(self) -> int:
+        """The exit code of the inference server; does not return where a signal ended it."""
+        assert self._exit_code is not None
+        if self._exit_code >= 0:
+            return self._exit_code
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core dump that matters is the inference server's
+        number = signal.Signals(-self._exit_code)
+        if number is not signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return 128 + number
+
+
+def die_with_fork_server(environment: Mapping[str, str]) -> None:
+    """Have this process killed with the fork server that started it as a program, if one did."""
+    if parent := environment.get(FORK_SERVER_VARIABLE):
+        die_with_parent(int(parent))
+
+
+def why_unforkable() -> str | None:
+    """Why a fork of this process might hang or fail, as a sentence; None where it is safe."""
+    others = [_thread_name(task) for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    names = sorted(name for name in others if not _FORK_SAFE_THREAD.fullmatch(name))
+    if names:
+        return f"importing left {len(names)} threads behind ({', '.join(names)}), with which a fork may hang"
+    if has_cuda(_loaded_cuda_driver()):
+        return "importing initialised CUDA, which does not survive a fork"
+    return None
+
+
+def has_cuda(driver: ctypes.CDLL | None) -> bool:
+    """Whether CUDA was initialised in this process, according to the driver library, if it is loaded."""
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_INITIALIZED
+
+
+def _loaded_cuda_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(_CUDA_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # not loaded
+        return None
+
+
+def _thread_name(task: Path) -> str:
+    return (task / "comm").read_text(errors="replace").strip()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _exit_without_cleanup(code: int) -> NoReturn:
+    """Exit a forked server, which has closed all that outlives it: tearing down torch and vLLM takes half a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

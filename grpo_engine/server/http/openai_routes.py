@@ -1,0 +1,213 @@
+"""`/v1/*` in OpenAI's shapes, for environments and tools that use only this API.
+
+Without streaming, tools and images. Answers have the policy version beside the standard keys.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Request
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from grpo_engine.errors import DataError
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import Completion, Engine, Generation
+from grpo_engine.server.http.requests import read_body, unless_disconnected
+from grpo_engine.wire.codec import Message, first_fault
+from grpo_engine.wire.inference import GenerateRequest
+
+_DEFAULT_CHAT_TOKENS = 1024
+"""Default of `max_tokens` in a chat request; OpenAI's own default is the rest of the model's context."""
+
+
+class SamplingFields(Message):
+    """Fields of both kinds of request; unknown keys are ignored, because clients send many without a meaning here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    n: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(1.0, gt=0)
+    skip_special_tokens: bool = True
+    stream: bool = False
+
+    def sampling(self, *, max_tokens: int, logprobs: int | None) -> GenerateRequest:
+        """The fields as an engine's request, without the prompt.
+
+        Raises:
+            DataError: a number is out of range.
+        """
+        shared = self.model_dump(exclude={"model", "stream"}, include=set(SamplingFields.model_fields))
+        try:
+            return GenerateRequest(prompt="", max_tokens=max_tokens, logprobs=logprobs, **shared)
+        except ValidationError as error:
+            raise DataError(first_fault(error)) from None
+
+
+class CompletionRequest(SamplingFields):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool = False
+
+
+class ChatMessage(Message):
+    """One message with text content."""
+
+    role: str
+    content: str
+
+
+class ChatRequest(SamplingFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0)
+
+
+def openai_routes(engine: Engine, config: ServerConfig) -> APIRouter:
+    """The routes below `/v1`."""
+    router = APIRouter()
+    model_name = config.served_model_name or config.model_name
+    started_at = int(time.time())
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        entry = {
+            "id": model_name,
+            "object": "model",
+            "created": started_at,
+            "owned_by": "grpo",
+            "root": config.model_name,
+        }
+        return {"object": "list", "data": [entry | {"max_model_len": config.max_model_len}]}
+
+    @router.post("/completions")
+    async def completions(request: Request) -> dict[str, Any]:
+        body = await read_body(request, CompletionRequest)
+        _refuse_streaming(body)
+        if body.echo:
+            raise DataError("echo: not supported; request prompt_logprobs from /generate")
+        params = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
+        choices: list[dict[str, Any]] = []
+        generations: list[Generation] = []
+        for prompt in _prompts(body.prompt, engine):
+            generation = await unless_disconnected(request, engine.generate(prompt, params))
+            generations.append(generation)
+            for completion in generation.completions:
+                choices.append(
+                    {
+                        "index": len(choices),
+                        "text": completion.text,
+                        "finish_reason": completion.finish_reason,
+                        "logprobs": None if body.logprobs is None else _completion_logprobs(completion, engine),
+                        "token_ids": completion.token_ids,
+                        "prompt_token_ids": generation.prompt_token_ids,
+                        "policy_versions": completion.policy_versions,
+                    }
+                )
+        return _answer("cmpl", "text_completion", model_name, choices, generations, engine)
+
+    @router.post("/chat/completions")
+    async def chat_completions(request: Request) -> dict[str, Any]:
+        body = await read_body(request, ChatRequest)
+        _refuse_streaming(body)
+        prompt = engine.render_chat([{"role": m.role, "content": m.content} for m in body.messages])
+        params = body.sampling(
+            max_tokens=body.max_completion_tokens or body.max_tokens or _DEFAULT_CHAT_TOKENS,
+            logprobs=body.top_logprobs if body.logprobs else None,
+        )
+        generation = await unless_disconnected(request, engine.generate(prompt, params))
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": completion.text},
+                "finish_reason": completion.finish_reason,
+                "logprobs": {"content": _chat_logprobs(completion, engine)} if body.logprobs else None,
+                "token_ids": completion.token_ids,
+                "policy_versions": completion.policy_versions,
+            }
+            for index, completion in enumerate(generation.completions)
+        ]
+        answer = _answer("chatcmpl", "chat.completion", model_name, choices, [generation], engine)
+        return answer | {"prompt_token_ids": prompt}
+
+    return router
+
+
+def _answer(
+    prefix: str, kind: str, model: str, choices: list[dict[str, Any]], generations: list[Generation], engine: Engine
+) -> dict[str, Any]:
+    num_prompt = sum(len(generation.prompt_token_ids) for generation in generations)
+    num_new = sum(len(completion.token_ids) for generation in generations for completion in generation.completions)
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+        "policy_version": max((v for choice in choices for v in choice["policy_versions"][-1:]), default=0),
+        "logprobs_mode": engine.logprobs_mode,
+    }
+
+
+def _prompts(prompt: str | list[int] | list[str] | list[list[int]], engine: Engine) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [engine.encode(prompt)]
+    try:
+        return [TypeAdapter(list[int]).validate_python(prompt, strict=True)]
+    except ValidationError:
+        return [engine.encode(each) if isinstance(each, str) else list(each) for each in prompt]  # type: ignore[arg-type]
+
+
+def _refuse_streaming(body: SamplingFields) -> None:
+    if body.stream:
+        raise HTTPException(400, "stream: streaming is not supported here; leave it out")
+
+
+def _completion_logprobs(completion: Completion, engine: Engine) -> dict[str, Any]:
+    tokens = [engine.decode([token]) for token in completion.token_ids]
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    tops = completion.top_logprobs
+    return {
+        "tokens": tokens,
+        "token_logprobs": completion.logprobs,
+        "top_logprobs": None if tops is None else [{engine.decode([i]): v for i, v in top} for top in tops],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(completion: Completion, engine: Engine) -> list[dict[str, Any]]:
+    tops = completion.top_logprobs or [[] for _ in completion.token_ids]
+    return [
+        _token_entry(token, value, engine) | {"top_logprobs": [_token_entry(i, v, engine) for i, v in top]}
+        for token, value, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
+    ]
+
+
+def _token_entry(token: int, value: float, engine: Engine) -> dict[str, Any]:
+    text = engine.decode([token])
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -1,0 +1,187 @@
+"""Shared by all routes: reading bodies, access control, aborting for a disconnected client, errors as statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as StarletteMessage
+
+from grpo_engine.config import did_you_mean
+from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
+from grpo_engine.server.engine import EngineUnavailable, WeightsBusy
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+ResultT = TypeVar("ResultT")
+
+_STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
+    (EngineUnavailable, 503),
+    (HalfWritten, 503),
+    (WeightsBusy, 409),
+    (BridgeError, 409),
+    (DataError, 400),
+    (ModelError, 400),
+)
+MAX_BODY_BYTES = 64 << 20
+"""A prompt of a million tokens has 8 MB."""
+_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before the answer."""
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer our errors with `{"detail": "what is wrong, and what to do"}` and the matching status."""
+
+    @app.exception_handler(GrpoError)
+    async def _on_error(_request: Request, error: GrpoError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def _on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        faults = [f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors()]
+        return JSONResponse({"detail": "; ".join(faults)}, 422)
+
+    @app.exception_handler(Exception)
+    async def _on_unexpected(_request: Request, error: Exception) -> JSONResponse:
+        why = f"{type(error).__name__}: {error}"  # e.g. out of memory in a batch
+        return JSONResponse({"detail": f"{why}; see the traceback in the server's log"}, 500)
+
+    @app.exception_handler(ClientDisconnected)
+    async def _on_disconnected(_request: Request, _error: ClientDisconnected) -> JSONResponse:
+        return JSONResponse({"detail": "the client disconnected"}, 499)
+
+
+def status_of(error: GrpoError) -> int:
+    """The HTTP status of an error."""
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+async def read_body(request: Request, model: type[ModelT]) -> ModelT:
+    """The body as `model`; 422 naming each unknown or wrong key, 413 if it is longer than any prompt.
+
+    Raises:
+        ClientDisconnected: the client closed the connection before the end of the body.
+    """
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes")
+        return model.model_validate_json(bytes(body))
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    except ValidationError as error:
+        raise HTTPException(422, "; ".join(dict.fromkeys(_fault_lines(error, model)))) from None
+
+
+def only_this_machine(request: Request) -> None:
+    """Refuse clients that are not programs on this machine: these routes read paths and change weights.
+
+    A proxy may act for a remote client, and so may a web page in a local browser, even one whose own host name resolves
+    to loopback.
+    """
+    peer = request.client.host if request.client else "an unknown peer"
+    headers = request.headers
+    if not _is_loopback(peer):
+        why = f"not {peer}"
+    elif (header := next((name for name in _PROXY_HEADERS if name in headers), None)) is not None:
+        why = f"not clients behind a proxy (the request has {header})"
+    elif "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+        why = f"not web pages ({headers.get('origin', 'of another site')})"
+    elif not _is_name_of_this_machine(_without_port(headers.get("host", ""))):
+        why = f"under its own name, not as {headers['host']}"
+    else:
+        return
+    raise HTTPException(403, f"{request.url.path} answers only this machine, {why}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_name_of_this_machine(host: str) -> bool:
+    """Whether a Host header is an IP address or this machine's name; a web page cannot have an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() in ("", "localhost", socket.gethostname().lower())
+    return True
+
+
+def _without_port(host: str) -> str:
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+class RefuseDuringShutdown:
+    """ASGI middleware: requests that a shutdown cuts off are answered 503 instead of 500.
+
+    A trainer waits for the next server on a 503, and reports a 500 as an error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        has_begun = False
+
+        async def record_start(message: StarletteMessage) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, record_start)
+        except asyncio.CancelledError:  # from uvicorn, after its grace period for open requests
+            if has_begun or scope["type"] != "http":
+                raise
+            await JSONResponse({"detail": "this server is shutting down; retry"}, 503)(scope, receive, send)
+
+
+async def unless_disconnected(request: Request, work: Awaitable[ResultT]) -> ResultT:
+    """The result of `work`, which is cancelled when the client closes the connection.
+
+    Raises:
+        ClientDisconnected: the client closed the connection.
+    """
+    task = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        disconnected.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fault_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"] if part not in ("TokenPrompt", "str"))
+        if fault["type"] == "extra_forbidden":
+            lines.append(f"{key}: not a parameter here{did_you_mean(key, model.model_fields)}")
+        else:
+            lines.append(f"{key or 'body'}: {fault['msg']}")
+    return lines

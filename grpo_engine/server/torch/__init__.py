@@ -1,0 +1,1 @@
+"""The inference engine on plain torch, for a CPU or one GPU."""

@@ -1,0 +1,625 @@
+"""The engine on vLLM: its `AsyncLLM` in this process, its engine core and workers beside it.
+
+Weights change while vLLM's scheduler is paused between two steps and its caches are cleared: running requests are
+frozen and continue under the new weights, with their keys and values recomputed. So each token comes from one version,
+which is reported with it, and no cached prefix outlives its weights. With `finish_before_update`, a gate first lets
+running completions finish. Cache keys are salted with the version as well, for writers that do not request a pause:
+generations that such a write overlapped are repeated.
+
+Adapters need no pause: a new one gets a new name, new requests use it, and running ones finish on the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_engine.bridges.memory.weight_lock import LockState, WeightLock
+from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
+from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
+from grpo_engine.models.loading import load_tokenizer, resolve_model
+from grpo_engine.models.stored_weights import checkpoint_folder
+from grpo_engine.processes import ProcessTree, is_resource_tracker, kill
+from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
+from grpo_engine.server.gate import Gate
+from grpo_engine.server.pausing import Pause
+from grpo_engine.server.prompts import PromptCodec, max_new_tokens
+from grpo_engine.server.stall_detector import StallDetector
+from grpo_engine.server.vllm.adapters import VllmAdapters
+from grpo_engine.server.vllm.arguments import (
+    check_platform,
+    engine_arguments,
+    prepare_environment,
+    store_cache_bytes,
+)
+from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
+from grpo_engine.server.vllm.patches import Patch, check_patches, needed_patches
+from grpo_engine.server.vllm.requests import generation, refusals, sampling_params
+from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
+from grpo_engine.server.vllm.running import CoreOutputs, RunningVersions, lengths_so_far
+from grpo_engine.server.vllm.sharing import Sharing, share
+from grpo_engine.server.vllm.stock import StockApp, stock_app
+from grpo_engine.wire.inference import GenerateRequest
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_POLL_S = 0.25
+"""Interval at which a pause's owner and vLLM's health are checked."""
+_LOCK_POLL_S = 0.002
+_LEAVE_LOADING_AFTER_S = 0.5
+_KILL_WITHIN_S = 5.0
+_CLOSING = "the server is shutting down"
+_DEAD = "vLLM's engine has exited; read the server's log and restart the server"
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See `grpo_engine.server.engine.Engine`. Runs on one event loop; a separate thread starts and stops vLLM."""
+
+    def __init__(self, config: ServerConfig, *, instance: str, environment: Mapping[str, str]) -> None:
+        self.logprobs_mode = config.logprobs_mode
+        self._config = config
+        self._instance = instance
+        self._environment = environment
+        self._gate = Gate()
+        self._changing = asyncio.Lock()
+        """Held while weights change or a pause begins or ends."""
+        self._pause: Pause | None = None
+        self._is_pausing = False
+        """A pause waits for running requests; it can be cancelled."""
+        self._stalls = StallDetector(config.stalled_after_s)
+        self._ping: asyncio.Task[None] | None = None
+        """Sent to a stalled engine core; its answer shows that it works again."""
+        self._num_requests = 0
+        self._request_numbers = itertools.count()
+        self._adapters = VllmAdapters(config.model_name, self._awaiting_core)
+        self._num_known_moves = 0
+        """Changes of the weight lock that invalidate no running request: adapters, and writes while all were frozen."""
+        self._frozen_at: LockState | None = None
+        """State of the weight lock when the scheduler was paused; None while it is not paused."""
+        self._versions = RunningVersions()
+        self._llm: AsyncLLM | None = None
+        self._stock_app: StockApp | None = None
+        self._patches: Mapping[str, bool] = {}
+        self._arguments: AsyncEngineArgs
+        self._prompts: PromptCodec
+        self._parameters: Parameters
+        self._lock = WeightLock.private()
+        self._sharing: Sharing | None = None
+        self._failure: BaseException | None = None
+        self._is_closing = threading.Event()
+        self._is_started = threading.Event()
+        """Processes of vLLM exist, or are about to start."""
+        self._is_loaded: Future[None] = Future()
+        self._watch: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run_vllm, name="vllm-runner", daemon=True)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start to load the model; called on the event loop that will serve."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def wait_loaded(self) -> None:
+        """Return once requests can be served; raises the error that prevented it."""
+        self._is_loaded.result()
+
+    async def wait_failed(self) -> None:
+        """Return when the engine was closed; raises when vLLM has exited."""
+        assert self._watch is not None
+        await asyncio.wait({self._watch})
+        if not self._watch.cancelled():
+            self._watch.result()
+
+    async def close(self) -> None:
+        self._is_closing.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._stop_thread)
+
+    def _stop_thread(self) -> None:
+        until = time.monotonic() + _LEAVE_LOADING_AFTER_S
+        while self._thread.is_alive():
+            if not self._is_loaded.done():
+                if not self._is_started.is_set() and time.monotonic() > until:
+                    self._is_loaded.set_exception(EngineUnavailable(_CLOSING))
+                    return  # still importing: the thread ends with the process
+                kill_engine_processes()  # the thread waits for them, and so ends
+            self._thread.join(_POLL_S)
+
+    def _run_vllm(self) -> None:
+        """Start vLLM, wait for `close`, stop it: in one thread, because vLLM's processes are tied to their parent's."""
+        llm = None
+        try:
+            llm = self._load()
+            # After vLLM has forked, because torch may start threads here.
+            self._parameters = parameters_of(self._config.model_name)
+            asyncio.run_coroutine_threadsafe(self._prepare(llm), self._loop).result()
+            with suppress(InvalidStateError):  # the server was closed meanwhile
+                self._is_loaded.set_result(None)
+        except BaseException as error:  # any error must reach /health and end the process
+            self._failure = error
+            with suppress(InvalidStateError):
+                self._is_loaded.set_exception(_as_engine_error(error))
+        self._is_closing.wait()
+        if llm is not None:
+            llm.shutdown(timeout=_shutdown_within_s(llm))
+        kill_engine_processes()
+        if self._sharing is not None:
+            self._sharing.withdraw()
+
+    def _load(self) -> AsyncLLM:
+        prepare_environment(self._config, os.environ)
+        self._check_room()
+        self._prompts = PromptCodec(self._config.model_name, load_tokenizer(self._config.model_name))
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_platform(self._config)
+        self._arguments = engine_arguments(self._config)
+        self._is_started.set()
+        if self._is_closing.is_set():
+            raise EngineUnavailable(_CLOSING)
+        return AsyncLLM.from_engine_args(self._arguments)
+
+    def _check_room(self) -> None:
+        folder = checkpoint_folder(self._config.model_name)
+        if folder is not None and self._config.device != "cpu" and not installed_vllm().is_for_cpu:
+            check_room(self._config, folder, lambda: visible_gpus(os.environ))
+
+    async def _prepare(self, llm: AsyncLLM) -> None:
+        """Share or update the weights of a started vLLM, check it, and let requests in."""
+        if self._config.shared_weights:
+            self._sharing = await share(
+                llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
+            )
+            self._lock = self._sharing.lock
+        await self._load_newest_handover(llm)
+        self._outputs = CoreOutputs(llm, lambda: self._stalls.record_output(time.monotonic()))
+        # The first request compiles what is not compiled yet; a client's request might time out over it.
+        first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
+        async for _ in self._generated(llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"):
+            pass
+        self._patches = await self._checked_patches(llm)
+        if measured := [size for size in await llm.collective_rpc("grpo_cache_bytes") if size]:
+            store_cache_bytes(min(measured))
+        self._stock_app = await stock_app(llm, self.guarded, self._config, self._arguments)
+        with resuming_newest_adapter(self._config, self._environment) as newest:
+            if newest is not None:
+                await self._load_adapter(llm, newest.path, newest.path.name, newest.policy_version)
+        await self._wait_for_trainer(llm)
+        self._llm = llm
+        self._watch = asyncio.create_task(self._watching(llm))
+
+    async def _load_newest_handover(self, llm: AsyncLLM) -> None:
+        """Load the newest checkpoint that a trainer handed over.
+
+        It is read in place, because vLLM's cache of compiled code is keyed by the model's path.
+        """
+        folder = self._config.handover
+        newest = newest_checkpoint(folder, resolve_model(self._config.model_name)) if folder is not None else None
+        if newest is None or (self._config.enable_lora and not can_reload_below_adapters()):
+            return
+        try:
+            await asyncio.to_thread(check_fits, newest.path, self._parameters)
+        except ModelError as error:
+            logger.warning("%s; the model's own weights are served", error)
+            return
+        await self._read_checkpoint(llm, newest.path, newest.policy_version)
+        logger.info("Loaded version %d from %s", newest.policy_version, newest.path)
+
+    async def _wait_for_trainer(self, llm: AsyncLLM) -> None:
+        """Pause until the trainer whose weights were lost with the previous server publishes them again."""
+        if self._sharing is None or self._sharing.awaits is None:
+            return
+        self._pause = Pause.until_published(self._sharing.awaits, time.monotonic())
+        await self._halt(llm)
+        logger.info("Requests wait until %s has published its weights", self._pause.owner_text)
+
+    async def _checked_patches(self, llm: AsyncLLM) -> Mapping[str, bool]:
+        import vllm
+        from vllm.platforms import current_platform
+
+        return check_patches(
+            needed_patches(self._config, is_cpu=bool(current_platform.is_cpu())),
+            {Patch.HEAR_OUTPUTS: self._outputs.has_output},
+            await llm.collective_rpc("grpo_patches"),
+            vllm.__version__,
+        )
+
+    async def _watching(self, llm: AsyncLLM) -> None:
+        ending: asyncio.Task[None] | None = None
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if llm.errored:
+                raise EngineUnavailable(_DEAD)
+            if self._stalls.is_stalled(time.monotonic()) and not self._stalls.num_pending and self._ping is None:
+                self._ping = asyncio.create_task(self._ping_core(llm))
+            if ending is not None and ending.done():
+                ending.result()
+                ending = None
+            if ending is not None or self._pause is None or self._is_being_written():
+                continue
+            if (why := self._pause.why_over(time.monotonic())) is not None:
+                logger.warning("Resuming without a request: %s", why)
+                # Not awaited here: a core that exits before it answers is reported by `errored` only.
+                ending = asyncio.create_task(self._end_pause(self._pause))
+
+    async def _ping_core(self, llm: AsyncLLM) -> None:
+        """Send the engine core a cheap command, which it answers between two steps."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            with suppress(EngineDeadError):
+                await llm.is_sleeping()
+                self._stalls.record_output(time.monotonic())
+        finally:
+            self._ping = None
+
+    # --- called by the routes ----------------------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        self._running()
+        self._stalls.check(time.monotonic())
+        self._lock.check()
+
+    def info(self) -> EngineInfo:
+        import vllm
+
+        llm = self._running()
+        state = self._lock.read()
+        return EngineInfo(
+            engine=f"vllm {vllm.__version__}",
+            device=str(llm.vllm_config.device_config.device_type),
+            dtype=str(llm.model_config.dtype).removeprefix("torch."),
+            policy_version=state.policy_version,
+            update_count=state.update_count,
+            last_update_time=state.updated_at,
+            is_paused=self._pause is not None,
+            is_sharing=self._sharing is not None,
+            patches=self._patches,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        self._running()
+        return self._prompts.encode(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        self._running()
+        return self._prompts.decode(token_ids)
+
+    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        self._running()
+        return self._prompts.render_chat(messages)
+
+    async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
+        llm = self._running()
+        max_tokens = max_new_tokens(
+            prompt_token_ids,
+            params,
+            max_model_len=int(llm.model_config.max_model_len),
+            vocabulary=int(llm.model_config.hf_text_config.vocab_size),
+        )
+        sampling = sampling_params(params, max_tokens)
+        prompt = {"prompt_token_ids": prompt_token_ids}
+        while True:
+            request_id = f"{self._instance}-{next(self._request_numbers)}"
+            async with self._admitted() as before:
+                num_moves = before.sequence - self._num_known_moves
+                with self._versions.request(request_id, before.policy_version) as versions:
+                    async for last in self._generated(llm, prompt, sampling, request_id):
+                        output = last
+                self._lock.check()  # a writer that exited in the middle invalidates frozen requests
+                is_of_two_prompts = versions.changes and params.prompt_logprobs is not None
+                if self._num_unknown_moves() == num_moves and not is_of_two_prompts:
+                    return generation(output, prompt_token_ids, params, versions)
+            logger.warning("The weights changed during a request without a pause; generating it again")
+
+    async def guarded(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **others: Any
+    ) -> AsyncIterator[Any]:
+        """`AsyncLLM.generate` for vLLM's own routes, admitted like every other generation.
+
+        Raises:
+            EngineUnavailable, HalfWritten: not now.
+        """
+        llm = self._running()
+        outputs = self._generated(llm, prompt, sampling_params, request_id, lora_request, **others)
+        async with self._admitted(), aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
+        llm = self._running()
+        pause = Pause.requested(owner_pid, timeout_s, time.monotonic())
+        pause.check_may_follow(self._pause, time.monotonic())
+        async with self._changing:
+            pause.check_may_follow(self._pause, time.monotonic())
+            self._pause, self._is_pausing = pause, True
+            try:
+                await self._close_gate()
+                self._is_pausing = False
+                if self._pause is pause:
+                    await self._halt(llm)
+            except Exception:
+                self._pause = None
+                await self._continue(llm)
+                raise
+            finally:
+                self._is_pausing = False
+            if self._pause is None:
+                await self._continue(llm)
+                raise WeightsBusy("the pause ended before the engine had stopped: give it a longer timeout_s")
+
+    async def resume(self, policy_version: int | None) -> None:
+        self._running()
+        if policy_version is not None and self._lock.check().policy_version != policy_version:
+            with self._lock.writing(policy_version):
+                pass
+        await self._end_pause(self._pause)
+
+    async def reload(self, path: Path, policy_version: int) -> None:
+        llm = self._running()
+        if self._config.enable_lora and not can_reload_below_adapters():
+            raise DataError(
+                "this vLLM's engine crashes when it reloads a model with adapters: "
+                "start the server without --enable-lora, or install vLLM 0.32 or newer"
+            )
+        await asyncio.to_thread(check_fits, path, self._parameters)
+        async with self._changing:
+            try:
+                await self._halt(llm)
+                await self._read_checkpoint(llm, path, policy_version)
+            finally:
+                if self._pause is None:
+                    await self._continue(llm)
+
+    async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
+        return await self._load_adapter(self._running(), path, name, policy_version)
+
+    async def _load_adapter(self, llm: AsyncLLM, path: Path, name: str | None, policy_version: int | None) -> Adapter:
+        modules = await asyncio.to_thread(
+            check_adapter,
+            path,
+            model_name=self._config.model_name,
+            shapes=self._parameters.shapes,
+            aliases=self._parameters.aliases,
+            max_rank=self._config.max_lora_rank,
+        )
+        async with self._changing:
+            version = self._lock.check().policy_version + 1 if policy_version is None else policy_version
+            lora = await self._adapters.load(llm, path, modules)
+            adapter = self._adapters.described(lora, name or path.name)
+            previous = self._adapters.lora
+            try:
+                self._serve_adapter(llm, version, lora, adapter)
+            except GrpoError:  # the base weights are being written, or half-written
+                await self._adapters.drop_if_unused(llm, lora)
+                raise
+            await self._adapters.drop_if_unused(llm, previous)
+        return adapter
+
+    async def unload_adapter(self) -> Adapter | None:
+        llm = self._running()
+        async with self._changing:
+            previous, lora = self._adapters.served, self._adapters.lora
+            if previous is not None:
+                self._serve_adapter(llm, self._lock.check().policy_version + 1, None, None)
+                await self._adapters.drop_if_unused(llm, lora)
+        return previous
+
+    def adapter(self) -> Adapter | None:
+        self._running()
+        return self._adapters.served
+
+    def stock_app(self) -> StockApp | None:
+        self._running()
+        return self._stock_app
+
+    # --- within ------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> AsyncLLM:
+        if self._is_closing.is_set():
+            raise EngineUnavailable(_CLOSING)
+        if self._failure is not None:
+            raise EngineUnavailable(_sentence(self._failure))
+        if self._llm is None:
+            raise EngineUnavailable("the model is loading")
+        if self._llm.errored:
+            raise EngineUnavailable(_DEAD)
+        return self._llm
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[LockState]:
+        """Wait until requests may run and no write is in progress; yields the state of the weight lock then."""
+        if self._num_requests >= self._config.max_waiting:
+            raise EngineUnavailable(f"{self._num_requests} requests are waiting: send fewer at once, or retry later")
+        self._num_requests += 1
+        try:
+            while True:
+                async with self._gate.passing():
+                    state = self._lock.check()
+                    if not state.is_writing:
+                        yield state
+                        return
+                await asyncio.sleep(_LOCK_POLL_S)  # a writer that did not pause this server
+        finally:
+            self._num_requests -= 1
+
+    async def _generated(
+        self, llm: AsyncLLM, prompt: Any, sampling: Any, request_id: str, lora: LoRARequest | None = None, **others: Any
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs for one request, with the served adapter unless another one is named."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        lora = lora or self._adapters.lora
+        if isinstance(prompt, dict):
+            prompt = _salted(prompt, f"{self._instance}-{self._lock.read().sequence}")
+        outputs = llm.generate(prompt, sampling, request_id, lora_request=lora, **others)
+        async with self._adapters.using(llm, lora), aclosing(outputs):
+            self._stalls.add_request(time.monotonic())
+            try:
+                async for output in outputs:
+                    self._stalls.remove_request(time.monotonic())  # a client that reads slowly is no stall
+                    try:
+                        yield output
+                    finally:
+                        self._stalls.add_request(time.monotonic())
+            except EngineDeadError as error:
+                raise EngineUnavailable(_DEAD) from error
+            except refusals() as error:
+                raise DataError(f"vLLM refuses the request: {error}") from None
+            finally:
+                self._stalls.remove_request(time.monotonic())
+
+    def _serve_adapter(self, llm: AsyncLLM, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
+        before = self._lock.check().sequence  # a half-written base model stays half-written
+        self._record_version_change(llm)
+        with self._lock.writing(version):
+            self._adapters.serve(lora, adapter)
+        now = self._lock.read()
+        self._num_known_moves += now.sequence - before
+        if self._frozen_at is not None:
+            self._frozen_at = now
+
+    def _num_unknown_moves(self) -> int:
+        """Grows when a writer changes weights without having paused the engine."""
+        now = self._frozen_at or self._lock.read()
+        return now.sequence - self._num_known_moves
+
+    def _record_version_change(self, llm: AsyncLLM) -> None:
+        """Record that frozen requests, if any, continue under the weights that were written meanwhile."""
+        if self._frozen_at is None:
+            return
+        now = self._lock.read()
+        if now.policy_version != self._frozen_at.policy_version:
+            self._versions.change(now.policy_version, lengths_so_far(llm.output_processor))
+        # Without a write in progress: a request that continues before its end has overlapped it.
+        self._num_known_moves += now.sequence - self._frozen_at.sequence - now.is_writing
+        self._frozen_at = now
+
+    def _is_being_written(self) -> bool:
+        """Whether a living writer is in the middle of a write; requests could not continue then."""
+        try:
+            return self._lock.check().is_writing
+        except HalfWritten:
+            return False
+
+    async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
+        with self._lock.writing(policy_version), self._awaiting_core():
+            await llm.collective_rpc("grpo_reload", kwargs={"path": str(path)})
+
+    async def _close_gate(self) -> None:
+        """Admit no request; with `finish_before_update`, wait for running ones."""
+        if self._config.finish_before_update:
+            await self._gate.drain()
+        else:
+            await self._gate.close()
+
+    async def _halt(self, llm: AsyncLLM) -> None:
+        """Return with vLLM between two steps, its caches cleared, and all its outputs processed."""
+        await self._close_gate()
+        with self._awaiting_core():
+            # Not `llm.pause_generation`, which sleeps for 20 ms instead of waiting for the outputs.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self._outputs.drained()
+        self._stalls.pause()
+        if self._frozen_at is None:
+            self._frozen_at = self._lock.read()
+
+    async def _continue(self, llm: AsyncLLM) -> None:
+        self._record_version_change(llm)
+        self._frozen_at = None
+        self._stalls.resume(time.monotonic())
+        try:
+            with self._awaiting_core():
+                try:
+                    self._lock.check()
+                except HalfWritten:  # nothing may be sampled from such weights: abort what is frozen
+                    await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+                await llm.resume_generation()
+        finally:
+            await self._gate.open()  # requests behind it reveal a core that does not continue
+
+    @contextmanager
+    def _awaiting_core(self) -> Iterator[None]:
+        """Count a command to the engine core as work, and its answer as output, for the stall detector."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._stalls.add_command(time.monotonic())
+        try:
+            yield
+            self._stalls.record_output(time.monotonic())
+        except EngineDeadError as error:
+            raise EngineUnavailable(_DEAD) from error
+        finally:
+            self._stalls.remove_command(time.monotonic())
+
+    async def _end_pause(self, pause: Pause | None) -> None:
+        if self._pause is not pause:  # another pause has begun
+            return
+        self._pause = None
+        if self._is_pausing:  # `pause` continues once it sees that
+            await self._gate.open()
+            return
+        async with self._changing:
+            if self._pause is None:
+                await self._continue(self._running())
+
+
+def _shutdown_within_s(llm: AsyncLLM) -> float:
+    """How long its processes get to exit: workers remove the shared memory that they communicate through.
+
+    An engine core without workers has none; it would spend a second on freeing memory that the kernel frees anyway.
+    """
+    return 0.0 if llm.vllm_config.parallel_config.distributed_executor_backend == "uni" else 2.0
+
+
+def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:
+    """The prompt with a salt, by which vLLM keys cached prefixes: one computed with other weights is never reused."""
+    from vllm.inputs import tokens_input
+
+    if "type" not in prompt:  # from our routes; prompts of vLLM's own routes are rendered already
+        return dict(tokens_input(prompt["prompt_token_ids"], cache_salt=salt))
+    own = prompt.get("cache_salt")
+    return {**prompt, "cache_salt": salt if own is None else f"{salt}-{own}"}
+
+
+def _as_engine_error(error: BaseException) -> BaseException:
+    """The error itself, or an `EngineUnavailable` that names vLLM as its source."""
+    return error if isinstance(error, GrpoError) else EngineUnavailable(_sentence(error))
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) if isinstance(error, GrpoError) else f"vLLM cannot serve: {type(error).__name__}: {error}"
+
+
+def kill_engine_processes() -> None:
+    """Kill what multiprocessing started in this process, with all descendants, and wait until they are gone.
+
+    Resource trackers exit after the others, and first remove what those left in shared memory.
+    """
+    tree = ProcessTree(child.pid for child in multiprocessing.active_children() if child.pid is not None)
+    left = kill(
+        lambda: [process for process in tree.living() if not is_resource_tracker(process)], within_s=_KILL_WITHIN_S
+    )
+    if left:
+        pids = ", ".join(str(process.pid) for process in left)
+        logger.error("vLLM: process %s is still alive %g s after SIGKILL", pids, _KILL_WITHIN_S)

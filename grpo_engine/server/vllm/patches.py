@@ -1,0 +1,111 @@
+"""What this server changes in vLLM's own code: which patch is needed where, and whether each one is in place.
+
+Patches of workers and of the engine are defined where they are applied, each one function with its reason and versions.
+Each leaves a mark, and the server does not start without the patches that its settings need. Those that only make
+forked processes start sooner are here. Imports vLLM only inside functions.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any
+
+from grpo_engine.errors import ModelError
+from grpo_engine.server.config import ServerConfig
+
+METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+_FORKS_ON_CPU = "_grpo_forks"
+
+
+class Patch(StrEnum):
+    """Patches that the server depends on."""
+
+    KEEP_CPU_WEIGHTS = "keep_cpu_weights"
+    """In the workers (`worker.py`): compute with the weights themselves, not with repacked copies."""
+    WATCH_SERVER = "watch_server"
+    """In the workers: exit with the server."""
+    HEAR_OUTPUTS = "hear_outputs"
+    """In the server (`running.py`): call back for every message of the engine core."""
+
+
+_WITHOUT = {
+    Patch.KEEP_CPU_WEIGHTS: "vLLM would compute with copies of the weights, and ignore what a trainer writes",
+    Patch.WATCH_SERVER: "vLLM's processes would outlive a killed server and keep its memory",
+    Patch.HEAR_OUTPUTS: "a pause could not wait for all tokens, and /health could not detect a hanging engine",
+}
+
+
+def needed_patches(config: ServerConfig, *, is_cpu: bool) -> frozenset[Patch]:
+    """The patches that these settings need."""
+    needed = {Patch.WATCH_SERVER, Patch.HEAR_OUTPUTS}
+    if is_cpu and config.shared_weights:
+        needed.add(Patch.KEEP_CPU_WEIGHTS)
+    return frozenset(needed)
+
+
+def check_patches(
+    needed: Iterable[Patch], in_server: Mapping[str, bool], in_workers: Iterable[Mapping[str, bool]], version: str
+) -> dict[str, bool]:
+    """Check that every needed patch is in place, in the server or in all of its workers.
+
+    Returns:
+        Every patch, and whether it is in place.
+
+    Raises:
+        ModelError: a needed patch is missing.
+    """
+    workers = list(in_workers)
+    in_place = {
+        str(patch): in_server.get(patch, False) or (bool(workers) and all(each.get(patch, False) for each in workers))
+        for patch in Patch
+    }
+    if missing := [patch for patch in needed if not in_place[patch]]:
+        reasons = "; ".join(f"{patch} ({_WITHOUT[patch]})" for patch in sorted(missing))
+        raise ModelError(
+            f"vLLM {version}: patches are not in place: {reasons}. Install an unmodified vLLM, 0.26 to 0.33"
+        )
+    return in_place
+
+
+def fork_cpu_engine() -> None:
+    """Make the engine core and its worker forks on a CPU too, where threads are not bound to cores.
+
+    Breaks: restarts within seconds. Its platform sets `VLLM_WORKER_MULTIPROC_METHOD=spawn` for every configuration, so
+    that each of the two processes imports everything again, 7 to 14 s each.
+    When: CPU platform. A fork inherits its parent's OpenMP, which must not have run before, and ignores the variables
+    that bind threads; so this is for `VLLM_CPU_OMP_THREADS_BIND=nobind`. Versions: 0.26 to 0.33.
+    Upstream: https://github.com/vllm-project/vllm, `vllm/platforms/cpu.py`, `check_and_update_config`; there is no
+    setting for it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    if getattr(CpuPlatform, _FORKS_ON_CPU, False):
+        return
+    original = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        os.environ[METHOD_VARIABLE] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+    setattr(CpuPlatform, _FORKS_ON_CPU, True)
+
+
+def keep_imports_frozen() -> None:
+    """Exclude what the fork server has imported from garbage collection in the processes that it forks.
+
+    Breaks: restarts within seconds. vLLM unfreezes the heap after capturing graphs and before it exits, and collects
+    then: 0.6 to 0.9 s on a slow core for 0.7 million objects of modules, each time, and their pages are copied.
+    When: forked processes. What vLLM froze itself, such as its engine after the start, stays frozen too: it lives as
+    long as the process. Versions: 0.26 to 0.33.
+    Upstream: https://github.com/vllm-project/vllm, `vllm/distributed/parallel_state.py`, `cleanup_dist_env_and_memory`,
+    and `vllm/v1/worker/gpu_model_runner.py`, `capture_model`.
+    """
+    gc.unfreeze = _leave_frozen
+
+
+def _leave_frozen() -> None:
+    return None

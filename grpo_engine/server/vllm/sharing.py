@@ -1,0 +1,126 @@
+"""Sharing vLLM's weights: the worker exports them, this process creates the weight lock and writes the bridge file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_engine.bridges.memory.bridge_files import bridge_file_path
+from grpo_engine.bridges.memory.shared_tensors import map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.memory.stock_bridge_file import stock_form
+from grpo_engine.bridges.memory.weight_lock import WeightLock
+from grpo_engine.errors import BridgeError
+from grpo_engine.models.stored_weights import checkpoint_folder
+from grpo_engine.processes import ProcessIdentity
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.exports import Adopted, Owner, fingerprint_of, take_over, withdraw, write_bridge_file
+from grpo_engine.server.vllm.checkpoint import Parameters
+from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
+from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_LOCK_POLL_S = 0.002
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Exported weights with their bridge file."""
+
+    lock: WeightLock
+    path: Path
+    file: BridgeFile
+    owner: Owner
+    awaits: ProcessIdentity | None
+    """The trainer that has newer weights and will publish them; nothing may be sampled before."""
+
+    def withdraw(self) -> None:
+        """Remove the export, unless it belongs to the run."""
+        withdraw(self.path, self.file, self.owner)
+
+
+async def share(
+    llm: AsyncLLM, parameters: Parameters, *, config: ServerConfig, instance: str, environment: Mapping[str, str]
+) -> Sharing:
+    """Export the weights of a vLLM that has no requests yet.
+
+    Weights that the previous server of the same run left in shared memory are newer than the checkpoint, and copied.
+
+    Raises:
+        BridgeError: the weights cannot be shared, or another server owns the bridge file.
+    """
+    path = bridge_file_path(config.bridge_file, environment)
+    owner = Owner.of(instance, environment)
+    fingerprint = fingerprint_of(config)
+    adopted, awaited_trainer = take_over(path, owner, fingerprint)
+    stem = f"{owner.stem}{instance}"
+    try:
+        manifest, fused = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
+        version = 0 if adopted is None else await copy_adopted(adopted, manifest)
+        lock = WeightLock.create(f"{stem}-fence", policy_version=version)
+        file = write_bridge_file(
+            path,
+            owner=owner,
+            model=config.model_name,
+            fingerprint=fingerprint,
+            lock=lock,
+            manifest=manifest,
+            aliases=parameters.aliases,
+            stock=stock_form(config.model_name, fused),
+        )
+    except BaseException:
+        unlink_segments([f"{stem}-fence", f"{stem}-weights"])
+        raise
+    logger.info(WEIGHTS_EXPORTED.text, len(manifest), path)
+    return Sharing(lock=lock, path=path, file=file, owner=owner, awaits=awaited_trainer)
+
+
+async def _exported(
+    llm: AsyncLLM, parameters: Parameters, segment: str, folder: Path | None
+) -> tuple[dict[str, SharedTensor], dict[str, SharedTensor]]:
+    """The weights under transformers' names, and under vLLM's too if they are in CUDA memory."""
+    expected = {name: list(shape) for name, shape in parameters.shapes.items()}
+    answers: list[Any] = await llm.collective_rpc(
+        "grpo_share", args=(segment, expected, parameters.aliases, None if folder is None else str(folder))
+    )
+    (answer,) = answers
+    if problem := answer.get("problem"):
+        raise BridgeError(str(problem))
+    if answer["num_compared"] < len(expected):
+        logger.warning(
+            "Only %d of %d shared tensors could be compared with the checkpoint", answer["num_compared"], len(expected)
+        )
+    tensors, fused = (
+        {name: SharedTensor.model_validate(entry) for name, entry in answer[which].items()}
+        for which in ("tensors", "fused")
+    )
+    return tensors, fused
+
+
+async def copy_adopted(adopted: Adopted, manifest: Mapping[str, SharedTensor]) -> int:
+    """Copy the previous server's weights into the exported ones; their version.
+
+    A trainer that has not noticed the restart may still be writing the old ones: the copy waits for it.
+
+    Raises:
+        HalfWritten: that trainer exited in the middle of the write.
+    """
+    own = map_tensors(manifest)
+    while True:
+        before = adopted.lock.check()
+        if not before.is_writing:
+            for name, tensor in own.items():
+                tensor.copy_(adopted.tensors[name])
+            if adopted.lock.read().sequence == before.sequence:
+                break
+        await asyncio.sleep(_LOCK_POLL_S)
+    unlink_segments({adopted.file.fence_segment} | segments_of(adopted.file.tensors))
+    logger.info("Adopted the weights of version %d from shared memory", before.policy_version)
+    return before.policy_version

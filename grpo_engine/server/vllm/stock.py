@@ -1,0 +1,198 @@
+"""vLLM's own HTTP application over our engine: `/v1/*`, `/metrics`, `/tokenize`, …, for paths that are not our routes.
+
+Every generation of these routes goes through `VllmEngine.guarded`: it waits while weights change, its cache key is
+salted with their version, and it uses the served adapter. Changes of weights or caches without the weight lock are
+refused twice: by their path, naming our route, and by the method of vLLM that they call. All other routes except plain
+inference answer only this machine, whatever VLLM_SERVER_DEV_MODE is.
+
+Written against vLLM 0.26 to 0.33.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import WeightsBusy
+from grpo_engine.server.http.requests import only_this_machine, status_of
+from grpo_engine.server.vllm.flags import frontend_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Generate = Callable[..., AsyncIterator[Any]]
+"""Has the signature and the results of `AsyncLLM.generate`."""
+
+_INFERENCE = frozenset(
+    {
+        "/v1/models",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/render",
+        "/v1/completions/render",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/metrics",
+        "/ping",
+        "/load",
+    }
+)
+"""Paths that any client may use."""
+_RESPONSES = "/v1/responses/"
+_OURS = {
+    "/v1/load_lora_adapter": "/lora/load",
+    "/v1/unload_lora_adapter": "/lora/unload",
+    "/adapters": "/lora/load",
+    "/pause": "/bridge/pause",
+    "/resume": "/bridge/resume",
+    "/sleep": "/bridge/sleep",
+    "/wake_up": "/bridge/wake_up",
+    "/release_kv_cache_memory": "/bridge/sleep",
+    **dict.fromkeys(
+        (
+            *("/collective_rpc", "/weight_checker", "/scale_elastic_ep"),
+            *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
+            *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+            *("/update_weight_version", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        ),
+        "/bridge/reload",
+    ),
+}
+"""Routes of vLLM that change weights, adapters or caches → ours. A stock trainer tries the first one, and uses
+`/lora/load` when the answer is not 200."""
+_CHANGES = frozenset(
+    {
+        *("add_lora", "remove_lora", "pin_lora", "collective_rpc", "scale_elastic_ep", "handle_fault", "shutdown"),
+        *("pause_generation", "resume_generation", "sleep", "wake_up", "release_kv_cache_memory"),
+        *("checkpoint_prepare", "checkpoint_restore"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update"),
+        *("start_draft_weight_update", "update_weights", "finish_weight_update", "update_weight_version"),
+        *("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"),
+    }
+)
+"""Methods of `AsyncLLM` that vLLM's routes must not call."""
+
+
+class GuardedClient:
+    """`AsyncLLM` for vLLM's routes: generation is guarded, and methods that change weights are refused."""
+
+    def __init__(self, llm: AsyncLLM, generate: Generate) -> None:
+        self._llm = llm
+        self.generate = generate
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _CHANGES:
+            raise WeightsBusy(f"{name} would change the model without the weight lock: use /bridge/* and /lora/*")
+        return getattr(self._llm, name)
+
+
+class StockApp:
+    """ASGI: vLLM's application with access control."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request.
+
+        Raises:
+            HTTPException: the route answers only this machine.
+        """
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+        if (ours := _ours(path)) is not None:
+            text = f"{path} would change the model without the weight lock: use {ours}"
+            await JSONResponse(_error(text, 404), 404)(scope, receive, send)
+            return
+        if path not in _INFERENCE and not path.startswith(_RESPONSES):
+            only_this_machine(Request(scope))
+        await self._app(dict(scope), receive, send)
+
+    def endpoints(self) -> dict[str, list[str]]:
+        """Path → methods of the available routes; takes up to a second the first time."""
+        paths = self._app.openapi()["paths"]
+        return {path: [method.upper() for method in paths[path]] for path in paths if _ours(path) is None}
+
+
+async def stock_app(
+    llm: AsyncLLM,
+    generate: Generate,
+    config: ServerConfig,
+    arguments: AsyncEngineArgs,
+) -> StockApp:
+    """vLLM's application over a running engine.
+
+    Args:
+        generate: called for every generation.
+        arguments: with which `llm` was created.
+    """
+    app, init_app_state = await asyncio.to_thread(_build_app, llm, config, arguments)
+    await init_app_state(GuardedClient(llm, generate), app.state, app.state.args, _TASKS)
+    return StockApp(app)
+
+
+_TASKS = ("generate",)
+"""vLLM's other tasks, such as embedding, would not go through `generate`."""
+
+
+def _build_app(llm: AsyncLLM, config: ServerConfig, arguments: AsyncEngineArgs) -> tuple[FastAPI, Callable[..., Any]]:
+    """vLLM's application without its state, and the function that sets the state."""
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+    except ImportError:  # vLLM 0.26 to 0.28
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+    parts = (frontend_of(config), arguments)
+    values = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
+    _import_plugins(values)
+    app = build_app(Namespace(**values), _TASKS, llm.model_config)
+    add_our_errors(app)
+    return app, init_app_state
+
+
+def _import_plugins(values: dict[str, Any]) -> None:
+    if plugin := values["tool_parser_plugin"]:
+        from vllm.tool_parsers import ToolParserManager
+
+        ToolParserManager.import_tool_parser(plugin)
+    if plugin := values["reasoning_parser_plugin"]:
+        from vllm.reasoning import ReasoningParserManager
+
+        ReasoningParserManager.import_reasoning_parser(plugin)
+
+
+def add_our_errors(app: FastAPI) -> None:
+    """Answer our errors with their status, where vLLM would answer 500."""
+
+    @app.exception_handler(GrpoError)
+    async def _on_error(_request: Request, error: GrpoError) -> JSONResponse:
+        status = status_of(error)
+        return JSONResponse(_error(str(error), status), status)
+
+
+def _error(text: str, status: int) -> dict[str, Any]:
+    """The body in OpenAI's shape, like vLLM's own errors, with the `detail` of our other routes."""
+    kind = "NotFoundError" if status == 404 else "BadRequestError" if status < 500 else "ServiceUnavailableError"
+    return {"error": {"message": text, "type": kind, "param": None, "code": status}, "detail": text}
+
+
+def _ours(path: str) -> str | None:
+    """Our route that replaces one of vLLM's that changes the model."""
+    return _OURS.get("/adapters" if path.startswith("/adapters/") else path)

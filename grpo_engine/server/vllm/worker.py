@@ -1,0 +1,247 @@
+"""Code inside vLLM's worker processes: sharing the weights, and exiting with the server.
+
+vLLM imports this module (`worker_extension_cls`) before it loads the model, and mixes `GrpoWorker` into its worker. The
+import is the only hook that early. So importing has effects here, but only in processes that our server started: the
+patches are applied and the watch thread starts. The server itself must not import it: in a forked child it would be
+imported already, and neither would happen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from grpo_engine.errors import BridgeError
+from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker
+from grpo_engine.server.vllm.patches import Patch
+from grpo_engine.server.vllm.requirements import FAST_LOADER
+from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SHARE_VARIABLE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WATCH_INTERVAL_S = 0.25
+_WATCH_NAME = "grpo-server-watch"
+_PATCHED = "_grpo_keeps_weights"
+
+
+class GrpoWorker:
+    """Methods for `collective_rpc`; mixed into vLLM's worker, whose attributes it uses."""
+
+    model_runner: Any
+    vllm_config: Any
+    add_lora: Callable[[Any], bool]
+    reload_weights: Callable[..., None]
+
+    def grpo_share(
+        self, segment: str, expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
+    ) -> dict[str, Any]:
+        """Make the weights mappable and describe them under their names in transformers.
+
+        Args:
+            segment: name of the POSIX segment to create; not used on a GPU, whose memory is exported in place.
+            expected: parameter name → shape in transformers; a tied parameter is listed once.
+            aliases: tied parameters: the second name → the first.
+            folder: the checkpoint's folder; a sample of every tensor is compared with it.
+
+        Returns:
+            `tensors` (name → `SharedTensor`), `fused` (the same by vLLM's own names, only on a GPU) and
+            `num_compared`, or `problem`: an exception would stop the worker in some versions.
+        """
+        from grpo_engine.server.vllm.layout import compare_with_checkpoint, fused_parameters, views_under_hf_names
+
+        try:
+            self._grpo_check_shareable()
+            model = self.model_runner.get_model()
+            views = views_under_hf_names(model, {name: tuple(shape) for name, shape in expected.items()}, aliases)
+            num_compared = compare_with_checkpoint(views, Path(folder)) if folder else 0
+            fused: dict[str, Any] = {}
+            if next(iter(views.values())).is_cuda:
+                from grpo_engine.bridges.memory.cuda_tensors import export_cuda_tensors
+
+                manifest = export_cuda_tensors(views)
+                fused = export_cuda_tensors(fused_parameters(model))
+            else:
+                from grpo_engine.server.vllm.layout import move_into_segment
+
+                base = move_into_segment(model, segment)
+                views = views_under_hf_names(model, {name: tuple(s) for name, s in expected.items()}, aliases)
+                manifest = {name: _described(view, segment, base) for name, view in views.items()}
+        except BridgeError as error:
+            return {"problem": str(error)}
+        return {
+            "tensors": {name: entry.model_dump(mode="json") for name, entry in manifest.items()},
+            "fused": {name: entry.model_dump(mode="json") for name, entry in fused.items()},
+            "num_compared": num_compared,
+        }
+
+    def grpo_patches(self) -> dict[str, bool]:
+        """The patches of this process (`patches.py`), and whether each is in place."""
+        from vllm.model_executor.layers import utils
+
+        return {
+            Patch.KEEP_CPU_WEIGHTS.value: getattr(utils, _PATCHED, False),
+            Patch.WATCH_SERVER.value: any(thread.name == _WATCH_NAME for thread in threading.enumerate()),
+        }
+
+    def grpo_cache_bytes(self) -> int | None:
+        """Size of the KV cache on this GPU; None if it was configured rather than measured."""
+        measured = getattr(self, "available_kv_cache_memory_bytes", None)
+        return None if measured is None else int(measured)
+
+    def grpo_reload(self, path: str) -> None:
+        """Load a checkpoint in place, tensor by tensor, because the GPU has no memory left for a second copy."""
+        load_config = self.vllm_config.load_config
+        if load_config.load_format == FAST_LOADER:
+            load_config.load_format = "auto"
+        self.reload_weights(weights_path=path)
+
+    def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
+        """Load an adapter, and check that every factor reached a layer.
+
+        vLLM (0.20 to 0.33) ignores factors without a layer: the adapter is served, and changes nothing.
+
+        Args:
+            number: vLLM's id of the adapter; an id that was used before would not be loaded again.
+            modules: the modules that the adapter changes, as its file names them.
+
+        Returns:
+            `unbound`: the modules without a layer; or `problem`. The caller removes the adapter in both cases: a failed
+            one may be loaded in part.
+        """
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+            bound = self._grpo_bound(number)
+            names = self._grpo_vllm_names(modules)
+        except Exception as error:  # vLLM and safetensors raise many types, which would stop the worker
+            return {"problem": f"{type(error).__name__}: {error}"}
+        return {"unbound": [module for module in modules if names[module] not in bound]}
+
+    def _grpo_bound(self, number: int) -> set[str]:
+        """Modules for which vLLM has factors of the adapter; parts of fused modules by their own names."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(number)
+        bound: set[str] = set()
+        for name in manager.modules:
+            weights = manager._get_lora_layer_weights(adapter, name)
+            if weights is None:
+                continue
+            if isinstance(weights.lora_a, list):
+                parts = manager.packed_modules.get(name, [name])
+                bound.update(part for part, factor in zip(parts, weights.lora_a, strict=False) if factor is not None)
+            else:
+                bound.add(name)
+        return bound
+
+    def _grpo_vllm_names(self, modules: list[str]) -> dict[str, str]:
+        """Names in an adapter's file → vLLM's, which differ where the language model is part of another model."""
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        for rename_only in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32; 0.26
+            if hasattr(mapper, rename_only):
+                mapper = getattr(mapper, rename_only)()
+                break
+        return {
+            module: parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]
+            for module in modules
+        }
+
+    def _grpo_check_shareable(self) -> None:
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        if model.quantization is not None:
+            raise BridgeError(
+                f"{model.model}: quantized ({model.quantization}); only unquantized weights can be shared: "
+                "serve an unquantized checkpoint"
+            )
+        if getattr(model, "enable_sleep_mode", False):
+            raise BridgeError("weights in sleep mode cannot be exported: start without enable_sleep_mode")
+        if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
+            raise BridgeError("the model is split over several GPUs; only a model on one GPU can be shared")
+        for name, parameter in self.model_runner.get_model().named_parameters():
+            if parameter.dtype != model.dtype:
+                raise BridgeError(
+                    f"{name} is {parameter.dtype}, but the model is {model.dtype}: vLLM computes this architecture in "
+                    "mixed precision, which cannot be shared with a trainer"
+                )
+
+
+def keep_cpu_weights() -> None:
+    """Make vLLM's CPU build compute with the weights themselves instead of repacked copies.
+
+    Breaks: sharing. Its linear layers are repacked for oneDNN or AMX after loading, and `layer.weight` is replaced by
+    an empty tensor, so that later writes have no effect.
+    When: CPU platform, unquantized weights. Versions: 0.26 to 0.33; a version without these names is refused.
+    Upstream: https://github.com/vllm-project/vllm, `vllm/model_executor/layers/utils.py`,
+    `dispatch_cpu_unquantized_gemm`; there is no setting for it.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    if getattr(utils, _PATCHED, False):
+        return
+    for module, name in ((_custom_ops, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
+        if not hasattr(module, name):
+            raise BridgeError(f"{module.__name__} has no {name}: this vLLM cannot share weights on a CPU; use 0.32")
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_args, **_kwargs: False
+    setattr(utils, _PATCHED, True)
+
+
+def watch_server(server: ProcessIdentity) -> None:
+    """Kill vLLM's processes when the server has exited.
+
+    Breaks: a killed server leaves `EngineCore` running, which keeps the GPU's memory. Versions: seen in 0.26 and 0.32;
+    upstream: https://github.com/vllm-project/vllm/issues/55510.
+    """
+    threading.Thread(target=_exit_with, args=(server,), name=_WATCH_NAME, daemon=True).start()
+
+
+def _exit_with(server: ProcessIdentity) -> None:
+    me = psutil.Process()
+    engine = next((p for p in (me, *me.parents()) if p.ppid() == server.pid), me)
+    tree = ProcessTree([engine.pid])
+    while server.is_alive():
+        time.sleep(_WATCH_INTERVAL_S)
+    for process in tree.living():
+        if process.pid != me.pid and not is_resource_tracker(process):
+            process.send_signal(signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _described(view: Tensor, segment: str, base: int) -> Any:
+    from grpo_engine.wire.bridge_file import PosixHandle, SharedTensor
+
+    return SharedTensor(
+        handle=PosixHandle(segment=segment, offset_bytes=view.data_ptr() - base),
+        shape=tuple(view.shape),
+        stride=tuple(view.stride()),
+        dtype=str(view.dtype),
+    )
+
+
+def _set_up_process() -> None:
+    text = os.environ.get(VLLM_SERVER_VARIABLE)
+    if text is None:
+        return
+    pid, _, start_ticks = text.partition(":")
+    if int(pid) == os.getpid():
+        return
+    watch_server(ProcessIdentity(int(pid), int(start_ticks)))
+    if os.environ.get(VLLM_SHARE_VARIABLE) == "1":
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            keep_cpu_weights()
+
+
+_set_up_process()

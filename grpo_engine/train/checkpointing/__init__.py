@@ -1,0 +1,1 @@
+"""What a run keeps in order to resume: checkpoints, and the batches since the newest one."""

@@ -1,0 +1,1 @@
+"""How much GPU memory a training run takes, and whether it fits."""

@@ -1,0 +1,364 @@
+"""Whether a step fits: the GPU memory of each of its parts, from the model's shape and the settings alone.
+
+What lasts is counted: every parameter is known by its shape. What comes and goes is worked out for a decoder layer as
+Llama and Qwen have it, in the way of Korthikanti et al. 2022 (arXiv 2205.05198, equation 1, which is for GPT): add up
+what autograd keeps for each operation. Bytes a token, with h hidden, i intermediate, a = heads × head_dim, b = the
+same of keys and values, n heads, m of keys, and d bytes an element of weights and activations:
+
+    two RMS norms       2 (4h + 4)            the fp32 input, and 1 / rms
+                        2 d h if trained      what the norm's weight is multiplied with
+    norms of heads      4 (a + b + n + m)     where there are any (Qwen3); d (a + b) more if trained
+    attention           d (2a + 2b) + 4n      query, key, value, output, log-sum-exp: the flash kernel keeps no square
+    gated MLP           3 d i                 gate, silu(gate), up
+    inputs of linears   d (2h + i) if trained the output projection's is attention's output, counted there; of those
+                                              with adapters alone where these are merged
+
+and with gradient checkpointing only d h, the layer's input; the layer at work is then computed again. Assumes a kernel
+that needs no mask, and no dropout. The tests count what autograd keeps, and the peak, against these formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from grpo_engine.algo.head import TILES
+from grpo_engine.models.config import parse_layer_indices
+from grpo_engine.models.layers import layer_of
+from grpo_engine.train.config import TrainConfig
+
+FP32, BF16 = 4, 2
+CUDA_CONTEXT_BYTES = 600_000_000
+"""Driver, kernels and cuBLAS' workspace, which torch's own count leaves out: 0.5 GB on an H200."""
+SLACK = 0.10
+"""Of what comes and goes in a step: torch's allocator cannot use every gap that is left."""
+ALMOST_ALL = 0.9
+BLOCK_8BIT, LEAST_8BIT = 256, 4096
+"""bitsandbytes: numbers that share a scale, and a parameter's size below which its state stays fp32."""
+
+SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Modules → the one that reads the same input, in the layers of Llama and Qwen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShape:
+    """One parameter; a tied one is there once."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes_each: int
+
+    @property
+    def numel(self) -> int:
+        """How many numbers."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return self.numel * self.bytes_each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a plan must know of a decoder."""
+
+    parameters: tuple[ParameterShape, ...]
+    """Of the model itself, without adapters."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Of a mixture of experts: of the experts that one token goes through, together."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    has_head_norms: bool
+    """Whether queries and keys are normalised by head, as in Qwen3."""
+    is_tied: bool
+    """Whether the output layer is the embedding."""
+    bytes_each: int
+    """Of an element of weights and activations: 2 for bfloat16."""
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied one counts once."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The GPU that the trainer runs on."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """What this process may have, that which it holds already included; inference's share is not in it."""
+    inference_share: float | None = None
+    """Share of the card that inference takes; None where it is on another card, or not known to be on this one."""
+
+
+class Moment(StrEnum):
+    """Points of a step at which its memory may peak."""
+
+    HEAD = "in the output layer's backward pass"
+    LAYER = "in the backward pass of a layer"
+    UPDATE = "in the optimizer's update"
+
+
+STEP = frozenset({Moment.HEAD, Moment.LAYER})
+ALWAYS = frozenset(Moment)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Memory for one purpose."""
+
+    name: str
+    num_bytes: int
+    when: Set[Moment] = ALWAYS
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a step takes."""
+
+    parts: tuple[Part, ...]
+    num_trained: int
+    rows: int
+    """Rows of the longest micro-batch …"""
+    row_tokens: int
+    """… and inputs of each."""
+
+    @property
+    def peak(self) -> Moment:
+        """When it takes most."""
+        return max(Moment, key=self._at)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """At the peak, as torch counts it (`torch.cuda.max_memory_allocated`)."""
+        return self._at(self.peak)
+
+    @property
+    def slack_bytes(self) -> int:
+        """What the allocator cannot use."""
+        lasting = sum(part.num_bytes for part in self.parts if part.when == ALWAYS)
+        return int(SLACK * (self.allocated_bytes - lasting))
+
+    @property
+    def needed_bytes(self) -> int:
+        """At the peak, as the card counts it."""
+        return self.allocated_bytes + CUDA_CONTEXT_BYTES + self.slack_bytes
+
+    def _at(self, moment: Moment) -> int:
+        return sum(part.num_bytes for part in self.parts if moment in part.when)
+
+
+def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
+    """The parts of a step with these settings, for its longest micro-batch."""
+    trained = list(trained_parameters(model, config))
+    rows, row_tokens = longest_micro_batch(config)
+    activations, layer = _activations(model, config, trained, rows * row_tokens)
+    weights = sum(parameter.num_bytes for parameter in model.parameters)
+    learning = sum(parameter.num_bytes for parameter in trained)
+    has_adapters, is_shared = config.bridge.trains_adapter, config.bridge.shares_memory
+    if is_shared:
+        own = Part("weights", 0, note="the inference server's")
+    elif has_adapters:
+        own = Part("weights", weights + learning, note="with adapters")
+    else:
+        own = Part("weights", weights)
+    kept = sum(parameter.num_bytes for parameter in _adapted(model, config)) if has_adapters and is_shared else 0
+    parts = [
+        own,
+        Part("weights under adapters", kept, note="to fold the adapter into" if kept else ""),
+        Part("master weights", _masters(trained, config, is_shared)),
+        Part("gradients", sum(_gradient(parameter, config) for parameter in trained)),
+        Part("optimizer state", sum(state_bytes(parameter.shape, config) for parameter in trained)),
+        Part("reference model", weights if _has_reference_copy(config) else 0),
+        Part("saved activations", activations, STEP),
+        Part("gradient in flight", max((parameter.num_bytes for parameter in trained), default=0), {Moment.LAYER}),
+        Part("one layer's backward", layer, {Moment.LAYER}, "computed again" if config.gradient_checkpointing else ""),
+        Part("output layer", _head(model, trained, rows * row_tokens), {Moment.HEAD}),
+        Part("optimizer update", _update(trained, config), {Moment.UPDATE}),
+    ]
+    if is_shared and config.num_iterations > 1:
+        unseen = kept or learning  # merged weights are recomputed in each forward pass, and kept for the backward pass
+        parts.insert(6, Part("weights unseen", unseen, note="between two hand-overs"))
+    return MemoryPlan(
+        parts=tuple(part for part in parts if part.num_bytes or part.note),
+        num_trained=sum(parameter.numel for parameter in trained),
+        rows=rows,
+        row_tokens=row_tokens,
+    )
+
+
+def longest_micro_batch(config: TrainConfig) -> tuple[int, int]:
+    """Rows and inputs of each; a sequence's last token is a label only."""
+    row_tokens = config.seq_len - 1
+    if config.micro_batch_tokens is None:
+        return config.batch_size, row_tokens
+    rows = max(config.micro_batch_tokens // row_tokens, 1)
+    if rows * row_tokens < ALMOST_ALL * config.micro_batch_tokens:  # somewhat shorter ones are more tokens in all
+        rows += 1
+        row_tokens = config.micro_batch_tokens // rows
+    return min(rows, config.sequences_per_batch), row_tokens
+
+
+def trained_parameters(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]:
+    """What learns: all parameters, those of some layers, or the two factors of every adapter (fp32)."""
+    if not config.bridge.trains_adapter:
+        layers = _layers(config.train_layer_indices)
+        yield from (p for p in model.parameters if layers is None or layer_of(p.name) in layers)
+        return
+    for parameter in _adapted(model, config):
+        num_out, num_in = parameter.shape
+        yield ParameterShape(name=f"{parameter.name}.A", shape=(config.lora_r, num_in), bytes_each=FP32)
+        yield ParameterShape(name=f"{parameter.name}.B", shape=(num_out, config.lora_r), bytes_each=FP32)
+
+
+def available_bytes(card: Card, config: TrainConfig) -> int:
+    """What the trainer may have of the card, if inference takes the share that `config` says."""
+    if card.inference_share is None:
+        return card.free_bytes
+    return card.free_bytes + int((card.inference_share - config.gpu_memory_utilization) * card.total_bytes)
+
+
+def saved_by_layer(
+    model: ModelShape, *, trains_weights: bool, adapters: Sequence[ParameterShape] = (), are_merged: bool = False
+) -> int:
+    """Bytes a token that autograd keeps of one layer: the table above.
+
+    Args:
+        adapters: of this layer, as `trained_parameters` gives them.
+        are_merged: they are folded into the weights.
+    """
+    h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
+    a, b = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    saved = 2 * (FP32 * h + 4) + d * (2 * a + 2 * b) + 4 * model.num_heads + 3 * d * i
+    if model.has_head_norms:
+        saved += FP32 * (a + b + model.num_heads + model.num_kv_heads)
+    if trains_weights:
+        saved += 2 * d * h + d * (2 * h + i) + (d * (a + b) if model.has_head_norms else 0)
+    if are_merged:
+        return saved + d * _merged_inputs(adapters)
+    # An adapter keeps its input as fp32, and what its first factor makes of it.
+    return saved + sum(FP32 * sum(p.shape) for p in adapters if p.name.endswith(".A"))
+
+
+def _merged_inputs(adapters: Sequence[ParameterShape]) -> int:
+    """Numbers a token of the inputs that merged adapters keep, each once, as they come."""
+    widths: dict[str, int] = {}
+    for parameter in adapters:
+        module = parameter.name.removesuffix(".weight.A").rpartition(".")[2]
+        if parameter.name.endswith(".A") and module != "o_proj":  # its input is attention's output, which is there
+            widths[SAME_INPUT.get(module, module)] = parameter.shape[1]
+    return sum(widths.values())
+
+
+def state_bytes(shape: tuple[int, ...], config: TrainConfig) -> int:
+    """What the optimizer remembers of a parameter, which it sees as fp32."""
+    numel = math.prod(shape)
+    match config.optimizer:
+        case "adafactor":  # a row and a column of every matrix
+            return FP32 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] if len(shape) > 1 else numel)
+        case "adamw_8bit" if numel >= LEAST_8BIT:
+            return 2 * (numel + FP32 * math.ceil(numel / BLOCK_8BIT))
+        case _:
+            return 2 * FP32 * numel
+
+
+def _adapted(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]:
+    """The matrices that get an adapter."""
+    layers = _layers(config.lora_layer_indices)
+    for parameter in model.parameters:
+        module = parameter.name.removesuffix(".weight").rpartition(".")[2]
+        if module not in config.lora_target_modules or len(parameter.shape) != 2:
+            continue
+        if layers is None or layer_of(parameter.name) in layers:
+            yield parameter
+
+
+def _activations(
+    model: ModelShape, config: TrainConfig, trained: Sequence[ParameterShape], num_tokens: int
+) -> tuple[int, int]:
+    """What is kept until the backward pass, and what one layer takes during it."""
+    h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
+    has_adapters = config.bridge.trains_adapter
+    trained_layers = {layer_of(parameter.name) for parameter in trained}
+    first = 0 if None in trained_layers else min((n for n in trained_layers if n is not None), default=0)
+    of_layers = [
+        saved_by_layer(
+            model,
+            trains_weights=number in trained_layers and not has_adapters,
+            adapters=[p for p in trained if layer_of(p.name) == number] if has_adapters else (),
+            are_merged=config.bridge.shares_memory,
+        )
+        for number in range(first, model.num_layers)  # nothing below the first that learns has a gradient
+    ]
+    # Token ids, the final norm, its output where it is trained, and numbers of each token for the loss.
+    trains_norm = None in trained_layers and not has_adapters
+    around = (FP32 * h + 4) + (2 if trains_norm else 1) * d * h + 128
+    # The gradients of both factors of the MLP's product, of its output, and of the residual stream; or those of a norm.
+    at_work = max(2 * d * i + 3 * d * h, 5 * FP32 * h)
+    if config.gradient_checkpointing:
+        kept, layer = d * h * len(of_layers), at_work + max(of_layers, default=0)
+    else:
+        kept, layer = sum(of_layers), at_work
+    return num_tokens * (kept + around), num_tokens * layer
+
+
+def _head(model: ModelShape, trained: Sequence[ParameterShape], num_tokens: int) -> int:
+    """The output layer's backward pass, tile by tile: see `algo.head`."""
+    h, vocabulary, d = model.hidden_size, model.vocab_size, model.bytes_each
+    most_tokens, fewest_words = TILES["cuda"]
+    tokens = min(num_tokens, most_tokens)
+    words = min(most_tokens * fewest_words // tokens, vocabulary)
+    of_tile = tokens * words * (FP32 + d)  # its logits, and their gradient as it is multiplied
+    head_name = "embed_tokens.weight" if model.is_tied else "lm_head.weight"
+    trains_head = any(parameter.name.endswith(head_name) for parameter in trained)
+    of_weight = d * vocabulary * h + FP32 * words * h if trains_head else 0
+    return of_tile + of_weight + FP32 * h * num_tokens
+
+
+def _masters(trained: Sequence[ParameterShape], config: TrainConfig, is_shared: bool) -> int:
+    """fp32 copies; where rounding is stochastic, a private copy in bf16 of what inference reads meanwhile."""
+    num_bytes = 0
+    for parameter in trained:
+        if parameter.bytes_each == FP32:
+            num_bytes += FP32 * parameter.numel if is_shared else 0
+        elif config.master_weights == "float32":
+            num_bytes += FP32 * parameter.numel
+        elif is_shared:
+            num_bytes += parameter.num_bytes
+    return num_bytes
+
+
+def _gradient(parameter: ParameterShape, config: TrainConfig) -> int:
+    """fp32, unless bf16 is asked for and the parameter is bf16."""
+    is_bf16 = parameter.bytes_each == BF16 and config.gradient_dtype == "bfloat16"
+    return (BF16 if is_bf16 else FP32) * parameter.numel
+
+
+def _update(trained: Sequence[ParameterShape], config: TrainConfig) -> int:
+    """What the optimizer's step takes for one parameter, the largest."""
+    largest = max((parameter.numel for parameter in trained), default=0)
+    squares = 2 * FP32 * largest if config.optimizer == "adafactor" else 0
+    are_bf16 = any(parameter.bytes_each == BF16 for parameter in trained)
+    value = FP32 * largest if are_bf16 and config.master_weights == "stochastic_rounding" else 0
+    gradient = (FP32 - BF16) * largest if are_bf16 and config.gradient_dtype == "bfloat16" else 0
+    return squares + value + gradient
+
+
+def _has_reference_copy(config: TrainConfig) -> bool:
+    """With adapters the reference is the model under them, unless it is another model."""
+    is_another = config.reference_model not in (None, config.model_name)
+    return config.has_reference and (is_another or not config.bridge.trains_adapter)
+
+
+def _layers(indices: str | None) -> frozenset[int | None] | None:
+    return None if indices is None else frozenset(parse_layer_indices(indices))

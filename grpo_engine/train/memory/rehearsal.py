@@ -1,0 +1,146 @@
+"""Runs the longest micro-batch once before training, so that out-of-memory errors come first and not an hour later.
+
+It uses `gradient_step` like every batch, but drops the gradients: weights, optimizer, random numbers and metrics are
+unchanged. Also here: the message for out-of-memory errors, in the rehearsal and in later steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from grpo_engine.data.batching import Batch, make_batch
+from grpo_engine.errors import GrpoError, ModelError
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.memory.advice import advice
+from grpo_engine.train.memory.dry_run import advice_text, card_now, gb, model_shape
+from grpo_engine.train.memory.plan import longest_micro_batch, memory_plan, state_bytes
+from grpo_engine.train.step import gradient_step
+from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.log_lines import GPU_MEMORY_MISSING, OUT_OF_GPU_MEMORY
+from grpo_engine.wire.rollouts import ScoredGroup
+
+log = logging.getLogger(__name__)
+
+
+class OutOfGpuMemory(GrpoError):
+    """A step does not fit on the GPU."""
+
+
+def rehearse_step(trainee: Trainee) -> None:
+    """Rehearse a step with the longest rows; only on a GPU, and only with the setting `probe`.
+
+    Raises:
+        OutOfGpuMemory: it does not fit.
+    """
+    if not trainee.config.probe or trainee.device.type != "cuda":
+        return
+    torch.cuda.reset_peak_memory_stats(trainee.device)
+    with out_of_memory_explained(trainee, "in the rehearsal before training"), _room_for_optimizer(trainee):
+        rehearse(trainee)
+        peak = torch.cuda.max_memory_allocated(trainee.device)
+    torch.cuda.reset_peak_memory_stats(trainee.device)  # the metric is for real steps
+    rows, row_tokens = longest_micro_batch(trainee.config)
+    log.info("the longest micro-batch fits: %d x %d tokens, %s at the peak", rows, row_tokens, gb(peak))
+
+
+def rehearse(trainee: Trainee) -> None:
+    """Run a step on the longest rows that the settings allow, without an update."""
+    devices = [trainee.device] if trainee.device.type == "cuda" else []
+    without_updates = cast(Trainee, _WithoutUpdates(trainee))
+    with torch.random.fork_rng(devices=devices):
+        gradient_step(without_updates, longest_batch(trainee.config), step=0, policy_version=0)
+
+
+def longest_batch(config: TrainConfig) -> Batch:
+    """Two micro-batches of the longest rows, every token trained; the first one's gradients exist during the second."""
+    rows, row_tokens = longest_micro_batch(config)
+    num_rows = min(2 * rows, config.sequences_per_batch)
+    length = row_tokens + 1  # with the last token, which is a label only
+    group = ScoredGroup(  # of one row, so that no prompt is shared
+        tokens=[[0] * length],
+        masks=[[-100] + [0] * row_tokens],
+        scores=[0.0],
+        advantages=[[1.0] * length],
+        inference_logprobs=[[1.0] + [-1.0] * row_tokens],
+        generation_params={"temperature": 1.0, "logprobs_mode": "processed"},
+    )
+    return make_batch([group] * num_rows, seq_len=config.seq_len)
+
+
+@contextmanager
+def out_of_memory_explained(trainee: Trainee, when: str) -> Iterator[None]:
+    """Replace torch's out-of-memory error by a message with advice, and free the memory of the step.
+
+    Args:
+        when: for the message, as in "in step 7".
+
+    Raises:
+        OutOfGpuMemory: in place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = _explanation(error, trainee, when)
+        traceback.clear_frames(error.__traceback__)  # they keep the activations of the step alive
+        trainee.optimizer.zero_grad()
+        raise OutOfGpuMemory(message) from None
+
+
+class _WithoutUpdates:
+    """A trainee whose `update` drops the gradients."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+        self.config = trainee.config.model_copy(update={"num_iterations": 1})  # further iterations take the same memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainee, name)
+
+    def update(self, rate: float, *, is_finite: bool) -> float:
+        """Drop the gradients."""
+        self._trainee.optimizer.zero_grad()
+        return 0.0
+
+
+def _room_for_optimizer(trainee: Trainee) -> AbstractContextManager[Any]:
+    """Allocate the memory of the optimizer state, which the first update allocates."""
+    missing = sum(
+        state_bytes(tuple(parameter.shape), trainee.config)
+        for group in trainee.optimizer.param_groups
+        for parameter in group["params"]
+        if parameter not in trainee.optimizer.state
+    )
+    return nullcontext(torch.empty(missing, dtype=torch.uint8, device=trainee.device))
+
+
+def _explanation(error: torch.OutOfMemoryError, trainee: Trainee, when: str) -> str:
+    """What was requested, what was free, and what to do."""
+    config = trainee.config
+    rows, row_tokens = longest_micro_batch(config)
+    asked = re.search(r"Tried to allocate ([\d.]+) (\w)iB", str(error))
+    said = OUT_OF_GPU_MEMORY.text % (when, rows, row_tokens)
+    asked_bytes = int(float(asked[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[asked[2]]) if asked else 0
+    if asked:
+        said += f": {GPU_MEMORY_MISSING.text % gb(asked_bytes)}"
+    card = card_now(config)
+    if card is None:
+        return said
+    free, _ = torch.cuda.mem_get_info(trainee.device)
+    held = torch.cuda.memory_allocated(trainee.device)
+    said += f"; {gb(free)} of the {gb(card.total_bytes)} of {card.name} are free, the trainer holds {gb(held)}"
+    try:
+        model = model_shape(trainee.model.config, config)
+    except ModelError:
+        return said
+    # The plan may underestimate: this much was missing in fact.
+    short = memory_plan(model, config).needed_bytes - max(asked_bytes, 1)
+    what = advice(model, config, replace(card, free_bytes=min(card.free_bytes, short)))
+    return f"{said}. {advice_text(what)}"

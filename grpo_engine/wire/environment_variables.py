@@ -1,0 +1,31 @@
+"""Environment variables by which the processes of a run find each other; each name stands here only.
+
+Set by the supervisor, a server or a person, as said below; read by services and hooks.
+"""
+
+from __future__ import annotations
+
+RUN_VARIABLE = "GRPO_TUI_RUN"
+"""Id of the run. The supervisor sets it and the next three for every service: together they are the marker by which
+processes of a run are recognised."""
+RUN_FOLDER_VARIABLE = "GRPO_TUI_RUN_FOLDER"
+SERVICE_VARIABLE = "GRPO_TUI_SERVICE"
+ATTEMPT_VARIABLE = "GRPO_TUI_ATTEMPT"
+INFERENCE_VARIABLE = "GRPO_TUI_INFERENCE"
+"""For a trainer: the name of the inference service that its bridge restarts."""
+HOOK_PREFIX = "GRPO_TUI_HOOK_"
+"""Begins what a hook is given: `…EVENT`, `…SERVICE`, `…ATTEMPT`, `…STATE`, `…WHY`, `…EXIT_CODE`."""
+TOKEN_VARIABLE = "GRPO_API_TOKEN"
+"""The rollout API's bearer token, for the API and its clients; set by a person."""
+BRIDGE_FILE_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
+"""Path of the bridge file, as users of Atropos know it; set by a person."""
+LOG_FOLDER_VARIABLE = "LOGDIR"
+"""Folder of the bridge file where its path is not set, as users of Atropos know it; set by a person."""
+FORK_SERVER_VARIABLE = "GRPO_FORK_SERVER_PID"
+"""Pid of the fork server; set for a server that it starts as a program, which exits when the fork server does."""
+RESTARTS_VARIABLE = "GRPO_FORK_SERVER_RESTARTS"
+"""Path of the file in which a fork server counts its restarts (`Restarts`); set by the supervisor."""
+VLLM_SERVER_VARIABLE = "GRPO_VLLM_SERVER"
+"""`<pid>:<start ticks>` of the process that serves HTTP; set for the workers of a vLLM engine."""
+VLLM_SHARE_VARIABLE = "GRPO_VLLM_SHARE_WEIGHTS"
+"""`1` where the workers share their weights; set for the workers of a vLLM engine."""

@@ -1,0 +1,21 @@
+"""How an inference server with a fork server (`grpo_engine.server.fork_server`) is restarted in place."""
+
+from __future__ import annotations
+
+import signal
+
+from grpo_engine.wire.codec import Message
+
+RESTART_SIGNAL = signal.SIGHUP
+"""Sent to the fork server by the supervisor, or by a person, to restart the inference server."""
+
+
+class Restarts(Message):
+    """Written by the fork server when the last inference server has no process left; read by the supervisor.
+
+    Once the file has changed, only the next inference server answers requests.
+    """
+
+    pid: int
+    """Of the fork server."""
+    num_restarts: int

@@ -1,0 +1,123 @@
+"""Names of the files in a run folder and of checkpoints; each name stands here only.
+
+Names and listings: what is in a file is said by the module that writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PLAN_FILE = "plan.json"
+"""The launch plan, written before the supervisor starts; a folder without one is no run folder."""
+RESOLVED_FILE = "resolved.json"
+"""The profile after overlays, written beside the plan; read by the screen."""
+STATE_FILE = "state.json"
+"""The status document, and what a later supervisor must know; written by the supervisor."""
+ADDRESS_FILE = "daemon.json"
+"""Pid and socket of the supervisor; read by clients, and by a trainer that has its inference server restarted."""
+LOCK_FILE = "daemon.lock"
+"""Locked by the supervisor while it lives."""
+START_LOCK_FILE = ".start.lock"
+"""In the folder of all runs: locked while a run is started."""
+SUPERVISOR_LOG = "supervisor.log"
+TIMELINE_FILE = "events.jsonl"
+"""State changes and usage samples; written by the supervisor, read by the screen."""
+METRICS_FILE = "metrics.jsonl"
+"""Measurements of every step; written by the trainer's recorder, or by the supervisor from a program's console."""
+ROLLOUTS_FILE = "rollouts.jsonl"
+"""Sampled groups; written by the trainer's recorder, read by the screen."""
+ROLLOUT_STORE = "rollouts.sqlite"
+"""The rollout API's store."""
+BRIDGE_FILE = "vllm_bridge_config.json"
+"""Where the weights of the inference server are mapped; the name that users of Atropos know."""
+HANDOVER_FOLDER = "handover"
+"""`current` in it is the newest checkpoint that the trainer handed to inference."""
+HANDOVER_CURRENT, HANDOVER_NOTE = "current", "handover.json"
+"""In the hand-over folder: a symlink to the newest checkpoint. In each checkpoint: its `HandoverNote`, written last."""
+CHECKPOINTS = "checkpoints"
+"""Where the trainer saves checkpoints to resume from, unless a setting says otherwise."""
+KEEPERS = "keepers"
+"""State files of keepers, one an attempt."""
+_SPEC = ".spec.json"
+_CHECKPOINT = re.compile(r"step_(\d+)")
+
+
+def service_log(run_folder: Path, service: str) -> Path:
+    """The log of a service."""
+    return run_folder / f"{service}.log"
+
+
+def restarts_file(run_folder: Path, service: str) -> Path:
+    """The count of an inference service's restarts in place; written by its fork server, read by the supervisor."""
+    return run_folder / f"{service}.restarts.json"
+
+
+def logged_services(run_folder: Path) -> list[str]:
+    """Everything that has a log, by name; the supervisor and the hooks too."""
+    return sorted(path.stem for path in run_folder.glob("*.log"))
+
+
+def keeper_state_file(run_folder: Path, service: str, attempt: int) -> Path:
+    """What the keeper of an attempt writes about it."""
+    return run_folder / KEEPERS / f"{service}.{attempt}.json"
+
+
+def keeper_spec_file(run_folder: Path, service: str, attempt: int) -> Path:
+    """What the keeper of an attempt is given to start."""
+    return run_folder / KEEPERS / f"{service}.{attempt}{_SPEC}"
+
+
+def console_offset_file(run_folder: Path, service: str, attempt: int) -> Path:
+    """Where in `METRICS_FILE` the lines of an attempt begin, for a service whose console is read."""
+    return run_folder / KEEPERS / f"{service}.{attempt}.metrics"
+
+
+def keeper_state_files(run_folder: Path) -> list[Path]:
+    """The state files of all keepers of a run."""
+    return [path for path in (run_folder / KEEPERS).glob("*.json") if not path.name.endswith(_SPEC)]
+
+
+def last_attempt(run_folder: Path, service: str) -> int:
+    """Number of the latest attempt that was started; 0 when there was none."""
+    return _latest_number(run_folder, service, ".json")
+
+
+def last_begun_attempt(run_folder: Path, service: str) -> int:
+    """Number of the latest attempt for which a keeper was to be started, also where it was killed before it wrote."""
+    return _latest_number(run_folder, service, _SPEC)
+
+
+def _latest_number(run_folder: Path, service: str, ending: str) -> int:
+    names = [path.name for path in (run_folder / KEEPERS).glob(f"*{ending}")]
+    numbers = [name.removeprefix(f"{service}.").removesuffix(ending) for name in names]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+def crash_report_file(run_folder: Path, service: str, attempt: int) -> Path:
+    """The report on an attempt that failed."""
+    return run_folder / f"crash-{service}-{attempt}.txt"
+
+
+def crash_report_files(run_folder: Path, service: str) -> dict[int, Path]:
+    """The reports on a service by attempt, the oldest first."""
+    name = re.compile(rf"crash-{re.escape(service)}-(\d+)\.txt")
+    paths = run_folder.iterdir() if run_folder.is_dir() else ()
+    found = {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def newest_crash_report(run_folder: Path, service: str) -> Path | None:
+    """The report on the latest attempt of a service that failed; None when there is none."""
+    return next(reversed(crash_report_files(run_folder, service).values()), None)
+
+
+def checkpoint_folder(save_path: Path, step: int) -> Path:
+    """The checkpoint after a step."""
+    return save_path / f"step_{step}"
+
+
+def checkpoint_step(folder: Path) -> int | None:
+    """The step of a checkpoint, by the name of its folder; None where it is no checkpoint."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    return int(match[1]) if match else None

@@ -1,0 +1,106 @@
+"""Reads `metrics.jsonl`: as it grows, or its newest lines alone.
+
+A line that cannot be parsed is skipped. In the others, only values that are not finite numbers are left out, so that
+one NaN does not hide the rest of its step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.run_folder import METRICS_FILE
+from grpo_tui.run_files.line_tail import LineTail
+
+MAX_BYTES_A_READ = 1 << 20
+"""A longer line is not one of metrics, and is skipped."""
+TAIL_BYTES = 64 * 1024
+"""About a hundred steps of metrics: enough for the latest value of names that do not come with every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsChunk:
+    """The result of one read."""
+
+    lines: tuple[MetricsLine, ...] = ()
+    is_restarted: bool = False
+    """The file was replaced or truncated: what was read from it before is no longer valid."""
+    num_bad_lines: int = 0
+    has_more: bool = False
+    """Whether the next read will return lines at once."""
+
+
+class MetricsTail:
+    """Remembers how far `path` was read; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path, max_bytes=MAX_BYTES_A_READ)
+
+    def read(self) -> MetricsChunk:
+        """Read the whole lines that were added since the last call, at most about a megabyte of them."""
+        new = self._tail.read()
+        read = [read_line(line) for line in new.lines if line.strip()]
+        good = tuple(line for line in read if line is not None)
+        return MetricsChunk(
+            lines=good,
+            is_restarted=new.is_restarted,
+            num_bad_lines=new.num_too_long + len(read) - len(good),
+            has_more=new.has_more,
+        )
+
+
+def newest_lines(run_folder: Path) -> list[MetricsLine]:
+    """The lines in the last `TAIL_BYTES` of a run's metrics; none before the first step.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        with (run_folder / METRICS_FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            tail = file.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return []
+    # The first line of the tail is cut, and the last may be half-written: neither can be parsed.
+    return [line for raw in tail.splitlines() if (line := read_line(raw)) is not None]
+
+
+def latest_metrics(run_folder: Path) -> dict[str, float]:
+    """The latest value of every metric, and `step`; empty before the first step.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    latest: dict[str, float] = {}
+    for line in newest_lines(run_folder):
+        latest |= {**line.metrics, "step": line.step}
+    return latest
+
+
+def read_line(line: bytes) -> MetricsLine | None:
+    """Parse a line, without values that are not finite numbers; None where it is not a line of metrics."""
+    try:
+        return MetricsLine.model_validate_json(line)
+    except ValidationError:
+        return _read_finite_part(line)
+
+
+def _read_finite_part(line: bytes) -> MetricsLine | None:
+    try:
+        record = json.loads(line)
+        metrics = {name: value for name, value in record["metrics"].items() if _is_finite_number(value)}
+        return MetricsLine.model_validate({**record, "metrics": metrics})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _is_finite_number(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False

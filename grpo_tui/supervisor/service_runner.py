@@ -1,0 +1,356 @@
+"""Starts, probes and stops the processes of one service, as `core.py` decided, and posts what happens as events.
+
+One runner per service carries its effects out one after another, so that a start and a stop never overlap. It keeps no
+state besides the keeper of the current attempt, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Literal
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.wire.run_folder import service_log
+from grpo_engine.wire.supervisor import Refusal
+from grpo_tui.run_files.log_file import last_lines, written_so_far
+from grpo_tui.services.base import Launch, Probe, RestartInPlace
+from grpo_tui.supervisor import preflight, teardown
+from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, start_keeper
+from grpo_tui.supervisor.machine import (
+    Effect,
+    Event,
+    Exited,
+    ProbeAnswered,
+    Progressed,
+    Refused,
+    RestartedInPlace,
+    Service,
+    Spawned,
+)
+from grpo_tui.supervisor.probes import Answer, LogSearch, Prober
+from grpo_tui.supervisor.progress import Progress
+from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics
+from grpo_tui.supervisor.report.machine_facts import oom_kill_count
+from grpo_tui.supervisor.usage.sampling import Sampler
+
+START_LIMIT_S = 5.0
+"""A keeper reports within 0.1 s; one that has not by then hangs on its disk."""
+IN_PLACE_POLL_S = 0.05
+log = logging.getLogger(__name__)
+
+Post = Callable[[str, Event], None]
+Severity = Literal["info", "warning", "error"]
+Notice = Callable[[Severity, str, str | None], None]
+"""Takes a severity, a text, and the service it is about."""
+
+
+class ServiceRunner:
+    """Carries out the effects on one service."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        run: str,
+        run_folder: Path,
+        tasks: asyncio.TaskGroup,
+        post: Post,
+        notice: Notice,
+        sampler: Sampler,
+        prepare: Callable[[], None],
+    ) -> None:
+        self._launch = launch
+        self._run = run
+        self._run_folder = run_folder
+        self._log = service_log(run_folder, launch.name)
+        self._tasks = tasks
+        self._post = post
+        self._notice = notice
+        self._sampler = sampler
+        self._prepare = prepare
+        """Called before each start: makes the temporary folder of the run again if it was removed."""
+        self._effects: asyncio.Queue[tuple[Effect, Service]] = asyncio.Queue()
+        self._is_ready = False
+        self._num_in_place_restarts = 0
+        """Of the current start."""
+        self.may_take_ports = False
+        """Permission, for one start, to end foreign processes of our own user that hold a declared port."""
+        self._clearing: asyncio.Task[list[Refusal]] | None = None
+        """Frees ports and GPU memory before a start."""
+        self._attempt_task: asyncio.Task[None] | None = None
+        self.keeper: Keeper | None = None
+        """Of the current attempt."""
+        self._probing: asyncio.Task[None] | None = None
+        self.started_at: float | None = None
+        """Unix time of the last start."""
+        self.begins_at: int | None = None
+        """Offset in the log where the current start begins; None: where its attempt begins."""
+        self.oom_kills_before: int | None = None
+        """The kernel's count of out-of-memory kills when the attempt started; None where unknown."""
+
+    def carry_out(self, effect: Effect, service: Service) -> None:
+        """Queue an effect on the service in its current state."""
+        if effect is not Effect.SPAWN and self._clearing is not None:
+            self._clearing.cancel()
+        self._effects.put_nowait((effect, service))
+
+    async def run(self) -> None:
+        """Carry effects out in order, until cancelled."""
+        while True:
+            effect, service = await self._effects.get()
+            match effect:
+                case Effect.SPAWN:
+                    await self._spawn(service)
+                case Effect.RESTART_IN_PLACE if self.keeper is not None:
+                    await self._restart_in_place(self.keeper, service)
+                case Effect.STOP if self.keeper is not None:
+                    self.keeper.stop()
+                case Effect.KILL if self.keeper is not None:
+                    self.keeper.kill()
+
+    def adopt(self, keeper: Keeper, service: Service) -> None:
+        """Supervise an attempt that an earlier supervisor started."""
+        self._is_ready, self._num_in_place_restarts = service.was_ready, service.num_in_place_restarts
+        started_at = self.started_at
+        self._watch(keeper)
+        if self.begins_at is not None:
+            self.started_at = started_at
+
+    def record_exit(self, attempt: int, report: ExitReport) -> None:
+        """Clean up after an attempt that ended while no supervisor ran, and post its exit."""
+        self._tasks.create_task(self._record_exit(attempt, report), name=f"end of {self._launch.name}")
+
+    def abandon(self) -> None:
+        """Stop waiting for an attempt that hangs in the kernel."""
+        if self._attempt_task is not None:
+            self._attempt_task.cancel()
+
+    # --- one attempt -------------------------------------------------------------------------------------------------
+
+    async def _spawn(self, service: Service) -> None:
+        name = self._launch.name
+        if (refused := await self._free_resources()) is not None:
+            self._post_event(refused)
+            return
+        self.oom_kills_before = oom_kill_count()
+        self._prepare()
+        try:
+            keeper = await self._start(service.attempt)
+        except GrpoError as error:
+            log.error("%s: %s", name, error)
+            self._post_event(Exited(code=None, error=str(error), jitter=random.random()))
+            return
+        self._is_ready, self._num_in_place_restarts, self.begins_at = False, service.num_in_place_restarts, None
+        self._watch(keeper)
+
+    async def _restart_in_place(self, keeper: Keeper, service: Service) -> None:
+        """Send the signal for a restart in place, and search the log from here on for the line that confirms it."""
+        how = self._launch.restart_in_place
+        assert how is not None, "only a service that can restart in place gets this effect"
+        self._stop_probing()
+        self.begins_at = await asyncio.to_thread(written_so_far, self._log)
+        if self.keeper is not keeper:
+            return  # it exited meanwhile
+        self._is_ready, self._num_in_place_restarts, self.started_at = False, service.num_in_place_restarts, time.time()
+        has_restarted = await asyncio.to_thread(self._restart_check, keeper, how)
+        keeper.signal_service(signal.Signals[how.signal])
+        self._start_probing(self._probe_after_restart_in_place(keeper, has_restarted))
+
+    def _restart_check(self, keeper: Keeper, how: RestartInPlace) -> Callable[[], bool]:
+        """A check for a restart in place that ends after now; reads the log or the file that reports it."""
+        if how.log is not None:
+            line = LogSearch(self._log, self._offset(keeper), how.log)
+            return lambda: line.search().passed
+        assert how.file is not None, "a restart in place is reported by a log line or a file"
+        file = self._launch.cwd / how.file
+        before = _content(file)
+        return lambda: _content(file) != before
+
+    async def _probe_after_restart_in_place(self, keeper: Keeper, has_restarted: Callable[[], bool]) -> None:
+        while not await asyncio.to_thread(has_restarted):  # noqa: ASYNC110 - no event reports that a file changes
+            await asyncio.sleep(IN_PLACE_POLL_S)
+        self._post_event(RestartedInPlace(num_in_place_restarts=self._num_in_place_restarts))
+        await self._probe(keeper)
+
+    async def _start(self, attempt: int) -> Keeper:
+        """Start a keeper; cancelled, wait until its files exist, so that the next supervisor finds it."""
+        starting = asyncio.create_task(
+            start_keeper(self._launch, run=self._run, attempt=attempt, run_folder=self._run_folder)
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting}, timeout=START_LIMIT_S)
+            raise
+
+    async def _free_resources(self) -> Refused | None:
+        """End what is ours on its ports and GPUs; why it cannot start, if so. A stop cancels the check."""
+        take_ports, self.may_take_ports = self.may_take_ports, False
+        self._clearing = asyncio.create_task(
+            preflight.free_resources(
+                self._launch,
+                run=self._run,
+                report=self._post_notice,
+                gpu_reader=self._sampler.gpu_reader,
+                take_ports=take_ports,
+            )
+        )
+        try:
+            await asyncio.wait({self._clearing})
+            if self._clearing.cancelled():
+                return Refused("stopped before it was started")
+            refusals = self._clearing.result()
+            return Refused("; ".join(each.text for each in refusals), tuple(refusals)) if refusals else None
+        except OSError as error:
+            text = f"cannot check ports and GPU memory before the start: {error}; it is started nevertheless"
+            self._notice("warning", f"{self._launch.name}: {text}", self._launch.name)
+            return None
+        finally:
+            self._clearing.cancel()
+            self._clearing = None
+
+    def _watch(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.started_at = keeper.started_at
+        self._start_probing(self._probe(keeper))
+        title = f"attempt {keeper.attempt} of {self._launch.name}"
+        self._attempt_task = self._tasks.create_task(self._attend(keeper), name=title)
+        if keeper.main_pid is not None:
+            self._post_event(Spawned())
+
+    async def _attend(self, keeper: Keeper) -> None:
+        """Probe the attempt until it exits, clean up after it, and post its exit."""
+        ended = asyncio.Event()
+        reading = self._tasks.create_task(
+            self._read_console(keeper.attempt, keeper.log_offset, ended), name=f"console of {self._launch.name}"
+        )
+        try:
+            report = await keeper.exited()
+        finally:
+            self._stop_probing()
+            ended.set()
+        await reading
+        if report.code == 0 and not self._is_ready:
+            await self._probe_after_exit(keeper)
+        self.keeper = None
+        await self._clean_up(keeper.attempt, keeper.log_offset, report)
+
+    async def _record_exit(self, attempt: int, report: ExitReport) -> None:
+        if report.log_offset is not None:
+            ended = asyncio.Event()
+            ended.set()
+            await self._read_console(attempt, report.log_offset, ended)
+        await self._clean_up(attempt, report.log_offset or 0, report)
+
+    async def _clean_up(self, attempt: int, log_offset: int, report: ExitReport) -> None:
+        name = self._launch.name
+        if report.ended:
+            log.info("%s: ended processes that attempt %d left: %s", name, attempt, ", ".join(report.ended))
+        for process in report.unkillable:
+            self._notice("error", f"{name}: {process} is still alive after SIGKILL: it hangs in the kernel", name)
+        if report.keeper_lost or self._launch.ports or self._sampler.gpus:
+            await self._sweep()
+        lines = await asyncio.to_thread(last_lines, self._log, log_offset)
+        self._post_event(Exited(code=report.code, error=report.error, last_lines=lines, jitter=random.random()))
+
+    async def _sweep(self) -> None:
+        name = self._launch.name
+        try:
+            await teardown.sweep(
+                self._run,
+                name,
+                ports=self._launch.ports,
+                report=self._post_notice,
+                ledger=self._sampler.processes(name),
+                gpu_memory=self._sampler.gpu_memory_reader(name),
+            )
+        except OSError as error:
+            text = f"cannot search for processes that it left: {error}; the end of the run searches again"
+            self._notice("error", f"{name}: {text}", name)
+
+    # --- probes ------------------------------------------------------------------------------------------------------
+
+    async def _probe(self, keeper: Keeper) -> None:
+        """Send the readiness probe until it passes, and from then on the liveness probe."""
+        if self._launch.ready is not None and not self._is_ready:
+            prober = self._prober(self._launch.ready, keeper)
+            progress = Progress(self._log, self._offset(keeper), self._launch.phases)
+            while not (answer := await prober.ask()).passed:
+                self._post_event(self._answered(keeper, answer))
+                await self._check_progress(keeper, progress)
+                await asyncio.sleep(self._launch.ready.interval_s)
+            self._is_ready = True
+            self._post_event(self._answered(keeper, answer))
+        if self._launch.live is not None:
+            prober = self._prober(self._launch.live, keeper)
+            while True:
+                await asyncio.sleep(self._launch.live.interval_s)
+                self._post_event(self._answered(keeper, await prober.ask()))
+
+    def _start_probing(self, probing: Coroutine[None, None, None]) -> None:
+        self._probing = self._tasks.create_task(probing, name=f"probing {self._launch.name}")
+
+    def _stop_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+
+    async def _check_progress(self, keeper: Keeper, progress: Progress) -> None:
+        name = self._launch.name
+        held_bytes = self._sampler.gpu_memory_bytes.get(name)
+        pids = [process.pid for process in self._sampler.processes(name)]
+        movement = await asyncio.to_thread(progress.look, held_bytes, pids)
+        if movement is not None:
+            start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
+            self._post_event(Progressed(**start, phase=movement.phase))
+
+    async def _read_console(self, attempt: int, log_offset: int, ended: asyncio.Event) -> None:
+        """Record the metrics that the service prints, if it has a console table."""
+        if self._launch.console:
+            reader = ConsoleMetrics(
+                self._launch,
+                attempt=attempt,
+                log_offset=log_offset,
+                run_folder=self._run_folder,
+                notice=lambda words: self._notice("warning", f"{self._launch.name}: {words}", self._launch.name),
+            )
+            await reader.run(ended)
+
+    async def _probe_after_exit(self, keeper: Keeper) -> None:
+        """A command may finish between two probes: it was ready if its log or file shows it."""
+        ready = self._launch.ready
+        if ready is not None and (ready.log is not None or ready.file is not None):
+            self._post_event(self._answered(keeper, await self._prober(ready, keeper).ask()))
+
+    def _prober(self, probe: Probe, keeper: Keeper) -> Prober:
+        launch = self._launch
+        return Prober(probe, log=self._log, log_offset=self._offset(keeper), cwd=launch.cwd, env=launch.env)
+
+    def _offset(self, keeper: Keeper) -> int:
+        """Offset in the log where the current start begins."""
+        return keeper.log_offset if self.begins_at is None else self.begins_at
+
+    def _answered(self, keeper: Keeper, answer: Answer) -> ProbeAnswered:
+        start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
+        return ProbeAnswered(**start, outcome=answer.kind, words=answer.words)
+
+    # --- events and notices ------------------------------------------------------------------------------------------
+
+    def _post_event(self, event: Event) -> None:
+        self._post(self._launch.name, event)
+
+    def _post_notice(self, line: str) -> None:
+        self._notice("info", line, self._launch.name)
+
+
+def _content(file: Path) -> bytes:
+    """The content of a file; empty while it does not exist."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""

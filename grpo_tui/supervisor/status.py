@@ -1,0 +1,145 @@
+"""The status document of a run (`status --json`, `state.json`, the screen), made from what the supervisor knows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_engine.wire.run_folder import service_log
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    RunState,
+    RunStatus,
+    ServiceStatus,
+    SupervisorInfo,
+    Warning,
+)
+from grpo_tui.profile.plan_file import Plan
+from grpo_tui.services.base import Launch
+from grpo_tui.supervisor.explanations import why
+from grpo_tui.supervisor.machine import Service
+from grpo_tui.supervisor.order import Ending
+from grpo_tui.supervisor.service_runner import ServiceRunner
+from grpo_tui.supervisor.state_file import Ledger, StateDocument, boot_id, to_ledger
+from grpo_tui.supervisor.usage.sampling import Sampler
+
+_NO_SPACE_HINT = "free some space; services keep running, and the state is written again at the next change"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """What changes in the course of a run; `core.py` alone writes it."""
+
+    services: dict[str, Service]
+    state: RunState
+    started_at: float
+    ended_at: float | None = None
+    ready_at: dict[str, float | None] = field(default_factory=dict)
+    ending: Ending | None = None
+    has_been_up: bool = False
+    """Whether every service has been ready at the same time."""
+    supervisor: SupervisorInfo | None = field(
+        default_factory=lambda: SupervisorInfo(pid=os.getpid(), started_at=time.time())
+    )
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run is being taken down, and is not over yet."""
+        return self.ending is not None and self.state not in ENDED_RUN_STATES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReport:
+    """Makes the documents; reads all of its parts and changes none."""
+
+    plan: Plan
+    run_folder: Path
+    temporary_folder: Path | None
+    launches: Mapping[str, Launch]
+    runners: Mapping[str, ServiceRunner]
+    sampler: Sampler
+    record: RunRecord
+
+    def run(self, *, write_fault: str | None, last_usage_of: str | None = None) -> RunStatus:
+        """The status of the run, without metrics, which the reader adds from their file.
+
+        Args:
+            write_fault: why the state could not be written, if so.
+            last_usage_of: a service that has ended, whose last sample is included nevertheless.
+        """
+        warnings = []
+        if write_fault is not None:
+            warnings.append(Warning(id="state-file", severity="error", text=write_fault, hint=_NO_SPACE_HINT))
+        return RunStatus(
+            run=self.run_folder.name,
+            profile=self.plan.profile_name,
+            state=self.record.state,
+            supervisor=self.record.supervisor,
+            services=[self.service(name, with_last_usage=name == last_usage_of) for name in self.launches],
+            gpus=self.sampler.gpus,
+            gpu_note=self.sampler.gpu_note,
+            warnings=warnings,
+            is_ending=self.record.is_ending,
+            started_at=self.record.started_at,
+            ended_at=self.record.ended_at,
+        )
+
+    def service(self, name: str, *, with_last_usage: bool = False) -> ServiceStatus:
+        """The status of one service."""
+        service, launch, runner = self.record.services[name], self.launches[name], self.runners[name]
+        pid = runner.keeper.main_pid if runner.keeper is not None else None
+        has_usage = service.has_process or with_last_usage
+        usage = self.sampler.usage.get(name) if has_usage else None
+        return ServiceStatus(
+            name=name,
+            kind=launch.kind,
+            state=service.state,
+            health=service.answer,
+            probe=service.outcome,
+            phase=service.phase,
+            pid=pid,
+            pgid=pid,
+            started_at=runner.started_at,
+            ready_at=self.record.ready_at.get(name),
+            attempt=service.attempt,
+            restarts=max(0, service.num_starts - 1),
+            exit_code=service.exit_code,
+            ports=list(launch.ports),
+            gpus=list(launch.gpus),
+            cpu_percent=usage.cpu_percent if usage else None,
+            rss_bytes=usage.rss_bytes if usage else None,
+            gpu_memory_bytes=self.sampler.gpu_memory_bytes.get(name) if has_usage else None,
+            log=str(service_log(self.run_folder, name)),
+            why=why(name, self.record.services, self.launches, time.monotonic()),
+            is_refused=service.is_refused,
+            refusals=list(service.refusals),
+        )
+
+    def state_document(self, *, write_fault: str | None) -> StateDocument:
+        """The status and the ledger, for `state.json`."""
+        ledger = Ledger(
+            ending=self.record.ending.state if self.record.ending is not None and self.record.is_ending else None,
+            has_been_up=self.record.has_been_up,
+            boot_id=boot_id(),
+            temporary_folder=self.temporary_folder,
+            services={
+                name: to_ledger(
+                    service,
+                    started_at=self.runners[name].started_at,
+                    begins_at=self.runners[name].begins_at,
+                    ready_at=self.record.ready_at.get(name),
+                    processes=self.sampler.processes(name),
+                )
+                for name, service in self.record.services.items()
+            },
+        )
+        return StateDocument(**dict(self.run(write_fault=write_fault)), ledger=ledger)
+
+
+def shown(service: Service) -> tuple[object, ...]:
+    """The part of a service that clients see; without its usage, and without the seconds in its explanation."""
+    probe, progress = (service.answer, service.outcome), (service.phase, service.is_running)
+    return (service.state, probe, service.reason, service.num_starts, progress, service.exit_code)

@@ -1,0 +1,1 @@
+"""CPU, memory and GPU memory by service, and limits on them."""

@@ -1,0 +1,1 @@
+"""What every screen of a run shows around its body."""

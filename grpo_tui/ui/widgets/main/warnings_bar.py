@@ -1,0 +1,96 @@
+"""Warnings with cause and hint: in full if there is room, else one row per warning."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+from textual.content import Content
+from textual.style import Style
+
+from grpo_engine.wire.supervisor import Warning
+from grpo_tui.ui.glyphs import SEVERITY_GLYPHS
+from grpo_tui.ui.widgets.lines import Lines, line, spread
+from grpo_tui.view.state import ViewState
+
+SEVERITY_STYLES = {"error": ".error", "warning": ".warning", "info": ".muted"}
+INDENT = 2
+OPENS_ALL = Style.from_meta({"@click": "app.warnings"})
+
+
+class WarningsBar(Lines):
+    """Warnings, the most severe first."""
+
+    DEFAULT_CSS = """
+    WarningsBar { padding: 0 1; }
+    """
+
+    def inputs(self, state: ViewState) -> tuple[object, ...]:
+        """Rebuilt when the warnings change."""
+        return (state.warnings, state.status is None)
+
+    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """The warnings; a click opens all of them."""
+        return [row.stylize(OPENS_ALL) for row in self._rows(state, width, height)]
+
+    def _rows(self, state: ViewState, width: int, height: int) -> list[Content]:
+        """Every warning in full if they fit, else some in full, one row for each other, and how many more."""
+        if not height:
+            return []
+        if not state.warnings:
+            return [line(("✓ no warnings", ".muted"))] if state.status else []
+        in_full = [row for warning in state.warnings for row in full_text(warning, width)]
+        if len(in_full) <= height:
+            return in_full
+        shown = state.warnings[:height]
+        rows: list[Content] = []
+        spare = height - len(shown)
+        for warning in shown[:-1]:
+            told = full_text(warning, width)
+            if len(told) - 1 > spare:
+                told = [_one_row(warning, width)]
+            rows += told
+            spare -= len(told) - 1
+        num_more = len(state.warnings) - len(shown)
+        more = f" +{num_more} more, w: all" if num_more else " w: what to do"
+        last = shown[-1]
+        return [*rows, spread(width, _start(last), [(more, ".muted")])]
+
+
+def rows_wanted(state: ViewState, width: int) -> int:
+    """Rows that show every warning in full."""
+    return sum(len(full_text(warning, width)) for warning in state.warnings) or 1
+
+
+def full_text(warning: Warning, width: int) -> list[Content]:
+    """The warning and its hint, wrapped at words."""
+    style = SEVERITY_STYLES[warning.severity]
+    sign = SEVERITY_GLYPHS[warning.severity]
+    text = wrapped(warning.text, width - INDENT)
+    rows = [line((f"{sign} " if place == 0 else "  ", style), (row, style)) for place, row in enumerate(text)]
+    hint = wrapped(warning.hint, width - INDENT - 2) if warning.hint else []
+    rows += [line(("  → " if place == 0 else "    ", ".muted"), (row, ".muted")) for place, row in enumerate(hint)]
+    return rows
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Rows of at most `width` cells, broken at spaces; a longer word is cut where it must be."""
+    rows: list[str] = []
+    row = ""
+    for word in text.split():
+        while cell_len(word) > max(1, width):
+            rows += [row] if row else []
+            row, rows, word = "", [*rows, word[: max(1, width)]], word[max(1, width) :]
+        if row and cell_len(row) + 1 + cell_len(word) > width:
+            rows.append(row)
+            row = word
+        else:
+            row = f"{row} {word}" if row else word
+    return [*rows, row] if row else rows
+
+
+def _start(warning: Warning) -> list[str | tuple[str, str]]:
+    style = SEVERITY_STYLES[warning.severity]
+    return [(f"{SEVERITY_GLYPHS[warning.severity]} ", style), (warning.text, style)]
+
+
+def _one_row(warning: Warning, width: int) -> Content:
+    return line(*_start(warning)).truncate(width, ellipsis=True)

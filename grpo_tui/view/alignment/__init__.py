@@ -1,0 +1,1 @@
+"""State, numbers and rules of the alignment screen."""

@@ -1,0 +1,52 @@
+"""What a run was started with, as far as trainer and inference must agree on it; read from its `resolved.json`.
+
+A run of plain commands, or one whose file is missing or damaged, says nothing: then every setting is unknown, and the
+clip is the usual one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from grpo_engine.algo.loss_config import PRESETS_WITH_BANDS, LossConfig, Preset
+from grpo_engine.diagnosis.evidence import USUAL_CLIP, RunSettings
+from grpo_tui.run_files.resolved import read_resolved
+from grpo_tui.view.service_rules import INFERENCE_KIND, TRAINER_KIND
+
+
+def read_settings(run_folder: Path) -> RunSettings:
+    """Settings of a run; unknown ones where its file does not tell them."""
+    try:
+        return settings_of(read_resolved(run_folder))
+    except (ValueError, TypeError, AttributeError):
+        return RunSettings()
+
+
+def settings_of(resolved: dict[str, Any]) -> RunSettings:
+    """Settings in a profile as a run writes it out."""
+    services = [one for one in (resolved.get("services") or {}).values() if isinstance(one, dict)]
+    trainer: dict[str, Any] = next((one for one in services if one.get("kind") == TRAINER_KIND), {})
+    server: dict[str, Any] = next((one for one in services if one.get("kind") == INFERENCE_KIND), {})
+    environments = [one for one in services if one.get("kind") == "environment"]
+    loss = trainer.get("loss", "grpo")
+    preset = LossConfig.preset(loss if loss in get_args(Preset) else "grpo")
+    width = float(trainer.get("clip_eps") or USUAL_CLIP)
+    low, high = (preset.clip_low, preset.clip_high) if loss in PRESETS_WITH_BANDS else (width, width)
+    dtypes = [str(one["dtype"]) for one in (trainer, server) if one.get("dtype")]
+    return RunSettings(
+        clip_low=_number(trainer.get("clip_low"), low),
+        clip_high=_number(trainer.get("clip_high"), high),
+        is_clip_known=bool(trainer),
+        clips_sequences=preset.ratio_level == "sequence",
+        temperatures=tuple(sorted({float(one["temperature"]) for one in environments if one.get("temperature")})),
+        top_ps=tuple(sorted({float(one["top_p"]) for one in environments if one.get("top_p")})),
+        logprobs_mode=server.get("logprobs_mode"),
+        bridge_mode=(resolved.get("bridge") or trainer.get("bridge") or {}).get("mode"),
+        dtypes=tuple(dict.fromkeys(dtypes)),
+        model=(resolved.get("model") or {}).get("name") or trainer.get("model_name"),
+    )
+
+
+def _number(value: object, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) else otherwise

@@ -1,0 +1,1 @@
+"""State and rules of the GPU screen."""

@@ -1,0 +1,1 @@
+"""State and readers of the rollout screen."""

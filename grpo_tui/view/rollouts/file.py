@@ -1,0 +1,255 @@
+"""Read a growing `rollouts.jsonl` of any size: where lines begin, the head of each group, and whole groups on demand.
+
+Holds eight bytes a line, some heads, and few groups in full. A file that is missing, replaced, cut or damaged is an
+ordinary case. Meant for one thread at a time; every call may wait for the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from grpo_engine.wire.metrics import RolloutLine
+from grpo_tui.run_files.line_tail import Bookmark
+
+MAX_BYTES_A_REFRESH = 64 << 20
+"""Some 50 ms; a longer file takes several calls."""
+BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is no group of ours."""
+MAX_HEADS = 10_000
+MAX_CACHED_BYTES = 8 << 20
+"""Of lines whose groups are kept; as Python's objects they take some four times as much."""
+PROMPT_START_CHARACTERS = 800
+NUMBER_LISTS = ("inference_logprobs", "training_logprobs", "entropies")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHead:
+    """What a list shows of a group."""
+
+    index: int
+    """Its number in the file, the oldest first."""
+    time: float
+    """Unix seconds."""
+    step: int
+    environment: str | None
+    prompt_start: str
+    prompt_key: int
+    """Equal for equal prompts; of this process alone."""
+    rewards: tuple[float, ...]
+    """One a completion; those that could not be read are NaN."""
+    policy_versions: tuple[int, int] | None
+    """The lowest and the highest of its tokens."""
+
+    @property
+    def known_rewards(self) -> list[float]:
+        """Those that are finite."""
+        return [reward for reward in self.rewards if math.isfinite(reward)]
+
+    @property
+    def num_completions(self) -> int:
+        """How many completions the group has."""
+        return len(self.rewards)
+
+    @property
+    def mean_reward(self) -> float:
+        """NaN where none is known."""
+        known = self.known_rewards
+        return sum(known) / len(known) if known else math.nan
+
+    @property
+    def min_reward(self) -> float:
+        """NaN where none is known."""
+        return min(self.known_rewards, default=math.nan)
+
+    @property
+    def max_reward(self) -> float:
+        """NaN where none is known."""
+        return max(self.known_rewards, default=math.nan)
+
+
+class RolloutFile:
+    """The groups of `path`, numbered from 0, the oldest first; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.generation = 0
+        """Rises when the file was replaced or cut: numbers of groups then mean other groups."""
+        self.is_behind = False
+        """Whether the next `refresh` will find more at once."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._starts = array("Q")
+        self._end = 0
+        """Of the last whole line."""
+        self._scanned = Bookmark()
+        """Up to where line ends were looked for; beyond `_end` within a line that is not whole yet."""
+        self._heads: OrderedDict[int, GroupHead | None] = OrderedDict()
+        self._groups: OrderedDict[int, tuple[int, RolloutLine | None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Groups known now."""
+        return len(self._starts)
+
+    def refresh(self) -> int:
+        """Look for lines that were added, in at most `MAX_BYTES_A_REFRESH`; returns how many are known now."""
+        try:
+            with self._path.open("rb") as file:
+                if not self._scanned.is_in(file.fileno()):
+                    self._begin_anew()
+                self._index(file.fileno())
+        except OSError:
+            self.is_behind = False
+            if self._scanned.offset:
+                self._begin_anew()
+        return len(self._starts)
+
+    def head(self, index: int) -> GroupHead | None:
+        """What a list shows of a group; None for a line that cannot be read, or that is gone."""
+        if not 0 <= index < len(self._starts):
+            return None
+        if index in self._heads:
+            self._heads.move_to_end(index)
+            return self._heads[index]
+        head = _head_of(index, self._line(index))
+        self._heads[index] = head
+        if len(self._heads) > MAX_HEADS:
+            self._heads.popitem(last=False)
+        return head
+
+    def read(self, index: int) -> RolloutLine | None:
+        """The whole group; None for a line that cannot be read, or that is gone. Missing numbers are NaN."""
+        if not 0 <= index < len(self._starts):
+            return None
+        if index in self._groups:
+            self._groups.move_to_end(index)
+            return self._groups[index][1]
+        line = self._line(index)
+        group = _group_of(line)
+        self._groups[index] = (len(line), group)
+        while len(self._groups) > 1 and sum(size for size, _ in self._groups.values()) > MAX_CACHED_BYTES:
+            self._groups.popitem(last=False)
+        return group
+
+    def num_until(self, time: float) -> int:
+        """How many groups, from the first on, were written up to this moment (Unix seconds)."""
+        low, high = 0, len(self._starts)
+        while low < high:
+            middle = (low + high) // 2
+            head = next((head for index in range(middle, high) if (head := self.head(index)) is not None), None)
+            if head is None or head.time > time:
+                high = middle
+            else:
+                low = head.index + 1
+        return low
+
+    def may_hold(self, index: int, needle: str) -> bool:
+        """Whether `texts` may hold a text, in whatever case: a quick look at the bytes, before they are read as JSON.
+
+        Args:
+            needle: in lower case.
+        """
+        if not needle.isascii() or not needle.isprintable() or '"' in needle or "\\" in needle:
+            return True  # it may stand there in several ways
+        return needle.encode() in self._line(index).lower()
+
+    def texts(self, index: int) -> list[str]:
+        """Prompt and completions of a group, to be searched; none of a broken line."""
+        try:
+            record = from_json(self._line(index))
+            return [record["prompt"], *(one["text"] for one in record["completions"])]
+        except (ValueError, KeyError, TypeError):
+            return []
+
+    def _begin_anew(self) -> None:
+        self._forget()
+        self.generation += 1
+
+    def _index(self, descriptor: int) -> None:
+        """Note where whole lines begin, from where the last look ended."""
+        line_start, scanned, size = self._end, self._scanned.offset, os.fstat(descriptor).st_size
+        stop = min(size, scanned + MAX_BYTES_A_REFRESH)
+        while scanned < stop:
+            block = os.pread(descriptor, min(BLOCK_BYTES, stop - scanned), scanned)
+            if not block:
+                break
+            newline = block.find(b"\n")
+            while newline >= 0:
+                end = scanned + newline + 1
+                if end - line_start > 1:  # an empty line is no group
+                    self._starts.append(line_start)
+                line_start = end
+                newline = block.find(b"\n", newline + 1)
+            scanned += len(block)
+        self._end = line_start
+        self._scanned.move(descriptor, scanned)
+        self.is_behind = scanned < size
+
+    def _line(self, index: int) -> bytes:
+        """The bytes of a line; none where they are gone, or more than any group has."""
+        if not 0 <= index < len(self._starts):
+            return b""
+        start = self._starts[index]
+        end = self._starts[index + 1] if index + 1 < len(self._starts) else self._end
+        if end - start > MAX_LINE_BYTES:
+            return b""
+        try:
+            with self._path.open("rb") as file:
+                return os.pread(file.fileno(), end - start, start)
+        except OSError:
+            return b""
+
+
+def _head_of(index: int, line: bytes) -> GroupHead | None:
+    try:
+        record = from_json(line)
+        completions = record["completions"]
+        versions = [one["policy_versions"] for one in completions if one.get("policy_versions")]
+        return GroupHead(
+            index=index,
+            time=float(record["time"]),
+            step=int(record["step"]),
+            environment=record.get("environment") and str(record["environment"]),
+            prompt_start=record["prompt"][:PROMPT_START_CHARACTERS],
+            prompt_key=hash(record["prompt"]),
+            rewards=tuple(_number(one.get("reward")) for one in completions),
+            policy_versions=(int(min(map(min, versions))), int(max(map(max, versions)))) if versions else None,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _group_of(line: bytes) -> RolloutLine | None:
+    try:
+        return RolloutLine.model_validate_json(line)
+    except ValidationError:  # maybe for numbers alone that JSON does not have
+        pass
+    try:
+        record = from_json(line)
+        return RolloutLine.model_validate({**record, "completions": [_with_nan(one) for one in record["completions"]]})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _with_nan(completion: dict[str, object]) -> dict[str, object]:
+    """A completion with NaN for the numbers of which it says nothing."""
+    numbers = {name: _number(completion[name]) for name in ("reward", "advantage")}
+    lists = {
+        name: [_number(value) for value in values]
+        for name in NUMBER_LISTS
+        if isinstance(values := completion.get(name), list)
+    }
+    return {**completion, **numbers, **lists}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan

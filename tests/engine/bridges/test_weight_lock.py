@@ -1,0 +1,114 @@
+"""The weight lock: what readers see before, during and after an update, and after a writer is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_engine.bridges.memory.weight_lock import PAGE_BYTES, SHARED_MEMORY, WeightLock
+from grpo_engine.errors import BridgeError, HalfWritten
+
+
+@pytest.fixture
+def segment() -> Iterator[str]:
+    name = f"grpo-test-{os.getpid()}-fence"
+    yield name
+    (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
+def run_python(code: str, *arguments: str) -> int:
+    return subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=60).returncode
+
+
+def test_readers_see_the_version_once_the_update_is_whole(segment: str) -> None:
+    writer = WeightLock.create(segment, policy_version=3)
+    reader = WeightLock.attach(segment)
+    before = reader.check()
+    assert (before.policy_version, before.update_count, before.updated_at, before.is_writing) == (3, 0, 0, False)
+    with writer.writing(4):
+        during = reader.check()
+        assert (during.policy_version, during.is_writing) == (3, True)
+    after = reader.check()
+    assert (after.policy_version, after.update_count, after.is_writing) == (4, 1, False)
+    assert after.sequence == before.sequence + 2
+    assert after.updated_at > 1.7e9
+
+
+def test_a_failed_update_is_half_written_until_a_complete_one(segment: str) -> None:
+    writer, reader = WeightLock.create(segment), WeightLock.attach(segment)
+    with pytest.raises(ZeroDivisionError), writer.writing(1):
+        raise ZeroDivisionError
+    with pytest.raises(HalfWritten, match=r"after version 0.*the writer failed"):
+        reader.check()
+    with writer.writing(2):
+        assert reader.check().is_writing
+    state = reader.check()
+    assert (state.policy_version, state.update_count, state.is_writing) == (2, 1, False)
+
+
+def test_a_version_that_the_page_cannot_hold_leaves_the_update_given_up_and_not_under_way_for_ever() -> None:
+    lock = WeightLock.private()
+    with pytest.raises(ValueError, match="memoryview"), lock.writing(2**63):
+        pass
+    with pytest.raises(HalfWritten):
+        lock.check()
+
+
+@pytest.mark.slow
+def test_a_writer_that_exits_during_an_update_is_detected(segment: str) -> None:
+    lock = WeightLock.create(segment)
+    dies = (
+        "import os, sys; from grpo_engine.bridges.memory.weight_lock import WeightLock\n"
+        "with WeightLock.attach(sys.argv[1]).writing(1): os._exit(9)"
+    )
+    assert run_python(dies, segment) == 9
+    with pytest.raises(HalfWritten, match=r"process \d+ exited"):
+        lock.check()
+    with lock.writing(2):
+        pass
+    assert lock.check().policy_version == 2
+
+
+@pytest.mark.slow
+def test_two_running_writers_are_refused(segment: str) -> None:
+    lock = WeightLock.create(segment)
+    tries = (
+        "import sys; from grpo_engine.bridges.memory.weight_lock import WeightLock\n"
+        "from grpo_engine.errors import BridgeError\n"
+        "try:\n  with WeightLock.attach(sys.argv[1]).writing(2): pass\n"
+        "except BridgeError as error: sys.exit(7 if 'is writing another one' in str(error) else 1)"
+    )
+    with lock.writing(1):
+        assert run_python(tries, segment) == 7
+    assert lock.check().policy_version == 1
+
+
+def test_a_page_is_made_once_and_read_only_as_what_it_is(segment: str) -> None:
+    with pytest.raises(BridgeError, match="cannot be mapped"):
+        WeightLock.attach(segment)
+    WeightLock.create(segment)
+    with pytest.raises(BridgeError, match="already exists"):
+        WeightLock.create(segment)
+    (SHARED_MEMORY / segment).write_bytes(bytes(PAGE_BYTES))
+    with pytest.raises(BridgeError, match="layout 1"):
+        WeightLock.attach(segment)
+    (SHARED_MEMORY / segment).write_bytes(b"short")
+    with pytest.raises(BridgeError, match="5 bytes"):
+        WeightLock.attach(segment)
+
+
+def test_a_page_without_free_memory_is_an_error_and_leaves_no_file(
+    segment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(BridgeError, match=r"No space left on device; free space in /dev/shm"):
+        WeightLock.create(segment)
+    assert not (SHARED_MEMORY / segment).exists()

@@ -1,0 +1,291 @@
+"""An environment that is asked for an evaluation, against the real rollout API and a fake inference server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from rollout_fakes import FakeTokenizer, fake_inference, served, served_api
+
+from grpo_engine.data.source import RolloutSource
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.items.source import held_out_items
+from grpo_engine.environments.main import work
+from grpo_engine.environments.sampling.prompts import Tokenizer
+from grpo_engine.environments.tasks.base import belongs_to
+from grpo_engine.environments.tasks.puzzles import Sort6
+from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
+from grpo_engine.wire.rollouts import EvaluationOrder, EvaluationState
+
+pytestmark = pytest.mark.slow
+
+RUN: dict[str, Any] = {
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 3,
+    "starting_step": 0,
+    "num_steps": 2,
+    "eval_every": 2,
+}
+ORDER = EvaluationOrder(id="a1", step=0, policy_version=5, num_prompts=6, num_samples=3)
+
+
+def first_right(prompt: str, index: int) -> str:
+    """The right answer to a `sort` prompt in the first completion alone."""
+    digits = prompt.strip().removeprefix("sort ")
+    return "".join(sorted(digits)) if index == 0 else "x"
+
+
+def settings(api: str, inference: str, **changes: Any) -> EnvironmentConfig:
+    table = {"task": "sort6", "model_name": "unused", "group_size": 4, "max_tokens": 16, **changes}
+    return EnvironmentConfig.model_validate({"rollout_server_url": api, "inference_url": inference, **table})
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[str, str, FastAPI]]:
+    fake = fake_inference(first_right)
+    with served_api() as api, served(fake) as inference:
+        yield api, inference, fake
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_engine.rollouts.state.evaluations.SETTLE_S", 0.05)  # there is one environment
+
+
+@contextlib.asynccontextmanager
+async def at_work(config: EnvironmentConfig, tokenizer: Tokenizer | None = None) -> AsyncIterator[None]:
+    """The environment, until the block is left; what ends it sooner is an error."""
+    working = asyncio.create_task(work(config, tokenizer or FakeTokenizer()))
+    try:
+        yield
+    finally:
+        working.cancel()
+        assert await working == 0
+
+
+def evaluated(url: str, order: EvaluationOrder = ORDER, **run: Any) -> EvaluationState:
+    """Order an evaluation as the trainer does, and wait for it."""
+    with RolloutSource(url) as source:
+        source.register(**{**RUN, **run})
+        while not (state := source.evaluation(order, wait_s=5)).is_over:
+            pass
+        return state
+
+
+def asked_questions(fake: FastAPI, num_samples: int) -> list[str]:
+    """The questions of the requests for so many completions, in order."""
+    requests = [body for body in fake.state.requests if body["n"] == num_samples]
+    return ["".join(map(chr, body["prompt"]["prompt_token_ids"])).strip() for body in requests]
+
+
+async def test_held_out_items_are_answered_with_rewards_lengths_and_versions(
+    servers: tuple[str, str, FastAPI],
+) -> None:
+    api, inference, fake = servers
+    async with asyncio.timeout(120), at_work(settings(api, inference)):
+        state = await asyncio.to_thread(evaluated, api)
+    [named] = state.answers
+    assert (named.environment, named.desired_name, named.answer.problem) == ("sort6_0", "sort6", None)
+    assert named.answer.rewards == [[1.0, 0.0, 0.0]] * 6
+    assert named.answer.lengths == [[7, 2, 2]] * 6  # the end token included
+    assert named.answer.truncated == [[False] * 3] * 6
+    assert named.answer.policy_versions == [[[5]] * 3] * 6
+    assert named.answer.solved_from == 1.0
+    asked = asked_questions(fake, 3)
+    assert asked == [item.question for item in held_out_items(Sort6(), 6)]
+    assert all(belongs_to("held_out", question) for question in asked)
+    trained = asked_questions(fake, 4)
+    assert not any(belongs_to("held_out", question) for question in trained)
+
+
+async def test_an_evaluation_has_precedence_over_training_groups(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, fake = servers
+    async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=2)):
+        await asyncio.to_thread(evaluated, api)
+    sizes = [body["n"] for body in fake.state.requests]
+    assert sizes[:6] == [3] * 6  # two at a time, and no group between them
+
+
+async def test_no_more_prompts_are_sampled_concurrently_than_max_workers() -> None:
+    fake = fake_inference(first_right)
+    at_the_same_time: list[int] = []
+    three_are_in = asyncio.Barrier(3)
+
+    @fake.middleware("http")
+    async def meet(request: Any, call_next: Any) -> Any:
+        if b'"n":3' in await request.body():  # only prompts of the evaluation
+            at_the_same_time.append(three_are_in.n_waiting + 1)
+            await three_are_in.wait()  # for ever, were there ever fewer than three
+        return await call_next(request)
+
+    with served_api() as api, served(fake) as inference:
+        async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=3)):
+            await asyncio.to_thread(evaluated, api)
+    assert at_the_same_time == [1, 2, 3] * 2
+
+
+async def test_the_evaluation_temperature_is_the_trainings_unless_set_and_greedy_needs_one_sample(
+    servers: tuple[str, str, FastAPI],
+) -> None:
+    api, inference, fake = servers
+    async with asyncio.timeout(120):
+        async with at_work(settings(api, inference, temperature=0.7)):
+            await asyncio.to_thread(evaluated, api)
+        assert {body["temperature"] for body in fake.state.requests} == {0.7}
+        fake.state.requests.clear()
+        async with at_work(settings(api, inference, eval_temperature=0.0)):
+            state = await asyncio.to_thread(evaluated, api)
+    greedy = [body for body in fake.state.requests if body["temperature"] == 0.0]
+    assert [body["n"] for body in greedy] == [1] * 6
+    assert state.answers[0].answer.rewards == [[1.0] * 3] * 6  # the one sample, three times
+
+
+async def test_an_environment_without_held_out_items_logs_it_and_trains(
+    servers: tuple[str, str, FastAPI], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    api, inference, _ = servers
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"question": "sort 660487", "answer": "1"}\n')
+    config = settings(api, inference, task={"name": "jsonl", "path": str(path)})
+
+    def order_and_train() -> bool:
+        with RolloutSource(api) as source:
+            source.register(**RUN)
+            assert source.evaluation(ORDER).waiting_for == []
+            return source.next_batch(timeout_s=100) is not None
+
+    async with asyncio.timeout(120), at_work(config):
+        assert await asyncio.to_thread(order_and_train)
+    assert "this environment answers no evaluations: task.path:" in caplog.text
+
+
+async def test_a_refused_request_is_answered_as_a_problem_and_training_continues(
+    servers: tuple[str, str, FastAPI],
+) -> None:
+    api, _, _ = servers
+    fake = fake_inference(first_right)
+
+    @fake.middleware("http")
+    async def refuse_evaluations(request: Any, call_next: Any) -> Any:
+        body = await request.body()
+        return httpx_refusal() if b'"n":3' in body else await call_next(request)
+
+    with served(fake) as inference:
+        async with asyncio.timeout(120), at_work(settings(api, inference)):
+            state = await asyncio.to_thread(evaluated, api)
+            assert state.answers[0].answer.rewards == []
+            assert "/generate was refused with 400: three are too many" in (state.answers[0].answer.problem or "")
+
+            def train() -> bool:
+                with RolloutSource(api) as source:
+                    source.register(**RUN)
+                    return source.next_batch(timeout_s=100) is not None
+
+            assert await asyncio.to_thread(train)
+
+
+def httpx_refusal() -> Any:
+    from fastapi.responses import PlainTextResponse
+
+    return PlainTextResponse("three are too many", 400)
+
+
+async def test_an_api_that_lost_its_memory_is_answered_without_asking_the_model_again(
+    servers: tuple[str, str, FastAPI],
+) -> None:
+    api, inference, fake = servers
+
+    def lose_it_and_ask_again() -> EvaluationState:
+        with RolloutSource(api) as source:
+            source.register(**RUN)
+            while not source.evaluation(ORDER, wait_s=5).is_over:
+                pass
+            httpx.get(f"{api}/reset_data", params={"force": "true"})
+            while not (state := source.evaluation(ORDER, wait_s=5)).is_over:  # registers again, too
+                pass
+            return state
+
+    async with asyncio.timeout(120), at_work(settings(api, inference)):
+        state = await asyncio.to_thread(lose_it_and_ask_again)
+    assert state.answers[0].answer.rewards == [[1.0, 0.0, 0.0]] * 6
+    assert len(asked_questions(fake, 3)) == 6
+
+
+async def test_a_withdrawn_order_is_cancelled_and_training_continues() -> None:
+    is_let_go = threading.Event()
+    fake = fake_inference(first_right)
+
+    @fake.middleware("http")
+    async def hold_evaluations(request: Any, call_next: Any) -> Any:
+        if b'"n":3' in await request.body():
+            await asyncio.to_thread(is_let_go.wait, 100)
+        return await call_next(request)
+
+    def order_withdraw_and_train(url: str) -> bool:
+        with RolloutSource(url) as source:
+            source.register(**RUN)
+            while source.evaluation(ORDER).waiting_for != ["sort6_0"]:
+                pass
+            source.close_evaluation(ORDER)
+            return source.next_batch(timeout_s=100) is not None
+
+    with served_api() as api, served(fake) as inference:
+        try:
+            async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=2)):
+                assert await asyncio.to_thread(order_withdraw_and_train, api)
+        finally:
+            is_let_go.set()
+
+
+async def test_an_environment_stays_for_the_last_evaluation_and_then_leaves(servers: tuple[str, str, FastAPI]) -> None:
+    api, inference, _ = servers
+
+    def train() -> EvaluationState:
+        with RolloutSource(api) as source:
+            source.register(**RUN)
+            for _ in range(2):
+                assert source.next_batch(timeout_s=100) is not None
+            last = ORDER.model_copy(update={"id": "last", "step": 2})
+            while not (state := source.evaluation(last, wait_s=5)).is_over:
+                pass
+            return state
+
+    training = asyncio.create_task(asyncio.to_thread(train))
+    async with asyncio.timeout(120):
+        assert await work(settings(api, inference, total_steps=2), FakeTokenizer()) == 0
+        assert len((await training).answers) == 1
+
+
+@pytest.mark.parametrize(("temperature", "num_different"), [(None, 3), (0.0, 1)])
+async def test_games_are_evaluated_with_one_entry_each_of_all_their_seats(
+    temperature: float | None, num_different: int
+) -> None:
+    order = ORDER.model_copy(update={"num_prompts": 2})
+    task = {"name": "mafia", "max_days": 1, "explain": False, "policy_plays": "town"}
+    fake = fake_inference(lambda prompt, index: "<pass/>")
+    with served_api() as api, served(fake) as inference:
+        config = settings(
+            api, inference, task=task, group_size=8, max_token_length=512, eval_temperature=temperature, max_workers=4
+        )
+        async with asyncio.timeout(120), at_work(config, tiny_tokenizer()):
+            state = await asyncio.to_thread(evaluated, api, order, max_token_len=512)
+    [named] = state.answers
+    assert named.answer.problem is None
+    assert [len(row) for row in named.answer.rewards] == [3, 3]
+    assert all(reward in (1.0, 2.0) for row in named.answer.rewards for reward in row)
+    turns = len("<pass/>") + 1
+    assert all(length % turns == 0 and length >= 4 * 2 * turns for row in named.answer.lengths for length in row)
+    assert named.answer.policy_versions == [[[5]] * 3] * 2
+    prompts = [bytes(body["prompt"]["prompt_token_ids"]) for body in fake.state.requests]
+    # Another seat may be in its second turn already; the first item's games open before all others.
+    openings = [prompt for prompt in prompts if prompt.count(b"\x02a") == 1][: 4 * num_different]
+    assert len(set(openings)) == 4  # the seats of the town, the same in each game of the item

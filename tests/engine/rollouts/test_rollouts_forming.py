@@ -1,0 +1,133 @@
+"""Batches are whole groups, exact, old before new; checked against trying every combination."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_engine.rollouts.state.batch_forming import (
+    QueuedGroup,
+    Supplier,
+    form_batch,
+    least_sequences,
+    oldest_combination,
+    why_unreachable,
+)
+
+
+def queue_of(*groups: tuple[int | None, int]) -> list[QueuedGroup]:
+    return [QueuedGroup(id=i, env_id=env_id, num_sequences=size) for i, (env_id, size) in enumerate(groups)]
+
+
+def every_batch(queue: list[QueuedGroup], batch_size: int, shares: dict[int, float]) -> list[tuple[QueuedGroup, ...]]:
+    """All combinations that are a batch, found by trying each."""
+    least = least_sequences(batch_size, shares)
+    return [
+        chosen
+        for count in range(1, len(queue) + 1)
+        for chosen in itertools.combinations(queue, count)
+        if sum(g.num_sequences for g in chosen) == batch_size
+        and all(sum(g.num_sequences for g in chosen if g.env_id == e) >= n for e, n in least.items())
+    ]
+
+
+queues = st.lists(st.tuples(st.sampled_from([None, 0, 1, 2]), st.integers(1, 9)), max_size=9).map(
+    lambda groups: queue_of(*groups)
+)
+
+
+@given(queues, st.integers(1, 30))
+def test_a_batch_is_found_exactly_when_one_exists(queue: list[QueuedGroup], batch_size: int) -> None:
+    batch = form_batch(queue, batch_size)
+    possible = every_batch(queue, batch_size, {})
+    assert (batch is not None) == bool(possible)
+    if batch is not None:
+        assert tuple(batch) in possible
+
+
+@settings(max_examples=40)
+@given(queues, st.integers(1, 30), st.dictionaries(st.sampled_from([0, 1]), st.floats(0.0, 1.0), max_size=2))
+def test_guaranteed_shares_are_kept_whenever_they_can_be(
+    queue: list[QueuedGroup], batch_size: int, shares: dict[int, float]
+) -> None:
+    batch = form_batch(queue, batch_size, shares)
+    possible = every_batch(queue, batch_size, shares)
+    assert (batch is not None) == bool(possible)
+    if batch is not None:
+        assert tuple(batch) in possible
+
+
+@given(queues, st.integers(1, 30))
+def test_a_batch_waits_for_no_newer_group_than_it_must(queue: list[QueuedGroup], batch_size: int) -> None:
+    batch = form_batch(queue, batch_size)
+    possible = every_batch(queue, batch_size, {})
+    if batch is not None:
+        newest = min(max(g.id for g in chosen) for chosen in possible)
+        within = [[g.id for g in chosen] for chosen in possible if max(g.id for g in chosen) == newest]
+        assert [g.id for g in batch] == min(within)
+
+
+def test_equal_groups_leave_in_order_of_arrival() -> None:
+    batch = form_batch(queue_of(*[(0, 8)] * 40), 128)
+    assert [g.id for g in batch or ()] == list(range(16))
+
+
+def test_sizes_that_do_not_divide_the_largest_still_form_a_batch() -> None:
+    assert oldest_combination([3, 1, 2, 2], 4) == [0, 1]
+    assert oldest_combination([3, 5, 6, 2], 8) == [0, 1]
+    assert oldest_combination([4, 4, 4], 10) is None
+
+
+def test_ten_thousand_groups_that_fit_nowhere_are_looked_at_in_shifts_not_in_squares() -> None:
+    queue = queue_of(*[(index % 2, 6) for index in range(9_999)], (0, 4))
+    batch = form_batch(queue, 514, {0: 0.25, 1: 0.25})
+    assert batch is not None
+    assert sum(g.num_sequences for g in batch) == 514
+    assert batch[-1].id == 9_999
+
+
+def test_shares_above_one_in_sum_are_scaled_down() -> None:
+    assert least_sequences(16, {0: 1.0, 1: 1.0}) == {0: 8, 1: 8}
+    assert least_sequences(10, {0: 0.25, 1: 0.0}) == {0: 2}
+
+
+def test_a_share_takes_newer_groups_of_its_environment() -> None:
+    batch = form_batch(queue_of((0, 2), (0, 2), (0, 2), (1, 2)), 4, {1: 0.5})
+    assert [g.id for g in batch or ()] == [0, 3]
+
+
+def test_an_unreachable_batch_size_is_reported_with_its_nearest_sums() -> None:
+    reason = why_unreachable({}, [Supplier(env_id=0, name="sums_0", group_size=4)], 10)
+    assert reason == (
+        "batch_size 10 can never be made of whole groups (sums_0 sends groups of 4): reachable sizes are 8 and 12"
+    )
+
+
+def test_a_group_that_waits_can_make_a_batch_size_reachable_once() -> None:
+    supplier = Supplier(env_id=0, name="sums_0", group_size=4)
+    assert why_unreachable({(9, 2): 1}, [supplier], 10) is None
+    assert why_unreachable({(9, 3): 1}, [supplier], 10) is not None
+
+
+def test_senders_without_an_id_may_send_more_of_what_they_sent() -> None:
+    assert why_unreachable({(None, 2): 1}, [], 4) is None
+    assert why_unreachable({(None, 2): 1}, [], 5) == (
+        "batch_size 5 can never be made of whole groups (groups of 2 are queued): reachable sizes are 4 and 6"
+    )
+    assert why_unreachable({(9, 3): 1}, [], 4) is None
+
+
+@pytest.mark.parametrize("shares", [{}, {0: 0.5}])
+def test_nothing_is_unreachable_before_the_first_group(shares: dict[int, float]) -> None:
+    assert why_unreachable({}, [], 10, shares) is None
+
+
+def test_shares_that_exclude_each_other_are_reported() -> None:
+    suppliers = [Supplier(env_id=0, name="a_0", group_size=4), Supplier(env_id=1, name="b_0", group_size=6)]
+    reason = why_unreachable({}, suppliers, 8, {0: 0.5, 1: 0.5})
+    assert reason is not None
+    assert "guaranteed shares need at least 4, 4" in reason
+    assert "reachable sizes are 10" in reason

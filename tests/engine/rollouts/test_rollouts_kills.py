@@ -1,0 +1,229 @@
+"""`kill -9` of the rollout API under load, at random moments, again and again: what was accepted comes out.
+
+What is guaranteed, and why:
+
+- A post that was answered 200 is on the disk before the answer goes out. It comes out, whoever sent it.
+- A post of our environments carries its sender and number, so that sending it again until it is answered (what
+  `peers.RolloutApi` does) takes it in once: it is in the file with the groups, in one transaction.
+- A post of a stock environment that a kill left without an answer may have been taken in or not, and nothing tells its
+  repetition from another group: it comes out at most once for each time that it was sent. Here each attempt has a name
+  of its own, which shows both.
+- A trainer that acknowledges leases has every group in exactly one lease, and a lease that is offered again, because
+  its answer or its acknowledgement was lost, is the same lease with the same groups: who knows its id has had it, so
+  that each group is trained on exactly once.
+- A stock trainer acknowledges by asking again, which says nothing about a batch whose answer a kill cut off. So after
+  a restart the last batch is offered again: each group comes out at least once, and twice only in a batch that was the
+  last one before a kill.
+
+`ROLLOUT_KILLS=100` makes the long version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollout_fakes import REGISTRATION, group
+from rollout_processes import ApiProcess, api_process
+
+from grpo_engine.environments.clients import RolloutApi
+from grpo_engine.wire.rollouts import ScoredGroup
+
+pytestmark = pytest.mark.slow
+
+NUM_KILLS = int(os.environ.get("ROLLOUT_KILLS", "4"))
+BATCH_SIZE = 8
+
+
+def named_group(name: str, num_sequences: int, num_characters: int) -> dict[str, Any]:
+    """A group that can be told from all others."""
+    return group(num_sequences, generation_params={"name": name, "text": "x" * num_characters})
+
+
+def names(batch: list[dict[str, Any]]) -> list[str]:
+    return [item["generation_params"]["name"] for item in batch]
+
+
+@dataclass
+class Load:
+    """Clients that post and fetch until they are told to stop, and what they saw."""
+
+    url: str
+    seed: int
+    is_over: bool = False
+    accepted: set[str] = field(default_factory=set)
+    """Answered with 200."""
+    unanswered: set[str] = field(default_factory=set)
+    """Sent by a stock environment, and perhaps taken in."""
+    batches: list[list[str]] = field(default_factory=list)
+    """What the trainer got, in order."""
+    something_came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=30)
+
+    def a_group(self, chance: random.Random) -> dict[str, Any]:
+        size = chance.choice([1, 2, 4])
+        return named_group(secrets.token_hex(8), size, chance.choice([0, 0, 2_000, 100_000]))
+
+    async def our_environment(self, number: int) -> None:
+        """Sends one or several groups under a number until they are answered."""
+        chance = random.Random(f"{self.seed} ours {number}")
+        async with self.client() as http:
+            api = RolloutApi(http)
+            while not self.is_over:
+                groups = [self.a_group(chance) for _ in range(chance.choice([1, 1, 3]))]
+                await api.post([ScoredGroup.model_validate(each) for each in groups])
+                self.accept(*names(groups))
+
+    async def stock_environment(self, number: int) -> None:
+        """Sends each group once, as far as anybody can know."""
+        chance = random.Random(f"{self.seed} stock {number}")
+        async with self.client() as http:
+            while not self.is_over:
+                each = self.a_group(chance)
+                try:
+                    answer = await http.post("/scored_data", json=each)
+                except httpx.TransportError:
+                    self.unanswered.update(names([each]))
+                    await asyncio.sleep(0.01)  # it is away; asking without a pause would only slow its restart
+                    continue
+                assert answer.status_code == 200, answer.text
+                self.accept(*names([each]))
+
+    def accept(self, *accepted: str) -> None:
+        self.accepted.update(accepted)
+        self.something_came.set()
+
+    async def explicit_trainer(self) -> None:
+        """Acknowledges each lease with the next question; one that it knows it has had."""
+        known: set[str] = set()
+        lease = ""
+
+        async def fetch(http: httpx.AsyncClient) -> bool:
+            nonlocal lease
+            answer = (await http.get("/batch", params={"ack": lease, "wait_s": 0.5})).raise_for_status().json()
+            if answer["batch"] is None:
+                return False
+            lease = answer["lease"]
+            if lease not in known:
+                known.add(lease)
+                self.batches.append(names(answer["batch"]))
+            return True
+
+        await self._train(fetch)
+
+    async def stock_trainer(self) -> None:
+        """Asks again and again, and knows nothing of leases."""
+
+        async def fetch(http: httpx.AsyncClient) -> bool:
+            answer = (await http.get("/batch")).raise_for_status().json()
+            if answer["batch"] is None:
+                await asyncio.sleep(0.02)  # a stock trainer waits a second
+                return False
+            self.batches.append(names(answer["batch"]))
+            return True
+
+        await self._train(fetch)
+
+    async def _train(self, fetch: Callable[[httpx.AsyncClient], Awaitable[bool]]) -> None:
+        async with self.client() as http:
+            while True:
+                was_over = self.is_over
+                try:
+                    has_come = await fetch(http)
+                except httpx.TransportError:
+                    await asyncio.sleep(0.01)
+                    continue
+                if was_over and not has_come:
+                    return
+
+
+async def kill_again_and_again(api: ApiProcess, load: Load, num_kills: int) -> None:
+    """Each time after a random number of answers, in the middle of whatever goes on; now and then at once again."""
+    chance = random.Random(load.seed)
+    for _ in range(num_kills):
+        goal = len(load.accepted) + chance.randint(1, 150)
+        while len(load.accepted) < goal:
+            load.something_came.clear()
+            await load.something_came.wait()
+        api.kill()
+        api.start()
+        if chance.random() < 0.2:
+            api.restart()
+        await asyncio.to_thread(api.wait_until_ready)
+
+
+async def run_load(api: ApiProcess, load: Load, trainer: Awaitable[None]) -> None:
+    """Environments and a trainer through all the kills, until nothing is left that makes a batch."""
+    async with load.client() as http:
+        (
+            await http.post("/register", json={**REGISTRATION, "batch_size": BATCH_SIZE, "num_steps": 0})
+        ).raise_for_status()
+        environments = [load.our_environment(number) for number in range(2)]
+        environments += [load.stock_environment(number) for number in range(2)]
+        async with asyncio.TaskGroup() as clients:
+            producing = [clients.create_task(environment) for environment in environments]
+            training = clients.create_task(trainer)
+            await kill_again_and_again(api, load, NUM_KILLS)
+            load.is_over = True
+            await asyncio.gather(*producing)
+            await training
+        # Whole groups that do not add up wait for others.
+        waiting = (await http.get("/status")).json()["queued_sequences"]
+        for _ in range(-waiting % BATCH_SIZE):
+            each = named_group(secrets.token_hex(8), 1, 0)
+            (await http.post("/scored_data", json=each)).raise_for_status()
+            load.accept(*names([each]))
+
+
+async def test_an_explicit_client_gets_each_accepted_group_exactly_once(tmp_path: Path) -> None:
+    with api_process(tmp_path) as api:
+        load = Load(api.url, seed=1)
+        await run_load(api, load, load.explicit_trainer())
+        await load.explicit_trainer()
+    times = Counter(name for batch in load.batches for name in batch)
+    assert set(times.values()) == {1}
+    assert load.accepted <= times.keys()
+    assert times.keys() <= load.accepted | load.unanswered
+    assert len(load.accepted) > 20 * NUM_KILLS
+
+
+async def test_a_stock_client_gets_groups_twice_only_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    with api_process(tmp_path) as api:
+        load = Load(api.url, seed=2)
+        await run_load(api, load, load.stock_trainer())
+        await load.stock_trainer()
+    times = Counter(name for batch in load.batches for name in batch)
+    lost = load.accepted - times.keys()
+    assert not lost
+    assert times.keys() <= load.accepted | load.unanswered
+    repeated = [batch for batch in load.batches if times[batch[0]] > 1]
+    assert all(times[name] == times[batch[0]] for batch in repeated for name in batch), "batches come again whole"
+    assert len(load.batches) - len({tuple(batch) for batch in load.batches}) <= 2 * NUM_KILLS
+
+
+async def test_a_batch_whose_answer_was_lost_in_a_kill_is_offered_to_a_stock_trainer_again(tmp_path: Path) -> None:
+    with api_process(tmp_path) as api, api.client() as http:
+        http.post("/register", json=REGISTRATION)
+        each = named_group("lost", 4, 10_000_000)
+        http.post("/scored_data", json=each)
+        with api.connection(receive_bytes=4096) as trainer:
+            agent = http.headers["user-agent"].encode()
+            trainer.sendall(b"GET /batch HTTP/1.1\r\nHost: api\r\nUser-Agent: " + agent + b"\r\n\r\n")
+            assert trainer.recv(100).startswith(b"HTTP/1.1 200 ")
+            api.restart()
+        batch = http.get("/batch").json()["batch"]
+        assert batch is not None
+        assert names(batch) == ["lost"]

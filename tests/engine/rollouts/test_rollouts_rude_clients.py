@@ -1,0 +1,331 @@
+"""Clients that die, hang, lie about lengths or speak another HTTP: none gets a 500, and the others notice nothing.
+
+One process for all of it, which is asked for a good post and a good batch after each, and whose log must not speak of
+an exception that nobody expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollout_fakes import ENVIRONMENT, REGISTRATION, group, tags
+from rollout_processes import ApiProcess, answer_to, api_process, read_answer
+
+pytestmark = pytest.mark.slow
+
+GOOD = json.dumps(group(4, tag=7)).encode()
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiProcess]:
+    with api_process(tmp_path_factory.mktemp("rude"), "--log-level", "warning", "--max-body-bytes", "33554432") as api:
+        yield api
+
+
+@pytest.fixture
+def api(process: ApiProcess) -> Iterator[tuple[ApiProcess, httpx.Client]]:
+    """An API with a run that just began; it still works when the test is over."""
+    with process.client() as http:
+        http.get("/reset_data", params={"force": "true"})
+        http.post("/register", json=REGISTRATION)
+        http.get("/batch")
+        yield process, http
+        http.get("/reset_data", params={"force": "true"})
+        http.post("/register", json=REGISTRATION)
+        assert http.post("/scored_data", json=group(4, tag=42)).status_code == 200
+        assert tags(http.get("/batch").json()["batch"]) == [42]
+
+
+def post_head(length: int | str, *more: str) -> bytes:
+    lines = ["POST /scored_data HTTP/1.1", "Host: api", f"Content-Length: {length}", *more]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
+def large(tag: int) -> dict[str, Any]:
+    """A group that is more than fits into the buffers between two processes."""
+    return group(4, tag=tag, messages=[[{"role": "user", "content": "x" * 3_000_000}]] * 4)
+
+
+def test_a_batch_of_a_trainer_killed_while_reading_goes_to_the_next(
+    api: tuple[ApiProcess, httpx.Client],
+) -> None:
+    process, http = api
+    for tag in (10, 11):
+        http.post("/scored_data", json=large(tag))
+    for times in range(3):
+        with process.connection(receive_bytes=4096) as dying:
+            dying.sendall(b"GET /batch?ack= HTTP/1.1\r\nHost: api\r\n\r\n")
+            assert dying.recv(1000).startswith(b"HTTP/1.1 200 ")
+            if times == 1:  # reset in place of an orderly end
+                dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    first = http.get("/batch", params={"ack": ""}).json()
+    assert tags(first["batch"]) == [10]
+    assert tags(http.get("/batch", params={"ack": first["lease"]}).json()["batch"]) == [11]
+    assert http.get("/status").json()["current_step"] == 2
+
+
+def test_a_trainer_killed_while_waiting_loses_no_batch(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    for _ in range(5):
+        with process.connection() as dying:
+            dying.sendall(b"GET /batch?ack=&wait_s=20 HTTP/1.1\r\nHost: api\r\n\r\n")
+    http.post("/scored_data", json=group(4, tag=10))
+    assert tags(http.get("/batch", params={"ack": "", "wait_s": 10}).json()["batch"]) == [10]
+
+
+def test_an_environment_killed_during_a_post_leaves_no_partial_group(
+    api: tuple[ApiProcess, httpx.Client],
+) -> None:
+    process, http = api
+    for cut in range(0, len(GOOD), 7):
+        with process.connection() as dying:
+            dying.sendall(post_head(len(GOOD)) + GOOD[:cut])
+    assert http.get("/status").json()["queue_size"] == 0
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_a_post_is_no_exception_in_the_log(tmp_path: Path) -> None:
+    with api_process(tmp_path) as process:
+        with process.connection() as dying:
+            dying.sendall(post_head(len(GOOD)) + GOOD[:50])
+        with process.client() as http:
+            assert http.get("/status").json()["queue_size"] == 0
+        process.process.terminate()
+        assert process.process.wait(30) == 0
+        assert "Traceback" not in process.log.read_text(errors="replace")
+
+
+def test_two_environments_with_shares_and_one_that_leaves(api: tuple[ApiProcess, httpx.Client]) -> None:
+    _, http = api
+    http.post("/register", json={**REGISTRATION, "batch_size": 8})
+    half, quarter, rest = (
+        http.post("/register-env", json={**ENVIRONMENT, "min_batch_allocation": share}).json()["env_id"]
+        for share in (0.5, 0.25, None)
+    )
+    for tag in range(10, 20):
+        http.post("/scored_data", json=group(2, tag=tag, env_id=rest))
+    http.post("/scored_data", json=group(2, tag=20, env_id=quarter))
+    assert http.get("/batch").json()["batch"] is None
+    for tag in (30, 31):
+        http.post("/scored_data", json=group(2, tag=tag, env_id=half))
+    assert tags(http.get("/batch").json()["batch"]) == [10, 20, 30, 31]
+    http.post("/disconnect-env", json={"env_id": half})
+    http.post("/scored_data", json=group(2, tag=21, env_id=quarter))
+    assert tags(http.get("/batch").json()["batch"]) == [11, 12, 13, 21]
+
+
+def test_odd_groups_of_an_environment_that_left_are_handed_out(api: tuple[ApiProcess, httpx.Client]) -> None:
+    _, http = api
+    env_id = http.post("/register-env", json={**ENVIRONMENT, "group_size": 8}).json()["env_id"]
+    assert http.post("/scored_data", json=group(4, tag=10, env_id=env_id)).json()["status"] == "buffered"
+    http.post("/disconnect-env", json={"env_id": env_id})
+    batch = http.get("/batch").json()["batch"]
+    assert batch is not None
+    assert tags(batch) == [10]
+
+
+def test_a_reset_during_requests_causes_no_server_error(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    env_id = http.post("/register-env", json=ENVIRONMENT).json()["env_id"]
+    http.post("/scored_data", json=group(4, tag=10))
+    lease = http.get("/batch", params={"ack": ""}).json()["lease"]
+    with process.connection() as trainer, process.connection() as environment, process.connection() as posting:
+        trainer.sendall(f"GET /batch?ack={lease}&wait_s=20 HTTP/1.1\r\nHost: api\r\n\r\n".encode())
+        question = json.dumps({"env_id": env_id, "wait_s": 20, "current_step": 1, "queue_size": 0}).encode()
+        environment.sendall(b"GET /status-env HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(question))
+        environment.sendall(question)
+        posting.sendall(post_head(len(GOOD)) + GOOD[:50])
+        assert http.get("/reset_data", params={"force": "true"}).status_code == 200
+        posting.sendall(GOOD[50:])
+        assert read_answer(posting)[0] == 200
+        assert read_answer(environment)[0] in (200, 404)
+        status, body = read_answer(trainer)
+        assert status == 200
+        assert json.loads(body)["batch"] in (None, [])
+    assert http.post("/acknowledge", params={"lease": lease}).status_code == 200
+    assert http.get("/batch", params={"ack": lease}).json()["status"] == "error"
+    assert http.request("GET", "/status-env", json={"env_id": env_id}).status_code == 404
+    assert http.get("/status").json()["queue_size"] == 1
+
+
+def test_acknowledgements_may_come_late_twice_and_out_of_order(api: tuple[ApiProcess, httpx.Client]) -> None:
+    _, http = api
+    for tag in range(10, 14):
+        http.post("/scored_data", json=group(4, tag=tag))
+    leases = []
+    for agent in ("a", "b", "c"):  # stock trainers, each of which keeps what it has
+        leases.append(http.get("/batch", headers={"User-Agent": agent}).json()["lease"])
+    for lease in (leases[2], leases[0], leases[2], "unknown", "", "x" * 5_000, leases[1]):
+        assert http.post("/acknowledge", params={"lease": lease}).status_code == 200
+    assert tags(http.get("/batch", params={"ack": leases[0]}).json()["batch"]) == [13]
+    assert http.post("/acknowledge").status_code == 422
+
+
+def test_several_registrations_at_once_leave_one_run(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    http.post("/scored_data", json=group(8, tag=10))
+    connections = [process.connection() for _ in range(20)]
+    for number, connection in enumerate(connections):
+        body = json.dumps({**REGISTRATION, "batch_size": 8, "wandb_group": f"number {number}"}).encode()
+        head = b"POST /register HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n" % len(body)
+        connection.sendall(head + b"Content-Type: application/json\r\n\r\n" + body)
+    assert [read_answer(connection)[0] for connection in connections] == [200] * 20
+    for connection in connections:
+        connection.close()
+    assert http.get("/wandb_info").json()["group"].startswith("number ")
+    assert tags(http.get("/batch").json()["batch"]) == [10]
+
+
+def test_clients_that_hang_in_a_request_do_not_block_others(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    halves = [b"", b"G", b"POST /scored_data HTTP/1.1\r\nHo", post_head(10_000), post_head(10_000) + b'{"tokens": [[1']
+    with contextlib.ExitStack() as stack:
+        for number in range(100):
+            hanging = stack.enter_context(process.connection())
+            hanging.sendall(halves[number % len(halves)])
+        for tag in range(10, 20):
+            assert http.post("/scored_data", json=group(4, tag=tag)).status_code == 200
+            assert tags(http.get("/batch").json()["batch"]) == [tag]
+
+
+def test_three_hundred_idle_connections_do_not_block_others(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    before = process.num_files()
+    with contextlib.ExitStack() as stack:
+        for number in range(300):
+            idle = stack.enter_context(process.connection())
+            if number % 2:
+                assert answer_to(idle, b"GET /info HTTP/1.1\r\nHost: api\r\n\r\n")[0] == 200
+        assert http.post("/scored_data", json=group(4, tag=10)).status_code == 200
+        assert tags(http.get("/batch").json()["batch"]) == [10]
+    while process.num_files() > before + 10:  # they are let go of
+        assert http.get("/info").status_code == 200
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "1e3", "", "9" * 30, "12, 13", "0x10"])
+def test_a_length_that_is_none_is_refused(api: tuple[ApiProcess, httpx.Client], length: str) -> None:
+    process, _ = api
+    with process.connection() as connection:
+        status, _ = answer_to(connection, post_head(length) + GOOD)
+        assert status in (0, 400, 413, 422)
+
+
+def test_a_body_shorter_or_longer_than_its_content_length_is_refused(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    with process.connection() as connection:
+        connection.sendall(post_head(len(GOOD) + 100) + GOOD)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_answer(connection)[0] in (0, 400)
+    with process.connection() as connection:
+        assert answer_to(connection, post_head(len(GOOD) - 10) + GOOD)[0] in (400, 422)
+        assert read_answer(connection)[0] in (0, 400)
+    assert http.get("/status").json()["queue_size"] == 0
+
+
+def test_chunked_bodies_are_read_and_broken_ones_refused(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    head = b"POST /scored_data HTTP/1.1\r\nHost: api\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(GOOD[at : at + 9]), GOOD[at : at + 9]) for at in range(0, len(GOOD), 9))
+    with process.connection() as connection:
+        assert answer_to(connection, head + chunks + b"0\r\n\r\n")[0] == 200
+    for broken in (b"zz\r\n", b"-5\r\nhello\r\n", b"fffffffffffffffff\r\n", b"5\r\nhello world\r\n0\r\n\r\n"):
+        with process.connection() as connection:
+            assert answer_to(connection, head + broken)[0] in (0, 400, 413, 422)
+    both = head.replace(b"\r\n\r\n", b"\r\nContent-Length: 3\r\n\r\n")
+    with process.connection() as connection:  # two lengths: a way to smuggle requests
+        assert answer_to(connection, both + chunks + b"0\r\n\r\n")[0] in (0, 200, 400)
+    assert http.get("/status").json()["queue_size"] in (1, 2)
+
+
+def test_an_expect_continue_header_is_answered(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, _ = api
+    with process.connection() as connection:
+        connection.sendall(post_head(len(GOOD), "Expect: 100-continue"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+        assert answer_to(connection, GOOD)[0] == 200
+
+
+def test_http_1_0_is_spoken(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, _ = api
+    with process.connection() as connection:
+        assert answer_to(connection, post_head(len(GOOD)).replace(b"HTTP/1.1", b"HTTP/1.0") + GOOD)[0] == 200
+    with process.connection() as connection:
+        status, body = answer_to(connection, b"GET /info HTTP/1.0\r\n\r\n")
+        assert (status, json.loads(body)["batch_size"]) == (200, 4)
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        *(f"{method} /batch HTTP/1.1" for method in ("PUT", "PATCH", "DELETE", "TRACE", "FOO", "get", "OPTIONS")),
+        *(f"GET {path} HTTP/1.1" for path in ("/", "//", "/..%2f..%2fetc/passwd", "/%00", "/%ff", "/batch/", "*")),
+        *(
+            f"GET {path} HTTP/1.1"
+            for path in ("/evaluations/%0a%0d", "/batch?ack=%00", "/batch?ack=%ff", "/?" + "a" * 9_000)
+        ),
+        *(
+            f"GET /batch?{query} HTTP/1.1"
+            for query in ("wait_s=nan", "wait_s=inf", "wait_s=-1", "wait_s=x", "ack=&ack=a")
+        ),
+        *(f"GET /batch?policy_version={version} HTTP/1.1" for version in ("-1", "x", "9" * 400, "9" * 5_000)),
+        *(f"GET /batch?uuid={uuid} HTTP/1.1" for uuid in ("-1", "x", "9" * 400)),
+        *(f"GET /status-env?env_id={env_id} HTTP/1.1" for env_id in ("", "x", "nan", "9" * 400, "%00", "1&env_id=2")),
+        *(
+            "GET http://elsewhere.example/batch HTTP/1.1",
+            "CONNECT elsewhere.example:443 HTTP/1.1",
+            "GET /batch HTTP/9.9",
+        ),
+        *("GET /batch", "", "\x00\x01\x02", "\x16\x03\x01\x02\x00\x01", "PRI * HTTP/2.0", "GET /é HTTP/1.1"),
+    ],
+    ids=lambda line: repr(line[:40]),
+)
+def test_no_request_line_causes_a_server_error(api: tuple[ApiProcess, httpx.Client], request_line: str) -> None:
+    process, _ = api
+    with process.connection() as connection:
+        connection.settimeout(3)
+        with contextlib.suppress(TimeoutError):  # it may wait for more
+            status, _ = answer_to(connection, request_line.encode("latin-1") + b"\r\nHost: api\r\n\r\n")
+            assert status < 500 or status == 505
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("Idempotency-Key: ", "Idempotency-Key: :", "Idempotency-Key: a:", "Idempotency-Key: " + "a" * 20_000 + ":1"),
+        *("Idempotency-Key: \xff:\xff", "Idempotency-Key: a:b:c", "Content-Type: nonsense", "Content-Type: \xff"),
+        *("Content-Type: application/json; charset=utf-16", "Accept-Encoding: \xff", "Accept: nothing/at-all"),
+        *("Content-Encoding: \xff", "Content-Encoding: gzip;q=1", "Origin: null", "Origin: \xff", "Host: other"),
+        *("Authorization: Bearer \xff", "Authorization: " + "x" * 20_000, "User-Agent: \xff\xfe", "User-Agent:"),
+        *(
+            "Connection: upgrade\r\nUpgrade: websocket",
+            "Connection: upgrade\r\nUpgrade: h2c",
+            "Transfer-Encoding: gzip",
+        ),
+        *(": nameless", "name less", "X: " + "y" * 200_000, "\r\n".join(f"X-{number}: y" for number in range(500))),
+    ],
+    ids=lambda header: repr(header[:40]),
+)
+def test_no_header_causes_a_server_error(api: tuple[ApiProcess, httpx.Client], header: str) -> None:
+    process, _ = api
+    with process.connection() as connection:
+        assert answer_to(connection, post_head(len(GOOD), header) + GOOD)[0] < 500
+    with process.connection() as connection:
+        asking = b"GET /batch HTTP/1.1\r\nHost: api\r\n" + header.encode("latin-1") + b"\r\n\r\n"
+        assert answer_to(connection, asking)[0] < 500
+
+
+def test_ten_requests_in_one_breath_are_answered_in_order(api: tuple[ApiProcess, httpx.Client]) -> None:
+    process, http = api
+    with process.connection() as connection:
+        connection.sendall((post_head(len(GOOD)) + GOOD) * 10)
+        received = b""
+        while received.count(b"HTTP/1.1 200 ") < 10:
+            received += connection.recv(65536)
+    assert http.get("/status").json()["queue_size"] == 10

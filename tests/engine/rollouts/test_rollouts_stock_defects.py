@@ -1,0 +1,607 @@
+"""Cases in which the reference trajectory API (`run-api` of atroposlib 0.4.0) loses groups, hangs, answers 500 or
+reports no error; numbered 1 to 23 in the order of its code: trainer, memory, batches, posts, environments.
+
+Black box tests over HTTP: with `TRAJECTORY_API=/path/to/run-api` in the environment they run against that program,
+started for each case with only `--port`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from rollout_fakes import ENVIRONMENT, REGISTRATION, group, served_api, tags
+from serving import end_all, free_port
+
+OTHER_PROGRAM = os.environ.get("TRAJECTORY_API")
+
+
+Api = Callable[..., httpx.Client]
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[Callable[..., str]]:
+    """URLs of our servers, one per set of settings."""
+    urls: dict[tuple[tuple[str, Any], ...], str] = {}
+    with contextlib.ExitStack() as stack:
+
+        def url_of(**settings: Any) -> str:
+            key = tuple(sorted(settings.items()))
+            urls[key] = urls.get(key) or stack.enter_context(served_api(**settings))
+            return urls[key]
+
+        yield url_of
+
+
+@pytest.fixture
+def api(ours: Callable[..., str]) -> Iterator[Api]:
+    """Makes clients of an empty API; another program ignores `settings`."""
+    with contextlib.ExitStack() as stack:
+
+        def client(**settings: Any) -> httpx.Client:
+            url = stack.enter_context(_other_program()) if OTHER_PROGRAM else ours(**settings)
+            server = stack.enter_context(httpx.Client(base_url=url, timeout=30, trust_env=False))
+            bearer = {"Authorization": f"Bearer {settings.get('token')}"}
+            assert server.get("/reset_data", params={"force": "true"}, headers=bearer).status_code == 200
+            return server
+
+        yield client
+
+
+@contextlib.contextmanager
+def _other_program() -> Iterator[str]:
+    assert OTHER_PROGRAM
+    port = free_port()
+    process = subprocess.Popen(
+        [OTHER_PROGRAM, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/info", trust_env=False).status_code == 200
+        return False
+
+    try:
+        eventually(answers)
+        yield url
+    finally:
+        end_all([process])
+
+
+def eventually(is_true: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    """Ask again until it is; fails after `within_s`, which is far more than it takes."""
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.02)  # the interval of a probe
+
+
+def start_run(server: httpx.Client, **changes: Any) -> dict[str, Any]:
+    """Register and ask once, which lets environments in."""
+    answer = server.post("/register", json={**REGISTRATION, **changes})
+    assert answer.status_code == 200
+    batch_of(server)
+    return dict(answer.json())
+
+
+def join(server: httpx.Client, **changes: Any) -> int:
+    """Register an environment."""
+    return int(server.post("/register-env", json={**ENVIRONMENT, **changes}).json()["env_id"])
+
+
+def post(server: httpx.Client, *groups: dict[str, Any]) -> list[dict[str, Any]]:
+    """Hand over groups, which must be taken."""
+    answers = [server.post("/scored_data", json=each) for each in groups]
+    assert [answer.status_code for answer in answers] == [200] * len(groups)
+    return [answer.json() for answer in answers]
+
+
+def batch_of(server: httpx.Client) -> list[int] | None:
+    """The tags of the next batch, as a stock trainer asks for it."""
+    answer = server.get("/batch")
+    assert answer.status_code == 200
+    assert answer.json().get("status") != "error", answer.json()
+    batch = answer.json()["batch"]
+    return None if batch is None else tags(batch)
+
+
+def status_of(server: httpx.Client, env_id: int) -> dict[str, Any]:
+    answer = server.request("GET", "/status-env", json={"env_id": env_id})
+    assert answer.status_code == 200
+    return dict(answer.json())
+
+
+# --- trainer ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_that_come_before_the_trainer_do_not_wedge_the_api(api: Api) -> None:
+    """1. The stock API took their queue for a registration, and then always answered "Trainer not registered"."""
+    server = api()
+    assert post(server, group(4, tag=42)) == [{"status": "received"}]
+    server.post("/register", json=REGISTRATION)
+    assert batch_of(server) == [42]
+
+
+def test_a_second_registration_takes_effect_and_keeps_queue_and_step_of_its_run(api: Api) -> None:
+    """2. The stock API ignored a restarted trainer, also with another batch size, without an error."""
+    server = api()
+    start_run(server)
+    post(server, *(group(2, tag=10 + tag) for tag in range(5)))
+    assert batch_of(server) == [10, 11]
+    assert batch_of(server) == [12, 13]
+    answer = server.post("/register", json={**REGISTRATION, "batch_size": 2, "wandb_group": "again"}).json()
+    assert "batch_size 4 → 2" in answer["changes"]
+    assert server.get("/info").json()["batch_size"] == 2
+    assert server.get("/wandb_info").json()["group"] == "again"
+    assert server.get("/status").json()["current_step"] == 2
+    # The second batch was never acknowledged, and no longer has the right size: its groups go back in order.
+    assert [batch_of(server) for _ in range(3)] == [[12], [13], [14]]
+    server.post("/register", json={**REGISTRATION, "starting_step": 20})
+    assert server.get("/status").json()["current_step"] == 20
+
+
+@pytest.mark.skipif(OTHER_PROGRAM is not None, reason="it is told no place to keep anything in")
+def test_a_restart_forgets_neither_queue_nor_step_nor_environments(tmp_path: Path) -> None:
+    """3. The stock API kept everything in memory, and environments with an unknown id exit."""
+    database = tmp_path / "rollouts.sqlite"
+    with served_api(database) as url, httpx.Client(base_url=url, trust_env=False) as server:
+        start_run(server)
+        env_id = join(server)
+        post(server, *(group(2, tag=10 + tag, env_id=env_id) for tag in range(4)))
+        assert batch_of(server) == [10, 11]
+        assert batch_of(server) == [12, 13]
+        assert batch_of(server) is None
+        post(server, group(2, tag=20, env_id=env_id))
+    with served_api(database) as url, httpx.Client(base_url=url, trust_env=False) as server:
+        assert server.get("/info").json() == {"batch_size": 4, "max_token_len": 64}
+        status = status_of(server, env_id)
+        assert (status["current_step"], status["self_queue_size"]) == (2, 1)
+        post(server, group(2, tag=21, env_id=env_id))
+        assert batch_of(server) == [20, 21]
+        assert join(server) == env_id + 1
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "expected"),
+    [
+        ([6, 4, 3], 10, [10, 11]),
+        ([3, 5, 2, 6], 8, [10, 11]),
+        ([4, 4, 2], 6, [10, 12]),
+        ([8, 8, 4], 12, [10, 12]),
+    ],
+    ids=["sizes that do not divide the largest", "odd sizes", "in the order of arrival not hit", "one too large"],
+)
+def test_any_whole_groups_that_add_up_make_a_batch(
+    sizes: list[int], batch_size: int, expected: list[int], api: Api
+) -> None:
+    """4. In the stock API only runs of equal packs of the largest group's size did; else no batch ever formed."""
+    server = api()
+    start_run(server, batch_size=batch_size)
+    post(server, *(group(size, tag=10 + index) for index, size in enumerate(sizes)))
+    assert batch_of(server) == expected
+
+
+def test_a_batch_size_that_no_groups_can_make_is_reported_by_batch_and_status(api: Api) -> None:
+    """4. The stock API did not report it."""
+    server = api()
+    start_run(server, batch_size=5)
+    join(server, group_size=2)
+    problem = "batch_size 5 can never be made of whole groups (sums_0 sends groups of 2): reachable sizes are 4 and 6"
+    assert server.get("/batch").json() == {"batch": None, "message": problem}
+    assert server.get("/status").json()["problem"] == problem
+
+
+def test_a_killed_environment_with_a_share_blocks_no_batches(api: Api) -> None:
+    """5. The stock API waited for its `min_batch_allocation` without end."""
+    server = api(liveness_s=0.2)
+    start_run(server)
+    join(server, min_batch_allocation=0.5)
+    survivor = join(server)
+    post(server, *(group(2, tag=10 + tag, env_id=survivor) for tag in range(2)))
+    batches: list[list[int]] = []
+
+    def has_come() -> bool:
+        batch = batch_of(server)
+        batches.extend([batch] if batch else [])
+        return bool(batches)
+
+    eventually(has_come)
+    assert batches == [[10, 11]]
+
+
+def large(tag: int) -> dict[str, Any]:
+    """A group of some megabytes: more than fits into the buffers between two processes."""
+    return group(4, tag=tag, messages=[[{"role": "user", "content": "x" * 4_000_000}]] * 4)
+
+
+@contextlib.contextmanager
+def half_read_batch(server: httpx.Client) -> Iterator[None]:
+    """Ask for a batch as a stock trainer does, and hang up after the first bytes of the answer."""
+    with socket.socket() as trainer:
+        trainer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        trainer.connect((server.base_url.host, server.base_url.port))
+        agent = server.headers["user-agent"].encode()
+        trainer.sendall(b"GET /batch HTTP/1.1\r\nHost: api\r\nUser-Agent: " + agent + b"\r\n\r\n")
+        assert trainer.recv(100).startswith(b"HTTP/1.1 200 ")
+        yield
+
+
+def test_a_batch_that_was_cut_off_goes_to_the_next_registered_trainer(api: Api) -> None:
+    """6. The stock API deleted a batch on delivery, whether it arrived or not."""
+    server = api()
+    start_run(server)
+    post(server, large(42))
+    with half_read_batch(server):
+        pass
+    server.post("/register", json=REGISTRATION)
+    assert batch_of(server) == [42]
+    assert server.get("/status").json()["current_step"] == 1
+
+
+def test_a_batch_is_offered_again_to_the_trainer_whose_connection_was_cut(api: Api) -> None:
+    """6. The stock trainer closes a connection after 10 s and repeats the request."""
+    server = api()
+    start_run(server)
+    post(server, large(42))
+    with half_read_batch(server):
+        pass
+    eventually(lambda: batch_of(server) == [42], within_s=2)
+
+
+def test_batches_are_delivered_oldest_first(api: Api) -> None:
+    """7. The stock API delivered the newest formed batch first, and the oldest became stale."""
+    server = api()
+    start_run(server)
+    post(server, *(group(2, tag=10 + tag) for tag in range(6)))
+    assert [batch_of(server) for _ in range(4)] == [[10, 11], [12, 13], [14, 15], None]
+
+
+def test_the_step_counts_batches_that_were_handed_out(api: Api) -> None:
+    """8. The stock API counted formed batches, so environments saw it jump and exited early."""
+    server = api()
+    start_run(server)
+    post(server, *(group(2) for _ in range(6)))
+    steps = [server.get("/status").json()["current_step"]]
+    for _ in range(4):
+        batch_of(server)
+        steps.append(server.get("/status").json()["current_step"])
+    assert steps == [0, 1, 2, 3, 3]
+
+
+def test_all_that_waits_is_counted_against_the_environments(api: Api) -> None:
+    """9. The stock API did not count formed batches, so environments kept generating."""
+    server = api()
+    start_run(server)
+    env_id = join(server)
+    post(server, *(group(2, env_id=env_id) for _ in range(6)))
+    batch_of(server)
+    status = status_of(server, env_id)
+    assert (status["queue_size"], status["self_queue_size"]) == (4, 4)
+
+
+def test_groups_of_one_of_other_environments_are_counted_too(api: Api) -> None:
+    """9. The stock API did not count groups of size 1 of other environments."""
+    server = api()
+    start_run(server, batch_size=64)
+    first, second = join(server, group_size=1), join(server, group_size=1)
+    post(server, *(group(1, env_id=first) for _ in range(3)), *(group(1, env_id=second) for _ in range(5)))
+    assert status_of(server, first)["queue_size"] == 8
+    assert status_of(server, second)["queue_size"] == 8
+
+
+def test_posts_beyond_the_queue_limit_get_503_and_no_group_is_lost(api: Api) -> None:
+    """10. The stock queue has no limit. (503 and not 429: stock environments drop a group on any 4xx.)"""
+    server = api(max_queued_sequences=16, hold_s=0.0)
+    start_run(server)
+    answers = [server.post("/scored_data", json=group(4, tag=10 + tag)) for tag in range(8)]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [503] * 4
+    assert "16 sequences wait" in answers[-1].json()["detail"]
+    assert answers[-1].headers["retry-after"] == "5"
+    assert [batch_of(server) for _ in range(5)] == [[10], [11], [12], [13], None]
+    post(server, group(4, tag=14))
+    assert batch_of(server) == [14]
+
+
+# --- entry -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        group(2, masks=[[-100, -100, 7, 3], [-100, 7]]),
+        group(2, masks=[[-100, -100, 7, 3]]),
+        group(2, scores=[1.0]),
+        group(2, inference_logprobs=[[1.0, 1.0, -0.5, -0.25], [1.0]]),
+        group(0),
+        group(2, tokens=[[], []], masks=[[], []], inference_logprobs=[[], []]),
+    ],
+    ids=["masks", "number of masks", "scores", "log-probabilities", "no sequence", "no token"],
+)
+def test_a_group_whose_parts_do_not_fit_is_refused_with_the_reason(bad: dict[str, Any], api: Api) -> None:
+    """11. The stock API delivered it, and the trainer crashed."""
+    server = api()
+    start_run(server)
+    answer = server.post("/scored_data", json=bad)
+    assert answer.status_code == 422
+    assert answer.json()["detail"]
+    post(server, group(4, tag=42))
+    assert batch_of(server) == [42]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["scores", "inference_logprobs", "advantages"])
+def test_a_number_outside_of_json_is_refused(field: str, number: str, api: Api) -> None:
+    """12. The stock API accepted it, and then `/batch` answered 500 and the batch was lost."""
+    server = api()
+    start_run(server)
+    bad = json.dumps(group(2, advantages=[[0.5] * 4] * 2, scores=[0.5, 0.5])).replace("0.5", number)
+    if field != "scores":
+        bad = json.dumps(group(2, **{field: [[-0.125] * 4] * 2})).replace("-0.125", number)
+    headers = {"Content-Type": "application/json"}
+    assert server.post("/scored_data", content=bad, headers=headers).status_code == 422
+    post(server, group(4, tag=42))
+    assert batch_of(server) == [42]
+
+
+def test_a_group_larger_than_its_group_size_is_delivered(api: Api) -> None:
+    """13. The stock API buffered it without end."""
+    server = api()
+    start_run(server, batch_size=8)
+    env_id = join(server, group_size=4)
+    assert post(server, group(8, tag=42, env_id=env_id)) == [{"status": "received"}]
+    assert batch_of(server) == [42]
+
+
+def test_odd_groups_that_fill_a_group_size_together_are_handed_out(api: Api) -> None:
+    """13. The stock API joined them, and then no batch formed of them."""
+    server = api()
+    start_run(server)
+    env_id = join(server, group_size=4)
+    answers = post(server, group(1, tag=10, env_id=env_id), group(3, tag=11, env_id=env_id))
+    assert [answer["status"] for answer in answers] == ["buffered", "buffered"]
+    assert answers[-1]["buffer_size"] == 0
+    assert batch_of(server) == [10, 11]
+
+
+def test_odd_groups_that_never_fill_a_group_size_are_handed_out_after_all(api: Api) -> None:
+    """13. The stock API buffered them without end."""
+    server = api()
+    start_run(server, batch_size=6)
+    env_id = join(server, group_size=4)
+    answers = post(server, *(group(3, tag=10 + tag, env_id=env_id) for tag in range(7)))
+    assert [answer["buffer_size"] for answer in answers] == [3, 6, 9, 12, 15, 15, 15]
+    assert batch_of(server) == [10, 11]
+
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_environment_gets_back_its_whole_weight(api: Api) -> None:
+    """14. In the stock API each restart halved the weight, because earlier registrations kept theirs."""
+    server = api(liveness_s=0.2)
+    start_run(server)
+    for _ in range(3):
+        newest = join(server)
+    eventually(lambda: status_of(server, newest)["env_weight"] == 1.0)
+
+
+@pytest.mark.parametrize("env_id", [-1, 7, 2**40])
+def test_an_unknown_environment_is_refused_and_disconnects_no_other(env_id: int, api: Api) -> None:
+    """15. The stock API answered 500, and -1 disconnected the latest environment."""
+    server = api()
+    start_run(server)
+    last = join(server)
+    answer = server.request("GET", "/status-env", json={"env_id": env_id})
+    assert 400 <= answer.status_code < 500
+    assert "POST /register-env" in answer.text
+    assert server.post("/disconnect-env", json={"env_id": env_id}).json()["status"] == "failure"
+    assert status_of(server, last)["env_weight"] == 1.0
+    join(server)
+    assert status_of(server, last)["env_weight"] == 0.5
+
+
+def test_a_status_request_before_any_registration_is_a_client_error(api: Api) -> None:
+    """15. The stock API answered 500."""
+    server = api()
+    assert 400 <= server.request("GET", "/status-env", json={"env_id": 0}).status_code < 500
+    start_run(server)
+    assert 400 <= server.request("GET", "/status-env", json={"env_id": 0}).status_code < 500
+
+
+def test_environments_that_weigh_nothing_divide_by_nothing(api: Api) -> None:
+    """15. The stock API answered 500."""
+    server = api()
+    start_run(server)
+    first, second = join(server, weight=0.0), join(server, weight=-1.0)
+    assert [status_of(server, env_id)["env_weight"] for env_id in (first, second)] == [0.5, 0.5]
+
+
+def test_after_a_reset_a_batch_request_is_not_a_server_error(api: Api) -> None:
+    """16. The stock API answered 500 until a trainer registered."""
+    server = api()
+    server.post("/register", json=REGISTRATION)
+    post(server, group(4))
+    reset = server.get("/reset_data")
+    assert (reset.status_code, reset.text) == (200, "Reset successful")
+    assert reset.headers["content-type"].startswith("text/plain")
+    assert server.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
+    assert server.get("/wandb_info").json() == {"group": None, "project": None}
+    assert server.get("/latest_example").json()["tokens"] == []
+    answer = server.get("/batch")
+    assert (answer.status_code, answer.json()["batch"]) == (200, [])
+    assert answer.json()["status"] == "error"
+    start_run(server)
+    assert join(server) == 0
+
+
+def test_an_active_run_is_not_reset_without_force(api: Api) -> None:
+    """16. The stock API did so without a check, and three tools of the library do it at their start."""
+    server = api()
+    start_run(server)
+    post(server, group(4, tag=42))
+    refusal = server.get("/reset_data")
+    assert refusal.status_code == 409
+    assert "step 0 of 30" in refusal.text
+    assert batch_of(server) == [42]
+
+
+def test_ten_thousand_groups_of_environments_with_shares_leave_in_order_in_one_piece(api: Api) -> None:
+    """17. Each request to the stock API scanned all groups per environment: 4 s for 10,000, blocking all others.
+
+    `benchmarks/rollouts.py` measures the time, and `test_rollouts_forming.py` covers the complexity. Here: they can be
+    queued, are counted, and are delivered oldest first.
+    """
+    server = api(max_queued_sequences=10_000)
+    start_run(server, batch_size=100)
+    shared, other = join(server, group_size=1, min_batch_allocation=0.25), join(server, group_size=1)
+    for first in range(0, 10_000, 500):
+        groups = [group(1, tag=tag, env_id=(shared, other)[tag % 2]) for tag in range(first, first + 500)]
+        assert server.post("/scored_data_list", json=groups).status_code == 200
+    assert status_of(server, shared)["self_queue_size"] == 5_000
+    assert [batch_of(server) for _ in range(3)] == [list(range(n, n + 100)) for n in (0, 100, 200)]
+
+
+def test_groups_without_a_sender_are_used_beside_environments_with_shares(api: Api) -> None:
+    """18. The stock API never used them."""
+    server = api()
+    start_run(server)
+    env_id = join(server, min_batch_allocation=0.5)
+    post(server, group(2, tag=10), group(2, tag=11, env_id=env_id))
+    assert batch_of(server) == [10, 11]
+
+
+# --- HTTP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status"),
+    [
+        (gzip.compress(json.dumps(group()).encode())[:-20], "gzip", 400),
+        (b"no gzip at all", "gzip", 400),
+        (gzip.compress(b" " * 2_000_000), "gzip", 413),
+        (b" " * 2_000_000, "identity", 413),
+        (b"{}", "br", 415),
+    ],
+    ids=["cut off", "not gzip", "bomb", "too long", "other encoding"],
+)
+def test_a_body_that_cannot_be_unpacked_is_the_clients_fault(body: bytes, encoding: str, status: int, api: Api) -> None:
+    """19. The stock API answered 500 to a truncated one, and decompressed bombs completely."""
+    server = api(max_body_bytes=1_000_000)
+    start_run(server)
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    answer = server.post("/scored_data", content=body, headers=headers)
+    assert answer.status_code == status
+    post(server, group(4, tag=42))
+    assert batch_of(server) == [42]
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_a_web_page_from_elsewhere_reads_injects_and_resets_nothing(headers: dict[str, str], api: Api) -> None:
+    """20. The stock API sends `Access-Control-Allow-Origin: *`, with credentials."""
+    server = api()
+    post(server, group(4))
+    for method, path in (("GET", "/reset_data"), ("POST", "/scored_data"), ("GET", "/latest_example")):
+        answer = server.request(method, path, headers=headers, json=group(4))
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+    assert server.get("/status").json()["queue_size"] == 1
+
+
+def test_with_a_token_requests_without_it_are_refused(api: Api) -> None:
+    """20. The stock API has no token."""
+    server = api(token="secret")
+    assert server.get("/info").status_code == 200  # everybody's probe for readiness
+    for path in ("/batch", "/latest_example", "/status", "/metrics", "/reset_data", "/openapi.json", "/docs"):
+        assert server.get(path).status_code == 401
+        assert server.get(path, headers={"Authorization": "Bearer other"}).status_code == 401
+    assert server.post("/scored_data", json=group(4)).status_code == 401
+    bearer = {"Authorization": "Bearer secret"}
+    assert server.post("/scored_data", json=group(4), headers=bearer).status_code == 200
+    assert server.get("/status", headers=bearer).json()["queue_size"] == 1
+
+
+@pytest.mark.slow
+def test_by_default_it_listens_on_loopback_only(tmp_path: Path) -> None:
+    """20. The stock API listens on 0.0.0.0."""
+    port = str(free_port())
+    ours = [sys.executable, "-m", "grpo_engine", "api"]
+    command = [*([OTHER_PROGRAM] if OTHER_PROGRAM else ours), "--port", port]
+    assert shutil.which(command[0])
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        seen = psutil.Process(process.pid)
+
+        def addresses() -> set[str]:
+            return {c.laddr.ip for c in seen.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+        eventually(lambda: bool(addresses()), within_s=30)
+        assert addresses() == {"127.0.0.1"}
+    finally:
+        end_all([process])
+
+
+def test_the_number_of_a_run_survives_readers_with_double_precision(api: Api) -> None:
+    """21. The stock number has 128 bits."""
+    server = api()
+    for _ in range(4):
+        assert 0 <= server.post("/register", json=REGISTRATION).json()["uuid"] < 2**53
+
+
+def test_what_came_and_went_is_counted_by_environment(api: Api) -> None:
+    """22. The stock API has no metrics, and no log."""
+    server = api()
+    start_run(server)
+    env_id = join(server, desired_name="counted")
+    before = counts_of(server)
+    post(server, group(2, env_id=env_id), group(2), group(2))
+    server.post("/scored_data", json={})
+    batch_of(server)
+    after = counts_of(server)
+    assert after['grpo_api_sequences_total{environment="counted_0"}'] == 2
+    assert after["grpo_api_queued_groups"] == 1
+    for name, risen in {
+        'grpo_api_groups_total{environment="none"}': 2,
+        'grpo_api_refused_total{reason="malformed"}': 1,
+        "grpo_api_batches_total": 1,
+    }.items():
+        assert after[name] - before.get(name, 0) == risen
+
+
+def counts_of(server: httpx.Client) -> dict[str, float]:
+    """What `/metrics` says, by name and label, in the text format of Prometheus."""
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    assert lines
+    assert all(re.fullmatch(r'\w+(\{\w+="[^"]*"\})? \S+', line) for line in lines)
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_asking_for_the_status_changes_nothing(api: Api) -> None:
+    """23. The stock API replaced the registered group size by the largest seen, and then buffered complete groups."""
+    server = api()
+    start_run(server, batch_size=12)
+    env_id = join(server, group_size=4)
+    post(server, group(8, tag=10, env_id=env_id))
+    assert status_of(server, env_id)["max_group_size"] == 8
+    assert post(server, group(4, tag=11, env_id=env_id)) == [{"status": "received"}]
+    assert batch_of(server) == [10, 11]

@@ -1,0 +1,307 @@
+"""The torch engine over HTTP: answers of `/generate` and the other routes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from serving import EOS, VOCABULARY, RunningServer, model_logprobs, running_server, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from grpo_engine.wire.inference import BridgeInfo, GenerateResponse
+
+pytestmark = pytest.mark.slow
+PROMPT = [10, 20, 30, 40]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> torch.nn.Module:
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(model_folder, folder=tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def first_keys(answer: dict, completion: int) -> tuple[list[int], list[float]]:
+    entries = answer["logprobs"][completion]
+    assert all(len(position) == 1 for position in entries)
+    pairs = [next(iter(position[0].items())) for position in entries]
+    return [int(token) for token, _ in pairs], [value for _, value in pairs]
+
+
+def test_an_answer_has_the_wire_shape_and_the_models_logprobs(server: RunningServer, model: torch.nn.Module) -> None:
+    answer = server.generate(
+        prompt={"prompt_token_ids": PROMPT}, logprobs=0, n=3, max_tokens=9, temperature=0.7, top_p=0.9
+    )
+    GenerateResponse.model_validate(answer, extra="forbid")
+    assert answer["prompt_token_ids"] == PROMPT
+    assert answer["policy_versions"] == [[0] * len(tokens) for tokens in answer["token_ids"]]
+    for index, tokens in enumerate(answer["token_ids"]):
+        sampled, logprobs = first_keys(answer, index)
+        assert sampled == tokens
+        assert answer["finish_reasons"][index] == ("stop" if tokens[-1] == EOS else "length")
+        torch.testing.assert_close(torch.tensor(logprobs), model_logprobs(model, PROMPT, tokens), atol=1e-4, rtol=0)
+
+
+def test_prompts_of_different_lengths_share_a_batch_independently(
+    server: RunningServer, model: torch.nn.Module
+) -> None:
+    prompts = [[5 + i] * (1 + 7 * i) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(
+            pool.map(
+                lambda p: server.generate(prompt={"prompt_token_ids": p}, logprobs=0, n=5, max_tokens=3 + len(p) % 5),
+                prompts,
+            )
+        )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer["token_ids"]) == 5
+        for index, tokens in enumerate(answer["token_ids"]):
+            expected = model_logprobs(model, prompt, tokens)
+            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+
+
+def test_long_rows_are_correct_after_short_ones_are_dropped(server: RunningServer, model: torch.nn.Module) -> None:
+    lengths = [3, 150, 40, 90]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(
+                lambda length: server.generate(
+                    prompt={"prompt_token_ids": PROMPT * (1 + length % 4)},
+                    logprobs=0,
+                    n=2,
+                    max_tokens=length,
+                    ignore_eos=True,
+                ),
+                lengths,
+            )
+        )
+    for length, answer in zip(lengths, answers, strict=True):
+        for index, tokens in enumerate(answer["token_ids"]):
+            assert len(tokens) == length
+            expected = model_logprobs(model, PROMPT * (1 + length % 4), tokens)
+            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_text_is_what_the_model_ranks_first(server: RunningServer, model: torch.nn.Module) -> None:
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(6):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    answer = server.generate(
+        prompt={"prompt_token_ids": PROMPT}, temperature=0, max_tokens=6, logprobs=0, ignore_eos=True
+    )
+    assert answer["token_ids"] == [tokens[4:]]
+    assert answer["finish_reasons"] == ["length"]
+
+
+def test_the_sampled_token_comes_first_and_the_extra_ones_follow(server: RunningServer) -> None:
+    answer = server.generate(prompt="hello", logprobs=4, max_tokens=5, n=2, seed=3)
+    assert answer["prompt"] == "hello"
+    for tokens, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        for token, position in zip(tokens, positions, strict=True):
+            keys, values = list(position[0]), list(position[0].values())
+            assert keys[0] == str(token)
+            assert len(keys) in (4, 5)
+            others = values[1:]
+            assert others == sorted(others, reverse=True)
+
+
+def test_without_logprobs_the_answer_has_none(server: RunningServer) -> None:
+    answer = server.generate(prompt="hello")
+    assert not {"logprobs", "token_ids", "prompt_token_ids"} & set(answer)
+
+
+def test_equal_seeds_give_equal_tokens_in_any_batch(server: RunningServer) -> None:
+    body = {"prompt": "abc", "seed": 11, "n": 3, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+    alone = server.generate(**body)
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(server.generate, prompt="xy", n=4, max_tokens=30) for _ in range(3)]
+        together = server.generate(**body)
+        assert all(other.result() for other in others)
+    assert alone["token_ids"] == together["token_ids"]
+    assert len({tuple(tokens) for tokens in alone["token_ids"]}) == 3
+
+
+def test_sampling_follows_the_models_distribution(server: RunningServer, model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        expected = torch.softmax(model(torch.tensor([PROMPT])).logits[0, -1] / 2.0, -1)
+    counts = torch.zeros(VOCABULARY)
+    for seed in range(10):
+        answer = server.generate(
+            prompt={"prompt_token_ids": PROMPT}, n=256, max_tokens=1, temperature=2.0, logprobs=0, seed=1000 * seed
+        )
+        for tokens in answer["token_ids"]:
+            counts[tokens[0]] += 1
+    deviation = (counts / counts.sum() - expected).abs().sum() / 2
+    assert deviation < 0.1  # 2560 draws of 128 tokens: 0.06 expected
+
+
+def test_top_k_and_min_p_exclude_the_other_tokens(server: RunningServer, model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0, -1]
+    best = set(logits.topk(3).indices.tolist())
+    answer = server.generate(
+        prompt={"prompt_token_ids": PROMPT}, n=64, max_tokens=1, top_k=3, temperature=5.0, logprobs=0
+    )
+    assert {tokens[0] for tokens in answer["token_ids"]} <= best
+    answer = server.generate(prompt={"prompt_token_ids": PROMPT}, n=64, max_tokens=1, min_p=1.0, logprobs=0)
+    assert {tokens[0] for tokens in answer["token_ids"]} == {int(logits.argmax())}
+
+
+def test_generation_ends_with_the_token_that_completes_a_stop_string(server: RunningServer) -> None:
+    free = server.generate(prompt="abc", temperature=0, max_tokens=20, logprobs=0, ignore_eos=True)
+    text = free["text"][0]
+    stop = text[4:6]
+    at = text.index(stop)
+    cut = server.generate(prompt="abc", temperature=0, max_tokens=20, logprobs=0, ignore_eos=True, stop=stop)
+    assert cut["finish_reasons"] == ["stop"]
+    assert cut["text"] == [text[:at]]
+    assert cut["token_ids"][0] == free["token_ids"][0][: len(cut["token_ids"][0])]
+    assert len(cut["logprobs"][0]) == len(cut["token_ids"][0])
+
+
+def test_stop_tokens_end_a_row_but_not_before_min_tokens(server: RunningServer) -> None:
+    free = server.generate(prompt="abc", temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)["token_ids"][0]
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
+    stopped = server.generate(**body, stop_token_ids=[free[2]])
+    assert stopped["token_ids"][0] == free[: free.index(free[2]) + 1]
+    assert stopped["finish_reasons"] == ["stop"]
+    longer = server.generate(**body, stop_token_ids=[free[2]], min_tokens=8)
+    assert free[2] not in longer["token_ids"][0][:7]
+
+
+def test_prompt_logprobs_are_returned(server: RunningServer, model: torch.nn.Module) -> None:
+    answer = server.generate(prompt={"prompt_token_ids": PROMPT}, prompt_logprobs=0, max_tokens=1)
+    first, *rest = answer["prompt_logprobs"]
+    assert first is None
+    assert [int(next(iter(entry))) for entry in rest] == PROMPT[1:]
+    values = torch.tensor([next(iter(entry.values())) for entry in rest])
+    torch.testing.assert_close(values, model_logprobs(model, PROMPT[:1], PROMPT[1:]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ({"prompt": "a", "top_q": 1}, 422, "top_q"),
+        ({"prompt": "a", "temprature": 1}, 422, "did you mean 'temperature'"),
+        ({}, 422, "prompt"),
+        ({"prompt": {"prompt_token_ids": [5] * 300}}, 400, "300"),
+        ({"prompt": {"prompt_token_ids": [5000]}}, 400, "5000"),
+        ({"prompt": {"prompt_token_ids": [2**40]}}, 400, "is not in the vocabulary"),
+        ({"prompt": "a", "top_k": 10**30}, 422, "top_k: Input should be less than"),
+        ({"prompt": ""}, 400, "no tokens"),
+        ({"prompt": "a", "stream": True}, 400, "stream"),
+    ],
+)
+def test_bad_input_is_refused_by_name(server: RunningServer, body: dict, status: int, word: str) -> None:
+    with server.client as client:
+        answer = client.post("/generate", json=body)
+    assert answer.status_code == status
+    assert word in answer.json()["detail"]
+
+
+def test_a_number_out_of_range_is_refused_by_openais_routes_too(server: RunningServer) -> None:
+    with server.client as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "seed": 2**70})
+    assert answer.status_code == 400
+    assert "seed: Input should be less than" in answer.json()["detail"]
+
+
+def test_completions_stop_at_max_model_len(server: RunningServer) -> None:
+    answer = server.generate(
+        prompt={"prompt_token_ids": [5] * 250}, max_tokens=500, logprobs=0, ignore_eos=True, temperature=0
+    )
+    assert len(answer["token_ids"][0]) == 6
+    assert answer["finish_reasons"] == ["length"]
+
+
+def test_a_client_that_disconnects_frees_its_rows(server: RunningServer) -> None:
+    async def leave_and_come_back() -> int:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+            body = {"prompt": "a", "n": 256, "max_tokens": 250, "ignore_eos": True}
+            leavers = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(30)]
+            await asyncio.sleep(0.3)
+            for task in leavers:
+                task.cancel()
+            await asyncio.gather(*leavers, return_exceptions=True)
+            async with asyncio.timeout(20):  # thirty such batches take minutes
+                return (await client.post("/generate", json={"prompt": "a", "max_tokens": 2})).status_code
+
+    assert asyncio.run(leave_and_come_back()) == 200
+
+
+def test_the_routes_of_openai_honour_n(server: RunningServer) -> None:
+    with server.client as client:
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 256
+        text = client.post(
+            "/v1/completions", json={"prompt": ["ab", "cd"], "n": 2, "max_tokens": 4, "logprobs": 1}
+        ).json()
+        assert [choice["index"] for choice in text["choices"]] == [0, 1, 2, 3]
+        for choice in text["choices"]:
+            assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+        body = {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 4, "logprobs": True}
+        chat = client.post("/v1/chat/completions", json=body).json()
+        assert len(chat["choices"]) == 3
+        assert chat["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in chat["choices"])
+        assert all(math.isfinite(entry["logprob"]) for entry in chat["choices"][0]["logprobs"]["content"])
+
+
+def test_the_stock_routes_answer(server: RunningServer) -> None:
+    with server.client as client:
+        info = BridgeInfo.model_validate(client.get("/bridge/info").json())
+        assert (info.policy_version, info.update_count, info.paused, info.enabled) == (0, 0, False, False)
+        assert client.get("/health_generate").status_code == 200
+        assert client.get("/bridge/is_sleeping").json() == {"sleeping": False}
+        assert client.get("/lora/status").json()["lora_available"] is False
+        paths = {entry["path"] for entry in client.get("/bridge/list_endpoints").json()["endpoints"]}
+        assert {"/generate", "/health", "/bridge/pause", "/lora/load"} <= paths
+        assert client.post("/lora/load", json={"adapter_path": "/nowhere"}).status_code == 400
+
+
+def test_processed_logprobs_are_of_the_sampled_distribution(
+    model_folder: Path, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    with running_server(model_folder, "--logprobs-mode", "processed", folder=tmp_path) as server:
+        answer = server.generate(prompt={"prompt_token_ids": PROMPT}, n=4, max_tokens=6, temperature=0.5, logprobs=0)
+        assert answer["logprobs_mode"] == "processed"
+        for index, tokens in enumerate(answer["token_ids"]):
+            with torch.no_grad():
+                logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1] / 0.5
+            expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_a_server_that_cannot_start_says_why_in_its_last_line_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError), running_server(tmp_path / "missing", folder=tmp_path):
+        pass
+    [log] = tmp_path.glob("server-*.log")
+    lines = log.read_text().splitlines()
+    assert lines[-1].startswith("grpo-engine server: model ")
+    assert "missing" in lines[-1]
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named_in_the_last_line(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(AssertionError), running_server(model_folder, "--device", "cuda", folder=tmp_path):
+        pass
+    [log] = tmp_path.glob("server-*.log")
+    assert "finds 0 GPUs here" in log.read_text().splitlines()[-1]

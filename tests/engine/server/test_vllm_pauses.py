@@ -1,0 +1,256 @@
+"""Pauses of the vLLM engine that fail halfway, with vLLM replaced by a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_engine.errors import BridgeError, HalfWritten
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import Adapter, EngineUnavailable, WeightsBusy
+from grpo_engine.server.vllm import engine as vllm_engine
+from grpo_engine.server.vllm.engine import VllmEngine
+from grpo_engine.wire.inference import GenerateRequest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of what vLLM imports
+
+
+class Llm:
+    """`AsyncLLM` as far as the engine uses it; a test decides what its core answers, and when."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.fault: Exception | None = None
+        """Result of the next command to the core."""
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.may_end = asyncio.Event()
+        """Requests finish once it is set."""
+        self.num_generated = 0
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
+        self.model_config = SimpleNamespace(max_model_len=64, hf_text_config=SimpleNamespace(vocab_size=50))
+
+    async def answer(self, question: str) -> None:
+        self.asked.append(question)
+        await self.may_answer.wait()
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        await self.answer(mode)
+
+    async def resume_generation(self) -> None:
+        await self.answer("resume")
+
+    async def remove_lora(self, number: int) -> None:
+        await self.answer(f"remove {number}")
+
+    async def generate(self, *_args: Any, **_others: Any) -> AsyncIterator[Any]:
+        self.num_generated += 1
+        try:
+            yield SimpleNamespace(outputs=[])
+            await self.may_end.wait()
+            entry = {7: SimpleNamespace(logprob=-1.0)}
+            completion = SimpleNamespace(index=0, token_ids=[7], logprobs=[entry], finish_reason="length", text="a")
+            yield SimpleNamespace(outputs=[completion], prompt_logprobs=None)
+        finally:
+            self.asked.append("end of a request")
+
+
+@pytest.fixture
+async def llm() -> Llm:
+    return Llm()
+
+
+@pytest.fixture
+async def engine(llm: Llm) -> VllmEngine:
+    engine = VllmEngine(ServerConfig(model_name="m"), instance="i", environment={})
+
+    async def drained() -> None:
+        pass
+
+    engine._llm, engine._outputs = llm, SimpleNamespace(drained=drained)
+    return engine
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def ask(engine: VllmEngine) -> asyncio.Task[Any]:
+    return asyncio.create_task(engine.generate([1], GenerateRequest(prompt="", max_tokens=1)))
+
+
+def pausing(engine: VllmEngine, timeout_s: float = 60) -> asyncio.Task[None]:
+    return asyncio.create_task(engine.pause(os.getpid(), timeout_s))
+
+
+async def test_requests_continue_after_a_failed_pause_and_a_failed_reload(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._parameters = SimpleNamespace()
+    monkeypatch.setattr(vllm_engine, "check_fits", lambda *_: None)
+    for change in (engine.pause(os.getpid(), 60), engine.reload("somewhere", 4)):
+        llm.fault = RuntimeError("the cache cannot be reset")
+        with pytest.raises(RuntimeError, match="cannot be reset"):
+            await change
+        assert engine._gate.is_open
+        assert llm.asked[-1] == "resume"
+        assert engine._pause is None
+
+
+async def test_a_pause_that_ends_while_the_core_stops_is_refused(engine: VllmEngine, llm: Llm) -> None:
+    llm.may_answer.clear()
+    pause = pausing(engine)
+    await turns()
+    ending = asyncio.create_task(engine.resume(None))
+    await turns()
+    llm.may_answer.set()
+    with pytest.raises(WeightsBusy, match="the pause ended"):
+        await pause
+    await ending
+    assert engine._gate.is_open
+
+
+async def test_a_core_that_exits_while_a_pause_waits_for_it_is_detected(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_POLL_S", 0)
+    llm.may_answer.clear()
+    pause = pausing(engine, timeout_s=0)
+    await turns()
+    watch = asyncio.create_task(engine._watching(llm))
+    await turns()
+    llm.errored = True  # vLLM never answers a command that was in progress
+    await turns()
+    assert watch.done()
+    with pytest.raises(EngineUnavailable, match="has exited"):
+        watch.result()
+    pause.cancel()
+    await asyncio.wait({pause})
+
+
+async def test_a_pause_of_an_exited_core_is_answered_with_an_error(engine: VllmEngine, llm: Llm) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm.fault = EngineDeadError()
+    with pytest.raises(EngineUnavailable, match="has exited"):
+        await engine.pause(os.getpid(), 60)
+
+
+async def test_a_request_that_ran_during_a_write_is_generated_again(engine: VllmEngine, llm: Llm) -> None:
+    request = ask(engine)
+    await turns()
+    await engine.pause(os.getpid(), 60)
+    with engine._lock.writing(1):
+        await engine.resume(None)  # too early
+        llm.may_end.set()
+        await turns()
+        assert not request.done()
+    generation = await request
+    assert llm.num_generated == 2
+    assert generation.completions[0].policy_versions == [1]
+
+
+async def test_a_pause_outlasts_its_limit_while_its_owner_writes(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_POLL_S", 0)
+    await engine.pause(os.getpid(), 0)
+    watch = None
+    try:
+        with engine._lock.writing(1):
+            watch = asyncio.create_task(engine._watching(engine._llm))
+            await turns()
+            assert not engine._gate.is_open
+        await turns()
+        assert engine._gate.is_open
+    finally:
+        watch.cancel()
+
+
+async def test_an_adapter_loaded_during_a_pause_does_not_invalidate_frozen_requests(
+    engine: VllmEngine, llm: Llm
+) -> None:
+    request = ask(engine)
+    await turns()
+    (request_id,) = engine._versions._running
+    llm.output_processor.request_states["r"] = SimpleNamespace(
+        external_req_id=request_id, request_index=0, detokenizer=SimpleNamespace(num_output_tokens=lambda: 0)
+    )
+    await engine.pause(os.getpid(), 60)
+    with engine._lock.writing(3):
+        pass
+    engine._serve_adapter(llm, 4, None, Adapter(name="a", path="p", number=1))
+    await engine.resume(None)
+    llm.may_end.set()
+    generation = await request
+    assert llm.num_generated == 1
+    assert generation.completions[0].policy_versions == [3]
+
+
+def an_adapter() -> Any:
+    """An adapter as vLLM's request type."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="adapter-1", lora_int_id=1, lora_path="somewhere")
+
+
+async def test_an_adapter_on_half_written_weights_is_refused_and_unloaded(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._parameters = SimpleNamespace(shapes={}, aliases={})
+    monkeypatch.setattr(vllm_engine, "check_adapter", lambda *_args, **_others: [])
+
+    async def load(*_args: Any) -> Any:
+        with suppress(RuntimeError), engine._lock.writing(1):
+            raise RuntimeError("the trainer dies meanwhile")
+        return an_adapter()
+
+    monkeypatch.setattr(engine._adapters, "load", load)
+    with pytest.raises(HalfWritten):
+        await engine.load_adapter("somewhere", "a", 5)
+    assert llm.asked == ["remove 1"]
+    assert engine._lock.read().is_writing
+
+
+async def test_an_adapter_loaded_during_a_write_is_refused_and_unloaded(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._parameters = SimpleNamespace(shapes={}, aliases={})
+    monkeypatch.setattr(vllm_engine, "check_adapter", lambda *_args, **_others: [])
+
+    async def load(*_args: Any) -> Any:
+        return an_adapter()
+
+    monkeypatch.setattr(engine._adapters, "load", load)
+    with engine._lock.writing(1), pytest.raises(BridgeError, match="is writing another one"):
+        await engine.load_adapter("somewhere", "a", 5)
+    assert llm.asked == ["remove 1"]
+
+
+async def test_a_client_that_disconnects_from_a_stream_releases_everything(engine: VllmEngine, llm: Llm) -> None:
+    stream = engine.guarded({"prompt_token_ids": [1]}, None, "r")
+    await anext(stream)
+    await stream.aclose()
+    assert llm.asked == ["end of a request"]
+    assert (engine._num_requests, engine._gate._num_inside, engine._stalls.num_pending) == (0, 0, 0)
+
+
+async def test_a_client_that_stops_reading_is_no_stall(engine: VllmEngine) -> None:
+    stream = engine.guarded({"prompt_token_ids": [1]}, None, "r")
+    await anext(stream)
+    engine._stalls.check(1e12)
+    await stream.aclose()

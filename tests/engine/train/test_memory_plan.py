@@ -1,0 +1,446 @@
+"""The plan of a step's memory against what is really there: counted parameters, states, saved tensors, and the peak."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from memory import PeakMemory, saved_bytes
+from training import settings
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from grpo_engine.algo.head import TILES
+from grpo_engine.algo.logprobs import token_logprobs
+from grpo_engine.bridges import BridgeModel
+from grpo_engine.errors import ModelError
+from grpo_engine.models import optimizers, rounding
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.lora import add_lora
+from grpo_engine.models.merged_lora import MergedLora
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.memory.advice import advice
+from grpo_engine.train.memory.dry_run import model_shape
+from grpo_engine.train.memory.plan import (
+    CUDA_CONTEXT_BYTES,
+    Card,
+    MemoryPlan,
+    Moment,
+    ParameterShape,
+    Part,
+    available_bytes,
+    longest_micro_batch,
+    memory_plan,
+    saved_by_layer,
+    state_bytes,
+    trained_parameters,
+)
+from grpo_engine.train.memory.rehearsal import longest_batch, rehearse
+from grpo_engine.train.step import gradient_step
+from grpo_engine.train.trainee import Trainee
+
+QWEN3_600M = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+QWEN2_3B = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=11_008,
+    num_hidden_layers=36,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+LLAMA_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA = {"bridge": {"mode": "lora_only"}}
+MERGED = {"bridge": {"mode": "lora_merged"}}
+ON_H200 = Card(name="H200", total_bytes=141_000_000_000, free_bytes=77_500_000_000, inference_share=0.45)
+
+
+def small(kind: type[PreTrainedConfig] = LlamaConfig, *, layers: int = 4) -> PreTrainedConfig:
+    return kind(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,
+        vocab_size=64,
+    )
+
+
+def trainee(pretrained: PreTrainedConfig, config: TrainConfig, *, is_shared: bool = False) -> Trainee:
+    model = AutoModelForCausalLM.from_config(pretrained, dtype=getattr(torch, config.dtype))
+    if config.bridge.trains_adapter:
+        base = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        lora = LoraSettings(
+            rank=config.lora_r, target_modules=config.lora_target_modules, layer_indices=config.lora_layer_indices
+        )
+        model = add_lora(model, lora)
+        if config.bridge.mode == "lora_merged":
+            MergedLora(model, base).merge()
+    bridged = BridgeModel(model=model, is_shared=is_shared, policy_version=0, save=model.save_pretrained)
+    return Trainee(bridged, config)
+
+
+def plan_of(pretrained: PreTrainedConfig, config: TrainConfig) -> MemoryPlan:
+    return memory_plan(model_shape(pretrained, config), config)
+
+
+def part(plan: MemoryPlan, name: str) -> int:
+    return sum(each.num_bytes for each in plan.parts if each.name == name)
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "count"),
+    [(QWEN3_600M, 596_049_920), (QWEN2_3B, 3_085_938_688), (LLAMA_8B, 8_030_261_248)],
+    ids=["Qwen3-0.6B", "Qwen2.5-3B", "Llama-3.1-8B"],
+)
+def test_parameters_are_as_many_as_the_published_models_have(pretrained: PreTrainedConfig, count: int) -> None:
+    config = settings(dtype="bfloat16")
+    plan = plan_of(pretrained, config)
+    assert plan.num_trained == count
+    assert part(plan, "weights") == 2 * count
+    assert part(plan, "master weights") == part(plan, "gradients") == 4 * count
+    assert part(plan, "optimizer state") == 8 * count
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train_layer_indices": "1,3"},
+        LORA,
+        {**LORA, "lora_target_modules": ALL_LINEAR, "lora_r": 8, "lora_layer_indices": "2-3"},
+    ],
+    ids=["all", "layers", "adapters", "adapters on layers"],
+)
+def test_what_is_trained_is_counted_as_the_trainer_chooses_it(changes: dict[str, object]) -> None:
+    config = settings(**changes)
+    really = trainee(small(), config)
+    assert plan_of(small(), config).num_trained == sum(
+        parameter.numel() for parameter in really.model.parameters() if parameter.requires_grad
+    )
+
+
+def test_layers_that_the_model_lacks_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"9 not in this model, which has 4 layers"):
+        model_shape(small(), settings(train_layer_indices="9"))
+
+
+def test_adapter_targets_that_the_model_lacks_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"w_pack are no linear layers of this model"):
+        model_shape(small(), settings(**LORA, lora_target_modules=("q_proj", "w_pack")))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_masters_and_states_take_what_they_really_take(optimizer: str, masters: str, is_shared: bool) -> None:
+    bridge = {"mode": "shared_vllm"} if is_shared else {"mode": "none"}
+    config = settings(dtype="bfloat16", optimizer=optimizer, master_weights=masters, bridge=bridge)
+    really = trainee(small(), config, is_shared=is_shared)
+    gradient_step(really, longest_batch(config), step=0, policy_version=0)
+    states = [
+        value
+        for state in really.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1  # without counts of steps
+    ]
+    live = {parameter.untyped_storage().data_ptr() for parameter in really.model.parameters()}
+    masters_of_it = {
+        master.untyped_storage().data_ptr(): master.untyped_storage().nbytes()
+        for master in really._masters.state_dict().values()
+        if master.untyped_storage().data_ptr() not in live
+    }
+    plan = plan_of(small(), config)
+    assert part(plan, "optimizer state") == sum(value.nbytes for value in states)
+    assert part(plan, "master weights") == sum(masters_of_it.values())
+    assert part(plan, "weights") == (0 if is_shared else sum(p.nbytes for p in really.model.parameters()))
+
+
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"train_layer_indices": "1,3"}], ids=str)
+def test_gradients_take_what_they_really_take(gradients: str, masters: str, changes: dict[str, object]) -> None:
+    config = settings(**{"dtype": "bfloat16", "gradient_dtype": gradients, "master_weights": masters, **changes})
+    really = trainee(small(), config)
+    batch = longest_batch(config)
+    for _ in range(2):
+        torch.autograd.backward(really.logprobs(batch)[0].sum())
+    standing = [parameter.grad for group in really.optimizer.param_groups for parameter in group["params"]]
+    standing += [parameter.grad for parameter in really.model.parameters()]
+    taken = {
+        grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in standing if grad is not None
+    }
+    assert part(plan_of(small(), config), "gradients") == sum(taken.values())
+
+
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_an_update_takes_what_the_plan_says(
+    optimizer: str, masters: str, gradients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "STEPPED_AT_ONCE", 1)  # these parameters are small
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 1024)
+    config = settings(
+        dtype="bfloat16", optimizer=optimizer, master_weights=masters, gradient_dtype=gradients, batch_size=1
+    )
+    pretrained = small()
+    pretrained.vocab_size = 8000  # the largest parameters are then the first and the last, as they most often are
+    really = trainee(pretrained, config)
+    gradient_step(really, longest_batch(config), step=0, policy_version=0)  # makes the optimizer's state
+    torch.autograd.backward(really.logprobs(longest_batch(config))[0].sum())
+    state = [value for values in really.optimizer.state.values() for value in values.values()]
+    parameters = [parameter for group in really.optimizer.param_groups for parameter in group["params"]]
+    known = [*really.model.parameters(), *really._masters.state_dict().values(), *parameters, *state]
+    known += [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with PeakMemory([tensor for tensor in known if isinstance(tensor, torch.Tensor)]) as memory:
+        really.update(1e-6, is_finite=True)
+    # What counts as freed here is what was made here, and not a gradient that stood in bf16.
+    largest = max(parameter.numel() for parameter in really.model.parameters())
+    in_bf16 = 2 * largest if gradients == "bfloat16" else 0
+    planned = part(plan_of(pretrained, config), "optimizer update") + in_bf16
+    assert memory.peak_bytes == pytest.approx(planned, abs=0.06 * 4 * largest)
+
+
+def test_a_gradient_in_bf16_is_gone_when_its_update_is_worked_out() -> None:
+    really = trainee(small(), settings(dtype="bfloat16", gradient_dtype="bfloat16"))
+    torch.autograd.backward(really.logprobs(longest_batch(really.config))[0].sum())
+    [group, *_] = really.optimizer.param_groups
+    gradients = [weakref.ref(parameter.grad) for parameter in group["params"]]
+    alive: list[int] = []
+    really.optimizer.register_step_pre_hook(lambda *_: alive.append(sum(each() is not None for each in gradients)))
+    really.update(1e-6, is_finite=True)
+    assert alive
+    assert alive[-1] == 0
+
+
+def test_an_8_bit_state_has_two_bytes_a_number_and_a_scale_for_each_block() -> None:
+    config = settings(optimizer="adamw_8bit")
+    assert state_bytes((1024, 1024), config) == 2 * (2**20 + 4 * 2**20 // 256)
+    assert state_bytes((128,), config) == 8 * 128  # too small for blocks: it stays fp32
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_layer_keeps_what_the_formula_says(kind: type[PreTrainedConfig], dtype: str, recomputes: bool) -> None:
+    config = settings(dtype=dtype, gradient_checkpointing=recomputes, seq_len=33, gradient_accumulation_steps=1)
+    batch, saved, planned = longest_batch(config), [], []
+    for layers in (2, 3):
+        really = trainee(small(kind, layers=layers), config)
+        known = [*really.model.parameters(), *really.model.buffers()]
+        saved.append(saved_bytes(lambda really=really: really.logprobs(batch), known))
+        planned.append(part(plan_of(small(kind, layers=layers), config), "saved activations"))
+    assert planned[1] - planned[0] == saved[1] - saved[0]
+    assert planned[1] == pytest.approx(saved[1], rel=0.06)
+
+
+@pytest.mark.parametrize("modules", [("q_proj", "v_proj"), ("o_proj", "down_proj"), ALL_LINEAR])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("bridge", [LORA, MERGED], ids=["beside", "merged"])
+def test_a_layer_with_adapters_keeps_what_the_formula_says(
+    bridge: dict[str, object], kind: type[PreTrainedConfig], modules: tuple[str, ...]
+) -> None:
+    config = settings(
+        **bridge, dtype="bfloat16", seq_len=33, gradient_accumulation_steps=1, lora_target_modules=modules
+    )
+    batch, saved, planned = longest_batch(config), [], []
+    for layers in (2, 3):
+        really = trainee(small(kind, layers=layers), config)
+        known = [*really.model.parameters(), *really.model.buffers()]
+        saved.append(saved_bytes(lambda really=really: really.logprobs(batch), known))
+        planned.append(part(plan_of(small(kind, layers=layers), config), "saved activations"))
+    assert planned[1] - planned[0] == saved[1] - saved[0]
+
+
+def test_layers_below_the_first_that_learns_keep_nothing() -> None:
+    config = settings(dtype="bfloat16", train_layer_indices="2-3", seq_len=33, gradient_accumulation_steps=1)
+    really = trainee(small(), config)
+    known = [*really.model.parameters(), *really.model.buffers()]
+    saved = saved_bytes(lambda: really.logprobs(longest_batch(config)), known)
+    assert part(plan_of(small(), config), "saved activations") == pytest.approx(saved, rel=0.06)
+
+
+FURTHER = pytest.mark.extended("each part of the plan is measured alone by the tests above")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [LlamaConfig, pytest.param(Qwen3Config, marks=pytest.mark.extended("the same with LlamaConfig"))]
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        pytest.param({"gradient_dtype": "bfloat16"}, marks=FURTHER),
+        pytest.param({"train_layer_indices": "2-3"}, marks=FURTHER),
+        LORA,
+        pytest.param(MERGED, marks=FURTHER),
+        {**MERGED, "gradient_checkpointing": True, "lora_target_modules": ALL_LINEAR},
+    ],
+    ids=["all", "recompute", "bf16 gradients", "layers", "adapters", "merged", "merged and recompute"],
+)
+def test_a_step_peaks_where_the_plan_says(
+    kind: type[PreTrainedConfig], changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 1024)  # a small part of a parameter, as of a large one
+    config = settings(dtype="bfloat16", batch_size=2, gradient_accumulation_steps=2, seq_len=513, **changes)
+    really = trainee(small(kind), config)
+    known = [*really.model.parameters(), *really.model.buffers()]
+    known += [parameter for group in really.optimizer.param_groups for parameter in group["params"]]
+    with PeakMemory(known) as memory:
+        rehearse(really)
+    plan = plan_of(small(kind), config)
+    lasting = ("weights", "weights under adapters", "master weights", "optimizer state")
+    before_it = sum(part(plan, name) for name in lasting)
+    assert plan.allocated_bytes - before_it == pytest.approx(memory.peak_bytes, rel=0.15)
+
+
+def test_the_output_layer_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES, "cuda", TILES["cpu"])  # the plan is for a GPU, the measurement is not
+    config = settings(dtype="float32", batch_size=1, gradient_accumulation_steps=1, seq_len=4001)
+    pretrained = small()
+    pretrained.vocab_size = 10_000
+    hidden = torch.randn(4000, pretrained.hidden_size, requires_grad=True)
+    weight = torch.randn(pretrained.vocab_size, pretrained.hidden_size, requires_grad=True)
+    labels = torch.arange(4000)
+    with PeakMemory([hidden, weight, labels]) as memory:
+        logprobs, entropy = token_logprobs(hidden, weight, labels)
+        torch.autograd.backward(logprobs.sum() + entropy.sum())
+    assert part(plan_of(pretrained, config), "output layer") == pytest.approx(memory.peak_bytes, rel=0.25)
+
+
+def test_the_formula_is_that_of_its_table() -> None:
+    model = model_shape(LLAMA_8B, settings(dtype="bfloat16"))
+    h, i, a, b, n = 4096, 14_336, 4096, 1024, 32
+    frozen = 2 * (4 * h + 4) + 2 * (2 * a + 2 * b) + 4 * n + 6 * i
+    assert saved_by_layer(model, trains_weights=False) == frozen
+    assert saved_by_layer(model, trains_weights=True) == frozen + 4 * h + 2 * (2 * h + i)
+
+
+def test_rows_and_tokens_of_the_longest_micro_batch() -> None:
+    assert longest_micro_batch(settings(batch_size=4, seq_len=128)) == (4, 127)
+    assert longest_micro_batch(settings(micro_batch_tokens=1024, seq_len=129, batch_size=64)) == (8, 128)
+    assert longest_micro_batch(settings(micro_batch_tokens=1000, seq_len=601)) == (2, 500)
+    assert longest_micro_batch(
+        settings(micro_batch_tokens=4096, seq_len=129, batch_size=2, gradient_accumulation_steps=1)
+    ) == (2, 128)
+
+
+def test_a_reference_is_a_copy_unless_it_is_under_the_adapters() -> None:
+    weights = part(plan_of(small(), settings()), "weights")
+    assert part(plan_of(small(), settings()), "reference model") == 0
+    assert part(plan_of(small(), settings(kl_coef=0.1)), "reference model") == weights
+    assert part(plan_of(small(), settings(**LORA, kl_coef=0.1)), "reference model") == 0
+    assert part(plan_of(small(), settings(**LORA, kl_coef=0.1, reference_model="other")), "reference model") == weights
+
+
+def test_shared_weights_are_private_while_a_batch_is_trained_on_twice() -> None:
+    shared = {"bridge": {"mode": "shared_vllm"}, "dtype": "bfloat16"}
+    once, twice = plan_of(small(), settings(**shared)), plan_of(small(), settings(**shared, num_iterations=2))
+    assert part(twice, "weights unseen") == 2 * twice.num_trained
+    assert part(once, "weights unseen") == 0
+
+
+def test_merged_adapters_keep_the_weights_under_them_and_nothing_else_of_the_model() -> None:
+    plan = plan_of(small(), settings(bridge={"mode": "lora_merged"}, dtype="bfloat16"))
+    q_and_v = 4 * (4 * 48 * 128 + 2 * 48 * 128)  # layers × (heads × head_dim × hidden, of queries and of values)
+    assert part(plan, "weights under adapters") == 2 * q_and_v
+    assert part(plan, "weights") == 0
+    assert part(plan_of(small(), settings(**LORA, dtype="bfloat16")), "weights under adapters") == 0
+
+
+def test_parts_of_different_moments_do_not_add_up() -> None:
+    plan = MemoryPlan(
+        parts=(
+            Part(name="a", num_bytes=1000),
+            Part(name="b", num_bytes=300, when=frozenset({Moment.HEAD})),
+            Part(name="c", num_bytes=200, when=frozenset({Moment.LAYER, Moment.UPDATE})),
+        ),
+        num_trained=1,
+        rows=1,
+        row_tokens=1,
+    )
+    assert (plan.peak, plan.allocated_bytes, plan.slack_bytes) == (Moment.HEAD, 1300, 30)
+    assert plan.needed_bytes == 1330 + CUDA_CONTEXT_BYTES
+
+
+def test_suggestions_come_cheapest_first_and_free_what_they_say() -> None:
+    config = settings(
+        dtype="bfloat16", batch_size=4, gradient_accumulation_steps=4, seq_len=2048, bridge={"mode": "shared_vllm"}
+    )
+    model = model_shape(LLAMA_8B, config)
+    texts = [suggestion.text for suggestion in advice(model, config, ON_H200).each]
+    assert texts == [
+        "--gradient-checkpointing",
+        "--batch-size 1 --gradient-accumulation-steps 16",
+        "--gradient-dtype bfloat16",
+        "--master-weights stochastic_rounding",
+        "--optimizer adafactor",
+        "gpu_memory_utilization of the inference server 0.30 lower",
+        "--weight-bridge-mode lora_only",
+        "--seq-len 512",
+    ]
+    recompute = config.model_copy(update={"gradient_checkpointing": True})
+    frees = memory_plan(model, config).needed_bytes - memory_plan(model, recompute).needed_bytes
+    assert advice(model, config, ON_H200).each[0].frees_bytes == frees
+
+
+def test_what_is_enough_together_fits_and_has_nothing_superfluous() -> None:
+    config = settings(
+        dtype="bfloat16", batch_size=4, gradient_accumulation_steps=4, seq_len=2048, bridge={"mode": "shared_vllm"}
+    )
+    model = model_shape(LLAMA_8B, config)
+    together = advice(model, config, ON_H200).together
+    assert together is not None
+    assert together.text == "--gradient-checkpointing --gradient-dtype bfloat16 --optimizer adamw_8bit"
+
+    def fits(**changes: object) -> bool:
+        changed = config.model_copy(update=changes)
+        return memory_plan(model, changed).needed_bytes <= available_bytes(ON_H200, changed)
+
+    enough = {"gradient_checkpointing": True, "gradient_dtype": "bfloat16", "optimizer": "adamw_8bit"}
+    assert fits(**enough)
+    for name in enough:
+        assert not fits(**{other: value for other, value in enough.items() if other != name}), name
+
+
+def test_nothing_helps_on_a_card_that_is_far_too_small() -> None:
+    config = settings(dtype="bfloat16", seq_len=2048)
+    card = Card(name="small", total_bytes=8 * 10**9, free_bytes=8 * 10**9)
+    assert advice(model_shape(LLAMA_8B, config), config, card).together is None
+
+
+def test_a_smaller_share_for_inference_leaves_more_but_not_less_than_inference_needs() -> None:
+    config = settings(dtype="bfloat16", bridge={"mode": "shared_vllm"})
+    lower = config.model_copy(update={"gpu_memory_utilization": 0.25})
+    assert available_bytes(ON_H200, lower) - available_bytes(ON_H200, config) == round(0.2 * ON_H200.total_bytes)
+    cramped = Card(name="x", total_bytes=40 * 10**9, free_bytes=22 * 10**9, inference_share=0.45)  # weights: 16 GB
+    assert not any("inference" in s.text for s in advice(model_shape(LLAMA_8B, config), config, cramped).each)
+
+
+def test_adapters_are_two_factors_for_each_module_of_each_layer() -> None:
+    names = [p.name for p in trained_parameters(model_shape(small(), settings(**LORA)), settings(**LORA))]
+    assert len(names) == 4 * 2 * 2  # layers × modules × factors
+    first = next(trained_parameters(model_shape(small(), settings(**LORA)), settings(**LORA)))
+    assert first == ParameterShape(name="model.layers.0.self_attn.q_proj.weight.A", shape=(16, 128), bytes_each=4)

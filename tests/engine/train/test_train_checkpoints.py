@@ -1,0 +1,306 @@
+"""Checkpoints on disk: what goes in comes out, whatever ends the writer, and others can load the model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from serving import python_path
+from training import made_up_groups, settings, small_model, trainee
+
+from grpo_engine.errors import CheckpointError
+from grpo_engine.models.config import LoraSettings
+from grpo_engine.models.lora import add_lora
+from grpo_engine.train.batch import trainable_batch
+from grpo_engine.train.checkpointing import checkpoints
+from grpo_engine.train.checkpointing.state_files import read_state, write_state
+from grpo_engine.train.step import gradient_step
+from grpo_engine.train.trainee import Trainee
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int64, torch.bool]
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    return st.builds(
+        lambda shape, dtype, seed, transposed: (lambda t: t.T if transposed and t.ndim == 2 else t)(
+            (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 200 - 50).to(dtype)
+        ),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from(DTYPES),
+        st.integers(0, 9),
+        st.booleans(),
+    )
+
+
+text = st.text(st.characters(codec="utf-8"), max_size=6)
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), text, st.sampled_from(DTYPES))
+states = st.recursive(
+    st.one_of(plain, tensors()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(text, st.integers()), inner, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other or (math.isnan(one) and math.isnan(other))
+
+
+@given(state=states, shard_bytes=st.sampled_from([1, 40, 10**9]))
+@hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_nested_comes_back_as_it_was(tmp_path: Path, state: Any, shard_bytes: int) -> None:
+    write_state(tmp_path, "state", state, shard_bytes=shard_bytes)
+    assert_same(read_state(tmp_path, "state"), state)
+
+
+def test_memory_that_tensors_share_is_written_once_or_made_their_own(tmp_path: Path) -> None:
+    table = torch.arange(12.0)
+    state = {"a": table, "b": table, "rows": list(table.view(3, 4)), "c": {"d": table[2:5]}, "c/d": torch.ones(2)}
+    write_state(tmp_path, "state", state)
+    back = read_state(tmp_path, "state")
+    assert_same(back, state)
+    assert back["a"] is back["b"]
+    with safe_open(tmp_path / "state-00001.safetensors", "pt") as file:
+        assert len(file.keys()) == 6
+    back["rows"][0].zero_()
+    assert back["a"].count_nonzero() == 11  # of a memory of its own
+
+
+def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"/state/0/hook: a function cannot be saved"):
+        write_state(tmp_path, "state", {"state": [{"hook": lambda: None}]})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_restored_trainee_makes_the_next_step_of_the_one_that_was_saved(tmp_path: Path, optimizer: str) -> None:
+    config = settings(optimizer=optimizer)
+    groups = [trainable_batch(made_up_groups(seed), 32, vocab_size=64) for seed in range(3)]
+    one = trainee(config)
+    for step in range(2):
+        gradient_step(one, groups[step], step=step, policy_version=step)
+        one.write_weights()
+    one.save(tmp_path, step=2, policy_version=2, lease="abc", settings={"lr": 1.0})
+    expected = gradient_step(one, groups[2], step=2, policy_version=2).metrics
+    drawn = torch.rand(3)
+
+    other = trainee(config, seed=1)
+    marker = other.restore(checkpoints.load(tmp_path / "step_2", model_name="test/model"))
+    other.write_weights()
+    assert (marker.step, marker.policy_version, marker.lease, marker.settings) == (2, 2, "abc", {"lr": 1.0})
+    assert gradient_step(other, groups[2], step=2, policy_version=2).metrics == expected
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(()))]
+
+    draw()
+    state = checkpoints.random_state(torch.device("cpu"))
+    drawn = draw()
+    checkpoints.seed_everything(1)
+    checkpoints.restore_random_state(state, torch.device("cpu"))
+    assert draw() == drawn
+
+
+def test_weight_decay_of_a_resumed_run_is_what_its_settings_say(tmp_path: Path) -> None:
+    trainee(settings(weight_decay=0.0)).save(tmp_path, step=1, policy_version=1, lease="", settings={})
+    other = trainee(settings(weight_decay=0.5))
+    other.restore(checkpoints.load(tmp_path / "step_1", model_name="test/model"))
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+# --- writers that die -------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What a SIGKILL is to the code it ends."""
+
+
+class Disk:
+    """Lets a thread die at one of its doings, or refuses it; everything after the death fails as well."""
+
+    WRITES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir"})
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._limit: int | None = None
+        self._error: BaseException = Killed()
+        self._thread = 0
+        sys.addaudithook(self._notice)
+
+    @contextmanager
+    def failing(self, at: int | None, error: BaseException) -> Iterator[None]:
+        self.count, self._limit, self._error, self._thread = 0, at, error, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = 0
+
+    def _notice(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        is_open = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if event in self.WRITES or is_open:
+            self.count += 1
+            is_dead = isinstance(self._error, Killed)
+            if self._limit is not None and (self.count == self._limit or (is_dead and self.count > self._limit)):
+                raise self._error
+
+
+@pytest.fixture(scope="module")
+def disk() -> Disk:
+    return Disk()
+
+
+def saved(subject: Trainee, folder: Path, step: int) -> None:
+    subject.save(folder, step=step, policy_version=step, lease="", settings={})
+
+
+def whole_step(folder: Path) -> int:
+    newest = checkpoints.newest(folder)
+    assert newest is not None
+    state = checkpoints.load(newest, model_name="test/model")
+    assert (newest / "model.safetensors").is_file()
+    return state.marker.step
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
+def test_a_writer_that_dies_leaves_the_checkpoint_before_or_the_new_one(
+    tmp_path: Path, disk: Disk, again: bool
+) -> None:
+    subject = trainee(settings(keep_checkpoints=1))
+    new = 1 if again else 2
+    moment, seen = 0, set()
+    while True:
+        moment += 1
+        folder = tmp_path / str(moment)
+        saved(subject, folder, 1)
+        try:
+            with disk.failing(moment, Killed()):
+                saved(subject, folder, new)
+        except Killed:
+            checkpoints.tidy(folder)
+            seen.add(whole_step(folder))
+            assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+        else:
+            break
+        saved(subject, folder, 3)
+        assert [path.name for path in folder.iterdir()] == ["step_3"]
+    assert moment > 10
+    assert seen == {1, new}
+
+
+def test_a_disk_that_refuses_anything_leaves_the_checkpoint_before_it_and_says_so(tmp_path: Path, disk: Disk) -> None:
+    subject = trainee(settings(keep_checkpoints=1))
+    moment = 0
+    while True:
+        moment += 1
+        folder = tmp_path / str(moment)
+        saved(subject, folder, 1)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        refusals = []
+        try:
+            with disk.failing(moment, full):
+                saved(subject, folder, 2)
+        except CheckpointError as error:
+            refusals.append(str(error))
+        if disk.count < moment:
+            break
+        assert whole_step(folder) == (1 if refusals else 2)
+        for refusal in refusals:
+            assert f"{folder}/step_2: not saved: [Errno 28]" in refusal
+            assert "step_1 is kept; make room" in refusal
+            assert [path.name for path in folder.iterdir()] == ["step_1"]
+    assert moment > 10
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    saved(trainee(), tmp_path, 1)
+    suffixes = {path.suffix for path in (tmp_path / "step_1").rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".safetensors"}
+    for path in (tmp_path / "step_1").glob("*.json"):
+        json.loads(path.read_text())
+
+
+# --- readers that know nothing of us ----------------------------------------------------------------------------------
+
+
+def in_a_fresh_interpreter(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_fresh_transformers_loads_the_model_and_a_fresh_peft_the_adapter(tmp_path: Path) -> None:
+    from grpo_engine.bridges import BridgeModel
+    from grpo_engine.bridges.lora_only import LoraOnly
+
+    whole = trainee()
+    saved(whole, tmp_path / "whole", 1)
+    small_model().save_pretrained(tmp_path / "base")
+    model = add_lora(small_model(), LoraSettings(rank=4, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj")))
+    attached = BridgeModel(
+        model=model,
+        is_shared=False,
+        policy_version=0,
+        save=lambda folder: model.save_pretrained(folder, save_embedding_layers=False),
+    )
+    adapted = Trainee(attached, settings(bridge=LoraOnly()))
+    gradient_step(adapted, trainable_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
+    adapted.write_weights()
+    saved(adapted, tmp_path / "run", 1)
+    printed = in_a_fresh_interpreter(
+        "import torch; from peft import PeftModel; from transformers import AutoModelForCausalLM; "
+        "torch.set_num_threads(1); "
+        f"whole = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'whole/step_1')!r}); "
+        "print(type(whole).__name__, repr(float(sum(p.double().sum() for p in whole.parameters())))); "
+        f"base = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r}); "
+        f"model = PeftModel.from_pretrained(base, {str(tmp_path / 'run/step_1')!r}).eval(); "
+        "print(repr(float(model(torch.arange(3, 9)[None]).logits.double().sum())))"
+    )
+    [*_, total, logits] = printed.splitlines()
+    own = float(sum(p.detach().double().sum() for p in whole.model.parameters()))
+    assert total == f"LlamaForCausalLM {own!r}"
+    with torch.no_grad():
+        own = float(model.eval()(torch.arange(3, 9)[None]).logits.double().sum())
+    assert float(logits) == pytest.approx(own, abs=1e-9)
+    with model.disable_adapter(), torch.no_grad():
+        assert abs(float(model(torch.arange(3, 9)[None]).logits.double().sum()) - own) > 1e-4

@@ -1,0 +1,66 @@
+"""Names and lines on which several processes must agree, each spelled out once more: a change of one is deliberate."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.wire import environment_variables, log_lines, run_folder
+from grpo_engine.wire.log_lines import LogLine
+
+LINES = {name: line for name, line in vars(log_lines).items() if isinstance(line, LogLine)}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_the_supervisor_finds_every_line_that_a_service_logs(line: LogLine) -> None:
+    assert re.search(line.pattern, re.sub(r"%[.\d]*[a-z]", "7", line.text))
+
+
+def test_the_markers_that_probes_wait_for_keep_their_words() -> None:
+    assert log_lines.TRAINER_READY.pattern == "trainer ready"
+    assert log_lines.ENVIRONMENT_READY.pattern == "environment ready"
+
+
+def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> None:
+    files = [value for name, value in vars(run_folder).items() if name.isupper() and isinstance(value, str)]
+    assert sorted(name for name in files if not name.startswith("_")) == sorted(
+        [
+            *("plan.json", "resolved.json", "state.json", "daemon.json", "daemon.lock", ".start.lock"),
+            *("supervisor.log", "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "rollouts.sqlite", "keepers"),
+            *("vllm_bridge_config.json", "handover", "current", "handover.json", "checkpoints", ".spec.json"),
+        ]
+    )
+    variables = [value for value in vars(environment_variables).values() if isinstance(value, str) and value.isupper()]
+    assert sorted(variables) == sorted(
+        [
+            *("GRPO_TUI_RUN", "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_SERVICE", "GRPO_TUI_ATTEMPT", "GRPO_TUI_INFERENCE"),
+            *("GRPO_TUI_HOOK_", "GRPO_API_TOKEN", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR"),
+            *("GRPO_FORK_SERVER_PID", "GRPO_FORK_SERVER_RESTARTS", "GRPO_VLLM_SERVER", "GRPO_VLLM_SHARE_WEIGHTS"),
+        ]
+    )
+
+
+def test_file_names_with_a_service_attempt_or_step(tmp_path: Path) -> None:
+    assert run_folder.service_log(tmp_path, "vllm") == tmp_path / "vllm.log"
+    assert run_folder.crash_report_file(tmp_path, "vllm", 3) == tmp_path / "crash-vllm-3.txt"
+    assert run_folder.keeper_state_file(tmp_path, "vllm", 3) == tmp_path / "keepers" / "vllm.3.json"
+    assert run_folder.keeper_spec_file(tmp_path, "vllm", 3) == tmp_path / "keepers" / "vllm.3.spec.json"
+    assert run_folder.checkpoint_folder(tmp_path, 12) == tmp_path / "step_12"
+    assert [run_folder.checkpoint_step(tmp_path / name) for name in ("step_12", ".step_12.removed")] == [12, None]
+
+
+def test_crash_reports_are_listed_by_attempt(tmp_path: Path) -> None:
+    for name in ("crash-a-2.txt", "crash-a-10.txt", "crash-a-b-1.txt", "crash-a-x.txt"):
+        (tmp_path / name).touch()
+    assert list(run_folder.crash_report_files(tmp_path, "a")) == [2, 10]
+    assert run_folder.newest_crash_report(tmp_path, "a") == tmp_path / "crash-a-10.txt"
+    assert run_folder.newest_crash_report(tmp_path / "gone", "a") is None
+
+
+def test_functions_that_contributing_names_exist() -> None:
+    root = Path(__file__).parents[1]
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (root / "CONTRIBUTING.md").read_text())
+    missing = [name for path, name in named if not re.search(rf"(def|class) {name}\b", (root / path).read_text())]
+    assert (len(named) > 10, missing) == (True, [])
