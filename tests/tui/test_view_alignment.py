@@ -1,13 +1,10 @@
-"""Alignment on made-up groups: what is measured is right, and each cause is told from the others by its sign."""
+"""Alignment on made-up groups: what is measured is right, and each cause is distinguished by its sign."""
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import json
 import math
 import random
-import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,14 +13,10 @@ import pytest
 from alignment_fakes import completion, group, healthy_group, write_groups
 from screen_fakes import metrics_line
 
-from grpo_engine.diagnosis import alignment, alignment_rules
 from grpo_engine.diagnosis.alignment import diagnose_alignment
 from grpo_engine.diagnosis.evidence import Evidence, RunSettings
 from grpo_engine.diagnosis.finding import Certainty, Finding
 from grpo_engine.diagnosis.token_differences import AlignmentNumbers, Part, alignment_numbers, group_tokens, quantile
-from grpo_engine.environments.config import EnvironmentConfig
-from grpo_engine.flags import add_flags
-from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.metrics import MetricsLine, RolloutLine
 from grpo_tui.run_files.metrics import MetricsTail
@@ -57,10 +50,6 @@ def found(
     return diagnose_alignment(known)
 
 
-def first(*groups: RolloutLine, **known: Any) -> Finding:
-    return found(*groups, **known)[0]
-
-
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
@@ -77,12 +66,12 @@ def test_tokens_without_a_number_are_counted_and_left_out() -> None:
     assert (numbers.all.num, numbers.num_without) == (1, 2)
 
 
-def test_groups_without_both_logprobs_say_nothing() -> None:
+def test_groups_without_both_logprobs_have_no_numbers() -> None:
     assert alignment_numbers([]) is None
     assert alignment_numbers([group_tokens(group(completion([], [-1.0])), 0)]) is None
 
 
-def test_first_and_last_tokens_are_told_apart_and_a_cut_completion_has_no_last() -> None:
+def test_first_and_last_tokens_are_measured_apart_and_a_truncated_completion_has_no_last() -> None:
     numbers = measured(
         group(completion([-1.0, -1.0, -1.0], [-2.0, -1.0, -5.0]), completion([-1.0, -1.0], [-2.0, -8.0], is_cut=True))
     )
@@ -119,7 +108,7 @@ def test_a_file_without_texts_shows_ids() -> None:
     assert (worst.text, worst.after) == ("#100", "#101")
 
 
-def test_quantiles_bins_and_scales_are_what_they_say() -> None:
+def test_quantiles_bins_and_rounded_scales_by_hand() -> None:
     rising = [-2.0, -1.0, 0.0, 0.0, 1.0]
     assert counts_between(rising, [-2.0, -0.5, 0.5, 1.0]) == [2, 2, 1]
     assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.9, 1.0)] == [1.0, 2.0, 4.0, 4.0]
@@ -128,9 +117,9 @@ def test_quantiles_bins_and_scales_are_what_they_say() -> None:
 
 def test_ratios_are_counted_beside_the_clip_of_the_run() -> None:
     differences = sorted(math.log(ratio) for ratio in (0.5, 0.79, 0.81, 1.0, 1.27, 1.29))
-    told = ratios(differences, 0.2, 0.28)
-    assert (told.num_below, told.num_above, told.share_outside) == (2, 1, 0.5)
-    assert told.mean == pytest.approx((0.5 + 0.79 + 0.81 + 1.0 + 1.27 + 1.29) / 6)
+    beside = ratios(differences, 0.2, 0.28)
+    assert (beside.num_below, beside.num_above, beside.share_outside) == (2, 1, 0.5)
+    assert beside.mean == pytest.approx((0.5 + 0.79 + 0.81 + 1.0 + 1.27 + 1.29) / 6)
     assert ratios(differences, 1.0, 1e3).share_outside == 0
 
 
@@ -147,205 +136,120 @@ def test_the_trained_version_is_the_one_that_the_step_before_made() -> None:
 # --- what it means ---------------------------------------------------------------------------------------------------
 
 
-def test_equal_logprobs_are_healthy_in_words() -> None:
-    finding = first(healthy_group(noise=1e-6))
-    assert (finding.id, finding.severity, finding.certainty) == ("healthy", "ok", Certainty.SURE)
-    assert "equal to the last digits" in finding.text
-    assert finding.hint is None
+def scaled(factor: float) -> RolloutLine:
+    return healthy_group(change=lambda logprob, place: factor * logprob)
 
 
-def test_small_symmetric_noise_is_named_as_that_of_bf16() -> None:
-    assert "bf16" in first(healthy_group(noise=0.02)).text
+def shifted_at(place: int, by: float) -> RolloutLine:
+    """A group that differs by `by` nats at one place of each completion; -1 is the last."""
+    return healthy_group(change=lambda logprob, at: logprob + by if at == place else logprob)
 
 
-def test_differences_of_older_tokens_alone_are_their_age_and_healthy() -> None:
-    finding = first(
-        healthy_group(noise=1e-5, version=6), healthy_group(noise=0.1, version=5), version=6, began=1e-6
-    )  # fmt: skip
-    assert finding.id == "healthy"
-    assert "age" in finding.text
+def biased(by: float) -> RolloutLine:
+    return healthy_group(noise=0.3, change=lambda logprob, place: logprob + by)
 
 
-@pytest.mark.parametrize("factor", [0.7, 1.4])
-def test_a_scaling_is_the_temperature_and_sure_where_the_environment_has_it(factor: float) -> None:
-    scaled = healthy_group(change=lambda logprob, place: factor * logprob)
-    finding = first(scaled, temperatures=(0.7,), logprobs_mode="processed")
-    assert (finding.id, finding.certainty) == ("temperature", Certainty.SURE)
-    assert f"{factor:.2f} times" in finding.text
-    assert finding.hint is not None
-    assert "--temperature 1" in finding.hint
-    assert "--logprobs-mode raw" in finding.hint
-    assert first(scaled).certainty is Certainty.LIKELY
-    assert first(scaled, temperatures=(1.0,)).certainty is Certainty.POSSIBLE
-
-
-def test_raw_logprobs_at_another_temperature_are_pointed_at_the_processed_ones() -> None:
-    scaled = healthy_group(change=lambda logprob, place: 0.7 * logprob)
-    hint = first(scaled, temperatures=(0.7,), logprobs_mode="raw").hint
-    assert hint is not None
-    assert "--logprobs-mode processed" in hint
-
-
-def test_a_slight_stretch_of_old_tokens_is_no_temperature_and_a_wide_one_is_doubted() -> None:
-    def stretched(factor: float) -> RolloutLine:
-        return healthy_group(change=lambda logprob, place: factor * logprob)
-
-    assert "temperature" not in {finding.id for finding in found(stretched(1.15), version=2)}
-    doubted = next(finding for finding in found(stretched(1.4), version=2) if finding.id == "temperature")
-    assert doubted.certainty is Certainty.POSSIBLE
-
-
-def test_noise_however_large_is_no_scaling() -> None:
-    assert "temperature" not in {finding.id for finding in found(healthy_group(noise=0.8))}
-
-
-def test_logprobs_of_the_next_token_are_a_shift() -> None:
-    finding = first(healthy_group(shift=1))
-    assert (finding.id, finding.certainty) == ("shifted", Certainty.SURE)
-    assert "the next token" in finding.text
-    assert "the token before" in first(healthy_group(shift=-1)).text
-
-
-def test_end_tokens_that_differ_alone_are_named() -> None:
-    finding = first(healthy_group(change=lambda logprob, place: logprob - 3 if place == -1 else logprob))
-    assert (finding.id, finding.certainty) == ("end-token", Certainty.SURE)
-    assert "the trainer finds it less likely" in finding.text
-    assert finding.hint is not None
-    assert "--stop" in finding.hint
-
-
-def test_first_tokens_that_differ_alone_are_the_join_of_prompt_and_completion() -> None:
-    finding = first(healthy_group(change=lambda logprob, place: logprob - 3 if place == 0 else logprob))
-    assert finding.id == "joint"
-    assert finding.hint is not None
-    assert "--chat-template" in finding.hint
-
-
-def broken_at_few(logprob: float, place: int) -> float:
-    return -9.0 if place == 7 and logprob > -0.1 else logprob
-
-
-def test_few_tokens_that_contradict_each_other_are_text_tokenised_again() -> None:
-    finding = first(healthy_group(change=broken_at_few, num=40))
-    assert finding.id == "retokenised"
-    assert finding.hint is not None
-    assert "token ids" in finding.hint
-
-
-def test_the_same_in_a_mixture_of_experts_is_its_routing() -> None:
-    finding = first(healthy_group(change=broken_at_few, num=40), model="Qwen/Qwen3-30B-A3B")
-    assert finding.id == "routing"
-    assert finding.hint is not None
-    assert "--correction truncate" in finding.hint
-
-
-def cut_down(logprob: float, place: int) -> float:
-    """The trainer's log-probability where inference chose among tokens of 70% together."""
-    return logprob + math.log(0.7)
-
-
-def test_a_vocabulary_that_top_p_cut_is_likelier_for_inference_throughout() -> None:
-    sure = first(healthy_group(change=cut_down), top_ps=(0.7,), logprobs_mode="processed")
-    assert (sure.id, sure.certainty) == ("cut-vocabulary", Certainty.SURE)
-    assert sure.hint is not None
-    assert "--top-p 1" in sure.hint
-    assert first(healthy_group(change=cut_down)).certainty is Certainty.POSSIBLE
-
-
-def test_differences_that_grow_along_the_completion_are_positions() -> None:
-    rising = random.Random(1)
-    finding = first(healthy_group(change=lambda logprob, place: logprob + rising.gauss(0, max(0, place) * 0.02)))
-    assert finding.id == "position"
-    assert finding.hint is not None
-    assert "rope_scaling" in finding.hint
-
-
-def aged(noise_by_version: dict[int, float]) -> list[RolloutLine]:
+def by_version(noise_by_version: dict[int, float]) -> list[RolloutLine]:
     return [healthy_group(noise=noise, version=version, seed=version) for version, noise in noise_by_version.items()]
 
 
-def test_differences_that_grow_with_the_age_of_the_weights_are_stale_rollouts() -> None:
-    finding = first(*aged({9: 0.001, 8: 0.2, 6: 0.5}), version=9)
-    assert (finding.id, finding.certainty) == ("stale", Certainty.SURE)
-    assert finding.hint is not None
-    assert "--max-staleness" in finding.hint
+def growing() -> RolloutLine:
+    """A group whose differences grow along the completion."""
+    chance = random.Random(1)
+    return healthy_group(change=lambda logprob, place: logprob + chance.gauss(0, max(0, place) * 0.02))
 
 
-def test_weights_that_never_arrive_are_named_with_the_bridge() -> None:
-    finding = first(*aged({0: 0.5}), version=40)
-    assert finding.cause == "inference has old weights"
-    assert finding.hint is not None
-    assert "--weight-bridge-mode" in finding.hint
+FEW_CONTRADICT = healthy_group(change=lambda logprob, at: -9.0 if at == 7 and logprob > -0.1 else logprob, num=40)
+TOP_P = healthy_group(change=lambda logprob, place: logprob + math.log(0.7))
+"""The trainer's log-probs where inference chose among tokens of 70% together."""
+NO_LOGPROBS = group(*[completion([-1.0, -1.0], [1.0, -1.0]) for _ in range(20)])
+AT_07: dict[str, Any] = {"temperatures": (0.7,), "logprobs_mode": "processed"}
+RAW_AT_07: dict[str, Any] = {"temperatures": (0.7,), "logprobs_mode": "raw"}
+TOP_P_07: dict[str, Any] = {"top_ps": (0.7,), "logprobs_mode": "processed"}
+HEALTHY_SINCE_ADAPTER: dict[str, Any] = {"began": 0.001, "bridge_mode": "lora_only"}
+OLDER_ALONE = [healthy_group(noise=1e-5, version=6), healthy_group(noise=0.1, version=5)]
+SURE, LIKELY, POSSIBLE = Certainty.SURE, Certainty.LIKELY, Certainty.POSSIBLE
 
 
-def test_fresh_tokens_that_drifted_since_the_start_are_an_adapter_that_is_not_applied() -> None:
-    biased = healthy_group(noise=0.3, change=lambda logprob, place: logprob - 0.15)
-    finding = first(biased, began=0.001, bridge_mode="lora_only")
-    assert (finding.id, finding.certainty) == ("lora", Certainty.LIKELY)
-    assert finding.hint is not None
-    assert "--enable-lora" in finding.hint
-    assert first(biased, began=0.001, bridge_mode="shared_vllm").id == "not-arriving"
+@pytest.mark.parametrize(
+    ("groups", "known", "cause", "certainty", "words"),
+    [
+        ([healthy_group(noise=1e-6)], {}, "healthy", SURE, ["equal to the last digits"]),
+        ([healthy_group(noise=0.02)], {}, "healthy", None, ["bf16"]),
+        (OLDER_ALONE, {"version": 6, "began": 1e-6}, "healthy", None, ["age"]),
+        ([scaled(0.7)], AT_07, "temperature", SURE, ["0.70 times", "--temperature 1", "--logprobs-mode raw"]),
+        ([scaled(1.4)], AT_07, "temperature", SURE, ["1.40 times", "--temperature 1", "--logprobs-mode raw"]),
+        ([scaled(0.7)], {}, "temperature", LIKELY, []),
+        ([scaled(0.7)], {"temperatures": (1.0,)}, "temperature", POSSIBLE, []),
+        ([scaled(0.7)], RAW_AT_07, "temperature", None, ["--logprobs-mode processed"]),
+        ([healthy_group(shift=1)], {}, "shifted", SURE, ["the next token"]),
+        ([healthy_group(shift=-1)], {}, "shifted", SURE, ["the token before"]),
+        ([shifted_at(-1, -3)], {}, "end-token", SURE, ["the trainer finds it less likely", "--stop"]),
+        ([shifted_at(0, -3)], {}, "joint", LIKELY, ["--chat-template"]),
+        ([FEW_CONTRADICT], {}, "retokenised", LIKELY, ["token ids"]),
+        ([FEW_CONTRADICT], {"model": "Qwen/Qwen3-30B-A3B"}, "routing", LIKELY, ["--correction truncate"]),
+        ([TOP_P], TOP_P_07, "cut-vocabulary", SURE, ["--top-p 1"]),
+        ([TOP_P], {}, "cut-vocabulary", POSSIBLE, []),
+        ([growing()], {}, "position", LIKELY, ["rope_scaling"]),
+        (by_version({9: 0.001, 8: 0.2, 6: 0.5}), {"version": 9}, "stale", SURE, ["--max-staleness"]),
+        (by_version({0: 0.5}), {"version": 40}, "stale", None, ["inference has old weights", "--weight-bridge-mode"]),
+        ([biased(-0.15)], HEALTHY_SINCE_ADAPTER, "lora", LIKELY, ["--enable-lora"]),
+        ([biased(-0.15)], {"began": 0.001, "bridge_mode": "shared_vllm"}, "not-arriving", None, []),
+        ([biased(-0.02)], {**HEALTHY_SINCE_ADAPTER, "version": 1}, "stale", None, []),
+        ([biased(-0.6)], {**HEALTHY_SINCE_ADAPTER, "version": 1}, "lora", None, []),
+        (
+            [healthy_group(noise=0.5)],
+            {"dtypes": ("bfloat16", "float16")},
+            "weights",
+            POSSIBLE,
+            ["bfloat16 and float16", "--model-name"],
+        ),
+        ([NO_LOGPROBS], {}, "missing", SURE, []),
+    ],
+)
+def test_a_cause_is_found_by_its_sign_and_is_as_certain_as_the_settings_make_it(
+    groups: list[RolloutLine], known: dict[str, Any], cause: str, certainty: Certainty | None, words: list[str]
+) -> None:
+    finding = found(*groups, **known)[0]
+    assert finding.id == cause
+    assert certainty in (None, finding.certainty)
+    said = f"{finding.text} {finding.cause} {finding.hint}"
+    assert [each for each in words if each not in said] == []
+    assert (finding.hint is None) == (cause == "healthy")
 
 
-def test_tokens_of_one_version_before_must_differ_more_to_blame_the_adapter() -> None:
-    for bias, cause in ((0.02, "stale"), (0.6, "lora")):
-        biased = healthy_group(noise=0.3, change=lambda logprob, place, by=bias: logprob - by)  # type: ignore[misc]
-        assert first(biased, version=1, began=0.001, bridge_mode="lora_only").id == cause
+def test_a_slight_scaling_of_old_tokens_and_noise_are_no_temperature_and_a_wide_one_is_only_possible() -> None:
+    for not_scaled in (found(scaled(1.15), version=2), found(healthy_group(noise=0.8))):
+        assert "temperature" not in {finding.id for finding in not_scaled}
+    doubted = next(finding for finding in found(scaled(1.4), version=2) if finding.id == "temperature")
+    assert doubted.certainty is Certainty.POSSIBLE
 
 
 def test_fresh_tokens_of_the_first_steps_alone_do_not_make_the_later_ones_stale() -> None:
-    later = [
-        healthy_group(step=step, noise=0.3, change=lambda logprob, place: logprob - 0.6, seed=step)
-        for step in range(2, 8)
-    ]
+    later = [biased(-0.6).model_copy(update={"step": step}) for step in range(2, 8)]
     numbers = alignment_numbers([group_tokens(healthy_group(), 0), *(group_tokens(one, 1) for one in later)])
     assert numbers is not None
     known = Evidence(numbers=numbers, settings=RunSettings(bridge_mode="lora_only"), began=0.001)
     assert diagnose_alignment(known)[0].id == "lora"
 
 
-def test_a_disagreement_without_a_sign_is_put_down_to_the_weights() -> None:
-    finding = first(healthy_group(noise=0.5), dtypes=("bfloat16", "float16"))
-    assert (finding.id, finding.certainty) == ("weights", Certainty.POSSIBLE)
-    assert "bfloat16 and float16" in finding.text
-    assert finding.hint is not None
-    assert "--model-name" in finding.hint
-
-
-def test_logprobs_that_are_none_are_told() -> None:
-    finding = first(group(*[completion([-1.0, -1.0], [1.0, -1.0]) for _ in range(20)]))
-    assert (finding.id, finding.certainty) == ("missing", Certainty.SURE)
-
-
 def test_the_surest_cause_comes_first() -> None:
-    scaled = healthy_group(change=lambda logprob, place: 0.7 * logprob + (-3 if place == -1 else 0))
-    ranks = [list(Certainty).index(finding.certainty) for finding in found(scaled)]
+    both = healthy_group(change=lambda logprob, place: 0.7 * logprob + (-3 if place == -1 else 0))
+    ranks = [list(Certainty).index(finding.certainty) for finding in found(both)]
+    assert len(ranks) > 1
     assert ranks == sorted(ranks)
-
-
-def test_every_flag_in_a_hint_is_one_of_a_service() -> None:
-    known = {"--openai.server_type"}
-    for config in (TrainConfig, ServerConfig, EnvironmentConfig):
-        parser = argparse.ArgumentParser(add_help=False)
-        add_flags(parser, config)
-        known |= {flag for action in parser._actions for flag in action.option_strings}
-    named = set(
-        re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", inspect.getsource(alignment_rules) + inspect.getsource(alignment))
-    )
-    assert named
-    assert named <= known, named - known
 
 
 # --- which steps -----------------------------------------------------------------------------------------------------
 
 
-def looked(num_steps: int = 30) -> AlignmentView:
-    measured = Measured(numbers=None, newest_step=num_steps)
+def view_of_30_steps() -> AlignmentView:
+    measured = Measured(numbers=None, newest_step=30)
     return after(AlignmentView(), GroupsMeasured(measured=measured, settings=RunSettings()))
 
 
 def test_the_window_turns_and_moves_and_ends_at_the_newest_again() -> None:
-    view = looked()
+    view = view_of_30_steps()
     assert [after(view, WindowTurned()).window, view.window] == [Window.ONE, Window.LAST]
     back = after(view, StepMoved(by=-4))
     assert back.until_step == 26
@@ -357,7 +261,7 @@ def test_the_window_turns_and_moves_and_ends_at_the_newest_again() -> None:
 
 def test_scrolling_stays_within_the_worst_tokens() -> None:
     numbers = measured(group(completion([-1.0, -2.0, -3.0], [-1.5, -2.6, -3.7])))
-    view = after(looked(), GroupsMeasured(measured=Measured(numbers=numbers), settings=RunSettings()))
+    view = after(view_of_30_steps(), GroupsMeasured(measured=Measured(numbers=numbers), settings=RunSettings()))
     assert after(view, TokensScrolled(by=99)).first_token == 2
     assert after(view, TokensScrolled(by=-1)).first_token == 0
 
@@ -366,60 +270,55 @@ def lines(num: int) -> list[MetricsLine]:
     return [metrics_line(step) for step in range(1, num + 1)]
 
 
+def look(reader: AlignmentReader, *args: Any, **kwargs: Any) -> tuple[Measured, AlignmentNumbers]:
+    """What the reader measures, which it has to."""
+    seen = reader.look(*args, **kwargs)
+    assert seen is not None
+    assert seen.numbers is not None
+    return seen, seen.numbers
+
+
 def test_the_reader_measures_the_window_once_until_something_changes(tmp_path: Path) -> None:
     write_groups(tmp_path, [healthy_group(step=step, version=step - 1) for step in range(1, 31)])
     reader = AlignmentReader(tmp_path)
-    last = reader.look(Window.LAST, None, lines(30))
-    assert last is not None
-    assert last.numbers is not None
-    assert (last.numbers.first_step, last.numbers.last_step, last.newest_step) == (21, 30, 30)
+    last, numbers = look(reader, Window.LAST, None, lines(30))
+    assert (numbers.first_step, numbers.last_step, last.newest_step) == (21, 30, 30)
     assert reader.look(Window.LAST, None, lines(30)) is None
-    one = reader.look(Window.ONE, 7, lines(30))
-    assert one is not None
-    assert one.numbers is not None
-    assert (one.numbers.first_step, one.numbers.last_step) == (7, 7)
+    _, numbers = look(reader, Window.ONE, 7, lines(30))
+    assert (numbers.first_step, numbers.last_step) == (7, 7)
     write_groups(tmp_path, [healthy_group(step=31, version=30)])
-    again = reader.look(Window.ONE, None, lines(30))
-    assert again is not None
-    assert again.newest_step == 31
+    assert look(reader, Window.ONE, None, lines(30))[0].newest_step == 31
 
 
-def test_groups_of_later_than_the_moment_do_not_count(tmp_path: Path) -> None:
-    write_groups(tmp_path, [healthy_group(step=step) for step in range(1, 11)])
-    seen = AlignmentReader(tmp_path).look(Window.ALL, None, (), until_time=healthy_group(step=4).time)
-    assert seen is not None
-    assert seen.newest_step == 4
-
-
-def test_a_step_that_recorded_nothing_shows_the_one_before(tmp_path: Path) -> None:
-    write_groups(tmp_path, [healthy_group(step=step) for step in (1, 5, 9)])
-    seen = AlignmentReader(tmp_path).look(Window.ONE, 7, ())
-    assert seen is not None
-    assert seen.numbers is not None
-    assert seen.numbers.last_step == 5
+def test_groups_after_the_chosen_moment_do_not_count_and_a_step_without_groups_shows_the_one_before(
+    tmp_path: Path,
+) -> None:
+    write_groups(tmp_path, [healthy_group(step=step) for step in (1, 3, 4, 5, 9)])
+    until = healthy_group(step=4).time
+    assert look(AlignmentReader(tmp_path), Window.ALL, None, (), until_time=until)[0].newest_step == 4
+    assert look(AlignmentReader(tmp_path), Window.ONE, 7, ())[1].last_step == 5
 
 
 @pytest.mark.slow
-def test_a_long_run_is_looked_at_evenly_and_within_bounds(tmp_path: Path) -> None:
+def test_a_long_run_is_sampled_evenly_and_within_bounds(tmp_path: Path) -> None:
     big = healthy_group(num=100, length=50)
     write_groups(tmp_path, [big.model_copy(update={"step": step}) for step in range(1, 41)])
-    seen = AlignmentReader(tmp_path).look(Window.ALL, None, ())
-    assert seen is not None
-    assert seen.numbers is not None
+    seen, numbers = look(AlignmentReader(tmp_path), Window.ALL, None, ())
     assert seen.num_groups_known == 40
-    assert 1 < seen.numbers.num_groups < 40
-    assert seen.numbers.all.num <= 2 * MAX_TOKENS
-    assert seen.numbers.last_step == 40
+    assert 1 < numbers.num_groups < 40
+    assert numbers.all.num <= 2 * MAX_TOKENS
+    assert numbers.last_step == 40
 
 
-def test_without_recorded_groups_the_reason_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [([], "no rollouts.jsonl yet"), ([group(completion([], [-1.0]))], "no log-probs")],
+)
+def test_without_recorded_logprobs_the_reason_is_given(tmp_path: Path, groups: list[RolloutLine], reason: str) -> None:
+    write_groups(tmp_path, groups)
     seen = AlignmentReader(tmp_path).look(Window.LAST, None, ())
     assert seen is not None
-    assert "no rollouts.jsonl yet" in seen.why_none
-    write_groups(tmp_path, [group(completion([], [-1.0]))])
-    seen = AlignmentReader(tmp_path).look(Window.LAST, None, ())
-    assert seen is not None
-    assert "no log-probs" in seen.why_none
+    assert reason in seen.why_none
 
 
 # --- what the run was started with -----------------------------------------------------------------------------------
@@ -463,7 +362,7 @@ def test_settings_that_both_sides_must_share_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"services": 3}', '{"services": {"a": {"kind": "command"}}}'])
-def test_a_run_that_says_nothing_has_the_usual_clip(tmp_path: Path, text: str | None) -> None:
+def test_a_run_without_settings_has_the_default_clip(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "resolved.json").write_text(text)
     settings = read_settings(tmp_path)
@@ -476,21 +375,20 @@ def test_the_clip_follows_the_trainers_own_settings(tmp_path: Path) -> None:
     assert read_settings(tmp_path).clip_high == pytest.approx(0.28)
 
 
-# --- runs that were really trained so ---------------------------------------------------------------------------------
+# --- recorded runs ---------------------------------------------------------------------------------------------------
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "alignment" / "runs.tar.gz"
-"""The last ten steps of six runs of tiny-cpu, each started with the fault that it is named for: an environment that
-kept its temperature of 0.7 to itself, top_p 0.7, eight batches ahead at a high rate, log-probabilities posted a token
-late, a server that ignored its adapter; and one without a fault."""
+"""The last ten steps of six runs of tiny-cpu, each started with the fault that it is named for: a temperature of 0.7
+in the environment alone, top_p 0.7, eight batches ahead at a high rate, log-probabilities posted a token late, a server
+that ignored its adapter; and one without a fault."""
 
 
 @pytest.mark.parametrize("fault", ["healthy", "temperature", "cut-vocabulary", "stale", "shifted", "lora"])
 @pytest.mark.parametrize("window", [Window.LAST, Window.ALL])
-def test_the_fault_of_a_real_run_is_named_first(tmp_path: Path, fault: str, window: Window) -> None:
+def test_the_fault_of_a_recorded_run_is_named_first(tmp_path: Path, fault: str, window: Window) -> None:
     with tarfile.open(RECORDED) as archive:
         archive.extractall(tmp_path, filter="data")
     run_folder = tmp_path / fault
-    seen = AlignmentReader(run_folder).look(window, None, MetricsTail(run_folder / "metrics.jsonl").read().lines)
-    assert seen is not None
+    seen, _ = look(AlignmentReader(run_folder), window, None, MetricsTail(run_folder / "metrics.jsonl").read().lines)
     assert seen.findings[0].id == fault
     assert seen.findings[0].certainty is not Certainty.POSSIBLE
