@@ -1,15 +1,15 @@
-"""The text of a crash report: the cause comes first, secrets do not come at all, and nothing has to be known."""
+"""The text of a crash report: the cause comes first, secrets are masked, and every value may be unknown."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from launches import launch
 
 from grpo_engine.wire.supervisor import GpuStatus, RunState, RunStatus, ServiceState, ServiceStatus
-from grpo_tui.services.base import Launch, NeedCondition, RestartPolicy
+from grpo_tui.services.base import Launch, NeedCondition
 from grpo_tui.supervisor.keeper.client import EndedEntry, KeeperState, ProcessEntry
 from grpo_tui.supervisor.report.crash_report import (
     OTHER_LINES,
@@ -49,27 +49,10 @@ def status(*services: ServiceStatus, **known: object) -> RunStatus:
     return RunStatus(run="r", profile="p", state=RunState.DEGRADED, supervisor=None, services=list(services), **known)
 
 
-def launch(name: str = "trainer", **known: object) -> Launch:
-    values: dict[str, object] = {
-        "name": name,
-        "kind": "trainer",
-        "argv": ("train",),
-        "cwd": Path("/work"),
-        "needs": {"vllm": NeedCondition.READY},
-        "ready": None,
-        "live": None,
-        "restart": RestartPolicy.NEVER,
-        "restart_unhealthy": False,
-        "max_restarts": 0,
-        "restart_window_s": 1.0,
-        "backoff_s": 1.0,
-        "stop_grace_s": 1.0,
-        "stop_signal": signal.SIGTERM,
-        "ports": (),
-        "gpus": (),
-        "ends_run": None,
-    }
-    return Launch(**{**values, **known})
+def trainer(**known: object) -> Launch:
+    return launch(
+        "trainer", kind="trainer", argv=("train",), cwd=Path("/work"), needs={"vllm": NeedCondition.READY}, **known
+    )
 
 
 def attempt(number: int, **known: object) -> KeeperState:
@@ -103,7 +86,7 @@ def report(
 ) -> list[str]:
     text = compose(
         status(*(services or (service("trainer", ServiceState.FAILED),)), **known),
-        of or launch(),
+        of or trainer(),
         attempt=2,
         why=why,
         history=history,
@@ -278,15 +261,14 @@ def test_a_full_disk_is_a_hint_with_its_figures() -> None:
 
 def test_secrets_on_the_command_line_of_a_service_are_masked() -> None:
     argv = ("train", "--api-key", "sk-1", "--url", "http://u:pw@h")
-    assert (
-        section(report(of=launch(argv=argv)), "Command of trainer")[1] == "train --api-key '***' --url 'http://u:***@h'"
-    )
+    command = section(report(of=trainer(argv=argv)), "Command of trainer")[1]
+    assert command == "train --api-key '***' --url 'http://u:***@h'"
 
 
 def test_secret_values_are_those_of_variables_named_so_and_of_files() -> None:
     launches = [
-        launch(env={"MY_PASSWORD": "longest-of-all", "DEBUG_TOKEN": "short", "MODE": "not-a-secret"}),
-        launch(env={"ENDPOINT": "out-of-a-file"}, env_from_files=("ENDPOINT",)),
+        trainer(env={"MY_PASSWORD": "longest-of-all", "DEBUG_TOKEN": "short", "MODE": "not-a-secret"}),
+        trainer(env={"ENDPOINT": "out-of-a-file"}, env_from_files=("ENDPOINT",)),
     ]
     found = secrets(launches, {"OPENAI_API_KEY": "sk-12345678", "HOME": "/home/somebody"})
     assert found == ["longest-of-all", "out-of-a-file", "sk-12345678"]
