@@ -50,9 +50,8 @@ def status(*services: ServiceStatus, **known: object) -> RunStatus:
 
 
 def trainer(**known: object) -> Launch:
-    return launch(
-        "trainer", kind="trainer", argv=("train",), cwd=Path("/work"), needs={"vllm": NeedCondition.READY}, **known
-    )
+    needs = {"vllm": NeedCondition.READY}
+    return launch("trainer", **{"kind": "trainer", "argv": ("train",), "cwd": Path("/work"), "needs": needs, **known})
 
 
 def attempt(number: int, **known: object) -> KeeperState:

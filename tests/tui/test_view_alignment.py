@@ -175,13 +175,13 @@ SURE, LIKELY, POSSIBLE = Certainty.SURE, Certainty.LIKELY, Certainty.POSSIBLE
     ("groups", "known", "cause", "certainty", "words"),
     [
         ([healthy_group(noise=1e-6)], {}, "healthy", SURE, ["equal to the last digits"]),
-        ([healthy_group(noise=0.02)], {}, "healthy", None, ["bf16"]),
-        (OLDER_ALONE, {"version": 6, "began": 1e-6}, "healthy", None, ["age"]),
+        ([healthy_group(noise=0.02)], {}, "healthy", SURE, ["bf16"]),
+        (OLDER_ALONE, {"version": 6, "began": 1e-6}, "healthy", SURE, ["age"]),
         ([scaled(0.7)], AT_07, "temperature", SURE, ["0.70 times", "--temperature 1", "--logprobs-mode raw"]),
         ([scaled(1.4)], AT_07, "temperature", SURE, ["1.40 times", "--temperature 1", "--logprobs-mode raw"]),
         ([scaled(0.7)], {}, "temperature", LIKELY, []),
         ([scaled(0.7)], {"temperatures": (1.0,)}, "temperature", POSSIBLE, []),
-        ([scaled(0.7)], RAW_AT_07, "temperature", None, ["--logprobs-mode processed"]),
+        ([scaled(0.7)], RAW_AT_07, "temperature", SURE, ["--logprobs-mode processed"]),
         ([healthy_group(shift=1)], {}, "shifted", SURE, ["the next token"]),
         ([healthy_group(shift=-1)], {}, "shifted", SURE, ["the token before"]),
         ([shifted_at(-1, -3)], {}, "end-token", SURE, ["the trainer finds it less likely", "--stop"]),
@@ -192,11 +192,10 @@ SURE, LIKELY, POSSIBLE = Certainty.SURE, Certainty.LIKELY, Certainty.POSSIBLE
         ([TOP_P], {}, "cut-vocabulary", POSSIBLE, []),
         ([growing()], {}, "position", LIKELY, ["rope_scaling"]),
         (by_version({9: 0.001, 8: 0.2, 6: 0.5}), {"version": 9}, "stale", SURE, ["--max-staleness"]),
-        (by_version({0: 0.5}), {"version": 40}, "stale", None, ["inference has old weights", "--weight-bridge-mode"]),
+        (by_version({0: 0.5}), {"version": 40}, "stale", LIKELY, ["inference has old weights", "--weight-bridge-mode"]),
         ([biased(-0.15)], HEALTHY_SINCE_ADAPTER, "lora", LIKELY, ["--enable-lora"]),
-        ([biased(-0.15)], {"began": 0.001, "bridge_mode": "shared_vllm"}, "not-arriving", None, []),
-        ([biased(-0.02)], {**HEALTHY_SINCE_ADAPTER, "version": 1}, "stale", None, []),
-        ([biased(-0.6)], {**HEALTHY_SINCE_ADAPTER, "version": 1}, "lora", None, []),
+        ([biased(-0.15)], {"began": 0.001, "bridge_mode": "shared_vllm"}, "not-arriving", LIKELY, []),
+        ([biased(-0.02)], {**HEALTHY_SINCE_ADAPTER, "version": 1}, "stale", POSSIBLE, []),
         (
             [healthy_group(noise=0.5)],
             {"dtypes": ("bfloat16", "float16")},
@@ -208,11 +207,10 @@ SURE, LIKELY, POSSIBLE = Certainty.SURE, Certainty.LIKELY, Certainty.POSSIBLE
     ],
 )
 def test_a_cause_is_found_by_its_sign_and_is_as_certain_as_the_settings_make_it(
-    groups: list[RolloutLine], known: dict[str, Any], cause: str, certainty: Certainty | None, words: list[str]
+    groups: list[RolloutLine], known: dict[str, Any], cause: str, certainty: Certainty, words: list[str]
 ) -> None:
     finding = found(*groups, **known)[0]
-    assert finding.id == cause
-    assert certainty in (None, finding.certainty)
+    assert (finding.id, finding.certainty) == (cause, certainty)
     said = f"{finding.text} {finding.cause} {finding.hint}"
     assert [each for each in words if each not in said] == []
     assert (finding.hint is None) == (cause == "healthy")
@@ -234,10 +232,8 @@ def test_fresh_tokens_of_the_first_steps_alone_do_not_make_the_later_ones_stale(
 
 
 def test_the_surest_cause_comes_first() -> None:
-    both = healthy_group(change=lambda logprob, place: 0.7 * logprob + (-3 if place == -1 else 0))
-    ranks = [list(Certainty).index(finding.certainty) for finding in found(both)]
-    assert len(ranks) > 1
-    assert ranks == sorted(ranks)
+    findings = found(biased(-0.6), version=1, **HEALTHY_SINCE_ADAPTER)
+    assert [(finding.id, finding.certainty) for finding in findings] == [("lora", LIKELY), ("stale", POSSIBLE)]
 
 
 # --- which steps -----------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_usage_replaces_loads_and_gpus_and_leaves_unknown_unknown() -> None:
 
 
 def test_unknown_gpu_memory_stays_unknown() -> None:
-    unknown = {"memory_used_bytes": None, "memory_total_bytes": None, "utilization_percent": None}
+    unknown: dict[str, Any] = {"memory_used_bytes": None, "memory_total_bytes": None, "utilization_percent": None}
     state = showing(service("vllm"), gpus=[GpuStatus(index=0, uuid="MIG-1", name="MIG", **unknown)])
     assert state.warnings == ()
     assert state.services[0].state is ServiceState.READY
@@ -229,7 +229,7 @@ def test_a_warning_of_the_supervisor_is_not_shown_twice() -> None:
         (view.CommandSent(do="start", service="vllm", time=NOW, takes_ports=True), "info",
          "start vllm, ending the process on its port …"),
         (view.CommandRefused(do="restart", service="vllm", error="the run is ending", time=NOW), "error",
-         "restart vllm: the run is ending"),
+         "restart vllm refused: the run is ending"),
         (Notice(number=6, time=NOW, severity="info", service="vllm", text="GPU free after 0.3 s"), "info",
          "vllm: GPU free after 0.3 s"),
     ],
