@@ -139,7 +139,8 @@ def without_logprobs(env_id: int | None) -> ScoredGroup:
 
 
 @pytest.mark.parametrize(
-    ("make", "fault"), [(strange, "token id 99999 is outside the model's vocabulary"), (without_logprobs, "no inference_logprobs")]
+    ("make", "fault"),
+    [(strange, "token id 99999 is outside the model's vocabulary"), (without_logprobs, "no inference_logprobs")],
 )
 @pytest.mark.parametrize(
     ("env_id", "sender"),
@@ -164,9 +165,13 @@ def test_a_skipped_group_is_reported_with_the_name_or_id_of_its_environment(
 
 def test_a_batch_that_ends_a_run_names_its_environment_also_when_it_comes_from_the_journal(tmp_path: Path) -> None:
     config = settings(training_steps=1)
-    with pytest.raises(DataError, match=r"^group of environment 'copy6' \(env_id 1\): token id 99999 is outside the model's vocabulary"):
+    with pytest.raises(
+        DataError, match=r"^group of environment 'copy6' \(env_id 1\): token id 99999 is outside the model's vocabulary"
+    ):
         records(tmp_path / "first", config, [strange(1)])
     head = JournalHead(step=1, policy_version=0, lease="", environments=NAMES, settings=decisive_settings(config))
     Journal(tmp_path / "again/checkpoints").keep(JournalEntry(head=head, groups=[strange(1)]))
-    with pytest.raises(DataError, match=r"^group of environment 'copy6' \(env_id 1\): token id 99999 is outside the model's vocabulary"):
+    with pytest.raises(
+        DataError, match=r"^group of environment 'copy6' \(env_id 1\): token id 99999 is outside the model's vocabulary"
+    ):
         records(tmp_path / "again", config)
