@@ -22,3 +22,11 @@ def tiny_model_dir() -> Path:
     from grpo_engine.models.loading import resolve_model
 
     return Path(resolve_model("local/tiny"))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a character tokenizer, which no test changes."""
+    from serving import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)

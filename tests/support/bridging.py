@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
-from serving import RunningServer, free_port, model_logprobs, running_server, save_tiny_model
-from training import settings
+from serving import RunningServer, free_port, model_logprobs, our_segments, running_server
+from training import ListedSource, settings
 
 from grpo_engine.bridges import KINDS, ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX
 from grpo_engine.models.config import LoraSettings
-from grpo_engine.retrying import never
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.loop import train
+from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.wire.metrics import MetricsLine
 
 PROMPT = [10, 20, 30]
@@ -36,39 +37,79 @@ SERVER_FLAGS: dict[str, list[str]] = {
 }
 
 
+class Serving:
+    """An inference server that can be stopped and started again on its port."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str, dtype: str = "float32") -> None:
+        self.model, self.folder, self.dtype = model, folder, dtype
+        self.bridge_file = folder / "bridge.json"
+        self.port = free_port()
+        self._flags = flags
+        self._stack = ExitStack()
+        self.now: RunningServer
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        flags = ("--bridge-file", str(self.bridge_file), "--dtype", self.dtype, *self._flags)
+        server = running_server(self.model, *flags, folder=self.folder, port=self.port)
+        self.now = self._stack.enter_context(server)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        return self.now.stop(number)
+
+    def reset(self) -> None:
+        """Serve the model's own weights as version 0, without an adapter; a server that has ended is started."""
+        if self.now.process.poll() is not None:
+            self.start()
+        with self.now.client as client:
+            client.post("/bridge/resume").raise_for_status()
+            client.post("/lora/unload").raise_for_status()
+            body = {"path": str(self.model), "policy_version": 0}
+            client.post("/bridge/reload", json=body).raise_for_status()
+
+    def close(self) -> None:
+        if self.now.process.poll() == -signal.SIGKILL:
+            self.start()  # it removes what the killed server left
+        self._stack.close()
+
+
 @contextmanager
-def stack(
-    tmp_path: Path, settings: dict[str, object], *flags: str, tied: bool = False
-) -> Iterator[tuple[RunningServer, Bridge]]:
-    """A server and the bridge of a trainer beside it."""
-    folder = save_tiny_model(tmp_path / "model", seed=1, tied=tied)
-    bridge_file = tmp_path / "bridge.json"
-    flags = ("--bridge-file", str(bridge_file), *SERVER_FLAGS[str(settings["mode"])], *flags)
+def serving(model: Path, folder: Path, *flags: str, dtype: str = "float32") -> Iterator[Serving]:
+    """A started server, which leaves neither shared memory nor its bridge file."""
+    before = our_segments()
+    server = Serving(model, folder, *flags, dtype=dtype)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+    assert our_segments() == before
+    assert not server.bridge_file.exists()
+
+
+def bridge_to(server: Serving, settings: str | dict[str, object], run: Path, **more: object) -> Bridge:
+    """The bridge of a trainer beside the server; `settings` may be the mode alone."""
+    settings = {"mode": settings} if isinstance(settings, str) else settings
     if settings["mode"] in ON_SHARED_MEMORY:
-        settings = {**settings, "config_path": bridge_file}
-    with running_server(folder, *flags, folder=tmp_path) as server:
-        bridge = make_bridge(settings, folder, server.url, tmp_path)
-        try:
-            yield server, bridge
-        finally:
-            bridge.close()
-    assert not bridge_file.exists()
+        settings = {**settings, "config_path": server.bridge_file}
+    return make_bridge(settings, server.model, server.url, run, **{"dtype": server.dtype, **more})
 
 
-def make_bridge(
-    settings: dict[str, object], model: Path, url: str, tmp_path: Path, dtype: str = "float32", **more: object
-) -> Bridge:
-    context = BridgeContext(
-        model_name=str(model),
-        dtype=dtype,
-        device="cpu",
-        server_url=url,
-        folder=tmp_path / "run",
-        lora=LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
-        patience_s=60,
-        **more,  # type: ignore[arg-type]
-    )
-    return TypeAdapter(AnyBridge).validate_python(settings).build(context)
+def make_bridge(settings: dict[str, object], model: Path, url: str, folder: Path, **more: object) -> Bridge:
+    context: dict[str, object] = {
+        "model_name": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "server_url": url,
+        "folder": folder / "run",
+        "lora": LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
+        "patience_s": 60,
+        **more,
+    }
+    return TypeAdapter(AnyBridge).validate_python(settings).build(BridgeContext(**context))  # type: ignore[arg-type]
 
 
 def served_logprobs(server: RunningServer, completion_tokens: int = 6) -> tuple[dict, list[int], torch.Tensor]:
@@ -90,44 +131,23 @@ def mapped_segments() -> set[str]:
     return {line.split("/dev/shm/")[1] for line in lines if f"/dev/shm/{SEGMENT_PREFIX}" in line}
 
 
-class Serving:
-    """An inference server with shared weights that can be stopped and started again on its port."""
-
-    def __init__(self, model: Path, folder: Path, dtype: str) -> None:
-        self.model, self.folder, self.dtype = model, folder, dtype
-        self.port = free_port()
-        self._stack = ExitStack()
-        self.now: RunningServer
-
-    def start(self) -> None:
-        flags = ("--shared-weights", "--bridge-file", str(self.folder / "bridge.json"), "--dtype", self.dtype)
-        server = running_server(self.model, *flags, folder=self.folder, port=self.port)
-        self.now = self._stack.enter_context(server)
-
-    def end(self, number: int = signal.SIGTERM) -> None:
-        self.now.stop(number)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-def bridge_to(serving: Serving, mode: str = "shared_vllm", is_stopping: Callable[[], bool] = never) -> Bridge:
-    context = BridgeContext(
-        model_name=str(serving.model),
-        dtype=serving.dtype,
-        device="cpu",
-        server_url=f"http://127.0.0.1:{serving.port}",
-        folder=serving.folder / "run",
-        lora=LoraSettings(),
-        is_stopping=is_stopping,
-    )
-    settings = {"mode": mode, "config_path": serving.folder / "bridge.json"}
-    return TypeAdapter(AnyBridge).validate_python(settings).build(context)
-
-
-def config_for(serving: Serving, mode: str = "shared_vllm", **changes: object) -> TrainConfig:
-    base = {"model_name": str(serving.model), "training_steps": RUN_STEPS, "checkpoint_interval": RUN_STEPS}
+def config_for(server: Serving, mode: str = "shared_vllm", **changes: object) -> TrainConfig:
+    base = {"model_name": str(server.model), "training_steps": RUN_STEPS, "checkpoint_interval": RUN_STEPS}
     return settings(**{**base, "bridge": {"mode": mode}, **changes})
+
+
+def train_beside(
+    server: Serving, folder: Path, config: TrainConfig, source: ListedSource, *, torch_seed: int = 0, **more: object
+) -> int:
+    """Train beside the server; the number of steps.
+
+    Args:
+        torch_seed: decides the random numbers with which a new adapter begins.
+    """
+    torch.manual_seed(torch_seed)
+    bridge = bridge_to(server, config.bridge.mode, folder, lora=LoraSettings())
+    with closing(bridge), Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
+        return train(config, source, bridge, recorder, decode=str, save_path=folder / "checkpoints", **more)  # type: ignore[arg-type]
 
 
 def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:

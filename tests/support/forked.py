@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from grpo_engine import cli
@@ -67,6 +67,15 @@ class Forked:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def run_forked(function: Callable[..., object], *arguments: object) -> int:
+    """Run a function in such a process; its exit code, negative for a signal."""
+    process = _context.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _run(words: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> None:

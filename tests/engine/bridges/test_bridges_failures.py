@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -10,17 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import httpx
 import psutil
 import pytest
-import torch
-from bridging import PROMPT, assert_agreement, make_bridge
-from serving import RunningServer, our_segments, running_server, save_tiny_model, shift, wait_healthy
+from bridging import PROMPT, Serving, assert_agreement, bridge_to, make_bridge, serving
+from forked import run_forked
+from serving import our_segments, running_server, save_tiny_model, shift
 
+from grpo_engine.bridges import ON_SHARED_MEMORY, Bridge
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.shared_tensors import map_tensors, segments_of, unlink_segments
 from grpo_engine.bridges.memory.weight_lock import WeightLock
@@ -28,73 +30,70 @@ from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.errors import BridgeError, PeerUnavailable
 
 pytestmark = pytest.mark.slow
-_TRAINER = """
-import os, sys
-from grpo_engine.bridges.memory.bridge_files import read_bridge_file
-from grpo_engine.bridges.memory.weight_lock import WeightLock
-from grpo_engine.bridges.transport.server_client import ServerClient
-from grpo_engine.bridges.memory.shared_tensors import map_tensors
-from pathlib import Path
-url, path, how = sys.argv[1:]
-ServerClient(url, patience_s=30).pause(300)
-if how == "mid-write":
-    file = read_bridge_file(Path(path))
-    tensors = map_tensors(file.tensors)
-    with WeightLock.attach(file.fence_segment).writing(9):
-        next(iter(tensors.values())).zero_()
-        os.kill(os.getpid(), 9)
-os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    torch.set_num_threads(1)
-    before = our_segments()
-    yield
-    assert our_segments() == before
+HALF_WRITTEN_VERSION = 9
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
+def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(model_folder, tmp_path_factory.mktemp("server"), "--shared-weights") as server:
+        yield server
 
 
-def sharing(model: Path, tmp_path: Path, **more: object) -> RunningServer:
-    flags = ("--shared-weights", "--bridge-file", str(tmp_path / "bridge.json"))
-    return running_server(model, *flags, folder=tmp_path, **more)
+@pytest.fixture
+def server(started: Serving) -> Serving:
+    """A server with shared weights of version 0."""
+    started.reset()
+    return started
 
 
-def attach(model: Path, server: RunningServer, tmp_path: Path):
-    settings = {"mode": "shared_vllm", "config_path": tmp_path / "bridge.json"}
-    return make_bridge(settings, model, server.url, tmp_path)
+@pytest.fixture
+def bridge(server: Serving, tmp_path: Path) -> Iterator[Bridge]:
+    bridge = bridge_to(server, "shared_vllm", tmp_path)
+    yield bridge
+    bridge.close()
 
 
-def kill_a_trainer(server: RunningServer, tmp_path: Path, how: str) -> None:
-    code = subprocess.run(
-        [sys.executable, "-c", _TRAINER, server.url, str(tmp_path / "bridge.json"), how], check=False, timeout=60
-    ).returncode
-    assert code == -signal.SIGKILL
+@pytest.fixture
+def own_server(model_folder: Path, tmp_path: Path) -> Iterator[Serving]:
+    """A server that the test may kill."""
+    with serving(model_folder, tmp_path, "--shared-weights") as server:
+        yield server
 
 
-def test_a_pause_ends_when_its_trainer_exits(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server:
-        kill_a_trainer(server, tmp_path, "paused")
-        answer = server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=2)
-        assert answer["policy_version"] == 0
-        with server.client as client:
-            assert client.get("/bridge/is_paused").json() == {"paused": False}
-        assert "paused and exited" in server.log.read_text(errors="replace")
+def pause_and_die(url: str, bridge_file: Path, is_writing: bool) -> None:
+    """A trainer that is killed after its pause, or in the middle of its write."""
+    ServerClient(url, patience_s=30).pause(300)
+    if is_writing:
+        file = read_bridge_file(bridge_file)
+        tensors = map_tensors(file.tensors)
+        with WeightLock.attach(file.fence_segment).writing(HALF_WRITTEN_VERSION):
+            next(iter(tensors.values())).zero_()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_pause_ends_at_its_time_limit_and_holds_requests_until_then(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server, server.client as client:
+def log_of(server: Serving) -> str:
+    return server.now.log.read_text(errors="replace")
+
+
+def test_a_pause_ends_when_its_trainer_exits(server: Serving) -> None:
+    before = len(log_of(server))
+    assert run_forked(pause_and_die, server.url, server.bridge_file, False) == -signal.SIGKILL
+    answer = server.now.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=2)
+    assert answer["policy_version"] == 0
+    with server.now.client as client:
+        assert client.get("/bridge/is_paused").json() == {"paused": False}
+    assert "paused and exited" in log_of(server)[before:]
+
+
+def test_a_pause_ends_at_its_time_limit_and_holds_requests_until_then(server: Serving) -> None:
+    with server.now.client as client:
         asked_at = time.monotonic()
-        assert client.post("/bridge/pause", json={"timeout_s": 1.0}).json()["status"] == "paused"
-        server.generate(prompt="a", max_tokens=1)
-        assert time.monotonic() >= asked_at + 1.0
+        assert client.post("/bridge/pause", json={"timeout_s": 0.3}).json()["status"] == "paused"
+        server.now.generate(prompt="a", max_tokens=1)
+        assert time.monotonic() >= asked_at + 0.3
         assert client.post("/bridge/pause", json={"owner_pid": os.getpid()}).status_code == 200
-        other = client.post("/bridge/pause", json={"owner_pid": server.process.pid})
+        other = client.post("/bridge/pause", json={"owner_pid": server.now.process.pid})
         assert other.status_code == 409
         assert str(os.getpid()) in other.json()["detail"]
         assert client.post("/bridge/pause", json={"owner_pid": 2**22 + 1}).status_code == 400
@@ -102,255 +101,240 @@ def test_a_pause_ends_at_its_time_limit_and_holds_requests_until_then(model_fold
 
 
 def test_a_weight_update_waits_for_another_clients_pause_and_is_refused_at_the_time_limit(
-    model_folder: Path, tmp_path: Path
+    server: Serving, bridge: Bridge
 ) -> None:
-    with sharing(model_folder, tmp_path) as server, server.client as client:
-        bridge = attach(model_folder, server, tmp_path)
-        model = bridge.attach().model
+    model = bridge.attach().model
+    with server.now.client as client:
         client.post("/bridge/pause", json={"timeout_s": 0.5})
         bridge.publish(1, shift(model, 1))
-        assert_agreement(server, model, 1)
+        assert_agreement(server.now, model, 1)
         client.post("/bridge/pause")
         bridge._client._patience_s = 0
         with pytest.raises(BridgeError, match=r"refused with 409: already paused by a client without owner_pid"):
             bridge.publish(2, shift(model, 2))
         client.post("/bridge/resume")
         assert client.get("/bridge/info").json()["policy_version"] == 1
-        bridge.close()
 
 
-def test_a_version_above_int64_is_refused_and_the_server_continues(model_folder: Path, tmp_path: Path) -> None:
-    with running_server(model_folder, folder=tmp_path) as server, server.client as client:
+def test_a_version_above_int64_is_refused_and_the_server_continues(server: Serving) -> None:
+    with server.now.client as client:
         for path, more in (
             ("/bridge/resume", {}),
-            ("/bridge/reload", {"path": str(model_folder)}),
-            ("/lora/load", {"adapter_path": str(model_folder)}),
+            ("/bridge/reload", {"path": str(server.model)}),
+            ("/lora/load", {"adapter_path": str(server.model)}),
         ):
             for version in (2**63, -1):
                 assert client.post(path, json={"policy_version": version, **more}).status_code == 422
-        assert server.generate(prompt="a", max_tokens=1)["policy_version"] == 0
+    assert server.now.generate(prompt="a", max_tokens=1)["policy_version"] == 0
 
 
 def test_half_written_weights_are_never_served_and_reloaded_for_the_next_trainer(
-    model_folder: Path, tmp_path: Path
+    server: Serving, bridge: Bridge
 ) -> None:
-    with sharing(model_folder, tmp_path) as server:
-        kill_a_trainer(server, tmp_path, "mid-write")
-        with server.client as client:
-            for path in ("/health", "/health_generate"):
-                assert client.get(path).status_code == 503
-            refused = client.post("/generate", json={"prompt": "a"})
-            assert refused.status_code == 503
-            assert "half-written" in refused.json()["detail"]
-        bridge = attach(model_folder, server, tmp_path)
-        model = bridge.attach().model
-        assert_agreement(server, model, 0)
-        assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
-        bridge.publish(1, shift(model, 1))
-        assert_agreement(server, model, 1)
-        bridge.close()
+    assert run_forked(pause_and_die, server.url, server.bridge_file, True) == -signal.SIGKILL
+    with server.now.client as client:
+        for path in ("/health", "/health_generate"):
+            assert client.get(path).status_code == 503
+        refused = client.post("/generate", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert "half-written" in refused.json()["detail"]
+    model = bridge.attach().model
+    assert_agreement(server.now, model, 0)
+    assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
+    bridge.publish(1, shift(model, 1))
+    assert_agreement(server.now, model, 1)
 
 
-def test_weights_that_compute_nan_are_reported_until_valid_ones_follow(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server, server.client as client:
-        bridge = attach(model_folder, server, tmp_path)
-        model = bridge.attach().model
-        good = shift(model, 2)
-        bridge.publish(1, lambda: [p.data.fill_(math.nan) for p in model.parameters()])
+def test_weights_that_compute_nan_are_reported_until_valid_ones_follow(server: Serving, bridge: Bridge) -> None:
+    model = bridge.attach().model
+    good = shift(model, 2)
+    bridge.publish(1, lambda: [p.data.fill_(math.nan) for p in model.parameters()])
+    with server.now.client as client:
         for path, body in (("/generate", {"prompt": "a"}), ("/v1/completions", {"prompt": "a", "logprobs": 0})):
             answer = client.post(path, json=body)
             assert answer.status_code == 500
             assert "the weights of version 1 compute NaN" in answer.json()["detail"]
         assert client.get("/health_generate").status_code == 500
-        bridge.publish(2, good)
-        assert_agreement(server, model, 2)
-        bridge.close()
+    bridge.publish(2, good)
+    assert_agreement(server.now, model, 2)
 
 
-def test_a_second_trainer_is_refused_while_the_first_lives_and_writes(model_folder: Path, tmp_path: Path) -> None:
+def test_a_second_trainer_is_refused_while_the_first_lives_and_writes(server: Serving, tmp_path: Path) -> None:
     trains = (
         "import sys; from grpo_engine.bridges.memory.weight_lock import WeightLock\n"
         "with WeightLock.attach(sys.argv[1]).writing(1): pass\n"
         "print(); sys.stdout.flush(); sys.stdin.read()"
     )
-    with sharing(model_folder, tmp_path) as server:
-        early = attach(model_folder, server, tmp_path)
-        model = early.attach().model
-        segment = read_bridge_file(tmp_path / "bridge.json").fence_segment
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    early, late = (bridge_to(server, "shared_vllm", tmp_path) for _ in range(2))
+    model = early.attach().model
+    segment = read_bridge_file(server.bridge_file).fence_segment
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with closing(early), closing(late):
         with subprocess.Popen([sys.executable, "-c", trains, segment], **pipes) as other:
             assert other.stdout is not None
             other.stdout.readline()
-            late, words = attach(model_folder, server, tmp_path), rf"process {other.pid} already trains the weights"
-            with pytest.raises(BridgeError, match=words):
+            message = rf"process {other.pid} already trains the weights"
+            with pytest.raises(BridgeError, match=message):
                 late.attach()
-            with pytest.raises(BridgeError, match=words):
+            with pytest.raises(BridgeError, match=message):
                 early.publish(2, shift(model, 1))
-            with server.client as client:
+            with server.now.client as client:
                 assert client.get("/bridge/is_paused").json() == {"paused": False}
         early.publish(2, shift(model, 1))
-        assert_agreement(server, model, 2)
-        early.close()
-        late.close()
-        assert WeightLock.attach(segment).writer() is None
+        assert_agreement(server.now, model, 2)
+    assert WeightLock.attach(segment).writer() is None
 
 
 def test_weights_of_another_model_are_not_trained_though_they_have_its_shape(
-    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = save_tiny_model(tmp_path / "other", seed=5)
-    with sharing(model_folder, tmp_path) as server:
-        stranger = attach(other, server, tmp_path)
-        with (
-            closing(stranger),
-            pytest.raises(BridgeError, match=r"weights of .*tiny, but the trainer was given .*other"),
-        ):
-            stranger.attach()
-        with closing(make_bridge({"mode": "none"}, other, server.url, tmp_path)) as writer:
-            writer.attach()
-        assert "keep its own tokenizer" in caplog.text
-
-
-def test_a_restart_in_another_dtype_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server:
-        bridge = attach(model_folder, server, tmp_path)
+    other = str(save_tiny_model(tmp_path / "other", seed=5))
+    message = r"weights of .*tiny, but the trainer was given .*other: give both"
+    for mode in ON_SHARED_MEMORY:
+        bridge = bridge_to(server, mode, tmp_path, model_name=other)
+        with closing(bridge), pytest.raises(BridgeError, match=message):
+            bridge.attach()
+    with closing(bridge_to(server, "none", tmp_path, model_name=other)) as bridge:
         bridge.attach()
-    flags = ("--shared-weights", "--bridge-file", str(tmp_path / "bridge.json"), "--dtype", "bfloat16")
-    port = int(server.url.rpartition(":")[2])
-    words = "the same in another dtype or on another GPU; restart the trainer"
-    restarted = running_server(model_folder, *flags, folder=tmp_path, port=port)
-    with restarted, closing(bridge), pytest.raises(BridgeError, match=words):
-        bridge.ensure_current()
+    assert "keep its own tokenizer" in caplog.text
 
 
-def test_a_writer_that_does_not_pause_only_costs_the_batch(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server:
-        file = read_bridge_file(tmp_path / "bridge.json")
-        lock, tensors = WeightLock.attach(file.fence_segment), map_tensors(file.tensors)
-        with ExitStack() as stack, server.client as client:
-            request = subprocess.Popen(
-                [
-                    *(sys.executable, "-c"),
-                    "import sys, httpx; print(httpx.post(sys.argv[1] + '/generate', timeout=120, trust_env=False, json="
-                    "{'prompt': 'abc', 'n': 64, 'max_tokens': 240, 'ignore_eos': True, 'logprobs': 0}).text)",
-                    server.url,
-                ],
-                stdout=subprocess.PIPE,
-            )
-            stack.callback(request.wait)
-            version = 0
-            while request.poll() is None and "decoding it again" not in server.log.read_text(errors="replace"):
-                version += 1
-                with lock.writing(version):
-                    for tensor in tensors.values():
-                        tensor.mul_(1.01)
-                time.sleep(0.05)  # some batches begin between two writes
-            output, _ = request.communicate(timeout=120)
-            answer = json.loads(output)
-            assert "decoding it again" in server.log.read_text(errors="replace")
-            assert {v for versions in answer["policy_versions"] for v in versions} == {version}
-            assert client.get("/bridge/info").json()["policy_version"] == version
-        lock.close()
+def test_a_writer_that_does_not_pause_only_costs_the_batch(server: Serving) -> None:
+    file = read_bridge_file(server.bridge_file)
+    lock, tensors = WeightLock.attach(file.fence_segment), map_tensors(file.tensors)
+    body = {"prompt": "abc", "n": 16, "max_tokens": 240, "ignore_eos": True, "logprobs": 0}
+    version = 0
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(server.now.generate, **body)
+        while not request.done() and "decoding it again" not in log_of(server):
+            version += 1
+            with lock.writing(version):
+                for tensor in tensors.values():
+                    tensor.mul_(1.01)
+            time.sleep(0.05)  # some batches begin between two writes
+        answer = request.result()
+    assert "decoding it again" in log_of(server)
+    assert {v for versions in answer["policy_versions"] for v in versions} == {version}
+    with server.now.client as client:
+        assert client.get("/bridge/info").json()["policy_version"] == version
+    lock.close()
 
 
-def test_under_a_supervisor_a_restarted_server_keeps_the_newest_weights(model_folder: Path, tmp_path: Path) -> None:
-    environment = {"GRPO_TUI_RUN": f"test{os.getpid()}"}
+def test_a_running_servers_bridge_file_is_not_overwritten(server: Serving) -> None:
+    second = Serving(server.model, server.folder, "--shared-weights")
+    with pytest.raises(AssertionError, match="belongs to a running inference server"):
+        second.start()
+    assert read_bridge_file(server.bridge_file).pid == server.now.process.pid
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(server: Serving, tmp_path: Path) -> None:
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": 8, "logprobs": 0}
+    before = server.now.generate(**body)
+    for path, word in ((tmp_path / "nowhere", "nowhere"), (tmp_path, "no config.json"), (Path("here"), "absolute")):
+        with server.now.client as client:
+            answer = client.post("/bridge/reload", json={"path": str(path), "policy_version": 3})
+        assert answer.status_code == 400, answer.text
+        assert word in answer.json()["detail"]
+    assert server.now.generate(**body) == before
+
+
+def test_a_restart_in_another_dtype_is_refused_by_name(own_server: Serving, tmp_path: Path) -> None:
+    with closing(bridge_to(own_server, "shared_vllm", tmp_path)) as bridge:
+        bridge.attach()
+        own_server.end()
+        own_server.dtype = "bfloat16"
+        own_server.start()
+        message = "the same in another dtype or on another GPU; restart the trainer"
+        with pytest.raises(BridgeError, match=message):
+            bridge.ensure_current()
+
+
+def test_under_a_supervisor_a_restarted_server_keeps_the_newest_weights(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_TUI_RUN", f"test{os.getpid()}")
+    server = Serving(model_folder, tmp_path, "--shared-weights")
     segments: set[str] = set()
     try:
-        with sharing(model_folder, tmp_path, environment=environment) as server:
-            bridge = attach(model_folder, server, tmp_path)
+        server.start()
+        with closing(bridge_to(server, "shared_vllm", tmp_path)) as bridge:
             model = bridge.attach().model.eval()
             bridge.publish(5, shift(model, 1))
-            file = read_bridge_file(tmp_path / "bridge.json")
+            file = read_bridge_file(server.bridge_file)
             segments = {file.fence_segment} | segments_of(file.tensors)
             assert all(name.startswith(f"grpo-test{os.getpid()}-") for name in segments)
-            server.stop(signal.SIGKILL)
-        with sharing(model_folder, tmp_path, environment=environment, port=int(server.url[-5:].lstrip(":"))) as again:
-            assert_agreement(again, model, 5)
-            assert "Adopted the weights of version 5" in again.log.read_text(errors="replace")
+            server.end(signal.SIGKILL)
+            server.start()
+            assert_agreement(server.now, model, 5)
+            assert "Adopted the weights of version 5" in log_of(server)
             bridge.ensure_current()
             bridge.publish(6, shift(model, 2))
-            assert_agreement(again, model, 6)
-            now = read_bridge_file(tmp_path / "bridge.json")
+            assert_agreement(server.now, model, 6)
+            now = read_bridge_file(server.bridge_file)
             assert {now.fence_segment} | segments_of(now.tensors) == segments
-        bridge.close()
+            server.end()
         assert segments <= our_segments()
     finally:
+        server.close()
         unlink_segments(segments)
 
 
-def test_a_server_without_supervisor_removes_a_killed_ones_files(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server:
-        server.stop(signal.SIGKILL)
-    left = read_bridge_file(tmp_path / "bridge.json")
+def test_a_server_without_supervisor_removes_a_killed_ones_files(own_server: Serving, tmp_path: Path) -> None:
+    own_server.end(signal.SIGKILL)
+    left = read_bridge_file(own_server.bridge_file)
     assert left.fence_segment in our_segments()
-    with sharing(model_folder, tmp_path) as again:
-        now = read_bridge_file(tmp_path / "bridge.json")
-        assert now.instance != left.instance
-        assert left.fence_segment not in our_segments()
-        bridge = attach(model_folder, again, tmp_path)
-        assert_agreement(again, bridge.attach().model, 0)
-        bridge.close()
-    assert not (tmp_path / "bridge.json").exists()
+    own_server.start()
+    assert read_bridge_file(own_server.bridge_file).instance != left.instance
+    assert left.fence_segment not in our_segments()
+    with closing(bridge_to(own_server, "shared_vllm", tmp_path)) as bridge:
+        assert_agreement(own_server.now, bridge.attach().model, 0)
 
 
-def test_a_running_servers_bridge_file_is_not_overwritten(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path):
-        with pytest.raises(AssertionError, match="belongs to a running inference server"):
-            sharing(model_folder, tmp_path).__enter__()
-        assert read_bridge_file(tmp_path / "bridge.json")
+def test_sigterm_ends_a_busy_server_at_once(own_server: Serving) -> None:
+    def ask() -> None:
+        body = {"prompt": "a", "n": 4096, "max_tokens": 250, "ignore_eos": True}  # minutes of work
+        with suppress(httpx.TransportError), own_server.now.client as client:
+            client.post("/generate", json=body)
 
-
-def test_a_trainer_says_what_is_missing(model_folder: Path, tmp_path: Path) -> None:
-    with running_server(model_folder, folder=tmp_path) as server:
-        bridge = attach(model_folder, server, tmp_path)
-        with pytest.raises(BridgeError, match=r"does not share its weights; start it with --shared-weights"):
-            bridge.attach()
-        bridge.close()
-    lonely = make_bridge({"mode": "none"}, model_folder, "http://127.0.0.1:9", tmp_path)
-    lonely._client._patience_s = 0.5
-    with pytest.raises(
-        PeerUnavailable, match=r"9/bridge/info.*check the inference server's log.*--handover .*--bridge-restart"
-    ):
-        lonely.attach()
-    lonely.close()
-
-
-def test_a_checkpoint_that_does_not_fit_changes_nothing(model_folder: Path, tmp_path: Path) -> None:
-    with running_server(model_folder, folder=tmp_path) as server, server.client as client:
-        wait_healthy(server)
-        before = server.generate(prompt="abc", temperature=0, max_tokens=8, logprobs=0)
-        for path, word in (
-            (tmp_path / "nowhere", "nowhere"),
-            (tmp_path, "no config.json"),
-            (Path("here"), "absolute"),
-        ):
-            answer = client.post("/bridge/reload", json={"path": str(path), "policy_version": 3})
-            assert answer.status_code == 400, answer.text
-            assert word in answer.json()["detail"]
-        assert server.generate(prompt="abc", temperature=0, max_tokens=8, logprobs=0) == before
-
-
-def test_sigterm_ends_a_busy_server_at_once(model_folder: Path, tmp_path: Path) -> None:
-    with sharing(model_folder, tmp_path) as server:
-        body = "{'prompt': 'a', 'n': 4096, 'max_tokens': 250, 'ignore_eos': True}"  # minutes of work
-        code = f"import sys, httpx; httpx.post(sys.argv[1] + '/generate', timeout=120, trust_env=False, json={body})"
-        asks = [subprocess.Popen([sys.executable, "-c", code, server.url], stderr=subprocess.DEVNULL) for _ in range(2)]
-        process = psutil.Process(server.process.pid)
-        while sum(connection.status == "ESTABLISHED" for connection in process.net_connections()) < len(asks):
+    process = psutil.Process(own_server.now.process.pid)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(ask)
+        while sum(connection.status == "ESTABLISHED" for connection in process.net_connections()) < 2:
             time.sleep(0.05)
-        assert server.stop() == 0
-        for ask in asks:
-            ask.wait(60)
-    assert not (tmp_path / "bridge.json").exists()
+        assert own_server.end() == 0
+
+
+@pytest.mark.parametrize(("mode", "flag"), [("shared_vllm", "--shared-weights"), ("lora_only", "--enable-lora")])
+def test_a_server_without_what_the_mode_needs_is_refused_with_its_flag(
+    plain_url: str, model_folder: Path, tmp_path: Path, mode: str, flag: str
+) -> None:
+    settings = {"mode": mode, **({"config_path": tmp_path / "bridge.json"} if mode == "shared_vllm" else {})}
+    bridge = make_bridge(settings, model_folder, plain_url, tmp_path)
+    with closing(bridge), pytest.raises(BridgeError, match=f"start .*with {flag}"):
+        bridge.attach()
+
+
+@pytest.fixture(scope="module")
+def plain_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server without any setting for bridges."""
+    with running_server(model_folder, folder=tmp_path_factory.mktemp("plain")) as server:
+        yield server.url
+
+
+def test_a_trainer_without_a_server_says_what_to_check(tmp_path: Path) -> None:
+    bridge = make_bridge({"mode": "none"}, tmp_path, "http://127.0.0.1:9", tmp_path, patience_s=0.1)
+    message = r"9/bridge/info.*check the inference server's log.*--handover .*--bridge-restart"
+    with closing(bridge), pytest.raises(PeerUnavailable, match=message):
+        bridge.attach()
 
 
 def test_a_port_where_something_else_answers_is_named_with_its_flag() -> None:
-    class Stranger(BaseHTTPRequestHandler):
+    class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
 
-    with HTTPServer(("127.0.0.1", 0), Stranger) as other:
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
         Thread(target=other.handle_request, daemon=True).start()
         with pytest.raises(BridgeError, match="not an inference server of grpo-engine: correct --vllm-port"):
             ServerClient(f"http://127.0.0.1:{other.server_port}", patience_s=5).info()
