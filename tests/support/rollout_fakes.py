@@ -25,9 +25,7 @@ from grpo_engine.rollouts.http.app import make_app
 from grpo_engine.rollouts.stock.connections import WatchedProtocol
 from grpo_engine.rollouts.storage.store import Store
 
-REGISTRATION: dict[str, Any] = {
-    "wandb_group": "group",
-    "wandb_project": "project",
+RUN: dict[str, Any] = {
     "batch_size": 4,
     "max_token_len": 64,
     "checkpoint_dir": "checkpoints",
@@ -35,6 +33,7 @@ REGISTRATION: dict[str, Any] = {
     "starting_step": 0,
     "num_steps": 30,
 }
+REGISTRATION: dict[str, Any] = {"wandb_group": "group", "wandb_project": "project", **RUN}
 ENVIRONMENT: dict[str, Any] = {"max_token_length": 64, "desired_name": "sums", "weight": 1.0, "group_size": 2}
 
 

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from grpo_engine.bridges import BridgeModel
+from grpo_engine.bridges import Bridge, BridgeModel
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.loop import train
+from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.rollouts import ScoredGroup
 
 VOCABULARY = 32
 
 
-def small_model(seed: int = 0) -> LlamaForCausalLM:
+def small_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama; `changes` are of its configuration."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+def attached(model: PreTrainedModel, *, is_shared: bool = True, **changes: Any) -> BridgeModel:
+    """The model as a bridge hands it to a trainer."""
+    return BridgeModel(
+        **{"model": model, "is_shared": is_shared, "policy_version": 0, "save": model.save_pretrained, **changes}
     )
-
-
-def attached(model: LlamaForCausalLM) -> BridgeModel:
-    return BridgeModel(model=model, is_shared=True, policy_version=0, save=model.save_pretrained)
 
 
 def settings(**changes: object) -> TrainConfig:
@@ -120,7 +126,7 @@ class ListeningBridge:
         self._serves = serves
 
     def attach(self) -> BridgeModel:
-        return replace(attached(self.model), policy_version=self._serves)
+        return attached(self.model, policy_version=self._serves)
 
     def publish(self, version: int, write: Callable[[], None]) -> None:
         write()
@@ -134,6 +140,33 @@ class ListeningBridge:
 
     def close(self) -> None:
         pass
+
+
+def train_in(
+    folder: Path,
+    config: TrainConfig,
+    source: ListedSource,
+    bridge: Bridge | ListeningBridge | None = None,
+    *,
+    decode: Callable[[Sequence[int]], str] = str,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run the training loop in this process; returns the number of steps."""
+    with Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
+        return train(
+            config,
+            source,  # type: ignore[arg-type]
+            bridge or ListeningBridge(small_model()),
+            recorder,
+            decode=decode,
+            save_path=folder / "checkpoints",
+            stop=stop,
+        )
+
+
+def metrics_lines(folder: Path) -> list[MetricsLine]:
+    """The records of all steps in a run folder."""
+    return [MetricsLine.model_validate_json(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

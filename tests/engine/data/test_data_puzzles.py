@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from grpo_engine.data.puzzles import PuzzleTask, make_item, score, stated_result
+from grpo_engine.data.puzzles import make_item, score, stated_result
 from grpo_engine.errors import ConfigError
 
 
-def test_the_answer_belongs_to_the_question() -> None:
+def test_the_answer_belongs_to_the_question_and_the_same_seed_makes_the_same_item() -> None:
     rng = random.Random(3)
     for _ in range(50):
         for task, answer_of in (
@@ -27,11 +27,8 @@ def test_the_answer_belongs_to_the_question() -> None:
         _, _, left, _, right, *_ = question.replace("?", "").split()
         assert 10 <= int(left) <= 99
         assert int(left) + int(right) == int(answer)
-
-
-@pytest.mark.parametrize("task", list(PuzzleTask))
-def test_the_same_seed_asks_the_same_puzzle(task: PuzzleTask) -> None:
-    assert make_item(task, random.Random(7)) == make_item(task, random.Random(7))
+    for task in ("sort6", "copy6", "reverse6", "arithmetic"):
+        assert make_item(task, random.Random(7)) == make_item(task, random.Random(7))
 
 
 @pytest.mark.parametrize(
@@ -82,11 +79,8 @@ def test_integers_are_read_as_people_write_them(text: str, value: int | None) ->
     assert stated_result(text) == value
 
 
-def test_an_unknown_puzzle_names_the_nearest() -> None:
+def test_an_unknown_puzzle_and_a_difficulty_without_digits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'sort' is not a puzzle.*did you mean 'sort6'"):
         make_item("sort", random.Random(0))
-
-
-def test_a_difficulty_without_digits_is_refused() -> None:
     with pytest.raises(ConfigError, match="difficulty 0"):
         make_item("arithmetic", random.Random(0), difficulty=0)

@@ -42,7 +42,7 @@ def test_completions_follow_their_prompt_at_the_positions_they_would_have_alone(
     assert packed.trained.tolist() == [1, 2, 1, 3, 4]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_log_probabilities_and_gradients_are_those_of_rows_of_their_own(seed: int) -> None:
     batch = make_batch(made_up_groups(seed, groups=3, size=4), seq_len=32)
     packed, plain = trainee(), trainee()
@@ -56,7 +56,7 @@ def test_log_probabilities_and_gradients_are_those_of_rows_of_their_own(seed: in
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
-def test_rows_whose_prompts_differ_do_not_share_one() -> None:
+def test_rows_share_a_prompt_only_where_it_is_the_same() -> None:
     mixed = ScoredGroup(
         tokens=[[5, 9, 7], [5, 8, 7], [5, 9, 4]],
         masks=[[-100, -100, 7], [-100, -100, 7], [-100, -100, 4]],
@@ -73,7 +73,7 @@ def test_the_same_prompt_in_two_groups_stays_two_rows() -> None:
     assert len(pack(batch, in_one_row=False).inputs) == 2
 
 
-def test_one_row_holds_all_groups_and_keeps_them_from_seeing_each_other() -> None:
+def test_one_row_holds_all_groups_without_attention_between_them() -> None:
     batch = make_batch([group([5, 9, 3], [[7, 1], [8]]), group([6], [[6, 4], [4, 4]])], seq_len=8)
     packed = pack(batch, in_one_row=True)
     assert packed.inputs.tolist() == [[5, 9, 3, 7, 6, 6, 4]]
@@ -100,20 +100,20 @@ def test_one_padded_row_gives_the_same_log_probabilities(seed: int, monkeypatch:
     torch.testing.assert_close(subject.logprobs(batch), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_that_are_hardly_worth_it_are_left_alone() -> None:
+def test_prompts_whose_sharing_saves_little_are_not_shared() -> None:
     long = list(range(3, 30))
     batch = make_batch([group([5], [long, long[::-1]])], seq_len=64)
     assert Scorer(small_model())._packed(batch) is None
 
 
-def test_a_saved_model_names_no_attention_of_ours(tmp_path: Path) -> None:
+def test_a_saved_model_names_no_attention_implementation_of_this_project(tmp_path: Path) -> None:
     model = small_model()
     Scorer(model)
     model.save_pretrained(tmp_path)
     assert "grpo_engine" not in (tmp_path / "config.json").read_text()
 
 
-def test_a_model_with_a_sliding_window_is_not_given_a_mask_of_ours() -> None:
+def test_a_model_with_a_sliding_window_does_not_share_prompts() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     assert takes_any_mask(small_model())

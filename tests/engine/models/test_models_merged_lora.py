@@ -8,10 +8,9 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from training import made_up_groups, settings
+from training import attached, made_up_groups, settings
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import make_batch
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LoraSettings
@@ -27,20 +26,12 @@ TOKEN_IDS = torch.arange(3, 23).view(2, 10)
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def small_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
+def biased_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
     """With biases on q, k and v."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            initializer_range=0.2,
-        )
-    )
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, initializer_range=0.2))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
@@ -57,8 +48,8 @@ def base_weights(model: PeftModel) -> dict[str, Tensor]:
 
 
 def adapted(dtype: torch.dtype, targets: tuple[str, ...] = ALL_LINEAR) -> PeftModel:
-    """PEFT's model, whose adapters are no longer the nothing that they start as."""
-    model = add_lora(small_model(dtype), LoraSettings(rank=4, alpha=8, target_modules=targets))
+    """PEFT's model, whose adapters are not zero."""
+    model = add_lora(biased_model(dtype), LoraSettings(rank=4, alpha=8, target_modules=targets))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -125,16 +116,16 @@ def test_a_thousand_merges_are_rounded_once() -> None:
     exact = base[name].float() + 2 * second @ first
     assert torch.equal(layer.base_layer.weight, exact.to(torch.bfloat16))
     moved = (2 * 1e-2 * direction @ first).norm()
-    assert (added_up.float() - exact).norm() > 0.5 * moved  # most of it was lost on the way
+    assert (added_up.float() - exact).norm() > 0.5 * moved  # most of it was lost by rounding
     assert (layer.base_layer.weight.float() - exact).norm() < 0.2 * moved
 
 
 def base_weights_of_a_fresh_model(model: PeftModel) -> dict[str, Tensor]:
-    fresh = dict(small_model(torch.bfloat16).named_parameters())
+    fresh = dict(biased_model(torch.bfloat16).named_parameters())
     return {name: fresh[name].detach() for name in adapted_weights(model)}
 
 
-def test_adapters_that_change_nothing_give_the_base_weights_bit_for_bit_back() -> None:
+def test_adapters_of_zero_restore_the_base_weights_bit_for_bit() -> None:
     model = adapted(torch.bfloat16)
     lora, base = merged(model), base_weights_of_a_fresh_model(model)
     now = base_weights(model)
@@ -152,14 +143,14 @@ def test_with_adapters_off_it_is_the_base_model_bit_for_bit(dtype: torch.dtype) 
     model = adapted(dtype)
     merged(model)
     batch = make_batch(made_up_groups(1), seq_len=32)
-    expected, _ = Scorer(small_model(dtype)).logprobs(batch)
+    expected, _ = Scorer(biased_model(dtype)).logprobs(batch)
     policy, _ = Scorer(model).logprobs(batch)
     assert torch.equal(UnderAdapters(model).logprobs(batch), expected)
     assert not torch.allclose(policy, expected, atol=0.1)
     assert torch.equal(Scorer(model).logprobs(batch)[0], policy)
 
 
-def test_apart_from_what_was_merged_it_computes_what_the_next_merge_will() -> None:
+def test_unmerged_it_computes_what_the_next_merge_will() -> None:
     model = adapted(torch.bfloat16)
     lora = merged(model)
     before = model(TOKEN_IDS).logits
@@ -182,8 +173,9 @@ def test_several_updates_on_a_batch_are_those_of_adapters_beside_the_weights() -
     for is_merged in (False, True):
         model = adapted(torch.float32)
         more = {"unmerged": merged(model).apart} if is_merged else {}
-        handed_over = BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained, **more)
-        subject = Trainee(handed_over, settings(num_iterations=3, bridge={"mode": "lora_only"}))
+        subject = Trainee(
+            attached(model, is_shared=False, **more), settings(num_iterations=3, bridge={"mode": "lora_only"})
+        )
         before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         gradient_step(subject, batch, step=0, policy_version=0)
         adapters.append({name: p.detach() - before[name] for name, p in model.named_parameters() if name in before})
@@ -197,18 +189,15 @@ def test_a_saved_adapter_is_peft_s_and_gives_the_merged_model(tmp_path: Path) ->
     model = adapted(torch.float32)
     merged(model)
     save_adapter(model, tmp_path / "adapter")
-    again = PeftModel.from_pretrained(small_model(torch.float32), tmp_path / "adapter")
+    again = PeftModel.from_pretrained(biased_model(torch.float32), tmp_path / "adapter")
     torch.testing.assert_close(again(TOKEN_IDS).logits, model(TOKEN_IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_with_dropout_are_refused() -> None:
-    model = add_lora(small_model(torch.float32), LoraSettings(dropout=0.1))
+def test_adapters_with_dropout_or_on_transposed_weights_are_refused() -> None:
+    with_dropout = add_lora(biased_model(torch.float32), LoraSettings(dropout=0.1))
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj\.weight: an adapter with dropout cannot be"):
-        MergedLora(model, base_weights(model))
-
-
-def test_adapters_on_transposed_weights_are_refused() -> None:
+        MergedLora(with_dropout, base_weights(with_dropout))
     gpt2: PreTrainedModel = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32))
-    model = add_lora(gpt2, LoraSettings(target_modules=("c_attn",)))
+    transposed = add_lora(gpt2, LoraSettings(target_modules=("c_attn",)))
     with pytest.raises(ModelError, match=r"c_attn\.weight: an adapter of Conv1D cannot be merged"):
-        MergedLora(model, base_weights(model))
+        MergedLora(transposed, base_weights(transposed))

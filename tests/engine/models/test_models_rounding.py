@@ -20,7 +20,9 @@ def _seed() -> None:
 
 @pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("below", [1.0, -1.0, 0.0195, -3e38, 1e-30, 1e-40, -1e-39], ids=str)
-def test_a_neighbour_is_taken_as_often_as_the_value_is_near_to_it(below: float, fraction: float) -> None:
+def test_each_neighbour_is_taken_with_the_probability_that_makes_rounding_unbiased(
+    below: float, fraction: float
+) -> None:
     low = torch.tensor(below).to(torch.bfloat16).float()
     bits = low.view(torch.int32)
     high = (bits + rounding.LOWER_HALF).view(torch.float32)  # the neighbour further from zero; also of subnormals
@@ -32,15 +34,6 @@ def test_a_neighbour_is_taken_as_often_as_the_value_is_near_to_it(below: float, 
     assert went_up.double().mean().item() == pytest.approx(fraction, abs=5 * deviation)
 
 
-def test_the_mean_of_many_roundings_is_the_value_itself() -> None:
-    values = torch.randn(1000) * 0.02
-    rounded = round_to_bf16_(values.repeat(400, 1).contiguous()).double()
-    unit = values.abs().log2().floor().exp2().double() / 128  # from one bf16 to the next
-    errors = (rounded.mean(dim=0) - values.double()) / unit
-    assert errors.abs().max() < 5 * 0.5 / math.sqrt(400)
-    assert errors.mean().abs() < 5 * 0.5 / math.sqrt(400 * 1000)
-
-
 def test_numbers_that_bf16_has_are_never_moved() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for _ in range(20):
@@ -49,7 +42,7 @@ def test_numbers_that_bf16_has_are_never_moved() -> None:
         assert bool(rounded[every.isnan()].isnan().all())
 
 
-def test_not_a_number_stays_one_whatever_its_lower_bits_say() -> None:
+def test_nan_stays_nan_whatever_its_lower_bits() -> None:
     bits = [0x7F800001, 0x7F80FFFF, 0x7FFFFFFF, -0x7FFFFF, -1]  # -1: all bits set; a carry would make 0 of it
     values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).repeat(1000)
     assert bool(round_to_bf16_(values).isnan().all())

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from training import small_model
+from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.shared import load_model_on_shared
@@ -22,23 +23,9 @@ LLAMA3_ROPE = {
 }
 
 
-def small_config(**changes: Any) -> LlamaConfig:
-    settings = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 64,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }
-    return LlamaConfig(**{**settings, **changes})
-
-
-def small_model(config: LlamaConfig) -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    return LlamaForCausalLM(config).eval()
+def attachable(**changes: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    return small_model(1, **{**sizes, **changes}).eval()
 
 
 def stored(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -59,8 +46,8 @@ def stored(model: torch.nn.Module) -> dict[str, Tensor]:
     ids=["untied", "tied", "llama3 rope", "head size of its own", "all at once", "large theta"],
 )
 def test_an_attached_model_computes_what_a_loaded_one_does_on_the_same_memory(changes: dict[str, Any]) -> None:
-    config = small_config(**changes)
-    original = small_model(config)
+    original = attachable(**changes)
+    config = original.config
     tensors = stored(original)
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     attached = load_model_on_shared(config, tensors, aliases)
@@ -90,8 +77,8 @@ def test_biases_and_another_architecture_attach_as_well() -> None:
 
 
 def test_views_of_a_fused_tensor_attach_and_a_write_to_it_is_seen() -> None:
-    config = small_config()
-    original = small_model(config)
+    original = attachable()
+    config = original.config
     tensors = stored(original)
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     fused = torch.cat([tensors[name] for name in names])  # (32 + 16 + 16, hidden), as inference servers keep it
@@ -105,8 +92,8 @@ def test_views_of_a_fused_tensor_attach_and_a_write_to_it_is_seen() -> None:
 
 
 def test_gradients_of_a_tied_embedding_add_up() -> None:
-    config = small_config(tie_word_embeddings=True)
-    original = small_model(config)
+    original = attachable(tie_word_embeddings=True)
+    config = original.config
     attached = load_model_on_shared(config, stored(original))
     token_ids = torch.arange(20).view(1, -1)
     for model in (original, attached):
@@ -115,16 +102,17 @@ def test_gradients_of_a_tied_embedding_add_up() -> None:
 
 
 def test_the_type_of_the_shared_tensors_is_kept() -> None:
-    config = small_config()
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in stored(small_model(config)).items()}
+    original = attachable()
+    config = original.config
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in stored(original).items()}
     attached = load_model_on_shared(config, tensors)
     assert {parameter.dtype for parameter in attached.parameters()} == {torch.bfloat16}
     assert attached.model.rotary_emb.inv_freq.dtype is torch.float32
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    config = small_config()
-    tensors = stored(small_model(config))
+    original = attachable()
+    config, tensors = original.config, stored(original)
     norm = tensors.pop("model.norm.weight")
     tensors["model.final_norm.weight"] = norm
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:60]
@@ -136,27 +124,23 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     assert "lm_head.weight (60, 32) instead of (64, 32)" in message
 
 
-def test_an_untied_model_is_not_filled_from_one_tensor() -> None:
-    config = small_config()
-    tensors = stored(small_model(config))
+def test_tensors_must_be_tied_exactly_as_the_model_is() -> None:
+    untied = attachable()
+    tensors = stored(untied)
     del tensors["lm_head.weight"]
     with pytest.raises(ModelError, match=r"not given: lm_head\.weight"):
-        load_model_on_shared(config, tensors)
+        load_model_on_shared(untied.config, tensors)
     with pytest.raises(ModelError, match="separate in the model, but given as one tensor"):
-        load_model_on_shared(config, tensors, {"lm_head.weight": "model.embed_tokens.weight"})
-
-
-def test_a_tied_model_is_not_filled_from_two_tensors() -> None:
-    config = small_config(tie_word_embeddings=True)
-    tensors = stored(small_model(config))
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        load_model_on_shared(untied.config, tensors, {"lm_head.weight": "model.embed_tokens.weight"})
+    tied = attachable(tie_word_embeddings=True)
+    tensors = {**stored(tied), "lm_head.weight": tied.model.embed_tokens.weight.detach().clone()}
     with pytest.raises(ModelError, match="tied in the model, but given as separate tensors"):
-        load_model_on_shared(config, tensors)
+        load_model_on_shared(tied.config, tensors)
 
 
 def test_an_alias_to_nothing_is_refused() -> None:
-    config = small_config(tie_word_embeddings=True)
-    tensors = stored(small_model(config))
+    original = attachable(tie_word_embeddings=True)
+    config, tensors = original.config, stored(original)
     with pytest.raises(ModelError, match=r"aliases of tensors that are not given: lm_head\.weight → model\.embed"):
         load_model_on_shared(config, tensors, {"lm_head.weight": "model.embed.weight"})
     with pytest.raises(ModelError, match="no tensors"):

@@ -1,4 +1,4 @@
-"""Models with random weights: shaped as published, read by any library, and saying varied things."""
+"""Models with random weights: shaped as published, read by any library, and with varied samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.loading import load_model
@@ -55,7 +55,7 @@ def test_it_is_written_in_shards_that_a_library_reads_back(folder: Path) -> None
 
 
 @torch.no_grad()
-def test_it_samples_varied_text_of_tokens_that_its_tokenizer_has(folder: Path) -> None:
+def test_it_samples_varied_text_of_known_tokens_that_depends_on_the_prompt(folder: Path) -> None:
     model, tokenizer = load_model(str(folder), dtype="float32", device="cpu"), tiny_tokenizer()
     prompt = torch.tensor([tokenizer.encode("What is 3 + 4?")])
     logits = model(prompt).logits[0, -1]
@@ -68,13 +68,9 @@ def test_it_samples_varied_text_of_tokens_that_its_tokenizer_has(folder: Path) -
     sampled = model.generate(prompt.expand(4, -1), max_new_tokens=40, do_sample=True, top_k=0, eos_token_id=None)
     assert int(sampled.max()) < NUM_TOKENS
     assert all(len(set(row.tolist())) > 15 for row in sampled[:, prompt.shape[1] :])
-
-
-@torch.no_grad()
-def test_what_it_says_depends_on_the_prompt(folder: Path) -> None:
-    model = load_model(str(folder), dtype="float32", device="cpu")
-    one, other = (model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in ([65, 66, 67], [70, 66, 67]))
-    assert (one - other)[:NUM_TOKENS].abs().max() > 1e-4
+    other = prompt.clone()
+    other[0, 0] += 5
+    assert (model(other).logits[0, -1].log_softmax(-1) - logits.log_softmax(-1))[:NUM_TOKENS].abs().max() > 1e-4
 
 
 def test_it_is_made_the_same_each_time(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -93,14 +89,7 @@ def test_the_size_that_is_asked_of_the_disk_is_that_of_the_weights(name: str) ->
         model = AutoModelForCausalLM.from_config(published_shape(name))
     model.tie_weights()
     assert 2 * sum(parameter.numel() for parameter in model.parameters()) == RANDOM_MODEL_BYTES[name]
-
-
-def test_the_8b_shape_is_that_of_llama_3_1() -> None:
-    config = published_shape("local/llama-8b-random")
-    assert isinstance(config, LlamaConfig)
-    assert config.rope_parameters["rope_type"] == "llama3"
-    assert (config.vocab_size, config.num_attention_heads, config.num_key_value_heads) == (128_256, 32, 8)
-    assert RANDOM_MODEL_BYTES["local/llama-8b-random"] == 2 * 8_030_261_248
+    assert model.config.rope_parameters["rope_type"] == ("llama3" if name == "local/llama-8b-random" else "default")
 
 
 def test_a_disk_without_space_is_an_error_before_anything_is_written(

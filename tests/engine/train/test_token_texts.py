@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from grpo_engine.train.recording import samples as room
+from grpo_engine.train.recording import samples
 from grpo_engine.train.recording.samples import token_texts
 
 TEXT = "Zwei Äpfel für 5 €: 日本 👩‍👧 done."
@@ -38,17 +38,17 @@ def sentence_pieces() -> Tokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentence_pieces()], ids=["bytes", "sentencepiece"])
-def test_joined_they_are_the_text_and_no_character_is_torn(tokenizer: Tokenizer) -> None:
+def test_joined_they_are_the_text_and_no_character_is_split(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(TEXT).ids
     pieces = token_texts(tokens, tokenizer.decode)
     assert len(pieces) == len(tokens) > len(TEXT) / 2
     assert "".join(pieces) == TEXT
-    assert not any(room.HALF_CHARACTER in piece for piece in pieces)
+    assert not any(samples.HALF_CHARACTER in piece for piece in pieces)
     euro = next(number for number, piece in enumerate(pieces) if "€" in piece)
     assert pieces[euro - 2 : euro] == ["", ""]
 
 
-def test_bytes_that_are_no_text_hide_no_token_that_is() -> None:
+def test_tokens_that_are_text_are_kept_between_bytes_that_are_none() -> None:
     tokenizer, rng = byte_level(), random.Random(0)
     for _ in range(200):
         tokens = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randrange(1, 40))]

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disk_faults import DiskFaults, Killed
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from serving import python_path
-from training import made_up_groups, settings, small_model, trainee
+from training import attached, made_up_groups, settings, small_model, trainee
 
+from grpo_engine.bridges.lora_only import LoraOnly
 from grpo_engine.errors import CheckpointError
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
@@ -102,11 +103,29 @@ def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path) -> None:
         write_state(tmp_path, "state", {"state": [{"hook": lambda: None}]})
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_a_restored_trainee_makes_the_next_step_of_the_one_that_was_saved(tmp_path: Path, optimizer: str) -> None:
-    config = settings(optimizer=optimizer)
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {},
+        {"dtype": "bfloat16", "gradient_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "master_weights": "stochastic_rounding"},
+        {"dtype": "bfloat16", "master_weights": "stochastic_rounding", "gradient_dtype": "bfloat16"},
+    ],
+    ids=["float32", "bf16 gradients", "rounded", "rounded, bf16 gradients"],
+)
+def test_a_restored_trainee_makes_the_next_step_of_the_one_that_was_saved(
+    tmp_path: Path, name: str, dtypes: dict[str, object]
+) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", minversion="0.50")
+    config = settings(optimizer=name, batch_size=2, gradient_accumulation_steps=4, **dtypes)
     groups = [trainable_batch(made_up_groups(seed), 32, vocab_size=64) for seed in range(3)]
-    one = trainee(config)
+
+    def fresh(seed: int) -> Trainee:
+        return Trainee(attached(small_model(seed).to(getattr(torch, config.dtype))), config)
+
+    one = fresh(0)
     for step in range(2):
         gradient_step(one, groups[step], step=step, policy_version=step)
         one.write_weights()
@@ -114,12 +133,14 @@ def test_a_restored_trainee_makes_the_next_step_of_the_one_that_was_saved(tmp_pa
     expected = gradient_step(one, groups[2], step=2, policy_version=2).metrics
     drawn = torch.rand(3)
 
-    other = trainee(config, seed=1)
+    other = fresh(1)
     marker = other.restore(checkpoints.load(tmp_path / "step_2", model_name="test/model"))
     other.write_weights()
     assert (marker.step, marker.policy_version, marker.lease, marker.settings) == (2, 2, "abc", {"lr": 1.0})
     assert gradient_step(other, groups[2], step=2, policy_version=2).metrics == expected
     assert torch.equal(torch.rand(3), drawn)
+    for kept in ("_masters", "optimizer"):
+        assert_same(getattr(one, kept).state_dict(), getattr(other, kept).state_dict())
 
 
 def test_every_generator_goes_on_where_it_was() -> None:
@@ -145,47 +166,12 @@ def test_weight_decay_of_a_resumed_run_is_what_its_settings_say(tmp_path: Path) 
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-# --- writers that die -------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """What a SIGKILL is to the code it ends."""
-
-
-class Disk:
-    """Lets a thread die at one of its doings, or refuses it; everything after the death fails as well."""
-
-    WRITES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir"})
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._limit: int | None = None
-        self._error: BaseException = Killed()
-        self._thread = 0
-        sys.addaudithook(self._notice)
-
-    @contextmanager
-    def failing(self, at: int | None, error: BaseException) -> Iterator[None]:
-        self.count, self._limit, self._error, self._thread = 0, at, error, threading.get_ident()
-        try:
-            yield
-        finally:
-            self._thread = 0
-
-    def _notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        is_open = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if event in self.WRITES or is_open:
-            self.count += 1
-            is_dead = isinstance(self._error, Killed)
-            if self._limit is not None and (self.count == self._limit or (is_dead and self.count > self._limit)):
-                raise self._error
+# --- killed writers and full disks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def disk() -> Disk:
-    return Disk()
+def faults() -> DiskFaults:
+    return DiskFaults()
 
 
 def saved(subject: Trainee, folder: Path, step: int) -> None:
@@ -201,18 +187,17 @@ def whole_step(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
-def test_a_writer_that_dies_leaves_the_checkpoint_before_or_the_new_one(
-    tmp_path: Path, disk: Disk, again: bool
+def test_a_killed_writer_leaves_the_checkpoint_before_or_the_new_one(
+    tmp_path: Path, faults: DiskFaults, again: bool
 ) -> None:
     subject = trainee(settings(keep_checkpoints=1))
     new = 1 if again else 2
-    moment, seen = 0, set()
-    while True:
-        moment += 1
+    seen = set()
+    for moment in itertools.count(1):
         folder = tmp_path / str(moment)
         saved(subject, folder, 1)
         try:
-            with disk.failing(moment, Killed()):
+            with faults.failing(moment):
                 saved(subject, folder, new)
         except Killed:
             checkpoints.tidy(folder)
@@ -226,21 +211,21 @@ def test_a_writer_that_dies_leaves_the_checkpoint_before_or_the_new_one(
     assert seen == {1, new}
 
 
-def test_a_disk_that_refuses_anything_leaves_the_checkpoint_before_it_and_says_so(tmp_path: Path, disk: Disk) -> None:
+def test_a_disk_that_refuses_anything_leaves_the_checkpoint_before_it_and_says_so(
+    tmp_path: Path, faults: DiskFaults
+) -> None:
     subject = trainee(settings(keep_checkpoints=1))
-    moment = 0
-    while True:
-        moment += 1
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for moment in itertools.count(1):
         folder = tmp_path / str(moment)
         saved(subject, folder, 1)
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         refusals = []
         try:
-            with disk.failing(moment, full):
+            with faults.failing(moment, full):
                 saved(subject, folder, 2)
         except CheckpointError as error:
             refusals.append(str(error))
-        if disk.count < moment:
+        if faults.count < moment:
             break
         assert whole_step(folder) == (1 if refusals else 2)
         for refusal in refusals:
@@ -258,7 +243,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
         json.loads(path.read_text())
 
 
-# --- readers that know nothing of us ----------------------------------------------------------------------------------
+# --- other readers ----------------------------------------------------------------------------------------------------
 
 
 def in_a_fresh_interpreter(code: str) -> str:
@@ -270,20 +255,12 @@ def in_a_fresh_interpreter(code: str) -> str:
 
 @pytest.mark.slow
 def test_a_fresh_transformers_loads_the_model_and_a_fresh_peft_the_adapter(tmp_path: Path) -> None:
-    from grpo_engine.bridges import BridgeModel
-    from grpo_engine.bridges.lora_only import LoraOnly
-
     whole = trainee()
     saved(whole, tmp_path / "whole", 1)
     small_model().save_pretrained(tmp_path / "base")
     model = add_lora(small_model(), LoraSettings(rank=4, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj")))
-    attached = BridgeModel(
-        model=model,
-        is_shared=False,
-        policy_version=0,
-        save=lambda folder: model.save_pretrained(folder, save_embedding_layers=False),
-    )
-    adapted = Trainee(attached, settings(bridge=LoraOnly()))
+    save = partial(model.save_pretrained, save_embedding_layers=False)
+    adapted = Trainee(attached(model, is_shared=False, save=save), settings(bridge=LoraOnly()))
     gradient_step(adapted, trainable_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
     adapted.write_weights()
     saved(adapted, tmp_path / "run", 1)

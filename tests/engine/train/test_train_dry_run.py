@@ -16,11 +16,9 @@ from training import attached, made_up_groups, settings, small_model
 from transformers import LlamaConfig, T5Config
 
 from grpo_engine import cli
-from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import make_batch
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
-from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.dry_run import log_plan, model_shape, report
 from grpo_engine.train.memory.plan import Card, memory_plan
 from grpo_engine.train.memory.rehearsal import (
@@ -33,7 +31,7 @@ from grpo_engine.train.memory.rehearsal import (
 from grpo_engine.train.step import StepResult, gradient_step
 from grpo_engine.train.trainee import Trainee
 
-TORCHS_WORDS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def closed_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_a_dry_run_needs_a_configuration_alone(
+def test_a_dry_run_needs_only_a_configuration(
     config_folder: Path,
     closed_port: int,
     tmp_path: Path,
@@ -91,7 +89,7 @@ def test_a_dry_run_makes_no_model(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_dry_run_of_a_model_that_is_not_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_a_missing_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--dry-run", "--model", str(tmp_path / "nowhere")]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -140,7 +138,7 @@ def test_every_start_on_a_gpu_has_the_plan_in_its_log(
     assert "it does not fit. It should fit with --gradient-checkpointing" in too_large.getMessage()
 
 
-def test_a_model_that_cannot_be_planned_for_ends_no_start(
+def test_a_model_without_a_memory_plan_starts_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card(name="A card", total_bytes=8 * 10**9, free_bytes=4 * 10**9)
@@ -161,18 +159,6 @@ def state_of(trainee: Trainee) -> dict[str, torch.Tensor]:
     return {**copies, "random": torch.get_rng_state(), "bad steps": torch.tensor(trainee._bad_steps)}
 
 
-def with_adapter(config: TrainConfig) -> Trainee:
-    torch.manual_seed(3)
-    lora = LoraSettings(rank=4, dropout=config.lora_dropout, target_modules=("q_proj", "v_proj"))
-    model = add_lora(small_model(), lora)
-    return Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained), config)
-
-
-def one_step(trainee: Trainee, step: int) -> StepResult:
-    batch = make_batch(made_up_groups(step), seq_len=32)
-    return gradient_step(trainee, batch, step=step, policy_version=step)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -188,11 +174,16 @@ def one_step(trainee: Trainee, step: int) -> StepResult:
 def test_after_a_rehearsal_everything_is_as_it_was(changes: dict[str, object]) -> None:
     config = settings(**changes)
 
+    def one_step(trainee: Trainee, step: int) -> StepResult:
+        return gradient_step(trainee, make_batch(made_up_groups(step), seq_len=32), step=step, policy_version=step)
+
     def fresh() -> Trainee:
+        torch.manual_seed(3)
+        model = small_model().to(getattr(torch, config.dtype))
         if config.bridge.mode == "lora_only":
-            trainee = with_adapter(config)
-        else:
-            trainee = Trainee(attached(small_model().to(getattr(torch, config.dtype))), config)
+            lora = LoraSettings(rank=4, dropout=config.lora_dropout, target_modules=("q_proj", "v_proj"))
+            model = add_lora(model, lora)
+        trainee = Trainee(attached(model, is_shared=config.bridge.mode != "lora_only"), config)
         torch.manual_seed(7)
         one_step(trainee, 0)  # with a state of the optimizer
         return trainee
@@ -235,7 +226,7 @@ def test_on_a_cpu_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearse_step(trainee)
 
 
-def test_a_lack_of_memory_is_told_with_what_to_do_and_gives_the_gradients_back() -> None:
+def test_running_out_of_memory_is_explained_and_frees_the_gradients() -> None:
     trainee = Trainee(attached(small_model()), settings(batch_size=4, seq_len=32))
     activations_of: list[weakref.ref[torch.Tensor]] = []
 
@@ -245,7 +236,7 @@ def test_a_lack_of_memory_is_told_with_what_to_do_and_gives_the_gradients_back()
         for group in trainee.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
-        raise torch.OutOfMemoryError(TORCHS_WORDS)
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     with pytest.raises(OutOfGpuMemory) as caught, out_of_memory_explained(trainee, "in step 7"):
         step()
@@ -255,13 +246,15 @@ def test_a_lack_of_memory_is_told_with_what_to_do_and_gives_the_gradients_back()
     assert activations_of[0]() is None
 
 
-def test_other_errors_pass_as_they_are() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     trainee = Trainee(attached(small_model()), settings())
     with pytest.raises(KeyError), out_of_memory_explained(trainee, "in step 7"):
         raise KeyError("x")
 
 
-def test_suggestions_after_a_lack_of_memory_free_at_least_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggestions_after_running_out_of_memory_free_at_least_what_was_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # A card on which the plan finds enough room, though torch did not.
     card = Card(name="A card", total_bytes=80 * 10**9, free_bytes=80 * 10**9)
     monkeypatch.setattr("grpo_engine.train.memory.rehearsal.card_now", lambda config: card)
@@ -269,7 +262,7 @@ def test_suggestions_after_a_lack_of_memory_free_at_least_what_was_missing(monke
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70 * 10**9)
     trainee = Trainee(attached(small_model()), settings(batch_size=4096, seq_len=2048))
     with pytest.raises(OutOfGpuMemory) as caught, out_of_memory_explained(trainee, "in step 7"):
-        raise torch.OutOfMemoryError(TORCHS_WORDS)
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
     said = str(caught.value)
     assert "1.0 GB of the 80.0 GB of A card are free, the trainer holds 70.0 GB" in said
     assert "It should fit with --gradient-checkpointing" in said

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training import settings
+from training import attached, settings
 
-from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.puzzles import make_item, score
 from grpo_engine.models.config import DtypeName, LoraSettings
@@ -95,7 +95,7 @@ def rewards_over_training(
         lr=lr, batch_size=PROMPTS * SIZE, gradient_accumulation_steps=1, warmup_steps=5, training_steps=steps, **changes
     )
     trained = model if lora is None else add_lora(model, lora)
-    trainee = Trainee(BridgeModel(model=trained, is_shared=False, policy_version=0, save=model.save_pretrained), config)
+    trainee = Trainee(attached(trained, is_shared=False), config)
     rewards = []
     for step in range(steps):
         batch = make_batch(sampled_groups(trainee, task, rng, folder), seq_len=64)
@@ -111,40 +111,38 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+FURTHER = pytest.mark.extended(
+    "an adapter learns here; the whole model in test_evaluation_processes.py; rounding has tests with numbers"
+)
+
+
 @pytest.mark.slow
-def test_sort6_is_learned(tiny_model_dir: Path) -> None:
-    rewards = rewards_over_training(tiny_model_dir, "sort6", steps=70, lr=4e-4)
-    assert 0.58 < mean(rewards[:5]) < 0.70
+@pytest.mark.parametrize(
+    ("task", "steps", "first", "settings"),
+    [
+        pytest.param("sort6", 70, (0.58, 0.70), {"lr": 4e-4}, marks=FURTHER),
+        pytest.param("copy6", 45, (0.30, 0.50), {"lr": 1e-3}, marks=FURTHER),
+        pytest.param(
+            *("copy6", 45, (0.30, 0.50)),
+            {"lr": 1e-3, "dtype": "bfloat16", "master_weights": "stochastic_rounding"},
+            marks=FURTHER,
+        ),
+        # an adapter needs six times the learning rate of a whole model
+        ("copy6", 50, (0.30, 0.50), {"lr": 6e-3, "lora": LoraSettings(rank=8, alpha=16)}),
+    ],
+    ids=["sort6", "copy6", "copy6 in bf16 without master weights", "copy6 by an adapter of rank 8"],
+)
+def test_rewards_rise_in_training(
+    tiny_model_dir: Path, task: str, steps: int, first: tuple[float, float], settings: dict[str, Any]
+) -> None:
+    rewards = rewards_over_training(tiny_model_dir, task, steps=steps, **settings)
+    assert first[0] < mean(rewards[:5]) < first[1]
     assert mean(rewards[-10:]) >= 0.80
 
 
-@pytest.mark.extended("test_sort6_is_learned and an adapter learn; rounding has tests with numbers")
-@pytest.mark.slow
-def test_copy6_is_learned(tiny_model_dir: Path) -> None:
-    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=45, lr=1e-3)
-    assert 0.30 < mean(rewards[:5]) < 0.50
-    assert mean(rewards[-10:]) >= 0.80
-
-
-@pytest.mark.extended("test_sort6_is_learned and an adapter learn; rounding has tests with numbers")
-@pytest.mark.slow
-def test_copy6_is_learned_in_bf16_without_master_weights(tiny_model_dir: Path) -> None:
-    rewards = rewards_over_training(
-        tiny_model_dir, "copy6", steps=45, lr=1e-3, dtype="bfloat16", master_weights="stochastic_rounding"
-    )
-    assert mean(rewards[-10:]) >= 0.80
-
-
-@pytest.mark.extended("test_sort6_is_learned and an adapter learn; rounding has tests with numbers")
+@pytest.mark.extended("test_train_step.py: better completions become more probable, equal rewards change no weight")
 @pytest.mark.slow
 def test_nothing_is_learned_from_shuffled_advantages(tiny_model_dir: Path) -> None:
     rewards = rewards_over_training(tiny_model_dir, "copy6", steps=30, lr=5e-4, is_shuffled=True)
     assert max(mean(rewards[at : at + 10]) for at in range(20)) < 0.50
     assert mean(rewards[-10:]) < mean(rewards[:5]) + 0.03
-
-
-@pytest.mark.slow
-def test_an_adapter_of_rank_8_learns_copy6(tiny_model_dir: Path) -> None:
-    lora = LoraSettings(rank=8, alpha=16)
-    rewards = rewards_over_training(tiny_model_dir, "copy6", steps=50, lr=6e-3, lora=lora)  # six times a whole model's
-    assert mean(rewards[-10:]) >= 0.80

@@ -1,4 +1,4 @@
-"""The recorder on disks that refuse: no run ends for its records, and none begins that could keep none."""
+"""The recorder on disks that refuse: none ends a run, and a run that could keep no records does not start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps_in(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_what_a_full_disk_did_not_take_is_recorded_once_there_is_room(
+def test_records_that_a_full_disk_refused_are_written_once_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Recorder(tmp_path, total_steps=4, show_times=False) as recorder:
@@ -61,7 +61,9 @@ def test_a_file_that_is_deleted_under_a_run_is_made_anew_with_the_next_step(tmp_
     assert steps_in(folder) == [2, 3]
 
 
-def test_what_never_had_room_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_that_were_never_written_are_reported_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with Recorder(tmp_path, total_steps=1, show_times=False) as recorder:
         recorder.step(1, 1, {"reward/mean": 0.5})
@@ -70,11 +72,10 @@ def test_what_never_had_room_is_named_at_the_end(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("outlet", ["full", "closed"])
-def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, outlet: str) -> None:
+def test_a_console_that_cannot_be_written_ends_no_run(tmp_path: Path, outlet: str) -> None:
     code = f"""
 from pathlib import Path
 from grpo_engine.train.recording.recorder import Recorder
-from grpo_engine.wire.metrics import RolloutLine
 with Recorder(Path({str(tmp_path)!r}), total_steps=2, show_times=False) as recorder:
     recorder.step(1, 1, {{}})
     recorder.step(2, 2, {{}})
@@ -101,17 +102,18 @@ def test_a_run_folder_that_cannot_be_is_refused_with_what_to_do(tmp_path: Path) 
         Recorder(tmp_path / "run", total_steps=1, show_times=False)
 
 
-def test_lines_that_no_recorder_wrote_hold_nobody_up(tmp_path: Path) -> None:
-    strangers = b'\xff\xfe\n{"step": 1e999}\n[1]\n{"step": "x"}\n{}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(strangers + b'{"step":1}\n{"step":2}\n{"st')
+def test_lines_that_no_recorder_wrote_are_kept_and_a_cut_off_one_is_dropped(tmp_path: Path) -> None:
+    foreign = b'\xff\xfe\n{"step": 1e999}\n[1]\n{"step": "x"}\n{}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(foreign + b'{"step":1}\n{"step":2}\n{"st')
     with Recorder(tmp_path, total_steps=1, show_times=False) as recorder:
         recorder.resume_after(1)
         assert recorder.has(1)
         assert not recorder.has(2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == strangers + b'{"step":1}\n'
+    assert (tmp_path / "metrics.jsonl").read_bytes() == foreign + b'{"step":1}\n'
+    assert (tmp_path / "metrics-set-aside.jsonl").read_bytes() == b'{"step":2}\n'
 
 
-def test_a_bounded_file_of_groups_gets_sparser_where_it_is_old(tmp_path: Path) -> None:
+def test_a_bounded_file_of_groups_is_thinned_out_where_it_is_old(tmp_path: Path) -> None:
     def line(step: int, part: int) -> RolloutLine:
         return RolloutLine(time=float(step), step=step, environment="sort6", prompt=str(part) * 400, completions=[])
 
@@ -127,7 +129,7 @@ def test_a_bounded_file_of_groups_gets_sparser_where_it_is_old(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]
 
 
-def test_a_file_that_cannot_be_made_shorter_grows_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_thinned_out_keeps_growing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / f".rollouts.jsonl.{os.getpid()}.tmp").mkdir()
     line = RolloutLine(time=1.0, step=1, environment=None, prompt="p" * 400, completions=[])
     with Recorder(tmp_path, total_steps=9, show_times=False, max_rollout_bytes=1000) as recorder:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from training import VOCABULARY, attached, made_up_groups, settings, small_model, trainee
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LoraSettings
@@ -31,13 +30,12 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def with_adapters(**changes: object) -> Trainee:
-    """A trainee whose adapters are no longer the nothing that they start as."""
+    """A trainee whose adapters are not zero."""
     model = add_lora(small_model(), LoraSettings(rank=4, alpha=8))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    handed_over = BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained)
-    return Trainee(handed_over, settings(**changes))
+    return Trainee(attached(model, is_shared=False), settings(**changes))
 
 
 def plain_logprobs(model: LlamaForCausalLM, batch: Batch, temperature: float = 1.0) -> Tensor:
@@ -51,11 +49,7 @@ def k3(reference: Tensor, policy: Tensor, mask: Tensor) -> float:
     return float((log_ratio.exp() - 1 - log_ratio).mean())
 
 
-def equal_rewards(groups: list[ScoredGroup]) -> list[ScoredGroup]:
-    return [group.model_copy(update={"scores": [0.5] * len(group.tokens)}) for group in groups]
-
-
-def test_adapters_have_the_very_model_under_them_for_a_reference() -> None:
+def test_the_reference_of_adapters_is_the_model_under_them() -> None:
     subject, batch = with_adapters(kl_coef=0.1), make_batch(made_up_groups(1), seq_len=32)
     assert isinstance(subject.reference, UnderAdapters)
     base, _ = Scorer(small_model()).logprobs(batch)
@@ -64,7 +58,7 @@ def test_adapters_have_the_very_model_under_them_for_a_reference() -> None:
     assert not torch.allclose(policy, base, atol=0.1)
 
 
-def test_scoring_without_adapters_leaves_everything_as_it_was() -> None:
+def test_scoring_the_reference_under_adapters_changes_nothing() -> None:
     subject, batch = with_adapters(kl_coef=0.1), make_batch(made_up_groups(1), seq_len=32)
     frozen = next(p for name, p in subject.model.named_parameters() if "layers.0" in name and "lora_A" in name)
     frozen.requires_grad_(False)
@@ -96,12 +90,59 @@ def test_another_model_is_loaded_in_the_type_of_the_one_in_training(other_model:
     assert not scored.training
 
 
-def test_with_adapters_another_model_may_still_be_the_reference(other_model: str) -> None:
-    subject = with_adapters(kl_coef=0.1, reference_model=other_model)
-    batch = make_batch(made_up_groups(3), seq_len=32)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("kind", ["another model", "another model with adapters", "unset"])
+def test_a_frozen_copy_gives_its_models_log_probabilities_at_the_temperature_of_the_samples(
+    kind: str, temperature: float, other_model: str, tmp_path: Path
+) -> None:
+    small_model(seed=0).save_pretrained(tmp_path)
+    match kind:
+        case "another model":
+            subject, seed = trainee(settings(reference_model=other_model)), 1
+        case "another model with adapters":
+            subject, seed = with_adapters(kl_coef=0.1, reference_model=other_model), 1
+        case _:  # whatever an earlier trainer made of the model that the server holds
+            subject, seed = trainee(settings(model_name=str(tmp_path), kl_coef=0.1), seed=7), 0
+    params = {"temperature": temperature, "logprobs_mode": "processed"}
+    groups = [group.model_copy(update={"generation_params": params}) for group in made_up_groups(5)]
+    batch = make_batch(groups, seq_len=32)
     assert isinstance(subject.reference, FrozenCopy)
-    expected = plain_logprobs(small_model(seed=1), batch)
+    expected = plain_logprobs(small_model(seed), batch, temperature)
     torch.testing.assert_close(subject.reference.logprobs(batch), expected, rtol=1e-4, atol=1e-5)
+
+
+def with_sent_reference(group: ScoredGroup) -> ScoredGroup:
+    """As an environment sends it that measures its reference itself."""
+    sent = [[1.0 if label < 0 else -2.5 for label in row] for row in group.masks]
+    return group.model_copy(update={"ref_logprobs": sent})
+
+
+@pytest.mark.parametrize("num_sent", [1, 2])
+def test_reference_log_probabilities_that_environments_send_are_preferred_to_the_models(
+    num_sent: int, other_model: str
+) -> None:
+    groups = made_up_groups(6)
+    sent = [with_sent_reference(group) for group in groups[:num_sent]]
+    batch = make_batch([*sent, *groups[num_sent:]], seq_len=32)
+    subject = trainee(settings(kl_coef=0.1, reference_model=other_model))
+    result = gradient_step(subject, batch, step=0, policy_version=0)
+    reference = plain_logprobs(small_model(seed=1), batch)
+    reference[: sum(len(group.tokens) for group in sent)] = -2.5
+    assert result.metrics["grpo/kl"] == pytest.approx(k3(reference, result.logprobs, batch.mask), rel=1e-3)
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_without_a_model_the_divergence_is_measured_only_if_every_group_has_a_reference(batch_size: int) -> None:
+    first, second = map(with_sent_reference, made_up_groups(3))
+    subject = trainee(settings(batch_size=batch_size))
+    assert subject.reference is None
+    batch = make_batch([first, second], seq_len=32)
+    result = gradient_step(subject, batch, step=0, policy_version=0)
+    expected = k3(torch.full_like(result.logprobs, -2.5), result.logprobs, batch.mask)
+    assert result.metrics["grpo/kl"] == pytest.approx(expected, rel=1e-3)
+    some = make_batch([first, made_up_groups(3)[1]], seq_len=32)
+    metrics = gradient_step(subject, some, step=1, policy_version=0).metrics
+    assert metrics["grpo/kl"] == metrics["grpo/kl_rollout"]
 
 
 def test_unset_the_reference_is_the_model_that_training_starts_from(tmp_path: Path) -> None:
@@ -116,66 +157,13 @@ def test_unset_the_reference_is_the_model_that_training_starts_from(tmp_path: Pa
     assert second.metrics["grpo/kl"] > 1e-3
 
 
-def test_what_a_server_holds_does_not_reach_the_reference(tmp_path: Path) -> None:
-    small_model().save_pretrained(tmp_path)
-    served = small_model(seed=7)  # what an earlier trainer made of the model
-    config = settings(model_name=str(tmp_path), kl_coef=0.1)
-    subject = Trainee(attached(served), config)
-    batch = make_batch(made_up_groups(4), seq_len=32)
-    assert subject.reference is not None
-    expected = plain_logprobs(small_model(), batch)
-    torch.testing.assert_close(subject.reference.logprobs(batch), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_reference_is_taken_at_the_temperature_of_the_samples(other_model: str) -> None:
-    params = {"temperature": 0.5, "logprobs_mode": "processed"}
-    groups = [group.model_copy(update={"generation_params": params}) for group in made_up_groups(5)]
-    batch = make_batch(groups, seq_len=32)
-    subject = trainee(settings(reference_model=other_model))
-    assert subject.reference is not None
-    expected = plain_logprobs(small_model(seed=1), batch, temperature=0.5)
-    torch.testing.assert_close(subject.reference.logprobs(batch), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_reference_log_probabilities_that_environments_send_are_used_as_they_are(other_model: str) -> None:
-    groups = [
-        group.model_copy(update={"ref_logprobs": [[1.0 if m < 0 else -2.5 for m in row] for row in group.masks]})
-        for group in made_up_groups(6)
-    ]
-    batch = make_batch(groups, seq_len=32)
-    for subject in (trainee(settings(kl_coef=0.1, reference_model=other_model)), trainee()):
-        result = gradient_step(subject, batch, step=0, policy_version=0)
-        expected = k3(torch.full_like(result.logprobs, -2.5), result.logprobs, batch.mask)
-        assert result.metrics["grpo/kl"] == pytest.approx(expected, rel=1e-3)
-
-
-def test_without_a_model_references_of_some_groups_alone_measure_nothing_however_rows_are_split() -> None:
-    first, second = made_up_groups(3)
-    sent = [[1.0 if label < 0 else -2.5 for label in row] for row in first.masks]
-    batch = make_batch([first.model_copy(update={"ref_logprobs": sent}), second], seq_len=32)
-    for batch_size in (4, 8):
-        subject = trainee(settings(batch_size=batch_size))
-        metrics = gradient_step(subject, batch, step=0, policy_version=0).metrics
-        assert metrics["grpo/kl"] == metrics["grpo/kl_rollout"]
-
-
-def test_groups_without_reference_log_probabilities_get_them_from_the_model(other_model: str) -> None:
-    first, second = made_up_groups(6)
-    sent = [[1.0 if m < 0 else -2.5 for m in row] for row in first.masks]
-    batch = make_batch([first.model_copy(update={"ref_logprobs": sent}), second], seq_len=32)
-    subject = trainee(settings(kl_coef=0.1, reference_model=other_model))
-    result = gradient_step(subject, batch, step=0, policy_version=0)
-    reference = plain_logprobs(small_model(seed=1), batch)
-    reference[: len(first.tokens)] = -2.5
-    assert result.metrics["grpo/kl"] == pytest.approx(k3(reference, result.logprobs, batch.mask), rel=1e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_divergence_pulls_the_policy_back_to_the_reference(other_model: str, estimator: str) -> None:
     config = settings(kl_coef=1.0, kl_estimator=estimator, reference_model=other_model, training_steps=40, lr=3e-3)
     subject = trainee(config)
-    batch = make_batch(equal_rewards(made_up_groups(7)), seq_len=32)
+    equal_rewards = [group.model_copy(update={"scores": [0.5] * len(group.tokens)}) for group in made_up_groups(7)]
+    batch = make_batch(equal_rewards, seq_len=32)
     divergences = []
     for step in range(30):
         divergences.append(gradient_step(subject, batch, step=step, policy_version=step).metrics["grpo/kl"])
@@ -196,14 +184,7 @@ def test_a_reference_without_kl_coef_is_measured_and_changes_nothing(other_model
     assert first.metrics["grpo/kl"] == first.metrics["grpo/kl_rollout"] == second.metrics["grpo/kl_rollout"]
 
 
-def test_without_either_setting_no_second_model_is_loaded() -> None:
-    assert trainee().reference is None
-
-
 def test_a_reference_that_lacks_tokens_is_refused_with_both_counts(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY - 8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    small_model(vocab_size=VOCABULARY - 8).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"knows 24 tokens and test/model 32: choose a reference"):
         load_reference(settings(reference_model=str(tmp_path)), small_model())

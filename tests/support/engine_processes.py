@@ -1,0 +1,85 @@
+"""Services of the engine as real processes: started, killed and started again, each with a log of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forked import Forked
+from serving import end_all, python_path
+
+
+class EngineProcesses:
+    """The services of one run, whose run folder is `folder/run`.
+
+    Args:
+        argv: the flags of each service.
+        is_forked: start them without the time of their imports, and not by the command line.
+    """
+
+    def __init__(self, folder: Path, argv: Mapping[str, Sequence[str]], *, is_forked: bool = True) -> None:
+        self.folder, self.run_folder = folder, folder / "run"
+        self.processes: dict[str, subprocess.Popen[bytes] | Forked] = {}
+        self._argv, self._is_forked = argv, is_forked
+        self._environment = {
+            **os.environ,
+            **{"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            "VLLM_BRIDGE_CONFIG_PATH": str(folder / "bridge.json"),
+        }
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.processes[name] = self._started(name, *self._argv[name])
+
+    def _started(self, *words: str) -> subprocess.Popen[bytes] | Forked:
+        log = self.folder / f"{words[0]}.log"
+        if self._is_forked:
+            return Forked(*words, log=log, folder=self.folder, environment=self._environment)
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "grpo_engine", *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self.folder,
+                env=self._environment,
+            )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait until it has exited."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def end(self, name: str, within_s: float = 120) -> None:
+        """Wait until it exits by itself, with 0."""
+        assert self.processes.pop(name).wait(within_s) == 0, self.log(name)
+
+    def end_all(self) -> None:
+        end_all(self.processes.values())
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The records of all steps."""
+        path = self.run_folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def num_steps(self) -> int:
+        path = self.run_folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def wait_until(self, is_so: Callable[[], bool], *, interval_s: float = 0.05) -> None:
+        """Wait for a condition, as long as no service has failed; the limit is the test's own."""
+        while not is_so():
+            for name, process in self.processes.items():
+                assert process.poll() in (None, 0), self.log(name)
+            time.sleep(interval_s)
