@@ -104,32 +104,27 @@ def test_a_batch_without_a_trainable_token_is_refused_with_its_group_and_sequenc
 
 
 @pytest.mark.parametrize(
-    ("changes", "temperatures"),
+    ("params", "overrides", "temperatures"),
     [
-        ({}, [1.0, 1.0]),
-        ({"generation_params": {"temperature": 0.7}}, [1.0, 1.0]),  # does not say: raw, as stock servers
-        ({"generation_params": {"temperature": 0.7, "logprobs_mode": "raw"}}, [1.0, 1.0]),
-        ({"generation_params": {"temperature": 0.0, "logprobs_mode": "raw"}}, [1.0, 1.0]),
-        ({"generation_params": {"temperature": 0.7, "logprobs_mode": "processed"}}, [0.7, 0.7]),
-        ({"generation_params": {"logprobs_mode": "processed"}}, [1.0, 1.0]),
+        ({}, {}, [1.0, 1.0]),
+        ({"temperature": 0.7}, {}, [1.0, 1.0]),  # does not say: raw, as stock servers
+        ({"temperature": 0.7, "logprobs_mode": "raw"}, {}, [1.0, 1.0]),
+        ({"temperature": 0.0, "logprobs_mode": "raw"}, {}, [1.0, 1.0]),
+        ({"temperature": 0.7, "logprobs_mode": "processed"}, {}, [0.7, 0.7]),
+        ({"logprobs_mode": "processed"}, {}, [1.0, 1.0]),
+        ({"logprobs_mode": "processed"}, {"group_overrides": {"temperature": 0.5}}, [0.5, 0.5]),
         (
-            {"generation_params": {"logprobs_mode": "processed"}, "group_overrides": {"temperature": 0.5}},
-            [0.5, 0.5],
-        ),
-        (
-            {
-                "generation_params": {"temperature": 0.7, "logprobs_mode": "processed"},
-                "group_overrides": {"temperature": 0.5},
-                "overrides": [{"temperature": 1.3}, {}],
-            },
+            {"temperature": 0.7, "logprobs_mode": "processed"},
+            {"group_overrides": {"temperature": 0.5}, "overrides": [{"temperature": 1.3}, {}]},
             [1.3, 0.7],
         ),
     ],
 )
 def test_logits_are_divided_by_the_temperature_only_where_log_probabilities_were(
-    changes: dict[str, Any], temperatures: list[float]
+    params: dict[str, Any], overrides: dict[str, Any], temperatures: list[float]
 ) -> None:
-    assert make_batch([example(**changes)], seq_len=8).temperatures.tolist() == pytest.approx(temperatures)
+    batch = make_batch([example(generation_params=params, **overrides)], seq_len=8)
+    assert batch.temperatures.tolist() == pytest.approx(temperatures)
 
 
 def test_groups_that_declare_no_convention_have_the_default_one() -> None:
@@ -183,6 +178,13 @@ def test_a_group_without_log_probabilities_names_its_environment_and_the_flag() 
             make_batch([group], seq_len=8, environment_names={3: "gsm8k"})
 
 
+MASK = [-100, -100, 8, 4, 2]
+
+
+def logprobs(first: list[float]) -> dict[str, Any]:
+    return {"inference_logprobs": [first, [1.0, 1.0, -0.5, -0.1, 0.0]]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -196,35 +198,14 @@ def test_a_group_without_log_probabilities_names_its_environment_and_the_flag() 
         ({"scores": [1.0, math.nan]}, "sequence 1: scores = nan is not a finite number: fix the reward"),
         ({"scores": [math.inf, 1.0]}, "sequence 0: scores = inf"),
         ({"inference_logprobs": [[1.0, 1.0, -0.3, -0.01]]}, "inference_logprobs has 1 entries"),
-        (
-            {"inference_logprobs": [[-0.3, -0.01], [1.0, 1.0, -0.5, -0.25, 0.0]]},
-            "sequence 0: inference_logprobs has 2 entries, tokens has 4",
-        ),
-        (
-            {"inference_logprobs": [[1.0, 1.0, -0.3, -0.01], [1.0, 1.0, -0.5, math.nan, 0.0]]},
-            r"sequence 1: inference_logprobs\[3\] = nan is not finite",
-        ),
-        (
-            {"inference_logprobs": [[1.0, 1.0, -0.3, -math.inf], [1.0, 1.0, -0.5, -0.1, 0.0]]},
-            r"sequence 0: inference_logprobs\[3\] = -inf is not finite",
-        ),
-        (
-            {"inference_logprobs": [[1.0, 1.0, -0.3, -0.01], [1.0, 1.0, -0.5, -0.1, 1.0]]},
-            r"sequence 1: inference_logprobs\[4\] = 1 is above 0 at a trained token",
-        ),
-        (
-            {"inference_logprobs": [[1.0, 1.0, 0.001, -0.01], [1.0, 1.0, -0.5, -0.1, -1.0]]},
-            r"sequence 0: inference_logprobs\[2\] = 0.001 is above 0",
-        ),
-        (
-            {"masks": [[-100, -100, 7, 2], [-100, -100, 1, 1, 1]]},
-            r"sequence 1: masks\[2\] = 1 is neither -100 nor the token there",
-        ),
-        (
-            {"masks": [[-100, -100, -100, -100], [-100, -100, 8, 4, 2]]},
-            "sequence 0: every label is -100, so nothing is trained",
-        ),
-        ({"masks": [[5, -100, 7, 2], [-100, -100, 8, 4, 2]]}, r"masks\[0\] = 5 trains a token that nothing precedes"),
+        (logprobs([-0.3, -0.01]), "sequence 0: inference_logprobs has 2 entries, tokens has 4"),
+        (logprobs([1.0, 1.0, math.nan, 0.0]), r"sequence 0: inference_logprobs\[2\] = nan is not finite"),
+        (logprobs([1.0, 1.0, -0.3, -math.inf]), r"sequence 0: inference_logprobs\[3\] = -inf is not finite"),
+        (logprobs([1.0, 1.0, -0.3, 1.0]), r"inference_logprobs\[3\] = 1 is above 0 at a trained token"),
+        (logprobs([1.0, 1.0, 0.001, -0.01]), r"inference_logprobs\[2\] = 0.001 is above 0"),
+        ({"masks": [[-100, -100, 1, 2], MASK]}, r"sequence 0: masks\[2\] = 1 is neither -100 nor the token there"),
+        ({"masks": [[-100] * 4, MASK]}, "sequence 0: every label is -100, so nothing is trained"),
+        ({"masks": [[5, -100, 7, 2], MASK]}, r"masks\[0\] = 5 trains a token that nothing precedes"),
         ({"tokens": [[5, 9, 7, 2], [5, [9], 8, 4, 2]]}, "tokens has entries that are not numbers"),
         ({"tokens": [[5, 9, 7, 2], [5, 9.5, 8, 4, 2]]}, "tokens holds float32 values: post integers"),
         ({"tokens": [[5, 9, 7, 2], [5, -9, 8, 4, 2]]}, r"sequence 1: tokens\[1\] = -9 is not a token id"),

@@ -104,6 +104,7 @@ def test_an_evaluation_is_completed_after_a_killed_api_and_after_a_killed_enviro
     assert [line["step"] for line in run.lines()] == [0, 1, 2]
 
 
+@pytest.mark.extended("test_evaluation.py: environments that cannot evaluate are reported")
 def test_an_environment_that_cannot_evaluate_changes_nothing_but_the_curve(
     run_of: Callable[..., EngineProcesses], tmp_path: Path
 ) -> None:

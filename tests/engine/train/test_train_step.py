@@ -207,18 +207,15 @@ def test_staleness_counts_versions_between_sampling_and_training() -> None:
     assert 1 < metrics["rollout/staleness_mean"] < 3
 
 
-def test_groups_of_a_stock_environment_have_no_staleness() -> None:
-    groups = [g.model_copy(update={"policy_versions": None}) for g in made_up_groups(9)]
-    metrics = gradient_step(trainee(), make_batch(groups, seq_len=32), step=0, policy_version=4).metrics
-    assert "rollout/staleness_mean" not in metrics
-    assert drop_stale(groups, 100, 0) == groups
-
-
-def test_groups_beyond_the_staleness_limit_are_dropped() -> None:
+def test_groups_beyond_the_staleness_limit_are_dropped_and_those_without_versions_have_none() -> None:
     old, fresh = made_up_groups(10, groups=1, version=1), made_up_groups(11, groups=1, version=4)
     assert drop_stale(old + fresh, 5, 1) == fresh
     assert drop_stale(old + fresh, 5, 4) == old + fresh
     assert drop_stale(old + fresh, 5, None) == old + fresh
+    stock = [g.model_copy(update={"policy_versions": None}) for g in made_up_groups(9)]
+    assert drop_stale(stock, 100, 0) == stock
+    metrics = gradient_step(trainee(), make_batch(stock, seq_len=32), step=0, policy_version=4).metrics
+    assert "rollout/staleness_mean" not in metrics
 
 
 def test_a_group_whose_versions_do_not_fit_its_tokens_is_left_out_by_name_and_ends_no_run(
