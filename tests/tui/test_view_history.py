@@ -1,19 +1,22 @@
-"""The history of metrics over long runs, resumed runs and damaged files: bounded, and nothing rare is lost."""
+"""The history of metrics over long and resumed runs: bounded, and nothing rare is lost."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+import itertools
 
 import pytest
-from screen_fakes import metrics_line
 
 from grpo_engine.wire.metrics import Band, MetricsLine
-from grpo_tui.run_files import metrics as metrics_file
-from grpo_tui.run_files.metrics import MetricsTail
 from grpo_tui.view.metrics.curves import curve_of
-from grpo_tui.view.metrics.history import MAX_EVALUATIONS, MAX_LINES, MetricHistory, band_heights, bucketed, extended
+from grpo_tui.view.metrics.history import (
+    MAX_EVALUATIONS,
+    MAX_LINES,
+    RECENT_LINES,
+    MetricHistory,
+    band_heights,
+    bucketed,
+    extended,
+)
 from grpo_tui.view.metrics.state import XAxis
 from grpo_tui.view.timeline.past import history_until
 
@@ -24,8 +27,8 @@ def line(step: int, **metrics: float) -> MetricsLine:
     return MetricsLine(time=float(step), step=step, policy_version=step, metrics=metrics or BARE)
 
 
-def evaluated(step: int, value: float = 0.25) -> MetricsLine:
-    return MetricsLine(time=float(step), step=step, policy_version=step, metrics={**BARE, "eval/avg@4": value})
+def evaluated(step: int) -> MetricsLine:
+    return line(step, **BARE, **{"eval/avg@4": 0.25})
 
 
 def grown(lines: list[MetricsLine]) -> MetricHistory:
@@ -83,64 +86,28 @@ def test_a_trainer_that_logs_every_tenth_step_keeps_its_past() -> None:
     assert history.lines[0].step == 1
 
 
+def test_a_long_run_is_thinned_evenly_and_its_newest_steps_are_kept() -> None:
+    num_steps = 3 * MAX_LINES
+    history = grown([line(step) for step in range(1, num_steps + 1)])
+    kept = [each.step for each in history.lines]
+    assert len(kept) <= MAX_LINES
+    assert kept[-RECENT_LINES:] == list(range(num_steps - RECENT_LINES + 1, num_steps + 1))
+    assert kept == sorted(kept)
+    old = kept[: -MAX_LINES // 2]
+    assert len(old) > 100
+    assert {later - earlier for earlier, later in itertools.pairwise(old)} == {history.stride}
+    assert kept[0] <= history.stride
+
+
+def test_a_resumed_trainer_replaces_the_steps_that_it_repeats() -> None:
+    history = grown([line(1), line(2), line(3), line(4), line(3, **{"reward/mean": 0.75})])
+    assert history.series("reward/mean") == [(1, 0.5), (2, 0.5), (3, 0.75)]
+
+
 def test_two_lines_of_one_step_that_measure_different_things_are_one() -> None:
-    history = extended(MetricHistory(), [line(1), line(2), MetricsLine(time=3, step=2, policy_version=2,
-                                                                       metrics={"eval/avg@4": 0.5})])  # fmt: skip
+    history = grown([line(1), line(2), line(2, **{"eval/avg@4": 0.5})])
     assert [each.step for each in history.lines] == [1, 2]
     assert history.lines[-1].metrics == {**BARE, "eval/avg@4": 0.5}
-
-
-def test_a_step_that_is_measured_again_counts_as_the_newer_line_says() -> None:
-    history = extended(MetricHistory(), [line(2), line(2, **{"reward/mean": 0.75})])
-    assert history.series("reward/mean") == [(2, 0.75)]
-
-
-def written(path: Path, *records: dict[str, Any] | str) -> None:
-    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in records))
-
-
-@pytest.mark.parametrize("strange", ["null", '"n/a"', "NaN", "-Infinity", "1" + "0" * 400, "[1]", "1e999"])
-def test_a_value_that_is_no_finite_number_hides_itself_only(tmp_path: Path, strange: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    written(path, f'{{"time": 1, "step": 1, "policy_version": 1, "metrics": {{"a": {strange}, "reward/mean": 0.5}}}}')
-    chunk = MetricsTail(path).read()
-    assert [each.metrics for each in chunk.lines] == [BARE]
-
-
-def test_garbage_of_any_depth_is_counted_and_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    written(path, line(1).model_dump(), "[" * 100_000, line(2).model_dump())
-    chunk = MetricsTail(path).read()
-    assert ([each.step for each in chunk.lines], chunk.num_bad_lines) == ([1, 2], 1)
-
-
-def test_a_line_without_an_end_is_passed_over_in_bounded_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_file, "MAX_BYTES_A_READ", 1000)
-    path = tmp_path / "metrics.jsonl"
-    written(path, line(1).model_dump(), "x" * 5000, line(2).model_dump())
-    tail = MetricsTail(path)
-    chunks = [tail.read()]
-    while chunks[-1].has_more:
-        chunks.append(tail.read())
-    assert [each.step for chunk in chunks for each in chunk.lines] == [1, 2]
-    assert sum(chunk.num_bad_lines for chunk in chunks) == 1
-
-
-def test_a_file_that_was_written_anew_and_is_longer_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    written(path, line(1).model_dump(), line(2).model_dump())
-    tail = MetricsTail(path)
-    tail.read()
-    written(path, *(metrics_line(step).model_dump() for step in (7, 8, 9)))
-    chunk = tail.read()
-    assert (chunk.is_restarted, [each.step for each in chunk.lines]) == (True, [7, 8, 9])
-
-
-def test_a_file_that_cannot_be_read_leaves_what_was_read(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    assert MetricsTail(tmp_path / "metrics.jsonl").read() == metrics_file.MetricsChunk()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
-"""Numbers as people read them, sparklines, and bars."""
+"""Numbers as they are shown, sparklines, and bars."""
 
-import itertools
 import math
 
 import pytest
-from screen_fakes import metrics_line
 
 from grpo_engine.wire.metrics import EVALUATION_PREFIX, METRIC_NAMES, environment_metric
 from grpo_tui.ui.widgets.gpu_bars import split_cells
 from grpo_tui.view.format import age_text, bytes_text, clock_text, duration_text, number_text, percent_text, shortened
-from grpo_tui.view.metrics.history import MAX_LINES, RECENT_LINES, MetricHistory, bar_heights, bucketed, extended
+from grpo_tui.view.metrics.history import bar_heights, bucketed
 from grpo_tui.view.metrics.names import printed, value_text
 
 
@@ -30,10 +28,6 @@ def test_durations_have_two_units_at_most(seconds: float | None, text: str) -> N
     assert duration_text(seconds) == text
 
 
-def test_a_clock_shows_whole_seconds() -> None:
-    assert [clock_text(4.9), clock_text(12.2), clock_text(-1)] == ["4s", "12s", "0s"]
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (0.0, "0"), (0.87312, "0.8731"), (1.41, "1.410"), (-0.0213, "-0.0213"), (212.0, "212.0"),
@@ -44,22 +38,18 @@ def test_metrics_show_four_digits_that_matter(value: float | None, text: str) ->
     assert len(text) <= 8
 
 
-def test_an_age_holds_still_between_minutes() -> None:
+def test_clocks_ages_percentages_and_shortened_texts_by_example() -> None:
+    assert [clock_text(4.9), clock_text(12.2), clock_text(-1)] == ["4s", "12s", "0s"]
     ages = [age_text(seconds) for seconds in (None, 4.2, 59.4, 61, 725, 3725)]
     assert ages == ["–", "4s", "59s", "1m", "12m", "1h02m"]
-
-
-def test_unknown_percent_is_not_zero() -> None:
     assert (percent_text(None), percent_text(0.0), percent_text(1523.4)) == ("–", "0%", "1523%")
-
-
-def test_text_is_cut_with_an_ellipsis() -> None:
     assert [shortened("abcdef", 6), shortened("abcdef", 4), shortened("abcdef", 1)] == ["abcdef", "abc…", "…"]
 
 
 def test_buckets_are_means_over_equal_spans_of_steps() -> None:
     series = [(1, 1.0), (2, 3.0), (7, 10.0), (8, 20.0)]
     assert bucketed(series, 4) == [2.0, None, None, 15.0]
+    assert bucketed(series[:2], 40) == [1.0, 3.0], "a young run has one bucket a step"
 
 
 def test_a_bucket_with_a_single_spike_shows_it_and_one_of_usual_noise_its_mean() -> None:
@@ -70,44 +60,19 @@ def test_a_bucket_with_a_single_spike_shows_it_and_one_of_usual_noise_its_mean()
     assert max(value for value in spiked if value is not None and value != 7.0) < 1.2
 
 
-def test_a_young_run_has_one_bucket_a_step() -> None:
-    assert bucketed([(1, 1.0), (2, 3.0)], 40) == [1.0, 3.0]
-
-
-def test_bars_reach_from_least_to_greatest() -> None:
-    assert bar_heights([0.0, None, 0.5, 1.0], 8) == [0, None, 4, 7]
-
-
-def test_a_flat_series_is_a_quiet_line() -> None:
-    assert bar_heights([0.3, 0.3], 8) == [0, 0]
-
-
-def test_noise_inside_a_band_looks_as_small_as_it_is() -> None:
-    heights = bar_heights([0.99, 1.01, 1.0], 8, shown=[0.8, 1.2])
-    assert set(heights) <= {3, 4}
-
-
-def test_a_resumed_trainer_replaces_the_steps_that_it_repeats() -> None:
-    history = extended(MetricHistory(), [metrics_line(step) for step in (1, 2, 3, 4)])
-    history = extended(history, [metrics_line(3, reward__mean=0.5)])
-    assert [line.step for line in history.lines] == [1, 2, 3]
-    assert history.lines[-1].metrics["reward/mean"] == 0.5
-
-
-def test_a_long_run_is_thinned_evenly_and_its_newest_steps_are_kept() -> None:
-    num_steps = 3 * MAX_LINES
-    template = metrics_line(1)
-    history = MetricHistory()
-    for start in range(1, num_steps + 1, 500):
-        history = extended(history, [template.model_copy(update={"step": step}) for step in range(start, start + 500)])
-    kept = [line.step for line in history.lines]
-    assert len(kept) <= MAX_LINES
-    assert kept[-RECENT_LINES:] == list(range(num_steps - RECENT_LINES + 1, num_steps + 1))
-    assert kept == sorted(kept)
-    old = kept[: -MAX_LINES // 2]
-    assert len(old) > 100
-    assert {later - earlier for earlier, later in itertools.pairwise(old)} == {history.stride}
-    assert kept[0] <= history.stride
+@pytest.mark.parametrize(
+    ("values", "band", "heights"),
+    [
+        ([0.0, None, 0.5, 1.0], [], [0, None, 4, 7]),
+        ([0.3, 0.3], [], [0, 0]),
+        ([0.99, 1.01, 1.0], [0.8, 1.2], [3, 4, 4]),
+    ],
+    ids=["from least to greatest", "a flat series", "noise inside a band"],
+)
+def test_bars_show_the_range_of_values_or_the_band(
+    values: list[float | None], band: list[float], heights: list[int | None]
+) -> None:
+    assert bar_heights(values, 8, shown=band) == heights
 
 
 @pytest.mark.parametrize(
