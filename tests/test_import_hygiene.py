@@ -1,4 +1,4 @@
-"""What really loads, in a fresh interpreter: the terminal side never pays for torch, nor `status` for a screen."""
+"""What is imported, in a fresh interpreter: the terminal side never imports torch, nor `status` a screen."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def loaded_after(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        "grpo_tui.cli",
         "grpo_tui.cli.planning",
         "grpo_tui.ui.app",
-        "grpo_tui.supervisor.daemon",
         "grpo_tui.client.api",
         "grpo_tui.view.diagnosis",
         "grpo_tui.profile.plan",
+        "grpo_tui.profile.doctor",
         "grpo_engine.cli",
         "grpo_engine.bridges",
         "grpo_engine.diagnosis.alignment",
@@ -52,8 +51,18 @@ def test_the_terminal_side_and_every_setting_load_without_torch(module: str) -> 
 
 
 @pytest.mark.slow
-def test_the_command_line_loads_neither_a_screen_nor_an_http_client() -> None:
-    assert not loaded_after("import grpo_tui.cli").intersection({"textual", "httpx", "pynvml"})
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("grpo_tui.cli", {"textual", "httpx", "pynvml"}),
+        ("grpo_tui.supervisor.daemon", {"textual", "typer", "rich"}),
+        ("grpo_engine.algo.loss", {"transformers", "pydantic", "httpx"}),
+    ],
+)
+def test_a_part_of_the_program_loads_nothing_of_another(module: str, unwanted: set[str]) -> None:
+    loaded = loaded_after(f"import {module}")
+    assert not loaded & unwanted
+    assert ("torch" in loaded) == (module == "grpo_engine.algo.loss")
 
 
 @pytest.mark.slow
@@ -97,15 +106,3 @@ def test_the_status_of_a_run_loads_no_setting_and_nothing_that_starts_or_ends_a_
     ended = modules_after("import grpo_tui.cli.look, grpo_tui.view.diagnosis, grpo_tui.supervisor.state_file")
     assert not ended & {"grpo_engine.config", "grpo_tui.services", "grpo_tui.profile", "grpo_tui.supervisor.teardown"}
     assert not live & {"grpo_tui.supervisor.state_file", "grpo_tui.supervisor.machine"}
-
-
-@pytest.mark.slow
-def test_the_daemon_loads_neither_a_screen_nor_a_command_line() -> None:
-    assert not loaded_after("import grpo_tui.supervisor.daemon").intersection({"textual", "typer", "rich"})
-
-
-@pytest.mark.slow
-def test_the_loss_imports_torch_and_not_transformers() -> None:
-    loaded = loaded_after("import grpo_engine.algo.loss")
-    assert "torch" in loaded
-    assert not loaded.intersection({"transformers", "pydantic", "httpx"})

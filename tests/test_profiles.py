@@ -1,4 +1,4 @@
-"""Every profile that ships is valid, says what it is for, and gives the commands that its services accept."""
+"""Every profile that ships is valid, is described, and makes commands that its services accept."""
 
 from __future__ import annotations
 
@@ -69,36 +69,22 @@ def test_the_documented_profiles_are_there() -> None:
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_a_profile_opens_with_hardware_memory_and_when_to_choose_it(path: Path) -> None:
+def test_a_profile_is_described_and_its_services_accept_the_commands_of_its_plan(path: Path, tmp_path: Path) -> None:
     head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
-    assert "Hardware:" in head
-    assert "Memory:" in head
-    assert "Choose it" in head
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_a_profile_is_valid_and_has_a_description(path: Path) -> None:
-    assert load(str(path)).profile.description
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_the_commands_of_a_plan_are_accepted_by_the_services_they_start(path: Path, tmp_path: Path) -> None:
-    plan = make_plan(load(str(path)), run_folder=tmp_path, python=sys.executable)
+    assert [words for words in ("Hardware:", "Memory:", "Choose it") if words not in head] == []
+    loaded = load(str(path))
+    assert loaded.profile.description
+    plan = make_plan(loaded, run_folder=tmp_path, python=sys.executable)
     for launch in plan.launches:
         if launch.argv[1:3] == ("-m", "grpo_engine"):
             parse_flags(SETTINGS[launch.argv[3]], launch.argv[4:], prog=launch.name, description="")
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_a_plan_is_the_same_after_reading_its_file(path: Path, tmp_path: Path) -> None:
-    plan = make_plan(load(str(path)), run_folder=tmp_path, python=sys.executable)
     assert Plan.from_json(plan.to_json()) == plan
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the head of a profile says of one card, in its own words."""
+    """What the head of a profile states about one card, as it is written there."""
 
     profile: str
     overrides: tuple[str, ...]
@@ -158,27 +144,21 @@ def planned(claim: Claim, folder: Path) -> tuple[MemoryPlan, int, int]:
     return memory_plan(shape, trainer), available_bytes(card, trainer), cache_tokens
 
 
-def test_the_8b_model_has_three_ways_for_an_80_gb_card() -> None:
+def test_the_heads_of_profiles_are_parsed() -> None:
+    """The 8B model has three ways for an 80 GB card, and most heads state figures."""
     assert sum(claim.profile == "hermes8b-shared" and claim.card_gb == 80 for claim in CLAIMS) == 3
+    assert sum("rainer" in claim.words and "tokens" in claim.words for claim in CLAIMS) > len(CLAIMS) / 2
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.profile}-{claim.card_gb}-{len(claim.overrides)}")
-def test_a_profile_fits_the_card_that_its_head_names(claim: Claim, tmp_path: Path) -> None:
+def test_a_profile_fits_the_card_that_its_head_names_with_the_figures_of_the_plan(claim: Claim, tmp_path: Path) -> None:
     plan, available, cache_tokens = planned(claim, tmp_path)
     assert available - plan.needed_bytes > ROOM_BYTES
     assert cache_tokens > 20_000
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [claim for claim in CLAIMS if "rainer" in claim.words and "tokens" in claim.words],
-    ids=lambda claim: f"{claim.profile}-{claim.card_gb}-{len(claim.overrides)}",
-)
-def test_the_figures_in_the_head_of_a_profile_are_those_of_the_plan(claim: Claim, tmp_path: Path) -> None:
-    plan, _, cache_tokens = planned(claim, tmp_path)
-    trainer_gb, tokens = claim.figures
-    assert trainer_gb == pytest.approx(plan.needed_bytes / 1e9, abs=0.6)
-    assert 0.8 * cache_tokens < tokens < 1.02 * cache_tokens
+    if "rainer" in claim.words and "tokens" in claim.words:
+        trainer_gb, tokens = claim.figures
+        assert trainer_gb == pytest.approx(plan.needed_bytes / 1e9, abs=0.6)
+        assert 0.8 * cache_tokens < tokens < 1.02 * cache_tokens
 
 
 def test_the_example_profile_in_the_docs_loads(tmp_path: Path) -> None:

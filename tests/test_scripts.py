@@ -1,4 +1,4 @@
-"""The scripts: what they write is what they say, and it installs where there is no index."""
+"""The scripts: what they write is what they promise, and it installs without a package index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is masked before a person sees it, and what is not."""
+"""What is masked before it is shown, and what is not."""
 
 from __future__ import annotations
 

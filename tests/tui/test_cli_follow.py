@@ -17,8 +17,13 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def everything(line: bytes) -> bool:
-    return True
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.log"
+
+
+def last_lines(path: Path, count: int, *, with_unfinished: bool = True) -> follow.Tail:
+    return follow.tail(path, count, lambda line: True, with_unfinished=with_unfinished)
 
 
 def numbered(count: int) -> list[bytes]:
@@ -26,43 +31,36 @@ def numbered(count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("block_bytes", [3, 7, 8, 64, 1 << 20])
-def test_the_last_lines_are_found_across_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    path = tmp_path / "a.log"
+def test_the_last_lines_are_found_across_blocks(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     path.write_bytes(b"".join(numbered(100)))
     monkeypatch.setattr(follow, "BLOCK_BYTES", block_bytes)
-    last = follow.tail(path, 3, everything, with_unfinished=True)
+    last = last_lines(path, 3)
     assert last == follow.Tail(numbered(100)[97:], path.stat().st_size, b"")
-    assert follow.tail(path, 200, everything, with_unfinished=True).lines == numbered(100)
+    assert last_lines(path, 200).lines == numbered(100)
 
 
-def test_with_a_pattern_the_last_matching_lines_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.log"
+def test_with_a_pattern_the_last_matching_lines_count(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(b"".join(numbered(100)))
     monkeypatch.setattr(follow, "BLOCK_BYTES", 16)
     last = follow.tail(path, 2, lambda line: line.endswith(b"1\n"), with_unfinished=True)
     assert last.lines == [b"line 81\n", b"line 91\n"]
 
 
-def test_an_unfinished_last_line_is_shown_or_left_to_who_follows(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
+def test_an_unfinished_last_line_is_shown_or_left_to_be_followed(path: Path) -> None:
     path.write_bytes(b"one\n\ntwo")
-    assert follow.tail(path, 5, everything, with_unfinished=True).lines == [b"one\n", b"\n", b"two"]
-    last = follow.tail(path, 5, everything, with_unfinished=False)
+    assert last_lines(path, 5).lines == [b"one\n", b"\n", b"two"]
+    last = last_lines(path, 5, with_unfinished=False)
     assert last == follow.Tail([b"one\n", b"\n"], 8, b"two")
     append(path, b" halves\n")
     assert list(follow.grown(path, last, lambda: False)) == [b"two halves\n"]
 
 
-def test_a_missing_file_is_empty(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    assert follow.tail(path, 5, everything, with_unfinished=True) == follow.Tail([])
+def test_a_missing_file_is_empty(path: Path) -> None:
+    assert last_lines(path, 5) == follow.Tail([])
     assert list(follow.grown(path, follow.Tail([]), lambda: False)) == []
 
 
-def test_following_ends_with_the_run_and_loses_neither_the_last_nor_a_replaced_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
+def test_following_ends_with_the_run_and_loses_neither_the_last_nor_a_replaced_line(path: Path) -> None:
     path.write_bytes(b"old\n")
     script = iter([b"new\nhal", b"f\n", None, b"end"])
 
@@ -78,24 +76,20 @@ def test_following_ends_with_the_run_and_loses_neither_the_last_nor_a_replaced_l
     assert lines == [b"new\n", b"half\n", b"cut\n", b"end"]
 
 
-def test_a_line_without_an_end_is_handed_on_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_is_yielded_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "BLOCK_BYTES", 4)
     monkeypatch.setattr(follow, "MAX_LINE_BYTES", 6)
-    path = tmp_path / "a.log"
     path.write_bytes(b"0123456789abcdefghij\nnext\n")
     forwards = list(follow.grown(path, follow.Tail([]), lambda: False))
-    backwards = follow.tail(path, 100, everything, with_unfinished=True).lines
+    backwards = last_lines(path, 100).lines
     for pieces in (forwards, backwards):
         assert b"".join(pieces) == path.read_bytes()
         assert max(map(len, pieces)) <= 10
         assert pieces[-1] == b"next\n"
 
 
-def test_a_progress_bar_that_never_ends_is_held_in_its_last_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_progress_bar_that_never_ends_is_held_in_its_last_state(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "MAX_LINE_BYTES", 100)
-    path = tmp_path / "a.log"
     path.write_bytes(b"".join(b"%3d %%\r" % percent for percent in range(100)))
     states: list[bytes] = []
     looks = iter([True, True, False])
@@ -103,20 +97,18 @@ def test_a_progress_bar_that_never_ends_is_held_in_its_last_state(
     assert (states, left) == ([b" 99 %"], [b" 99 %"])
 
 
-def test_who_follows_does_not_notice_that_what_was_read_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
+def test_a_follower_loses_nothing_when_lines_it_has_read_are_dropped(path: Path) -> None:
     path.write_bytes(b"".join(numbered(20_000)))
-    last = follow.tail(path, 0, everything, with_unfinished=False)
+    last = last_lines(path, 0, with_unfinished=False)
     append(path, b"a\nb")
     assert cap(path, 100_000) > 0
     append(path, b"c\n")
     assert list(follow.grown(path, last, lambda: False)) == [b"a\n", b"bc\n"]
 
 
-def test_who_reads_too_slowly_is_told_how_much_was_dropped_and_goes_on_with_the_oldest_line_there_is(
-    tmp_path: Path,
+def test_a_follower_that_reads_too_slowly_reports_the_gap_and_goes_on_with_the_oldest_line_left(
+    path: Path,
 ) -> None:
-    path = tmp_path / "a.log"
     path.write_bytes(b"".join(numbered(20_000)) + b"end\n")
     gaps: list[int] = []
     last = follow.Tail([], 1000, b"begun")
@@ -127,7 +119,7 @@ def test_who_reads_too_slowly_is_told_how_much_was_dropped_and_goes_on_with_the_
     assert header.startswith("=== capped · dropped ".encode())
     assert first in numbered(20_000)
     assert end == b"end\n"
-    lines = follow.tail(path, 100_000, everything, with_unfinished=True).lines
+    lines = last_lines(path, 100_000).lines
     assert lines[:2] == [header, first]
 
 
@@ -158,7 +150,7 @@ def test_on_a_terminal_attempts_are_dim_and_a_progress_bar_moves() -> None:
     assert shown == "\r\x1b[K10%\r\x1b[K\x1b[2m=== attempt 2 · now\x1b[0m\n"
 
 
-def test_the_latest_value_of_every_metric_is_found_in_a_file_with_rubbish(tmp_path: Path) -> None:
+def test_the_latest_value_of_every_metric_is_found_past_damaged_lines(tmp_path: Path) -> None:
     assert latest_metrics(tmp_path) == {}
     lines = [
         '{"time": 1, "step": 1, "policy_version": 1, "metrics": {"train/loss": 0.5, "eval/score": 0.25}}',
@@ -170,7 +162,7 @@ def test_the_latest_value_of_every_metric_is_found_in_a_file_with_rubbish(tmp_pa
     assert latest_metrics(tmp_path) == {"step": 2, "train/loss": 0.4, "eval/score": 0.25}
 
 
-def test_only_the_metrics_that_are_asked_for_are_shown(
+def test_only_the_requested_metrics_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "logs" / "r"

@@ -1,4 +1,4 @@
-"""Which run is meant, and where one stands that nobody supervises: from folders that are made here."""
+"""Which run a command acts on, and the status of a run without a supervisor: from folders that are made here."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_is_found_by_id_or_unique_prefix(tmp_path: Path) -> None:
         find_run("x", tmp_path, also_ended=False)
 
 
-def test_without_a_name_the_newest_live_run_is_meant_and_an_ended_one_only_to_read(tmp_path: Path) -> None:
+def test_without_a_name_the_newest_live_run_is_chosen_and_an_ended_one_only_to_read(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRun, match="no run was started here"):
         find_run(None, tmp_path, also_ended=True)
     old = make_run(tmp_path, "old", 1.0)
@@ -114,7 +114,7 @@ def test_a_run_that_lost_its_daemon_is_shown_as_its_keepers_are(tmp_path: Path) 
     assert status.warnings[0].text == "the supervisor of this run has exited; 1 service keeps running without it"
 
 
-def test_a_run_of_which_nothing_lives_has_failed(tmp_path: Path) -> None:
+def test_a_run_without_a_living_process_has_failed(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "r", 1.0)
     make_state(folder, RunState.RUNNING, service("a", ServiceState.READY))
     status = stored_status(look_at(folder))
@@ -138,7 +138,7 @@ def test_a_damaged_or_missing_state_file_is_named(tmp_path: Path) -> None:
         stored_status(look_at(folder))
 
 
-def test_who_acts_on_the_newest_of_several_runs_is_told_so(
+def test_a_command_on_the_newest_of_several_runs_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for born_at, name in enumerate(("older", "newer")):

@@ -47,14 +47,14 @@ def test_each_goal_ends_the_waiting_where_it_says(goal: Goal | None, state: RunS
     assert watch(goal).receive(run(state)) == code
 
 
-def test_a_failed_service_ends_the_waiting_only_where_somebody_waits_for_a_goal() -> None:
+def test_a_failed_service_ends_the_waiting_only_where_there_is_a_goal() -> None:
     failure = changed("vllm", ServiceState.FAILED)
     assert watch("ready").receive(failure) == ExitCode.FAILED
     assert watch("finished").receive(failure) == ExitCode.FAILED
     assert watch(None).receive(failure) is None
 
 
-def test_a_service_that_a_stranger_kept_from_starting_has_its_own_exit_code() -> None:
+def test_a_service_that_a_foreign_process_kept_from_starting_has_its_own_exit_code() -> None:
     assert watch("ready").receive(changed("vllm", ServiceState.FAILED, is_refused=True)) == ExitCode.REFUSED
 
 
@@ -65,7 +65,7 @@ def test_a_service_that_was_restarted_by_hand_is_no_failure_any_more() -> None:
     assert foreground.receive(Bye(state=RunState.STOPPED)) == ExitCode.OK
 
 
-def test_a_run_that_is_ended_after_a_failure_still_tells_of_it() -> None:
+def test_a_run_that_is_stopped_after_a_failure_exits_as_failed() -> None:
     foreground = watch(None)
     foreground.receive(changed("vllm", ServiceState.FAILED))
     assert foreground.receive(Bye(state=RunState.STOPPED)) == ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""What the command line says before it does anything."""
+"""Messages of the command line before it runs a command."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_a_misspelt_command_names_the_nearest() -> None:
     assert "No such command 'statsu' (did you mean 'status'?)." in result.output
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(build_app(), ["--version"])
     assert (result.exit_code, result.output) == (ExitCode.OK, f"grpo-tui {version('grpo-tui')}\n")

@@ -127,7 +127,7 @@ def test_the_cause_is_in_the_first_ten_lines() -> None:
     ]
 
 
-def test_every_section_says_when_nothing_is_known() -> None:
+def test_every_section_has_words_for_what_is_unknown() -> None:
     lines = report()
     assert lines[0] == "trainer failed: exit code 1"
     assert section(lines, "Log of trainer") == ["(no output in this attempt)"]
@@ -164,7 +164,7 @@ def test_every_service_is_in_the_table_with_its_explanation() -> None:
     ]
 
 
-def test_a_gpu_shows_who_holds_its_memory() -> None:
+def test_a_gpu_is_listed_with_the_holders_of_its_memory() -> None:
     gpu = GpuStatus(
         index=0,
         uuid="u",
@@ -242,12 +242,12 @@ def test_the_lines_that_look_most_like_the_cause(lines: list[str], found: list[s
         (-11, 0, "PYTHONFAULTHANDLER"),
     ],
 )
-def test_an_end_by_a_signal_comes_with_a_hint(exit_code: int, oom_kills: int | None, words: str) -> None:
+def test_an_exit_by_a_signal_has_a_hint(exit_code: int, oom_kills: int | None, words: str) -> None:
     [hint] = hints(exit_code, [], UNKNOWN, oom_kills)
     assert words in hint
 
 
-def test_an_ordinary_end_on_a_machine_with_room_comes_without_a_hint() -> None:
+def test_an_ordinary_exit_on_a_machine_with_room_has_no_hint() -> None:
     roomy = Facts(at=NOW, host="h", kernel="k", python="3", disk=PLENTY, shared_memory=PLENTY, memory=PLENTY)
     assert list(hints(1, ["step 1"], roomy, 0)) == []
     assert list(hints(None, [], roomy, None)) == []

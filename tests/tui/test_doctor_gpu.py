@@ -1,4 +1,4 @@
-"""What the doctor says of a GPU's software, of the room that models and checkpoints take, and of the hub."""
+"""What the doctor reports about the software of a GPU, the disk space of models and checkpoints, and the hub."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_too_little_disk_for_the_model_is_an_error(disk: Callable[[float], None]
     assert made == "local/llama-8b-random needs 16 GB of disk, 4.2 GB more than is free"
 
 
-def test_too_little_disk_for_checkpoints_says_how_to_keep_fewer(disk: Callable[[float], None], tmp_path: Path) -> None:
+def test_too_little_disk_for_checkpoints_names_the_setting(disk: Callable[[float], None], tmp_path: Path) -> None:
     disk(100)
     [finding] = [each for each in examine_model(profile(), tmp_path) if each.severity == "error"]
     assert finding.text.startswith("checkpoints of trainer take about 64 GB each, 2 at a time; ")
@@ -147,7 +147,7 @@ def test_too_little_disk_for_checkpoints_says_how_to_keep_fewer(disk: Callable[[
     assert not problems(list(examine_model(profile("hermes8b-lora-hot"), tmp_path)))
 
 
-def test_a_gated_model_asks_for_a_token_and_an_open_one_does_not(
+def test_a_gated_model_requires_a_token_and_an_open_one_does_not(
     disk: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk(1000)

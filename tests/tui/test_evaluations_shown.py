@@ -1,4 +1,4 @@
-"""Evaluations on the screen and in `status`: the latest holds until the next; a baseline of step 0 disturbs nobody."""
+"""Evaluations on the screen and in `status`: the latest holds until the next; step 0 is read as any other."""
 
 from __future__ import annotations
 

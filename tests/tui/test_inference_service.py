@@ -56,7 +56,7 @@ def test_the_environment_of_vllm_keeps_the_users_settings_and_is_settled_once() 
     assert environment == settled
 
 
-def test_vllm_is_not_asked_for_whole_programs_where_the_user_has_it_compile_otherwise() -> None:
+def test_no_whole_programs_are_requested_where_the_user_chose_another_way_to_compile() -> None:
     environment = {"VLLM_USE_STANDALONE_COMPILE": "0"}  # vLLM refuses both together
     settle_environment(inference(device="cuda"), environment)
     assert "VLLM_USE_MEGA_AOT_ARTIFACT" not in environment
@@ -73,7 +73,7 @@ def test_on_a_cpu_vllm_writes_no_programs_that_it_cannot_read_back() -> None:
 
 
 @pytest.mark.parametrize(("is_for_cpu", "expected"), [(True, "0"), (False, None)])
-def test_which_vllm_is_installed_says_where_it_serves_when_nobody_else_does(
+def test_without_a_device_setting_the_installed_vllm_decides(
     is_for_cpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = vllm_requirements.Installed(version="0.32.0", is_for_cpu=is_for_cpu)

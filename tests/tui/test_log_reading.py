@@ -186,7 +186,7 @@ def _flags(pattern: str) -> int:
     return re.IGNORECASE if pattern == pattern.lower() else 0
 
 
-def test_errors_are_told_from_warnings_and_take_their_indented_lines_along(tmp_path: Path) -> None:
+def test_errors_are_selected_without_warnings_and_with_their_indented_lines(tmp_path: Path) -> None:
     reader = reader_of(
         tmp_path,
         vllm="INFO fine\nWARNING careful\nERROR bad\n  more of it\n"
@@ -199,7 +199,7 @@ def test_errors_are_told_from_warnings_and_take_their_indented_lines_along(tmp_p
 
 
 @pytest.mark.parametrize("pattern", ["foo(", "[a", "*", r"a\\("])
-def test_a_broken_expression_says_that_it_is_none_yet(pattern: str) -> None:
+def test_an_incomplete_expression_is_reported_as_such(pattern: str) -> None:
     with pytest.raises(InvalidPattern, match="not yet a regular expression"):
         line_tests(Level.ALL, pattern)
 
@@ -255,7 +255,7 @@ def test_what_is_no_time_is_none(line: str) -> None:
     assert time_of(line.encode(), NOON) is None
 
 
-def test_a_zone_is_heeded() -> None:
+def test_a_time_zone_is_applied() -> None:
     utc = time_of(b"2026-01-31T12:00:00Z a", NOON)
     assert utc is not None
     assert time_of(b"2026-01-31T14:00:00+02:00 a", NOON) == utc

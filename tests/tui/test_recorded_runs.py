@@ -1,4 +1,4 @@
-"""Runs that were really made (tests/recorded), played to the screen's state and shown from their folders."""
+"""Recorded runs (tests/recorded): the screen state is built from their events, and the screen shows their folders."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ from grpo_tui.view.state import ViewState, reduce
 from grpo_tui.view.timeline.file import TimelineFile
 from grpo_tui.view.timeline.state import MarkKind
 
-EVERY_RECORDING = pytest.mark.parametrize("archive", RECORDED, ids=lambda path: path.name.partition(".")[0])
 NAMES = re.compile(r"(?<![\w./…])/(?:work|root|home|tmp|opt|mnt)/|\b(?:10|172|192\.168)\.\d+\.\d+\.\d+\b")
+
+
+@pytest.fixture(scope="module", params=RECORDED, ids=lambda path: path.name.partition(".")[0])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a recorded run, which no test changes."""
+    assert request.param.stat().st_size <= 400_000
+    return unpacked(request.param, tmp_path_factory.mktemp("recorded") / "logs")
 
 
 def test_there_is_a_recorded_run() -> None:
     assert RECORDED
 
 
-@EVERY_RECORDING
-def test_a_recorded_run_is_found_and_read_as_one_that_is_over(archive: Path, tmp_path: Path) -> None:
-    folder = unpacked(archive, tmp_path / "logs")
+def test_a_recorded_run_is_found_and_read_as_one_that_is_over(folder: Path) -> None:
     run = find_run(folder.name[:-2], folder.parent, also_ended=True)
     assert not run.is_live
     status = stored_status(run)
@@ -40,9 +44,7 @@ def test_a_recorded_run_is_found_and_read_as_one_that_is_over(archive: Path, tmp
     assert "alignment/diff_abs_mean" in latest_metrics(folder)
 
 
-@EVERY_RECORDING
-def test_a_recorded_run_played_event_by_event_comes_up_trains_and_ends(archive: Path, tmp_path: Path) -> None:
-    folder = unpacked(archive, tmp_path / "logs")
+def test_all_services_of_a_recorded_run_become_ready_and_it_ends_without_errors(folder: Path) -> None:
     state = ViewState(run_folder=folder, now=0.0)
     were_ready, num_warned = set(), 0
     for message in events_of(folder):
@@ -54,9 +56,7 @@ def test_a_recorded_run_played_event_by_event_comes_up_trains_and_ends(archive: 
     assert num_warned == 0
 
 
-@EVERY_RECORDING
-def test_every_moment_of_a_recorded_run_can_be_gone_back_to(archive: Path, tmp_path: Path) -> None:
-    folder = unpacked(archive, tmp_path / "logs")
+def test_every_moment_of_a_recorded_run_can_be_shown(folder: Path) -> None:
     timeline = TimelineFile(folder)
     while timeline.read():
         pass
@@ -77,19 +77,15 @@ def test_every_moment_of_a_recorded_run_can_be_gone_back_to(archive: Path, tmp_p
     assert len(set(lengths)) > 20
 
 
-@EVERY_RECORDING
-def test_a_recorded_run_has_groups_for_every_screen_that_shows_them(archive: Path, tmp_path: Path) -> None:
-    folder = unpacked(archive, tmp_path / "logs")
+def test_a_recorded_run_has_groups_for_every_screen_that_shows_them(folder: Path) -> None:
     lines = [RolloutLine.model_validate_json(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
     assert len(lines) >= 40
     trained = [each for line in lines for each in line.completions if each.training_logprobs]
     assert all(len(each.token_texts) == len(each.token_ids) == len(each.entropies) for each in trained)
 
 
-@EVERY_RECORDING
 @pytest.mark.slow
-async def test_the_screen_shows_a_recorded_run_from_its_folder(archive: Path, tmp_path: Path) -> None:
-    folder = unpacked(archive, tmp_path / "logs")
+async def test_the_screen_shows_a_recorded_run_from_its_folder(folder: Path) -> None:
     last_step = MetricsTail(folder / "metrics.jsonl").read().lines[-1].step
     names = {message.service.name for message in events_of(folder) if isinstance(message, ServiceChanged)}
     app = GrpoScreen(folder, LocalRun(folder))
@@ -104,14 +100,11 @@ async def test_the_screen_shows_a_recorded_run_from_its_folder(archive: Path, tm
 
 
 def shown(app: GrpoScreen, part: type[ServicesTable] | type[LogLines]) -> str:
-    """What stands in a part of the screen."""
+    """The text of a part of the screen."""
     return "".join(app.main.query_one(part).plain_lines).strip()
 
 
-@EVERY_RECORDING
-def test_a_recording_tells_no_path_and_no_address_of_the_machine_it_was_made_on(archive: Path, tmp_path: Path) -> None:
-    assert archive.stat().st_size <= 400_000
-    folder = unpacked(archive, tmp_path / "logs")
+def test_a_recording_has_no_path_and_no_address_of_the_machine_it_was_made_on(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     found = {path.name: NAMES.findall(path.read_text(encoding="utf-8")) for path in files}
     assert not any(found.values()), found

@@ -1,4 +1,4 @@
-"""The reader of rollouts.jsonl on files that grow, are cut, replaced, damaged or gone."""
+"""The reader of rollouts.jsonl on files that grow, are cut, replaced, damaged or missing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_growing_file_is_indexed_by_whole_lines(path: Path) -> None:
     assert file.generation == 0
 
 
-def test_a_head_tells_what_a_list_shows(path: Path) -> None:
+def test_a_head_has_what_a_list_shows(path: Path) -> None:
     path.write_text(group(4, (1.0, 0.0, 0.5), prompt="p" * 1000))
     file = RolloutFile(path)
     file.refresh()

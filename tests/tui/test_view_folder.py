@@ -1,4 +1,4 @@
-"""A run's folder that is deleted while somebody looks: what is found, and what stands on the screen."""
+"""A run's folder that is deleted while a screen shows it: how it is noticed, and the warning."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ from grpo_tui.view.timeline.past import displayed
 from grpo_tui.view.timeline.state import Past
 
 
-def run_folder(tmp_path: Path) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "logs" / "a-run"
     folder.mkdir(parents=True)
     (folder / PLAN_FILE).write_text("{}")
     return folder
 
 
-def test_a_folder_that_is_deleted_or_moved_is_gone_until_it_is_put_back(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path)
+def test_a_folder_that_is_moved_or_lost_its_files_is_gone_until_it_is_back(folder: Path, tmp_path: Path) -> None:
     watch = FolderWatch(folder)
     assert watch.look() is FolderState.THERE
     folder.rename(tmp_path / "elsewhere")
     assert watch.look() is FolderState.GONE
     (tmp_path / "elsewhere").rename(folder)
     assert watch.look() is FolderState.THERE
+    (folder / PLAN_FILE).unlink()
+    assert watch.look() is FolderState.GONE
+    assert FolderWatch(tmp_path / "absent").look() is FolderState.THERE, "it never existed: nothing to warn of"
 
 
-def test_a_folder_that_was_made_anew_is_another_one_whatever_its_inode(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path)
+def test_a_folder_that_was_recreated_is_another_one_whatever_its_inode(folder: Path) -> None:
     watch = FolderWatch(folder)
     for _ in range(3):
         shutil.rmtree(folder)
@@ -49,19 +51,7 @@ def test_a_folder_that_was_made_anew_is_another_one_whatever_its_inode(tmp_path:
         assert watch.look() is FolderState.RECREATED
 
 
-def test_a_folder_whose_files_alone_were_deleted_is_gone_too(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path)
-    watch = FolderWatch(folder)
-    (folder / PLAN_FILE).unlink()
-    assert watch.look() is FolderState.GONE
-
-
-def test_a_folder_that_never_was_is_nothing_to_warn_of(tmp_path: Path) -> None:
-    assert FolderWatch(tmp_path / "absent").look() is FolderState.THERE
-
-
-def test_a_watch_keeps_no_file_open_after_its_end(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path)
+def test_a_watch_keeps_no_file_open_after_its_end(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     watch = FolderWatch(folder)
     assert len(os.listdir("/proc/self/fd")) == before + 1
@@ -69,49 +59,56 @@ def test_a_watch_keeps_no_file_open_after_its_end(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_warning_says_whether_the_run_goes_on_and_what_to_do() -> None:
-    fresh = ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW)
-    live = reduce(fresh, Snapshot(number=1, status=run_status(run="a-run")))
-    assert live.folder_warnings == ()
-
-    gone = reduce(live, FolderChecked(state=FolderState.GONE))
-    (warning,) = gone.warnings
-    assert warning.severity == "error"
-    assert "deleted or moved while the run goes on" in warning.text
-    assert "check that /runs/logs is writable" in (warning.hint or "")
-
-    (unattended,) = reduce(gone, ConnectionLost(note="closed the connection")).warnings
-    assert "no supervisor answers" in unattended.text
-    assert "`grpo-tui down a-run` in /runs ends them" in (unattended.hint or "")
-
-    (over,) = reduce(gone, Bye(state=RunState.FINISHED)).warnings
-    assert over.severity == "warning"
-    assert "Move the folder back to /runs/logs/a-run to read more" in (over.hint or "")
-
-    (recreated,) = reduce(live, FolderChecked(state=FolderState.RECREATED)).warnings
-    assert "created an empty one" in recreated.text
-    assert "r restarts it" in (recreated.hint or "")
-
-    assert reduce(gone, FolderChecked(state=FolderState.THERE)).warnings == ()
+LIVE = reduce(
+    ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW), Snapshot(number=1, status=run_status(run="a-run"))
+)
+GONE = reduce(LIVE, FolderChecked(state=FolderState.GONE))
 
 
-def test_the_warning_stands_while_somebody_travels_in_time() -> None:
-    fresh = ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW)
-    connected = reduce(fresh, Snapshot(number=1, status=run_status(run="a-run")))
-    gone = reduce(connected, FolderChecked(state=FolderState.GONE))
+@pytest.mark.parametrize(
+    ("state", "severity", "text", "hint"),
+    [
+        (GONE, "error", "deleted or moved while the run goes on", "check that /runs/logs is writable"),
+        (
+            reduce(GONE, ConnectionLost(note="closed the connection")),
+            "error",
+            "no supervisor answers",
+            "`grpo-tui down a-run` in /runs ends them",
+        ),
+        (reduce(GONE, Bye(state=RunState.FINISHED)), "warning", "", "Move the folder back to /runs/logs/a-run to read"),
+        (
+            reduce(LIVE, FolderChecked(state=FolderState.RECREATED)),
+            "error",
+            "created an empty one",
+            "r restarts it",
+        ),
+    ],
+    ids=["run goes on", "no supervisor", "run has ended", "recreated"],
+)
+def test_the_warning_says_whether_the_run_goes_on_and_what_to_do(
+    state: ViewState, severity: str, text: str, hint: str
+) -> None:
+    (warning,) = state.warnings
+    assert warning.severity == severity
+    assert text in warning.text
+    assert hint in (warning.hint or "")
+
+
+def test_the_warning_is_shown_as_long_as_the_folder_is_gone_and_for_past_moments_too() -> None:
+    assert LIVE.folder_warnings == ()
+    assert reduce(GONE, FolderChecked(state=FolderState.THERE)).warnings == ()
     past = Past(
         moment=NOW - 60, status=run_status(run="a-run"), transitions={}, start_phases={}, notices=(), log=LogView()
     )
-    travelling = replace(gone, travel=replace(gone.travel, is_open=True, moment=NOW - 60, past=past))
+    travelling = replace(GONE, travel=replace(GONE.travel, is_open=True, moment=NOW - 60, past=past))
     assert [warning.id for warning in displayed(travelling).warnings] == ["folder"]
 
 
 @pytest.mark.slow
-async def test_a_run_deleted_under_the_screen_is_told_whole_in_80_columns(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path)
+async def test_the_warning_about_a_deleted_folder_is_readable_in_80_columns(folder: Path) -> None:
     async with shown(folder, SMALL, num_steps=5) as screen:
         shutil.rmtree(folder)
-        told = "✗ this run's folder was deleted or moved while the run goes on"
-        await screen.until(lambda: told in screen.text(WarningsBar))
+        warning = "✗ this run's folder was deleted or moved while the run goes on"
+        await screen.until(lambda: warning in screen.text(WarningsBar))
         await screen.pilot.press("w")
         await screen.until(lambda: "without logs and metrics" in screen.picture)

@@ -1,4 +1,4 @@
-"""GPU memory over a run, the plan, and who is to blame: functions of their arguments, worked out by hand."""
+"""GPU memory over a run, the plan, and the likely cause of out-of-memory: pure functions, worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from screen_fakes import GIB, gpu, run_status, service
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import GpuStatus, ServiceState, Snapshot, UsageSampled
-from grpo_tui.view import state as view
 from grpo_tui.view.gpus import state as gpu_view
 from grpo_tui.view.gpus.history import laid_out, means, peaks
 from grpo_tui.view.gpus.reader import read_memory_plan, read_samples
@@ -78,12 +77,9 @@ def test_each_sample_is_remembered_with_what_every_holder_has() -> None:
     assert moment.rss_bytes == {"vllm": 7}
 
 
-def test_memory_that_the_driver_gives_to_nobody_is_of_a_holder_that_is_not_known() -> None:
+def test_unassigned_memory_has_an_unknown_holder_and_stale_figures_are_left_out() -> None:
     figures = moment_of(sample(1, on_gpu(vllm=0, others=9, other_bytes=None, are_shares_known=False))).gpus[0]
     assert figures.by_holder == {UNKNOWN_HOLDER: 9 * GIB}
-
-
-def test_stale_figures_are_not_remembered_as_if_they_were_new() -> None:
     assert moment_of(sample(1, on_gpu(vllm=24, stale_s=7.0))).gpus == ()
 
 
@@ -99,22 +95,18 @@ def test_a_day_of_samples_is_bounded_keeps_its_newest_one_by_one_and_its_peak() 
     assert max(gaps) <= 4 * 4_000 / NUM_OLD
 
 
-def test_a_clock_that_was_set_back_leaves_the_history_in_order() -> None:
+def test_history_stays_in_order_when_the_clock_is_set_back_or_earlier_samples_are_read() -> None:
     seen = GpuView()
     for time in (10, 11, 12, 11):
         seen = sampled(seen, sample(time, on_gpu(vllm=time)))
     assert [each.time for each in seen.moments] == [10, 11]
-
-
-def test_what_was_sampled_before_the_screen_came_goes_before_what_it_saw() -> None:
-    seen = sampled(GpuView(), sample(10, on_gpu(vllm=3)))
     seen = after(seen, PastRead(samples=(sample(4, on_gpu(vllm=1)), sample(7, on_gpu(vllm=2)), sample(10, on_gpu()))))
-    assert [each.time for each in seen.moments] == [4, 7, 10]
-    assert seen.moments[-1].fullness == 3 * GIB
+    assert [each.time for each in seen.moments] == [4, 7, 10, 11]
+    assert seen.moments[2].fullness == 10 * GIB
     assert [each.time for each in moments_until(seen, 8.0)] == [4, 7]
 
 
-def test_the_span_goes_round_from_the_whole_run_to_a_minute() -> None:
+def test_the_span_cycles_from_the_whole_run_to_a_minute() -> None:
     seen, spans = GpuView(), []
     for _ in range(5):
         spans.append(seen.span_s)
@@ -134,7 +126,7 @@ def test_samples_are_read_from_a_timeline_past_damage_and_half_a_last_line(tmp_p
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 
-def test_columns_are_round_seconds_that_hold_still_while_the_run_goes_on() -> None:
+def test_columns_have_round_seconds_and_do_not_move_while_the_run_goes_on() -> None:
     seen = moments(*(sample(100 + second, on_gpu(vllm=1)) for second in range(70)))
     columns = laid_out(seen, 20)
     assert (columns.column_s, columns.start, columns.end) == (4, 100, 172)
@@ -174,8 +166,9 @@ def test_a_span_shows_the_end_alone() -> None:
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_is_what_the_resolved_profile_gives_vllm_of_each_gpu() -> None:
-    plan = memory_plan(PROFILE)
+def test_the_plan_is_what_the_resolved_profile_gives_vllm_of_each_gpu(tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text(json.dumps(PROFILE))
+    plan = read_memory_plan(tmp_path)
     assert planned_on(gpu(0), plan) == {"vllm": 24 * GIB}
     assert planned_on(gpu(1), plan) == {}
     assert plan.remedies["vllm"] == "--gpu-memory-utilization (now 0.3)"
@@ -188,7 +181,7 @@ def test_a_cache_of_a_fixed_size_has_no_share_and_another_flag() -> None:
     assert (plan.shares, plan.remedies) == ({}, {"vllm": "--kv-cache-memory-bytes (now 4.0G)"})
 
 
-def test_real_memory_is_compared_with_the_plan_in_words() -> None:
+def test_used_memory_is_compared_with_the_plan() -> None:
     assert compared(24 * GIB, 24 * GIB + (1 << 29), 80 * GIB) == "it uses 24.5G, as planned"
     assert compared(24 * GIB, 36 * GIB, 80 * GIB) == "it uses 36.0G, 12.0G more"
     assert compared(24 * GIB, 10 * GIB, 80 * GIB) == "it uses 10.0G, 14.0G less"
@@ -206,15 +199,10 @@ def test_a_resolved_profile_that_is_missing_or_damaged_plans_nothing(tmp_path: P
     assert plan.note or (text is not None and '"b"' in text)
 
 
-def test_the_plan_is_read_from_the_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "resolved.json").write_text(json.dumps(PROFILE))
-    assert read_memory_plan(tmp_path) == memory_plan(PROFILE)
-
-
 # --- likely cause ----------------------------------------------------------------------------------------------------
 
 
-def test_who_grew_last_is_named_with_how_much_and_who_holds_most() -> None:
+def test_the_service_that_grew_last_and_the_one_that_holds_most_are_named() -> None:
     seen = moments(sample(0, on_gpu(vllm=40, trainer=10)), sample(30, on_gpu(vllm=40, trainer=14)))
     grown = growth(seen, 0)
     assert grown is not None
@@ -226,7 +214,7 @@ def test_who_grew_last_is_named_with_how_much_and_who_holds_most() -> None:
     assert not found.has_happened
 
 
-def test_growth_of_long_ago_and_noise_are_nobodys() -> None:
+def test_old_growth_and_noise_do_not_count() -> None:
     old = sample(0, on_gpu(vllm=1))
     seen = moments(old, sample(1000, on_gpu(vllm=40)), sample(1100, on_gpu(vllm=40)))
     assert growth(seen, 0) is None
@@ -234,7 +222,7 @@ def test_growth_of_long_ago_and_noise_are_nobodys() -> None:
     assert growth([], 0) is None
 
 
-def test_a_crash_names_the_victim_who_held_what_just_before_and_the_flag() -> None:
+def test_a_crash_is_reported_with_what_each_service_held_before_and_the_flag() -> None:
     why = "exit code 1; last lines:\n  torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 …"
     victim = service("trainer", state=ServiceState.FAILED, why=why, gpus=[0])
     seen = moments(
@@ -250,7 +238,7 @@ def test_a_crash_names_the_victim_who_held_what_just_before_and_the_flag() -> No
     assert "for trainer lower --micro-batch-tokens" in found.hint
 
 
-def test_our_trainers_own_words_for_a_lack_of_memory_are_known() -> None:
+def test_the_out_of_memory_message_of_our_trainer_is_recognised() -> None:
     why = "exit code 1: the GPU's memory ran out in step 4, with …: 2.1 GB more were asked for; of the 85 GB"
     victim = service("trainer", state=ServiceState.FAILED, why=why, gpus=[0])
     found = blame(on_gpu(), moments(sample(1, on_gpu(trainer=70))), [VLLM, victim], MemoryPlan(), {})
@@ -258,26 +246,19 @@ def test_our_trainers_own_words_for_a_lack_of_memory_are_known() -> None:
     assert found.hint == "for trainer lower --batch-size or --seq-len"
 
 
-def test_a_crash_on_another_gpu_is_not_told_here() -> None:
+def test_without_known_shares_or_use_no_service_is_named_and_a_crash_on_another_gpu_is_left_out() -> None:
+    hidden = on_gpu(other_bytes=None, are_shares_known=False, memory_used_bytes=60 * GIB)
+    found = blame(hidden, moments(sample(1, hidden)), [VLLM, TRAINER], memory_plan(PROFILE), {})
+    assert "use by process is unknown" in found.text
+    assert "--gpu-memory-utilization" in found.hint
+    found = blame(on_gpu(), moments(sample(1, on_gpu())), [VLLM], MemoryPlan(), {})
+    assert (found.text, found.hint) == ("if it runs out of memory: no process uses any now", "")
     victim = service("trainer", state=ServiceState.FAILED, why="CUDA out of memory", gpus=[1])
     found = blame(on_gpu(vllm=36), moments(sample(1, on_gpu(vllm=36))), [VLLM, victim], MemoryPlan(), {})
     assert not found.has_happened
 
 
-def test_where_shares_are_not_known_nobody_is_blamed() -> None:
-    hidden = on_gpu(other_bytes=None, are_shares_known=False, memory_used_bytes=60 * GIB)
-    found = blame(hidden, moments(sample(1, hidden)), [VLLM, TRAINER], memory_plan(PROFILE), {})
-    assert "use by process is unknown" in found.text
-    assert "--gpu-memory-utilization" in found.hint
-
-
-def test_an_empty_gpu_has_nobody_to_blame() -> None:
-    found = blame(on_gpu(), moments(sample(1, on_gpu())), [VLLM], MemoryPlan(), {})
-    assert (found.text, found.hint) == ("if it runs out of memory: no process uses any now", "")
-
-
 def test_the_history_is_part_of_the_one_state() -> None:
     state = reduce(ViewState(run_folder=Path("r"), now=0), Snapshot(number=0, status=run_status()))
-    assert isinstance(SpanTurned(), gpu_view.GpuChange)
     assert reduce(state, SpanTurned()).gpus.span_s == 3600.0
-    assert view.reduce(state, gpu_view.CommandsTurned()).gpus.has_whole_commands
+    assert reduce(state, gpu_view.CommandsTurned()).gpus.has_whole_commands

@@ -80,7 +80,7 @@ def test_a_search_finds_parts_then_scattered_letters_and_nothing_else() -> None:
     assert found("  ", METRIC_NAMES) == list(METRIC_NAMES)
 
 
-def test_a_run_with_names_of_its_own_is_read_by_ours() -> None:
+def test_metrics_of_a_run_with_other_names_are_found_by_ours() -> None:
     assert measured_as("reward/mean", ["loss", "reward", "critic/score/mean"]) == "reward"
     assert measured_as("reward/mean", ["train/reward"]) == "train/reward"
     assert measured_as("grpo/kl", ["loss"]) is None
@@ -95,7 +95,7 @@ def test_groups_stand_together_and_environments_are_groups_of_their_own() -> Non
     ]  # fmt: skip
 
 
-def test_units_are_told_where_there_are_any() -> None:
+def test_units_of_metrics_that_have_one() -> None:
     names = ("train/step_time", "train/tokens_per_second", "grpo/kl", "train/gpu_memory_gb", "rollout/length_mean")
     assert [unit_of(name) for name in names] == ["s", "tokens/s", "nats", "GB", "tokens"]
     assert [unit_of(name) for name in ("reward/mean", "grpo/mean_ratio", "rollout/truncated_fraction")] == [""] * 3
@@ -131,7 +131,7 @@ def test_a_line_is_cut_at_the_edges_of_the_window_and_at_gaps() -> None:
     assert clipped([(0.0, 0.0), (20.0, 20.0)], (5.0, 15.0)) == [[(5.0, 5.0), (15.0, 15.0)]]
 
 
-def test_figures_are_of_what_is_there() -> None:
+def test_figures_are_of_the_values_in_the_window() -> None:
     sums = figures([2.0, 4.0, 3.0])
     assert sums is not None
     assert (sums.last, sums.mean, sums.least, sums.most) == (3.0, 3.0, 2.0, 4.0)
@@ -171,7 +171,7 @@ def test_time_has_minutes_and_hours_and_steps_are_whole() -> None:
     assert [text for _, text in x_ticks((0.0, 1_000_000.0), XAxis.STEP, 2)] == ["0", "500,000", "1,000,000"]
 
 
-def test_a_growing_run_gets_room_so_that_the_plot_holds_still() -> None:
+def test_a_growing_run_gets_room_so_that_the_plot_does_not_move() -> None:
     ranges = {x_range([curve(1, *([0.5] * (count + 1)))], is_growing=True) for count in (141, 145, 150)}
     assert ranges == {(0.0, 150.0)}
     assert x_range([curve(1, 0.5)]) == (-0.5, 0.5)
@@ -187,7 +187,7 @@ def test_metrics_share_an_axis_only_where_their_ranges_are_alike() -> None:
     assert panes_of([near, tall], num_rows=9, **share)[1] == "each over its own range"  # type: ignore[arg-type]
 
 
-def test_a_band_far_away_is_left_out_until_it_is_asked_for() -> None:
+def test_a_band_far_away_is_left_out_until_it_is_requested() -> None:
     quiet = curve(1, 0.0010, 0.0012, name="grpo/clipped_fraction")
 
     def top(shows_band: bool) -> float:
@@ -212,7 +212,7 @@ def test_dots_make_braille() -> None:
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-def test_marks_are_taken_and_given_back_and_are_few() -> None:
+def test_marks_are_set_and_cleared_and_their_number_is_limited() -> None:
     plots = PlotView()
     for number in range(9):
         plots = after(plots, plot_view.MetricMarked(name=f"m{number}"))
@@ -221,7 +221,7 @@ def test_marks_are_taken_and_given_back_and_are_few() -> None:
     assert after(plots, plot_view.MarksCleared()).marked == ()
 
 
-def test_another_x_axis_lets_go_of_window_and_cursor() -> None:
+def test_another_x_axis_resets_window_and_cursor() -> None:
     plots = replace(PlotView(), window=(2.0, 3.0), cursor=2.5)
     turned = after(plots, plot_view.XAxisTurned())
     assert (turned.x, turned.window, turned.cursor) == (XAxis.TIME, None, None)
@@ -231,7 +231,7 @@ def test_another_x_axis_lets_go_of_window_and_cursor() -> None:
 # --- other runs ------------------------------------------------------------------------------------------------------
 
 
-def test_other_runs_tell_what_they_are(tmp_path: Path) -> None:
+def test_other_runs_are_listed_with_profile_state_and_last_step(tmp_path: Path) -> None:
     for name, steps in (("here", 3), ("a", 5), ("b", 7)):
         (tmp_path / name).mkdir()
         write_metrics(tmp_path / name, steps)

@@ -1,4 +1,4 @@
-"""What the rollout screen knows after each key, what a filter lets through, and how text becomes lines of tokens."""
+"""The state of the rollout screen after each key, what a filter selects, and how text becomes lines of tokens."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from grpo_tui.view.rollouts.text import (
     wrapped,
 )
 
-ASKED_BEFORE = "sort 123"
+SAME_PROMPT = "sort 123"
 RUN = [
-    group(1, (1.0, 1.0), prompt=ASKED_BEFORE),
+    group(1, (1.0, 1.0), prompt=SAME_PROMPT),
     group(2, (0.0, 0.0), environment="gsm8k", texts=("Äpfel: 4", "none")),
-    group(3, (1.0, 0.0), prompt=ASKED_BEFORE),
+    group(3, (1.0, 0.0), prompt=SAME_PROMPT),
     group(4, (0.5, 0.25, 0.5)),
-    group(5, (1.0, 1.0), prompt=ASKED_BEFORE),
+    group(5, (1.0, 1.0), prompt=SAME_PROMPT),
 ]
 
 
 class Seen:
-    """A view beside a reader, as the screen keeps them."""
+    """A view and its reader, as the screen has them."""
 
     def __init__(self, folder: Path, *groups: RolloutLine) -> None:
         write_groups(folder, *groups)
@@ -109,26 +109,21 @@ def test_the_newest_group_is_read_until_one_moves_away(seen: Seen, tmp_path: Pat
     assert (seen.step, seen.view.is_following) == (7, True)
 
 
-def test_moving_stops_at_both_ends_of_the_list(seen: Seen) -> None:
-    seen.after(GroupMoved(by=99))
-    assert seen.step == 1
-    seen.after(GroupMoved(by=-99))
-    assert seen.step == 5
-
-
-def test_reading_a_completion_holds_its_group(seen: Seen, tmp_path: Path) -> None:
+def test_reading_a_completion_holds_its_group_and_moving_stops_at_both_ends(seen: Seen, tmp_path: Path) -> None:
     seen.after(CompletionMoved(by=1), TokenSet(token=2))
     write_groups(tmp_path, group(6), mode="ab")
     seen.look()
     assert (seen.step, seen.view.completion, seen.view.token) == (5, 1, 2)
     seen.after(CompletionMoved(by=5))
     assert (seen.view.completion, seen.view.token) == (1, 0)
+    for by, step in ((99, 1), (-99, 6)):
+        seen.after(GroupMoved(by=by))
+        assert seen.step == step
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (RewardKindTurned(), [5, 1]),
         (Narrowed(by="above", number=0.42), [5, 3, 1]),
         (Narrowed(by="below", number=0.42), [4, 2]),
         (Narrowed(by="text", text="ÄPFEL"), [2]),
@@ -137,7 +132,7 @@ def test_reading_a_completion_holds_its_group(seen: Seen, tmp_path: Path) -> Non
         (Narrowed(by="text", text="policy_versions"), []),  # a word of the file, and of no group
     ],
 )
-def test_a_filter_lets_through_what_it_says(seen: Seen, change: RolloutChange, expected: list[int]) -> None:
+def test_a_filter_selects_groups_by_reward_or_text(seen: Seen, change: RolloutChange, expected: list[int]) -> None:
     seen.after(change)
     assert seen.steps == expected
     assert seen.step == (expected[0] if expected else None)
@@ -145,7 +140,8 @@ def test_a_filter_lets_through_what_it_says(seen: Seen, change: RolloutChange, e
     assert seen.steps == [5, 4, 3, 2, 1]
 
 
-def test_kinds_of_rewards_and_environments_come_in_turn(seen: Seen) -> None:
+def test_kinds_of_rewards_and_environments_are_cycled(seen: Seen) -> None:
+    assert GroupFilter(environment="0").words == "environment 0", "an environment without a name has its number"
     kinds = []
     for _ in range(4):
         seen.after(RewardKindTurned())
@@ -227,7 +223,7 @@ def test_heads_that_take_long_come_a_few_a_look(tmp_path: Path, monkeypatch: pyt
     assert seen.step == 5
 
 
-def test_an_answer_to_an_older_question_changes_nothing(seen: Seen) -> None:
+def test_a_result_for_an_older_filter_changes_nothing(seen: Seen) -> None:
     stale = seen.reader.look(GroupFilter(text="Äpfel"), None)
     assert after(seen.view, GroupsArrived(read=stale)) is seen.view
 
@@ -235,7 +231,7 @@ def test_an_answer_to_an_older_question_changes_nothing(seen: Seen) -> None:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_terminal_would_obey_is_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     assert visible("a\x1b[2Jb\x07\r\t\u202e\u200b\x9b") == r"a\x1b[2Jb\x07\r\t\u202e\u200b\x9b"
     assert visible("naïve 日本 👍") == "naïve 日本 👍"
 
@@ -260,7 +256,7 @@ def test_a_very_long_completion_is_laid_out_whole() -> None:
     assert "".join(piece.text for line in lines for piece in line) == long.text
 
 
-def test_what_was_read_between_turns_is_no_token() -> None:
+def test_text_read_between_turns_is_no_token() -> None:
     turns = completion("abcdef", read_before={1: "[tool] 7\n"})
     assert pieces_of(turns) == [Piece("abc", 0), Piece("[tool] 7\n", None), Piece("def", 1), Piece("<end>", 2)]
     assert pieces_of(completion("abc", token_texts=[])) == [Piece("abc<end>", None)]
@@ -277,7 +273,7 @@ def test_tokens_have_the_tone_of_their_value() -> None:
     assert SCALES[after(RolloutView(), TintTurned()).tint].tone(math.nan) == ""
 
 
-def test_a_token_is_told_in_words() -> None:
+def test_a_token_is_described_with_its_numbers() -> None:
     one = completion("abcd\n", version=7)
     assert token_name(one, 1) == r'token 2 of 3 "d\n"'
     assert token_words(one, 1) == (
@@ -290,13 +286,8 @@ def test_a_token_is_told_in_words() -> None:
     )
 
 
-def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:
+def test_prompts_are_shown_without_the_start_that_they_share() -> None:
     system = "<|im_start|>system\nBe brief.<|im_end|>"
     assert telling_starts([f"{system}sort 12", f"{system}sort 31"]) == ["12", "31"]
     assert telling_starts([system, system]) == [system, system]
     assert telling_starts([]) == []
-
-
-def test_an_environment_that_told_no_name_is_called_by_its_number_in_words() -> None:
-    assert GroupFilter(environment="0").words == "environment 0"
-    assert GroupFilter(environment="sort6").words == "sort6"

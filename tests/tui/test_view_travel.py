@@ -1,4 +1,4 @@
-"""Going back in the time of a run, without a terminal: moments, jumps, and how everything stood."""
+"""Going back in the time of a run, without a terminal: moments, jumps, and the state at a moment."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_steps_and_events_are_jumped_to_one_after_the_other() -> None:
     assert after(start, Jumped(to="event", direction=1), KNOWN).moment == KNOWN.now  # nothing has happened yet
 
 
-def test_evaluations_are_events_though_the_metrics_tell_them() -> None:
+def test_evaluations_are_events_though_only_the_metrics_have_them() -> None:
     evaluated = STEPS[49].model_copy(update={"metrics": {"eval/avg@4": 0.5}})
     known = Known(now=KNOWN.now, started_at=STARTED, steps=(*STEPS[:49], evaluated, *STEPS[50:]))
     at = after(Travel(), Opened(), known)
@@ -128,7 +128,7 @@ def test_a_time_of_day_is_looked_for_on_the_days_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("text", "words"), [("soon", "is not a time"), ("999", "step 999 is not done yet; the newest is 100")]
 )
-def test_what_leads_nowhere_is_told_in_words_and_moves_nothing(text: str, words: str) -> None:
+def test_an_unknown_time_or_step_is_explained_and_moves_nothing(text: str, words: str) -> None:
     at = after(Travel(), Opened(), KNOWN)
     there = after(at, Typed(text=text), KNOWN)
     assert words in there.note
@@ -216,7 +216,7 @@ def test_a_timeline_that_was_written_anew_and_is_longer_is_read_from_its_start(t
     assert (timeline.num_lines, timeline.ends) == (46, STARTED + 49)
 
 
-def test_a_log_that_is_gone_or_of_unknown_length_says_so(tmp_path: Path) -> None:
+def test_a_log_that_is_missing_or_of_unknown_length_is_reported(tmp_path: Path) -> None:
     assert "cannot be read" in log_until(tmp_path / "a.log", "a", 10).lines[0]
     assert "was not recorded" in log_until(tmp_path / "a.log", "a", None).lines[0]
 

@@ -1,4 +1,4 @@
-"""Which GPUs a launch takes, from what it names and what the environment lets it see."""
+"""Which GPUs a launch uses: those it names, or those that CUDA_VISIBLE_DEVICES leaves."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_a_launch_without_gpus_and_with_a_memory_share_uses_the_first_visible_on
     assert taken(inherited, gpu_memory_share=0.5) == first
 
 
-def test_the_environment_of_the_service_wins_over_the_inherited_one() -> None:
+def test_the_environment_of_the_service_overrides_the_inherited_one() -> None:
     assert taken("2", gpu_memory_share=0.5, env={"CUDA_VISIBLE_DEVICES": "1"}) == [1]
     assert taken("2", gpu_memory_share=0.5, gpus=[]) == []
