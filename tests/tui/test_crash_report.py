@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,9 +193,13 @@ def test_attempts_are_listed_with_how_they_ended() -> None:
     assert second.endswith("cannot start x: no such file")
 
 
-def test_metrics_begin_with_the_step() -> None:
-    lines = report(metrics={"grpo/ess": 0.5, "step": 12.0, "train/lr": 1e-6})
+def test_metrics_begin_with_the_step_and_a_log_is_shown_without_control_characters() -> None:
+    lines = report(
+        metrics={"grpo/ess": 0.5, "step": 12.0, "train/lr": 1e-6},
+        logs={"trainer": ["\x1b[1;31mERROR\x1b[0m bad\x07 end"]},
+    )
     assert section(lines, "Latest metrics") == ["step      12", "grpo/ess  0.5", "train/lr  1e-06"]
+    assert section(lines, "Log of trainer") == ["ERROR bad end"]
 
 
 def test_what_the_service_needs_comes_first_among_the_others_in_trouble() -> None:
@@ -207,11 +212,6 @@ def test_what_the_service_needs_comes_first_among_the_others_in_trouble() -> Non
     first, second = [line for line in lines if line.startswith("  also")]
     assert first.startswith("  also      vllm, which it needs, was restarted during this attempt, at 20")
     assert second == "  also      env is unhealthy: no liveness for 10 s: port 9 is closed"
-
-
-def test_colours_and_control_characters_of_a_log_are_left_out() -> None:
-    lines = report(logs={"trainer": ["\x1b[1;31mERROR\x1b[0m bad\x07 end"]})
-    assert section(lines, "Log of trainer") == ["ERROR bad end"]
 
 
 @pytest.mark.parametrize(
@@ -247,14 +247,11 @@ def test_an_exit_by_a_signal_has_a_hint(exit_code: int, oom_kills: int | None, w
     assert words in hint
 
 
-def test_an_ordinary_exit_on_a_machine_with_room_has_no_hint() -> None:
-    roomy = Facts(at=NOW, host="h", kernel="k", python="3", disk=PLENTY, shared_memory=PLENTY, memory=PLENTY)
+def test_an_ordinary_exit_on_a_machine_with_room_has_no_hint_and_a_full_disk_is_one() -> None:
+    roomy = replace(UNKNOWN, disk=PLENTY, shared_memory=PLENTY, memory=PLENTY)
     assert list(hints(1, ["step 1"], roomy, 0)) == []
     assert list(hints(None, [], roomy, None)) == []
-
-
-def test_a_full_disk_is_a_hint_with_its_figures() -> None:
-    full = Facts(at=NOW, host="h", kernel="k", python="3", disk=Space(free_bytes=12_000_000, total_bytes=10**12))
+    full = replace(UNKNOWN, disk=Space(free_bytes=12_000_000, total_bytes=10**12))
     assert list(hints(1, [], full, 0)) == ["the disk of the run folder is full: 12 MB free of 1000.0 GB"]
 
 

@@ -1,4 +1,4 @@
-"""What a start-up is at, from lines as they were seen in the logs of real starts, and whether it moves."""
+"""The phase of a start-up, from lines of real logs, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ VLLM_ON_A_CPU = (
     ("INFO:     Uvicorn running on http://127.0.0.1:19401 (Press CTRL+C to quit)\n", "importing vLLM"),
     (
         "(MainProcess pid=6785) INFO 11-21 13:40:33 [model.py:733] Resolved architecture: LlamaForCausalLM\n"
-        "(MainProcess pid=6785) INFO 11-21 13:40:33 [scheduler.py:307] Chunked prefill is enabled with "
-        "max_num_batched_tokens=2048.\n",
+        "(MainProcess pid=6785) INFO 11-21 13:40:33 [scheduler.py:307] Chunked prefill is enabled\n",
         "configuring the engine for LlamaForCausalLM",
     ),
     (
@@ -31,42 +30,29 @@ VLLM_ON_A_CPU = (
         "fetching the model",
     ),
     (
-        "Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?, ?it/s]\n",
+        "Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?]\n",
         "loading weights, 0 of 1 shards",
     ),
+    ("Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00]\n\n", "loading weights, 1 of 1 shards"),
+    ("INFO 11-21 13:40:58 [default_loader.py:501] Loading weights took 0.02 seconds\n", "weights are loaded"),
+    ("INFO 11-21 13:40:59 [cpu_model_runner.py:87] Warming up model for the compilation...\n", "compiling"),
     (
-        "Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 81.31it/s]\n\n",
-        "loading weights, 1 of 1 shards",
-    ),
-    (
-        "(Worker pid=7517) INFO 11-21 13:40:58 [default_loader.py:501] Loading weights took 0.02 seconds\n",
-        "weights are loaded",
-    ),
-    (
-        "(Worker pid=7517) INFO 11-21 13:40:59 [cpu_model_runner.py:87] Warming up model for the compilation...\n",
-        "compiling",
-    ),
-    (
-        "(Worker pid=7517) INFO 11-21 13:41:28 [decorators.py:743] [backbone] saved AOT compiled function to /c/model\n"
-        "(Worker pid=7517) INFO 11-21 13:41:28 [monitor.py:91] [backbone] Initial profiling/warmup run took 0.02 s\n"
-        "(Worker pid=7517) INFO 11-21 13:41:29 [cpu_model_runner.py:91] Warming up done.\n",
+        "INFO 11-21 13:41:28 [decorators.py:743] [backbone] saved AOT compiled function to /c/model\n"
+        "INFO 11-21 13:41:28 [monitor.py:91] [backbone] Initial profiling/warmup run took 0.02 s\n"
+        "INFO 11-21 13:41:29 [cpu_model_runner.py:91] Warming up done.\n",
         "profiling memory",
     ),
+    ("INFO 11-21 13:41:29 [kv_cache_utils.py:2327] CPU KV cache size: 1,048,576 tokens\n", "making the KV cache"),
     (
-        "(EngineCore pid=7361) INFO 11-21 13:41:29 [kv_cache_utils.py:2327] CPU KV cache size: 1,048,576 tokens\n",
-        "making the KV cache",
-    ),
-    (
-        "(EngineCore pid=7361) INFO 11-21 13:41:31 [core.py:402] init engine (profile, create kv cache, warmup model) "
-        "took 32.04 s\n",
+        "INFO 11-21 13:41:31 [core.py:402] init engine (profile, create kv cache, warmup model) took 32.04 s\n",
         "trying a first request",
     ),
 )
-"""vLLM 0.32, from its CPU build."""
+"""vLLM 0.32, from its CPU build; from the weights on without the name of the process."""
 
 VLLM_ON_GPUS = (
     (
-        "Loading safetensors checkpoint shards:  67% Completed | 2/3 [00:18<00:09,  9.16s/it]\n(EngineCore pid=126)\n",
+        "Loading safetensors checkpoint shards:  67% Completed | 2/3 [00:18]\n(E)\n",
         "loading weights, 2 of 3 shards",
     ),
     (
@@ -78,42 +64,22 @@ VLLM_ON_GPUS = (
         "~/.cache/vllm/torch_compile_cache/d43a213921/rank_0_0/backbone for vLLM's torch.compile\n",
         "compiling",
     ),
+    ("INFO 05-06 [backends.py:393] Compiling a graph for compile range (1, 8192) takes 26.64 s\n", "compiling"),
+    ("INFO 07-06 [decorators.py:311] Directly load AOT compilation from path /c/model", "loading compiled code"),
+    ("\nINFO 05-06 05:41:30 [monitor.py:53] torch.compile took 48.89 s in total", "profiling memory"),
+    ("\nINFO 04-20 20:13:51 [gpu_worker.py:437] Available KV cache memory: 0.67 GiB\n", "making the KV cache"),
     (
-        "(Worker_TP0 pid=52) INFO 05-06 05:41:17 [backends.py:393] Compiling a graph for compile range (1, 8192) takes "
-        "26.64 s\n",
-        "compiling",
-    ),
-    (
-        "(Worker_TP0 pid=101) INFO 07-06 10:46:17 [decorators.py:311] Directly load AOT compilation from path /c/model",
-        "loading compiled code",
-    ),
-    (
-        "\n(Worker_TP0 pid=52) INFO 05-06 05:41:30 [monitor.py:53] torch.compile took 48.89 s in total",
-        "profiling memory",
-    ),
-    (
-        "\n(EngineCore pid=28132) INFO 04-20 20:13:51 [gpu_worker.py:437] Available KV cache memory: 0.67 GiB\n",
-        "making the KV cache",
-    ),
-    (
-        "[AutoTuner]: Tuning mxfp8_gemm:  91%|█████████▏| 21/23 [00:00<00:00, 26.51profile/s]",
+        "[AutoTuner]: Tuning mxfp8_gemm:  91%|█████████▏| 21/23 [00:00<00:00, 26.51it/s]",
         "tuning kernels, 21 of 23",
     ),
     (
         "\rCapturing CUDA graphs (mixed prefill-decode, PIECEWISE):  34%|███▍      | 12/35 [00:01<00:02, 10.60it/s]",
         "capturing CUDA graphs, 12 of 35",
     ),
-    (
-        "\rCapturing CUDA graphs (decode, FULL): 100%|██████████| 5/5 [00:01<00:00,  3.65it/s]\n",
-        "capturing CUDA graphs, 5 of 5",
-    ),
-    (
-        "(EngineCore pid=284) INFO 05-30 07:47:06 [gpu_model_runner.py:6456] Graph capturing finished in 6 secs, took "
-        "0.38 GiB\n",
-        "CUDA graphs are captured",
-    ),
+    ("\rCapturing CUDA graphs (decode, FULL): 100%|███| 5/5 [00:01<00:00]\n", "capturing CUDA graphs, 5 of 5"),
+    ("[gpu_model_runner.py:6456] Graph capturing finished in 6 secs, took 0.38 GiB\n", "CUDA graphs are captured"),
 )
-"""vLLM 0.20 to 0.27, as people have posted it."""
+"""vLLM 0.20 to 0.27, from public logs; some without the name of the process."""
 
 TORCH = (
     ("INFO:     Uvicorn running on http://127.0.0.1:19402 (Press CTRL+C to quit)\n", "importing torch"),
@@ -157,7 +123,7 @@ def followed(tmp_path: Path, phases: Sequence[tuple[str, str]] = (), *, offset: 
     [(VLLM_PHASES, VLLM_ON_A_CPU), (VLLM_PHASES, VLLM_ON_GPUS), (TORCH_PHASES, TORCH), (TRAINER_PHASES, TRAINER)],
     ids=["vllm on a cpu", "vllm on gpus", "torch", "trainer"],
 )
-def test_every_stage_of_a_real_start_is_told(
+def test_every_phase_of_a_real_start_is_found(
     tmp_path: Path, phases: Sequence[tuple[str, str]], start: Sequence[tuple[str, str]]
 ) -> None:
     log, start_up = followed(tmp_path, phases)
@@ -167,7 +133,7 @@ def test_every_stage_of_a_real_start_is_told(
         assert start_up.look() is None
 
 
-def test_a_line_without_a_phase_moves_and_leaves_the_phase(tmp_path: Path) -> None:
+def test_a_line_without_a_phase_is_progress_and_leaves_the_phase(tmp_path: Path) -> None:
     log, start_up = followed(tmp_path, VLLM_PHASES)
     assert start_up.look() is None
     write(log, "starting\n")
@@ -178,7 +144,7 @@ def test_a_line_without_a_phase_moves_and_leaves_the_phase(tmp_path: Path) -> No
     assert start_up.look() == Movement("fetching the model")
 
 
-def test_lines_that_a_hanging_service_writes_are_no_movement(tmp_path: Path) -> None:
+def test_lines_that_a_hanging_service_logs_are_no_progress(tmp_path: Path) -> None:
     log, start_up = followed(tmp_path)
     write(
         log,
@@ -219,7 +185,7 @@ def test_of_much_the_end_is_read_and_a_log_made_smaller_is_read_anew(
     assert start_up.look() == Movement("CUDA graphs are captured")
 
 
-def test_growing_gpu_memory_moves_and_shrinking_or_unknown_does_not(tmp_path: Path) -> None:
+def test_growing_gpu_memory_is_progress_and_shrinking_or_unknown_is_not(tmp_path: Path) -> None:
     _, start_up = followed(tmp_path)
     held = [None, 0, 5, 5, 3, None, 3, 4]
     assert [start_up.look(each) is not None for each in held] == [False, False, True, False, False, False, False, True]

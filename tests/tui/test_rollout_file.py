@@ -85,20 +85,22 @@ def test_numbers_that_json_does_not_have_are_nan(path: Path) -> None:
     assert head.mean_reward == 0.0
 
 
-@pytest.mark.parametrize("how", ["cut", "replaced", "cut and regrown"])
-def test_a_file_that_was_made_anew_is_read_from_its_start(path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "written"),
+    [("cut", [5]), ("cut and regrown", [5, 6, 7]), ("replaced", [5, 6, 7]), ("deleted and recreated", [5])],
+)
+def test_a_file_that_was_made_anew_is_read_from_its_start(path: Path, how: str, written: list[int]) -> None:
     path.write_text(group(1) + group(2))
     file = RolloutFile(path)
     assert steps(file) == [1, 2]
-    if how == "replaced":
-        path.with_suffix(".new").write_text(group(5) + group(6) + group(7))
-        path.with_suffix(".new").replace(path)
-        expected = [5, 6, 7]
-    else:
-        path.write_text(group(5) if how == "cut" else group(5) + group(6) + group(7))
-        expected = [5] if how == "cut" else [5, 6, 7]
-    assert steps(file) == expected
-    assert file.generation == 1
+    if how == "deleted and recreated":
+        path.unlink()
+        assert (file.read(0), file.refresh()) == (None, 0)
+    target = path.with_suffix(".new") if how == "replaced" else path
+    target.write_text("".join(map(group, written)))
+    target.replace(path)
+    assert steps(file) == written
+    assert file.generation > 0
 
 
 def test_half_a_line_that_was_written_anew_hides_no_group(path: Path) -> None:
@@ -107,17 +109,6 @@ def test_half_a_line_that_was_written_anew_hides_no_group(path: Path) -> None:
     assert steps(file) == [1]
     path.write_text(group(1) + "".join(group(step) for step in range(2, 30)))
     assert steps(file) == list(range(1, 30))
-
-
-def test_a_file_that_vanished_has_no_groups_until_it_is_there_again(path: Path) -> None:
-    path.write_text(group(1))
-    file = RolloutFile(path)
-    assert steps(file) == [1]
-    path.unlink()
-    assert file.read(0) is None
-    assert file.refresh() == 0
-    path.write_text(group(2))
-    assert steps(file) == [2]
 
 
 def test_a_long_file_is_indexed_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
