@@ -1,4 +1,4 @@
-"""Services for tests of the life cycle without processes: launches, events, and whole runs in given states."""
+"""Services for tests without processes: launches, events of the life cycle, and state files of keepers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_tui.services.base import Launch, Probe, RestartInPlace, RestartPolicy
+from grpo_tui.supervisor.keeper.client import KeeperState, ProcessEntry
 from grpo_tui.supervisor.machine import (
     Admitted,
     Effect,
@@ -82,3 +83,22 @@ def restart(at_s: float) -> tuple[Timed, ...]:
 
 UP: tuple[Timed, ...] = ((0.0, Admitted()), (0.1, Spawned()), (5.0, passed()))
 """The service is ready since 5 s."""
+
+
+def keeper_state(service: str, attempt: int = 1, **known: Any) -> KeeperState:
+    """What the keeper of an ended attempt wrote."""
+    values: dict[str, Any] = {
+        "service": service,
+        "attempt": attempt,
+        "state": "gone",
+        "keeper": ProcessEntry(pid=7, start_ticks=7),
+        "main": None,
+        "started_at": 1.0,
+        "ended_at": None,
+        "exit_code": None,
+        "error": None,
+        "log_offset": 0,
+        "ended": (),
+        "unkillable": (),
+    }
+    return KeeperState(**{**values, **known})

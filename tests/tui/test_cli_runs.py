@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import typer
+from launches import keeper_state
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import write_json_atomically
@@ -15,6 +15,7 @@ from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, Servi
 from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
 from grpo_tui.keeper_process import read_stat
+from grpo_tui.supervisor.keeper.client import ProcessEntry
 from grpo_tui.supervisor.lock import has_daemon, take_lock
 
 
@@ -39,25 +40,10 @@ def service(name: str, state: ServiceState) -> ServiceStatus:
 def make_keeper(folder: Path, name: str, *, is_alive: bool, exit_code: int | None = None) -> None:
     me = read_stat(os.getpid())
     assert me is not None
-    identity = {"pid": me.pid, "start_ticks": me.start_ticks if is_alive else 1}
-    (folder / "keepers" / f"{name}.1.json").write_text(
-        json.dumps(
-            {
-                "service": name,
-                "attempt": 1,
-                "state": "running" if is_alive else "gone",
-                "keeper": identity,
-                "main": identity,
-                "started_at": 1.0,
-                "ended_at": None,
-                "exit_code": exit_code,
-                "error": None,
-                "log_offset": 0,
-                "ended": [],
-                "unkillable": [],
-            }
-        )
-    )
+    process = ProcessEntry(pid=me.pid, start_ticks=me.start_ticks if is_alive else 1)
+    state = "running" if is_alive else "gone"
+    written = keeper_state(name, state=state, keeper=process, main=process, exit_code=exit_code)
+    (folder / "keepers" / f"{name}.1.json").write_text(written.model_dump_json())
 
 
 def test_a_service_is_named_alone_or_after_its_run() -> None:
@@ -114,18 +100,15 @@ def test_a_run_that_lost_its_daemon_is_shown_as_its_keepers_are(tmp_path: Path) 
     assert status.warnings[0].text == "the supervisor of this run has exited; 1 service keeps running without it"
 
 
-def test_a_run_without_a_living_process_has_failed(tmp_path: Path) -> None:
+def test_a_run_without_a_living_process_has_failed_unless_it_had_ended(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "r", 1.0)
     make_state(folder, RunState.RUNNING, service("a", ServiceState.READY))
     status = stored_status(look_at(folder))
     assert (status.state, status.services[0].pid) == (RunState.FAILED, None)
     assert status.services[0].why == "ended while no supervisor was running, exit code unknown"
-
-
-def test_an_ended_run_is_shown_as_it_was_written(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, "r", 1.0)
     make_state(folder, RunState.FINISHED, service("a", ServiceState.FINISHED))
-    assert stored_status(look_at(folder)).warnings == []
+    ended = stored_status(look_at(folder))
+    assert (ended.state, ended.warnings) == (RunState.FINISHED, [])
 
 
 def test_a_damaged_or_missing_state_file_is_named(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launches import launch
+from launches import keeper_state, launch
 
 from grpo_engine.wire.supervisor import GpuStatus, RunState, RunStatus, ServiceState, ServiceStatus
 from grpo_tui.services.base import Launch, NeedCondition
-from grpo_tui.supervisor.keeper.client import EndedEntry, KeeperState, ProcessEntry
+from grpo_tui.supervisor.keeper.client import EndedEntry, KeeperState
 from grpo_tui.supervisor.report.crash_report import (
     OTHER_LINES,
     OWN_LINES,
@@ -56,21 +56,7 @@ def trainer(**known: object) -> Launch:
 
 
 def attempt(number: int, **known: object) -> KeeperState:
-    values: dict[str, object] = {
-        "service": "trainer",
-        "attempt": number,
-        "state": "gone",
-        "keeper": ProcessEntry(pid=7, start_ticks=7),
-        "main": None,
-        "started_at": NOW - 3600,
-        "ended_at": NOW,
-        "exit_code": 1,
-        "error": None,
-        "log_offset": 0,
-        "ended": (),
-        "unkillable": (),
-    }
-    return KeeperState(**{**values, **known})
+    return keeper_state("trainer", number, **{"started_at": NOW - 3600, "ended_at": NOW, "exit_code": 1, **known})
 
 
 def report(

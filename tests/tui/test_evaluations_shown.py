@@ -28,6 +28,10 @@ def evaluated(step: int, value: float) -> MetricsLine:
     return line.model_copy(update={"metrics": {**line.metrics, **EVALUATION, "eval/avg@4": value}})
 
 
+def rows(state: ViewState, width: int = 120) -> list[str]:
+    return [str(row) for row in MetricsPanel().lines(state, width, 40)]
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> ViewState:
     lines = [baseline(), metrics_line(1), evaluated(2, 0.75), *(metrics_line(step) for step in range(3, 8))]
@@ -36,14 +40,13 @@ def state(tmp_path: Path) -> ViewState:
 
 def test_the_latest_evaluation_is_shown_between_two_of_them(state: ViewState) -> None:
     assert [name for name in shown_metrics(state) if name.startswith("eval/")] == ["eval/avg@4", "eval/pass@1"]
-    shown = [str(line) for line in MetricsPanel().lines(state, 120, 30)]
-    [line] = [line for line in shown if "eval/avg@4" in line]
-    assert "0.7500" in line
+    [row] = [row for row in rows(state) if "eval/avg@4" in row]
+    assert "0.7500" in row
 
 
 def test_a_baseline_alone_is_shown_and_diagnosed_as_nothing(state: ViewState) -> None:
     young = replace(state, history=extended(MetricHistory(), [baseline()]))
-    assert any("0.2500" in str(line) for line in MetricsPanel().lines(young, 120, 30))
+    assert any("0.2500" in row for row in rows(young))
     assert diagnose(young.history.lines, None) == []
 
 
@@ -62,23 +65,21 @@ def test_readers_of_the_file_take_step_0_as_they_take_any_other(tmp_path: Path) 
 def test_rewards_of_each_environment_are_shown(state: ViewState) -> None:
     line = metrics_line(8, reward__sort6__mean=0.25, reward__sums__mean=0.5)
     several = replace(state, history=extended(state.history, [line]))
-    rows = [str(row) for row in MetricsPanel().lines(several, 120, 40)]
-    assert "0.2500" in next(row for row in rows if "reward/sort6/mean" in row)
-    assert "0.5000" in next(row for row in rows if "reward/sums/mean" in row)
+    assert "0.2500" in next(row for row in rows(several) if "reward/sort6/mean" in row)
+    assert "0.5000" in next(row for row in rows(several) if "reward/sums/mean" in row)
 
 
-def test_what_a_trainer_calls_by_names_of_its_own_stands_where_ours_would(tmp_path: Path) -> None:
+def test_metrics_with_other_names_are_shown_where_ours_would_be(tmp_path: Path) -> None:
     metrics = {"actor/pg_clipfrac": 0.45, "critic/score/mean": 0.75, "actor/ppo_kl": 0.01}
     history = extended(MetricHistory(), [MetricsLine(time=1.0, step=1, policy_version=1, metrics=metrics)])
-    panel = MetricsPanel()
-    rows = [str(row) for row in panel.lines(ViewState(run_folder=tmp_path, now=0.0, history=history), 60, 40)]
-    assert "0.7500" in next(row for row in rows if row.startswith("score"))
-    assert "0.4500 ▲" in next(row for row in rows if row.startswith("pg_clipfrac"))
+    shown = rows(ViewState(run_folder=tmp_path, now=0.0, history=history), width=60)
+    assert "0.7500" in next(row for row in shown if row.startswith("score"))
+    assert "0.4500 ▲" in next(row for row in shown if row.startswith("pg_clipfrac"))
 
 
 def test_a_sparkline_with_a_band_is_that_band_and_signs_what_lies_outside(tmp_path: Path) -> None:
     values = {1: 0.8, 2: 1.0, 3: 1.5, 4: 0.1}
     lines = [metrics_line(step, grpo__mean_ratio=value) for step, value in values.items()]
     state = ViewState(run_folder=tmp_path, now=0.0, history=extended(MetricHistory(), lines))
-    [row] = [str(row) for row in MetricsPanel().lines(state, 60, 40) if str(row).startswith("mean_ratio")]
+    [row] = [row for row in rows(state, width=60) if row.startswith("mean_ratio")]
     assert row.rstrip().endswith("▁▅▲▼")

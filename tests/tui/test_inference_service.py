@@ -41,35 +41,38 @@ def test_a_server_with_a_fork_server_is_restarted_in_place(
         assert launch.env[RESTARTS_VARIABLE] == str(how.file)
 
 
-def test_the_environment_of_vllm_keeps_the_users_settings_and_is_settled_once() -> None:
-    environment = {"XDG_CACHE_HOME": "/cache", "TRITON_CACHE_DIR": "/mine"}
-    config = inference(threads=2, device="cuda")
-    settle_environment(config, environment)
-    assert environment["TRITON_CACHE_DIR"] == "/mine"
-    assert environment["VLLM_CACHE_ROOT"] == "/cache/grpo-engine/vllm"
-    assert environment["OMP_NUM_THREADS"] == "2"
-    assert environment["SAGEMAKER_CONTAINER_LOG_LEVEL"] == "info"
-    assert "VLLM_ENABLE_STARTUP_PLAN" not in environment  # by it, 0.26 to 0.32 take the cache of another share
-    assert environment["VLLM_USE_MEGA_AOT_ARTIFACT"] == "1"
+@pytest.mark.parametrize(
+    ("settings", "inherited", "expected"),
+    [
+        (
+            {"threads": 2, "device": "cuda"},
+            {"XDG_CACHE_HOME": "/cache", "TRITON_CACHE_DIR": "/mine"},
+            {
+                "TRITON_CACHE_DIR": "/mine",
+                "VLLM_CACHE_ROOT": "/cache/grpo-engine/vllm",
+                "OMP_NUM_THREADS": "2",
+                "SAGEMAKER_CONTAINER_LOG_LEVEL": "info",
+                "VLLM_ENABLE_STARTUP_PLAN": None,  # by it, 0.26 to 0.32 take the cache of another share
+                "VLLM_USE_MEGA_AOT_ARTIFACT": "1",
+            },
+        ),
+        # vLLM refuses both together
+        ({"device": "cuda"}, {"VLLM_USE_STANDALONE_COMPILE": "0"}, {"VLLM_USE_MEGA_AOT_ARTIFACT": None}),
+        # on a CPU, vLLM cannot read back the programs it writes
+        ({"device": "cpu"}, {}, {"VLLM_USE_AOT_COMPILE": "0", "VLLM_USE_MEGA_AOT_ARTIFACT": None}),
+        ({"device": "cpu"}, {"VLLM_USE_AOT_COMPILE": "1"}, {"VLLM_USE_AOT_COMPILE": "1"}),
+    ],
+    ids=["cuda", "compiled otherwise", "cpu", "set by the user"],
+)
+def test_the_environment_of_vllm_keeps_the_users_settings_and_is_settled_once(
+    settings: dict[str, object], inherited: dict[str, str], expected: dict[str, str | None]
+) -> None:
+    environment = dict(inherited)
+    settle_environment(inference(**settings), environment)
+    assert {name: environment.get(name) for name in expected} == expected
     settled = dict(environment)
-    settle_environment(config, environment)
+    settle_environment(inference(**settings), environment)
     assert environment == settled
-
-
-def test_no_whole_programs_are_requested_where_the_user_chose_another_way_to_compile() -> None:
-    environment = {"VLLM_USE_STANDALONE_COMPILE": "0"}  # vLLM refuses both together
-    settle_environment(inference(device="cuda"), environment)
-    assert "VLLM_USE_MEGA_AOT_ARTIFACT" not in environment
-
-
-def test_on_a_cpu_vllm_writes_no_programs_that_it_cannot_read_back() -> None:
-    environment: dict[str, str] = {}
-    settle_environment(inference(device="cpu"), environment)
-    assert environment["VLLM_USE_AOT_COMPILE"] == "0"
-    assert "VLLM_USE_MEGA_AOT_ARTIFACT" not in environment
-    mine = {"VLLM_USE_AOT_COMPILE": "1"}
-    settle_environment(inference(device="cpu"), mine)
-    assert mine["VLLM_USE_AOT_COMPILE"] == "1"
 
 
 @pytest.mark.parametrize(("is_for_cpu", "expected"), [(True, "0"), (False, None)])
