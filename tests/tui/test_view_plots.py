@@ -66,7 +66,7 @@ def test_names_of_other_trainers_find_ours(theirs: str, ours: str) -> None:
     assert found(theirs.removeprefix("train/"), METRIC_NAMES)[0] == ours
 
 
-def test_an_alias_means_one_metric_and_ours_are_all_real() -> None:
+def test_every_alias_means_one_of_our_metrics() -> None:
     aliases = [alias for others in ALIASES.values() for alias in others]
     assert len(aliases) == len(set(aliases))
     assert set(ALIASES) <= set(METRIC_NAMES)

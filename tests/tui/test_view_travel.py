@@ -11,7 +11,16 @@ import pytest
 from screen_fakes import STARTED, changed, metrics_line, run_status, service
 
 from grpo_engine.wire.codec import to_line
-from grpo_engine.wire.supervisor import Event, Notice, RunChanged, RunState, ServiceState, Snapshot, UsageSampled
+from grpo_engine.wire.supervisor import (
+    Event,
+    Notice,
+    RunChanged,
+    RunState,
+    RunStatus,
+    ServiceState,
+    Snapshot,
+    UsageSampled,
+)
 from grpo_tui.supervisor.report.timeline import shorten
 from grpo_tui.view.state import LogRead, MetricsRead, Ticked, ViewState, reduce
 from grpo_tui.view.timeline.file import CHECKPOINT_LINES, TimelineFile, log_until
@@ -48,13 +57,24 @@ def vllm(at: float, state: ServiceState, **changes: object) -> Event:
     return changed(1, STARTED + at, service("vllm", state=state, **changes))
 
 
-def write(folder: Path, events: Sequence[Snapshot | Event], end: bytes = b"") -> TimelineFile:
-    """A timeline of these events, read whole."""
-    (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)) + end)
+def write(
+    folder: Path, events: Sequence[Snapshot | Event], end: bytes = b"", broken_at: int | None = None
+) -> TimelineFile:
+    """A timeline of these events, with a broken line before one of them, read whole."""
+    lines = [to_line(event) for event in events]
+    if broken_at is not None:
+        lines.insert(broken_at, b'{"type":"service","num\n')
+    (folder / "events.jsonl").write_bytes(b"".join(lines) + end)
     timeline = TimelineFile(folder)
     while timeline.read():
         pass
     return timeline
+
+
+def status_at(timeline: TimelineFile, at: float) -> RunStatus:
+    status = timeline.past(STARTED + at, None).status
+    assert status is not None
+    return status
 
 
 def begins() -> Snapshot:
@@ -135,25 +155,24 @@ def test_an_unknown_time_or_step_is_explained_and_moves_nothing(text: str, words
     assert there.moment == at.moment
 
 
-# --- how it stood ---------------------------------------------------------------------------------------------------
+# --- the state at a moment ------------------------------------------------------------------------------------------
 
 
 def test_states_figures_and_the_log_are_those_of_the_moment(tmp_path: Path) -> None:
     timeline = write(tmp_path, CRASH, b'{"type":"notice","num')
     (tmp_path / "vllm.log").write_text("hello world\ntraceback!\nsecond try\n")
     past = timeline.past(STARTED + 50, "vllm")
-    assert past.status is not None
-    (then,) = past.status.services
+    (then,) = status_at(timeline, 50).services
     assert (then.state, then.rss_bytes, past.log.lines) == (ServiceState.READY, 1000, ("hello world",))
+    assert "cannot be read" in log_until(tmp_path / "a.log", "a", 10).lines[0]
+    assert "was not recorded" in log_until(tmp_path / "a.log", "a", None).lines[0]
     assert [each.state for each in past.transitions["vllm"]][1:] == [ServiceState.STARTING, ServiceState.READY]
     assert past.start_phases["vllm"][-1].words == "loading weights"
+    assert status_at(timeline, 100).services[0].why == "out of memory"
     crash = timeline.past(STARTED + 100, "vllm")
-    assert crash.status is not None
-    assert crash.status.services[0].why == "out of memory"
-    assert crash.log.lines == ("hello world", "traceback!")  # its last words, though the sample came after it
-    end = timeline.past(STARTED + 1000, None)
-    assert end.status is not None
-    assert (end.status.state, end.status.ended_at) == (RunState.STOPPED, STARTED + 300)
+    assert crash.log.lines == ("hello world", "traceback!")  # its last lines, though the sample came after it
+    end = status_at(timeline, 1000)
+    assert (end.state, end.ended_at) == (RunState.STOPPED, STARTED + 300)
 
 
 def test_what_happened_is_marked_with_its_gravity(tmp_path: Path) -> None:
@@ -166,27 +185,20 @@ def test_what_happened_is_marked_with_its_gravity(tmp_path: Path) -> None:
 
 
 def test_any_moment_of_a_long_timeline_is_as_if_it_were_played_to_there(tmp_path: Path) -> None:
-    """Checkpoints, half lines and a second daemon change nothing in what stood."""
+    """Checkpoints and half lines change nothing in the state of a moment."""
     chance = random.Random(1)
     states = [ServiceState.READY, ServiceState.UNHEALTHY]
     events: list[Snapshot | Event] = [begins()]
     for n in range(1, 4 * CHECKPOINT_LINES):
         events.append(usage(n, n) if chance.random() < 0.6 else vllm(n, states[n % 2], restarts=n))
-    lines = [to_line(event) for event in events]
-    lines.insert(700, b'{"type":"service","num\n')
-    (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
-    timeline = TimelineFile(tmp_path)
-    while timeline.read():
-        pass
+    timeline = write(tmp_path, events, broken_at=700)
     for at in chance.sample(range(1, len(events)), 60):
-        told = events[: at + 1]
-        changes = [event.service.restarts for event in told if event.type == "service"]
-        samples = [event.rss_bytes["vllm"] for event in told if event.type == "usage"]
-        past = timeline.past(STARTED + at + 0.5, None).status
-        assert past is not None
-        assert past.services[0].restarts == (changes[-1] if changes else 0)
-        if samples:
-            assert past.services[0].rss_bytes == samples[-1]
+        until = events[: at + 1]
+        changes = [event.service.restarts for event in until if event.type == "service"]
+        samples = [event.rss_bytes["vllm"] for event in until if event.type == "usage"]
+        (vllm_then,) = status_at(timeline, at + 0.5).services
+        assert vllm_then.restarts == (changes[-1] if changes else 0)
+        assert not samples or vllm_then.rss_bytes == samples[-1]
 
 
 def test_a_timeline_that_grows_or_is_made_shorter_is_read_on(tmp_path: Path) -> None:
@@ -201,24 +213,17 @@ def test_a_timeline_that_grows_or_is_made_shorter_is_read_on(tmp_path: Path) -> 
     shorten(path, path.stat().st_size // 2, 1000)
     assert timeline.past(STARTED + 300, None).status is None  # until it is read again
     timeline.read()
-    status = timeline.past(STARTED + 300, None).status
-    assert status is not None
-    assert status.services[0].state is ServiceState.READY
+    assert status_at(timeline, 300).services[0].state is ServiceState.READY
     path.unlink()
     timeline.read()
     assert (timeline.ends, timeline.past(STARTED, None).status) == (None, None)
 
 
-def test_a_timeline_that_was_written_anew_and_is_longer_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_rewritten_timeline_with_more_lines_is_read_from_its_start(tmp_path: Path) -> None:
     timeline = write(tmp_path, [begins(), vllm(1, ServiceState.BACKOFF, why="x" * 2000)])
     write(tmp_path, [begins(), *(usage(n, n) for n in range(5, 50))])
     timeline.read()
     assert (timeline.num_lines, timeline.ends) == (46, STARTED + 49)
-
-
-def test_a_log_that_is_missing_or_of_unknown_length_is_reported(tmp_path: Path) -> None:
-    assert "cannot be read" in log_until(tmp_path / "a.log", "a", 10).lines[0]
-    assert "was not recorded" in log_until(tmp_path / "a.log", "a", None).lines[0]
 
 
 # --- what is drawn --------------------------------------------------------------------------------------------------
