@@ -10,7 +10,24 @@ import pytest
 
 from grpo_tui.services.kinds import KINDS
 
-HEAVY = ("torch", "transformers", "vllm", "peft")
+HEAVY = {"torch", "transformers", "vllm", "peft"}
+LIGHT = [
+    "grpo_tui.cli.planning",
+    "grpo_tui.ui.app",
+    "grpo_tui.client.api",
+    "grpo_tui.view.diagnosis",
+    "grpo_tui.profile.plan",
+    "grpo_tui.profile.doctor",
+    "grpo_engine.cli",
+    "grpo_engine.bridges",
+    "grpo_engine.diagnosis.alignment",
+    "grpo_engine.train.config",
+    "grpo_engine.server.config",
+    "grpo_engine.rollouts.config",
+    "grpo_engine.environments.config",
+    "grpo_engine.environments.atropos.config",
+    "grpo_engine.models.config",
+]
 
 
 def modules_after(statement: str) -> set[str]:
@@ -26,28 +43,12 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module",
-    [
-        "grpo_tui.cli.planning",
-        "grpo_tui.ui.app",
-        "grpo_tui.client.api",
-        "grpo_tui.view.diagnosis",
-        "grpo_tui.profile.plan",
-        "grpo_tui.profile.doctor",
-        "grpo_engine.cli",
-        "grpo_engine.bridges",
-        "grpo_engine.diagnosis.alignment",
-        "grpo_engine.train.config",
-        "grpo_engine.server.config",
-        "grpo_engine.rollouts.config",
-        "grpo_engine.environments.config",
-        "grpo_engine.environments.atropos.config",
-        "grpo_engine.models.config",
-    ],
-)
-def test_the_terminal_side_and_every_setting_load_without_torch(module: str) -> None:
-    assert not loaded_after(f"import {module}").intersection(HEAVY)
+def test_the_terminal_side_and_every_setting_load_without_torch() -> None:
+    """One interpreter imports one after the other, so the first line with a heavy module names what imports it."""
+    lines = ["import importlib, sys", f"for name in {LIGHT}:", "    importlib.import_module(name)"]
+    code = "\n".join([*lines, f"    print(name, *{HEAVY} & sys.modules.keys())"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == LIGHT
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_the_terminal_side_and_every_setting_load_without_torch(module: str) -> 
 def test_a_part_of_the_program_loads_nothing_of_another(module: str, unwanted: set[str]) -> None:
     loaded = loaded_after(f"import {module}")
     assert not loaded & unwanted
-    assert ("torch" in loaded) == (module == "grpo_engine.algo.loss")
+    assert loaded & HEAVY == ({"torch"} if module == "grpo_engine.algo.loss" else set())
 
 
 @pytest.mark.slow
@@ -70,14 +71,13 @@ def test_a_profile_of_commands_loads_no_setting_of_the_engine(tmp_path: Path) ->
     (tmp_path / "x.toml").write_text('[services.a]\nkind = "command"\nargv = ["true"]\n')
     loaded = modules_after(f"from grpo_tui.profile.loading import load; load({str(tmp_path / 'x.toml')!r})")
     assert "grpo_tui.services.command" in loaded
-    rooms = ("train", "server", "rollouts", "environments", "bridges", "models", "data", "algo", "flags")
-    assert not {name for name in loaded for room in rooms if f"{name}.".startswith(f"grpo_engine.{room}.")}
+    packages = ("train", "server", "rollouts", "environments", "bridges", "models", "data", "algo", "flags")
+    assert not {name for name in loaded for package in packages if f"{name}.".startswith(f"grpo_engine.{package}.")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["look", "follow", "act", "up"])
-def test_a_command_on_a_run_loads_no_profile_and_no_kind_of_service(command: str) -> None:
-    loaded = modules_after(f"import grpo_tui.cli.{command}")
+def test_a_command_on_a_run_loads_no_profile_and_no_kind_of_service() -> None:
+    loaded = modules_after("import grpo_tui.cli.look, grpo_tui.cli.follow, grpo_tui.cli.act, grpo_tui.cli.up")
     kinds = {f"grpo_tui.services.{kind}" for kind in KINDS}
     assert not loaded & {"grpo_tui.profile.loading", "grpo_tui.profile.model", "rich.console", "httpx", *kinds}
 
