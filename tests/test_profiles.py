@@ -102,7 +102,7 @@ class Claim:
 
 
 def claims(path: Path) -> Iterator[Claim]:
-    """The profile as it is, and each group of `--set` lines in its head, whose words stand right above it."""
+    """The profile as it is, and each group of `--set` lines in its head, described by the words above it."""
     head = [line.removeprefix("#").strip() for line in path.read_text().split("\n\n")[0].splitlines()]
     text = "\n".join(head)
     card = re.search(r"GPU with (\d+) GB", text)

@@ -50,7 +50,7 @@ def test_pages_back_and_pages_on_give_every_line_once(tmp_path: Path) -> None:
     assert on == lines
 
 
-def test_a_line_longer_than_a_block_comes_in_pieces_and_the_reading_goes_on_behind_it(tmp_path: Path) -> None:
+def test_a_line_longer_than_a_block_is_read_in_pieces_and_the_lines_after_it_too(tmp_path: Path) -> None:
     long = "y" * 3_000_000
     reader = reader_of(tmp_path, trainer=f"first\n{long}\nlast\n")
     ends = reader.extent().ends
@@ -202,7 +202,9 @@ def test_an_incomplete_expression_is_reported_as_such(pattern: str) -> None:
         line_tests(Level.ALL, pattern)
 
 
-def test_a_search_goes_in_pieces_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_runs_in_pieces_and_continues_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_reader, "BUDGET_BYTES", 100_000)
     filler = "".join(f"line {number:08}\n" for number in range(60_000))
     reader = reader_of(tmp_path, api=f"needle 1\n{filler}needle 2\n")

@@ -47,7 +47,7 @@ class Processes:
     alive: set[str] = field(default_factory=set)
     dying: set[str] = field(default_factory=set)
     is_down: set[str] = field(default_factory=set)
-    """Services that have stopped as the last request asked."""
+    """Services that have stopped as last requested."""
     ending: order.Ending | None = None
     now_s: float = 0.0
 
@@ -60,7 +60,7 @@ class Processes:
             match effect:
                 case Effect.SPAWN:
                     assert name not in self.alive, f"two processes of {name}"
-                    assert name not in self.is_down, f"{name} was started after an obeyed stop"
+                    assert name not in self.is_down, f"{name} was started after a completed stop"
                     self.alive.add(name)
                 case Effect.STOP if name not in self.ignores_sigterm:
                     self.dying.add(name)
@@ -68,7 +68,7 @@ class Processes:
                     self.dying.add(name)
                 case Effect.RESTART_IN_PLACE:
                     assert name in self.alive, f"{name} restarts in place without a process"
-                    assert name not in self.is_down, f"{name} was restarted after an obeyed stop"
+                    assert name not in self.is_down, f"{name} was restarted after a completed stop"
                 case Effect.STOP:
                     pass
         assert (name in self.alive) == self.services[name].has_process
@@ -90,7 +90,7 @@ class Processes:
         budget_s = order.ending_budget_s(self.services, self.launches)
         self.ending = order.Ending(state=state, since_s=self.now_s, budget_s=budget_s)
 
-    def die(self, name: str, code: int) -> None:
+    def exit(self, name: str, code: int) -> None:
         if name in self.alive:
             self.alive.discard(name)
             self.dying.discard(name)
@@ -150,13 +150,13 @@ def apply_event(run: Processes, what: str, index: int, seconds: float) -> None:
     attempt, in_place = run.services[name].attempt, run.services[name].num_in_place_restarts
     match what:
         case "start" | "stop" | "restart" | "kill" if run.ending is None:
-            asked: dict[str, Event] = {
+            requests: dict[str, Event] = {
                 "start": StartAsked(),
                 "stop": StopAsked(),
                 "restart": RestartAsked(),
                 "kill": KillAsked(),
             }
-            run.command(name, asked[what])
+            run.command(name, requests[what])
         case "spawned" if name in run.alive:
             run.apply(name, Spawned())
         case "renewed" if name in run.alive:
@@ -172,9 +172,9 @@ def apply_event(run: Processes, what: str, index: int, seconds: float) -> None:
         case "overrun" if name in run.alive:
             run.apply(name, LimitExceeded("too much"))
         case "exit 0" | "exit 1":
-            run.die(name, int(what[-1]))
+            run.exit(name, int(what[-1]))
         case "die" if name in run.dying:
-            run.die(name, -15)
+            run.exit(name, -15)
         case "time" if seconds < UNKILLABLE_AFTER_S or not run.dying:
             run.tick(seconds)  # what was killed dies within seconds: no process hangs in the kernel in these runs
     run.decide()
@@ -195,7 +195,7 @@ def test_no_history_runs_two_processes_or_starts_after_a_stop_and_every_run_sett
     while run.alive and run.now_s < started_s + 60:
         run.decide()
         for name in sorted(run.dying):
-            run.die(name, -9)
+            run.exit(name, -9)
         run.tick(0.5)
     run.decide()
     assert not run.alive

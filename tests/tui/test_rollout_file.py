@@ -64,8 +64,8 @@ def test_a_head_has_what_a_list_shows(path: Path) -> None:
 
 
 def test_a_broken_line_is_none_and_hides_no_other(path: Path) -> None:
-    strangers = b'\xff\xfe\n[1]\n{"step": 1}\n{"time": 1, "step": 2, "prompt": 3, "completions": 4}\n'
-    path.write_bytes(strangers + group(7).encode())
+    damaged = b'\xff\xfe\n[1]\n{"step": 1}\n{"time": 1, "step": 2, "prompt": 3, "completions": 4}\n'
+    path.write_bytes(damaged + group(7).encode())
     file = RolloutFile(path)
     assert steps(file) == [None, None, None, None, 7]
     assert [file.read(index) is None for index in range(5)] == [True, True, True, True, False]
@@ -89,7 +89,7 @@ def test_numbers_that_json_does_not_have_are_nan(path: Path) -> None:
     ("how", "written"),
     [("cut", [5]), ("cut and regrown", [5, 6, 7]), ("replaced", [5, 6, 7]), ("deleted and recreated", [5])],
 )
-def test_a_file_that_was_made_anew_is_read_from_its_start(path: Path, how: str, written: list[int]) -> None:
+def test_a_file_that_was_recreated_is_read_from_its_start(path: Path, how: str, written: list[int]) -> None:
     path.write_text(group(1) + group(2))
     file = RolloutFile(path)
     assert steps(file) == [1, 2]

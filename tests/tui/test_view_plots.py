@@ -61,7 +61,7 @@ def curve(number: int, *values: float, name: str = "reward/mean") -> Curve:
         ("timing_s/step", "train/step_time"), ("perf/throughput", "train/tokens_per_second"),
     ],
 )  # fmt: skip
-def test_names_of_other_trainers_find_ours(theirs: str, ours: str) -> None:
+def test_names_of_other_trainers_are_mapped_to_ours(theirs: str, ours: str) -> None:
     assert our_name(theirs) == ours
     assert found(theirs.removeprefix("train/"), METRIC_NAMES)[0] == ours
 
@@ -88,7 +88,7 @@ def test_metrics_of_a_run_with_other_names_are_found_by_ours() -> None:
     assert band_of("actor/ppo_kl") is None
 
 
-def test_groups_stand_together_and_environments_are_groups_of_their_own() -> None:
+def test_metrics_are_sorted_by_group_and_each_environment_is_one() -> None:
     names = ["train/loss", "reward/sort6/mean", "grpo/kl", "reward/std", "custom", "reward/mean", "eval/avg@4"]
     assert in_groups(names) == [
         "reward/mean", "reward/std", "reward/sort6/mean", "eval/avg@4", "grpo/kl", "train/loss", "custom",

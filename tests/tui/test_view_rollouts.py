@@ -194,7 +194,7 @@ def test_only_what_was_recorded_until_a_moment_is_there(seen: Seen) -> None:
     assert seen.steps == [5, 1]
 
 
-def test_a_file_that_was_made_anew_is_read_from_its_newest_group(seen: Seen, tmp_path: Path) -> None:
+def test_a_file_that_was_recreated_is_read_from_its_newest_group(seen: Seen, tmp_path: Path) -> None:
     seen.after(GroupMoved(by=3))
     (tmp_path / "rollouts.jsonl").unlink()
     seen.look()

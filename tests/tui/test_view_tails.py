@@ -56,7 +56,7 @@ def test_a_value_that_is_no_finite_number_hides_itself_only(metrics: Path, stran
 
 
 @pytest.mark.parametrize(("is_replaced", "written"), [(True, [7]), (False, [7]), (False, [7, 8, 9])])
-def test_a_metrics_file_that_begins_anew_is_read_from_its_start(
+def test_a_metrics_file_that_was_recreated_is_read_from_its_start(
     metrics: Path, is_replaced: bool, written: list[int]
 ) -> None:
     metrics.write_bytes(as_lines(1, 2))
@@ -154,7 +154,7 @@ def test_colours_stay_and_every_other_control_sequence_goes(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "text"), [("cut", "new"), ("replaced", "new"), ("cut and regrown", "new line\n" * 20)])
-def test_a_log_that_begins_anew_replaces_what_was_read(path: Path, how: str, text: str) -> None:
+def test_a_log_that_was_recreated_replaces_what_was_read(path: Path, how: str, text: str) -> None:
     path.write_bytes(b"old line\n" * 10)
     tail = LogTail(path)
     tail.read()

@@ -261,7 +261,7 @@ def test_the_screen_is_drawn_as_it_was_and_the_present_comes_back_untouched(tmp_
     assert (back.services[0].state, back.log.lines) == (ServiceState.READY, ("the newest line",))
 
 
-def test_the_past_stands_still_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_past_does_not_change_while_the_run_continues(tmp_path: Path) -> None:
     state = looking_at(tmp_path, 50)
     before = displayed(state)
     later = displayed(reduce(state, Ticked(now=STARTED + 700)))
