@@ -123,7 +123,7 @@ class ApiProcess:
 def api_process(
     folder: Path, *flags: str, store: Path | None = None, wrapper: Sequence[str] = (), is_forked: bool = True
 ) -> Iterator[ApiProcess]:
-    """A running API, ended at the end, that never wrote of an exception nobody expected."""
+    """A running API, ended at the end, whose log has no traceback."""
     api = ApiProcess(folder, *flags, store=store, wrapper=wrapper, is_forked=is_forked)
     try:
         api.wait_until_ready()
@@ -131,8 +131,7 @@ def api_process(
     finally:
         end_all([api.process])
     log = api.log.read_text(errors="replace")
-    # That a client hung up is a matter of its own: see `test_rollouts_rude_clients.py`.
-    assert log.count("Traceback") == log.count("starlette.requests.ClientDisconnect"), log[-5000:]
+    assert "Traceback" not in log, log[-5000:]
 
 
 def answer_to(connection: socket.socket, request: bytes) -> tuple[int, bytes]:

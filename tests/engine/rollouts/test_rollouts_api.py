@@ -22,7 +22,7 @@ STOCK_KEYS = {
 
 
 async def start_run(api: httpx.AsyncClient, **changes: Any) -> None:
-    """Register and ask once, which lets environments in."""
+    """Register and ask for a batch: environments may register from then on."""
     assert (await api.post("/register", json={**REGISTRATION, **changes})).status_code == 200
     await api.get("/batch")
 
@@ -42,6 +42,7 @@ async def test_info_is_minus_one_before_and_the_registration_after() -> None:
     async with api_client() as api:
         assert (await api.get("/info")).json() == {"batch_size": -1, "max_token_len": -1}
         assert (await api.get("/wandb_info")).json() == {"group": None, "project": None}
+        assert (await api.get("/batch")).json()["status"] == "error"
         answer = (await api.post("/register", json={**REGISTRATION, "something_new": 1})).json()
         assert 0 <= answer["uuid"] < 2**53
         assert (await api.get("/info")).json() == {"batch_size": 4, "max_token_len": 64}
@@ -49,38 +50,26 @@ async def test_info_is_minus_one_before_and_the_registration_after() -> None:
         assert (await api.get("/")).status_code == 200
 
 
-@pytest.mark.parametrize("missing", list(REGISTRATION))
-async def test_a_registration_without_a_field_is_refused(missing: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        *(("/register", field, ...) for field in REGISTRATION),
+        ("/register", "batch_size", 10**12),
+        ("/register-env", "group_size", 10**12),
+        *(("/register-env", "min_batch_allocation", share) for share in (-3, 1.5, 1e300)),
+        ("/register-env", "desired_name", None),
+        ("/register-env", "weight", None),
+        ("/status-env", "env_id", ...),
+    ],
+)
+async def test_a_value_that_is_missing_or_out_of_bounds_is_refused_by_name(path: str, field: str, value: Any) -> None:
+    good = {"/register": REGISTRATION, "/register-env": ENVIRONMENT, "/status-env": {}}[path]
+    body = {name: each for name, each in {**good, field: value}.items() if each is not ...}
     async with api_client() as api:
-        body = {key: value for key, value in REGISTRATION.items() if key != missing}
-        answer = await api.post("/register", json=body)
-        assert answer.status_code == 422
-        assert missing in answer.text
-
-
-async def test_numbers_that_no_batch_can_have_are_refused_before_sums_are_made_over_them() -> None:
-    async with api_client() as api:
-        answer = await api.post("/register", json={**REGISTRATION, "batch_size": 10**12})
-        assert answer.status_code == 422
-        assert "batch_size" in answer.text
         await start_run(api)
-        answer = await api.post("/register-env", json={**ENVIRONMENT, "group_size": 10**12})
+        answer = await api.request("GET" if path == "/status-env" else "POST", path, json=body)
         assert answer.status_code == 422
-        assert "group_size" in answer.text
-        for share in (-3, 1.5, 1e300):
-            answer = await api.post("/register-env", json={**ENVIRONMENT, "min_batch_allocation": share})
-            assert answer.status_code == 422
-            assert "min_batch_allocation" in answer.text
-        assert (await api.get("/status")).status_code == 200
-        assert (await api.get("/batch")).status_code == 200
-
-
-async def test_a_batch_before_registration_is_an_error_with_status_200() -> None:
-    async with api_client() as api:
-        answer = await api.get("/batch")
-        assert answer.status_code == 200
-        assert answer.json()["status"] == "error"
-        assert answer.json()["batch"] == []
+        assert field in answer.text
 
 
 async def test_environments_wait_until_the_trainer_has_asked_for_a_batch() -> None:
@@ -100,13 +89,6 @@ async def test_environments_wait_until_the_trainer_has_asked_for_a_batch() -> No
         }
         second = (await api.post("/register-env", json=ENVIRONMENT)).json()
         assert (second["env_id"], second["wandb_name"]) == (1, "sums_1")
-
-
-@pytest.mark.parametrize("field", ["desired_name", "weight"])
-async def test_null_is_no_name_and_no_weight(field: str) -> None:
-    async with api_client() as api:
-        await start_run(api)
-        assert (await api.post("/register-env", json={**ENVIRONMENT, field: None})).status_code == 422
 
 
 async def test_a_batch_is_whole_groups_with_every_key() -> None:
@@ -146,26 +128,11 @@ async def test_a_list_of_groups_is_taken_and_counted() -> None:
         assert (await api.post("/scored_data_list", json=group(2))).status_code == 422
 
 
-async def test_small_groups_are_buffered_until_they_fill_a_group_size() -> None:
-    async with api_client() as api:
-        await start_run(api)
-        env_id = await join(api, group_size=4)
-        sizes_and_rest = [(3, 3), (2, 5), (1, 2)]
-        for size, rest in sizes_and_rest:
-            answer = await api.post("/scored_data", json=group(size, tag=10 + size, env_id=env_id))
-            assert answer.json() == {"status": "buffered", "buffer_size": rest}
-        batch = (await api.get("/batch")).json()["batch"]
-        assert tags(batch) == [13, 11]
-        larger = await api.post("/scored_data", json=group(5, env_id=env_id))
-        assert larger.json() == {"status": "received"}
-        stranger = await api.post("/scored_data", json=group(1, env_id=99))
-        assert stranger.json() == {"status": "received"}
-
-
 async def test_status_of_an_environment_counts_in_its_own_groups() -> None:
     async with api_client() as api:
         await start_run(api, batch_size=64)
         first, second = await join(api, group_size=2), await join(api, group_size=4, weight=3.0)
+        assert (await ask_status(api, first)).json()["max_group_size"] == 1
         for _ in range(3):
             await api.post("/scored_data", json=group(2, env_id=first))
         await api.post("/scored_data", json=group(4, env_id=second))
@@ -177,23 +144,8 @@ async def test_status_of_an_environment_counts_in_its_own_groups() -> None:
             "max_group_size": 4,
             "env_weight": 0.25,
         }
-        other = (await ask_status(api, second)).json()
+        other = (await api.get("/status-env", params={"env_id": second})).json()
         assert (other["queue_size"], other["self_queue_size"], other["env_weight"]) == (3, 1, 0.75)
-
-
-async def test_status_with_an_empty_queue_divides_by_nothing() -> None:
-    async with api_client() as api:
-        await start_run(api)
-        env_id = await join(api, weight=0.0)
-        status = (await ask_status(api, env_id)).json()
-        assert status["max_group_size"] == 1
-        assert status["env_weight"] == 1.0
-        assert (await api.get("/status-env", params={"env_id": env_id})).json() == status
-
-
-async def test_a_status_request_without_an_id_is_a_422() -> None:
-    async with api_client() as api:
-        assert (await api.get("/status-env")).status_code == 422
 
 
 async def test_gzip_bodies_are_read_and_large_answers_compressed_on_request() -> None:
@@ -212,38 +164,29 @@ async def test_gzip_bodies_are_read_and_large_answers_compressed_on_request() ->
         assert len(answer.json()["batch"]) == 1
 
 
-def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in item.items() if name != key}
-
-
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("changes", "words"),
     [
-        ({**group(), "tokens": [], "masks": [], "scores": []}, "the group has no sequence"),
-        ({**group(), "tokens": [[], []], "masks": [[], []], "inference_logprobs": None}, "sequence 0 is empty"),
-        ({**group(), "tokens": [[1, 2, -7, 3]] * 2}, "tokens[0][2]: Expected `int` >= 0"),
-        ({**group(), "tokens": [[1, 2, 10**30, 3]] * 2}, "tokens[0][2]: Expected `int` <= 2147483647"),
-        ({**group(), "scores": [1.0, 1e39]}, "scores[1]: Expected `float` <= 3.4"),
-        ({**group(), "masks": [[-100, -100, 7, 3], [-100, 7, 3]]}, "masks: sequence 1 has 3 entries for 4 tokens"),
-        ({**group(), "masks": [[-100, -100, 7, 3]]}, "masks: 1 entries for 2 sequences"),
-        ({**group(), "scores": [1.0]}, "scores: 1 entries for 2 sequences"),
-        ({**group(), "inference_logprobs": [[1.0, -0.5]] * 2}, "inference_logprobs: sequence 0 has 2 entries"),
-        ({**group(), "overrides": [{}]}, "overrides: 1 entries"),
-        ({**group(), "messages": [[{"role": "user"}], []]}, "message without role and content"),
-        (_without(group(), "masks"), "masks"),
-        ({**group(), "scores": [1.0, float("nan")]}, "scores[1]: Expected `float`"),
-        (
-            {**group(), "inference_logprobs": [[1.0, 1.0, float("-inf"), -0.5]] * 2},
-            "inference_logprobs[0][2]: Expected",
-        ),
-        ({**group(), "tokens": {"input_ids": [1, 2]}}, "tokens"),
+        ({"tokens": [], "masks": [], "scores": []}, "the group has no sequence"),
+        ({"tokens": [[], []], "masks": [[], []], "inference_logprobs": None}, "sequence 0 is empty"),
+        ({"tokens": [[1, 2, -7, 3]] * 2}, "tokens[0][2]: Expected `int` >= 0"),
+        ({"tokens": [[1, 2, 10**30, 3]] * 2}, "tokens[0][2]: Expected `int` <= 2147483647"),
+        ({"scores": [1.0, 1e39]}, "scores[1]: Expected `float` <= 3.4"),
+        ({"scores": [1.0, float("nan")]}, "scores[1]: Expected `float`"),
+        ({"scores": [1.0]}, "scores: 1 entries for 2 sequences"),
+        ({"masks": [[-100, -100, 7, 3], [-100, 7, 3]]}, "masks: sequence 1 has 3 entries for 4 tokens"),
+        ({"masks": [[-100, -100, 7, 3]]}, "masks: 1 entries for 2 sequences"),
+        ({"inference_logprobs": [[1.0, -0.5]] * 2}, "inference_logprobs: sequence 0 has 2 entries"),
+        ({"inference_logprobs": [[1.0, 1.0, float("-inf"), -0.5]] * 2}, "inference_logprobs[0][2]: Expected"),
+        ({"overrides": [{}]}, "overrides: 1 entries"),
+        ({"messages": [[{"role": "user"}], []]}, "message without role and content"),
     ],
 )
-async def test_a_group_that_cannot_be_trained_on_is_refused_by_name(bad: dict[str, Any], words: str) -> None:
+async def test_a_group_that_cannot_be_trained_on_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     async with api_client() as api:
         await start_run(api)
         env_id = await join(api)
-        body = json.dumps([group(), {**bad, "env_id": env_id}]).encode()
+        body = json.dumps([group(), {**group(env_id=env_id), **changes}]).encode()
         answer = await api.post("/scored_data_list", content=body)
         assert answer.status_code == 422
         message = answer.json()["detail"][0]["msg"]
@@ -292,8 +235,8 @@ async def test_an_explicit_client_gets_a_batch_again_until_it_acknowledges_it() 
 
 
 async def test_another_client_gets_a_batch_only_after_its_lease_ran_out() -> None:
-    async with api_client(lease_s=1e-9) as api, api_client() as patient:
-        for server, expected in ((api, [42]), (patient, None)):
+    async with api_client(lease_s=1e-9) as short, api_client() as long:
+        for server, expected in ((short, [42]), (long, None)):
             await start_run(server)
             await server.post("/scored_data", json=group(4, tag=42))
             await server.get("/batch")
@@ -314,60 +257,65 @@ async def test_a_post_beyond_the_limit_waits_for_room_and_then_goes_through() ->
         assert (await held).json() == {"status": "received"}
 
 
-async def test_a_share_holds_batches_back_while_its_environment_lives_and_lapses_with_it() -> None:
+async def test_guaranteed_shares_hold_batches_back_until_their_environments_disconnect() -> None:
+    async with api_client() as api:
+        await start_run(api, batch_size=8)
+        half, quarter, rest = [await join(api, min_batch_allocation=share) for share in (0.5, 0.25, None)]
+        for tag in range(10, 20):
+            await api.post("/scored_data", json=group(2, tag=tag, env_id=rest))
+        assert (await ask_status(api, rest)).json()["unallocated_fraction"] == 0.25
+        await api.post("/scored_data", json=group(2, tag=20, env_id=quarter))
+        assert (await api.get("/batch")).json()["batch"] is None
+        for tag in (30, 31):
+            await api.post("/scored_data", json=group(2, tag=tag, env_id=half))
+        assert tags((await api.get("/batch")).json()["batch"]) == [10, 20, 30, 31]
+        await api.post("/disconnect-env", json={"env_id": half})
+        await api.post("/scored_data", json=group(2, tag=21, env_id=quarter))
+        assert tags((await api.get("/batch")).json()["batch"]) == [11, 12, 13, 21]
+
+
+async def test_buffered_groups_are_delivered_once_their_environment_has_disconnected() -> None:
     async with api_client() as api:
         await start_run(api)
-        slow, fast = await join(api, min_batch_allocation=0.5), await join(api)
-        for _ in range(3):
-            await api.post("/scored_data", json=group(2, env_id=fast))
-        assert (await ask_status(api, fast)).json()["unallocated_fraction"] == 0.5
-        assert (await api.get("/batch")).json()["batch"] is None
-        await api.post("/disconnect-env", json={"env_id": slow})
-        assert len((await api.get("/batch")).json()["batch"]) == 2
+        env_id = await join(api, group_size=8)
+        answer = await api.post("/scored_data", json=group(4, tag=10, env_id=env_id))
+        assert answer.json() == {"status": "buffered", "buffer_size": 4}
+        await api.post("/disconnect-env", json={"env_id": env_id})
+        assert tags((await api.get("/batch")).json()["batch"]) == [10]
 
 
 async def test_a_guaranteed_share_without_groups_lapses_after_its_wait() -> None:
     async with api_client(share_wait_s=0.2) as api:
         await start_run(api)
-        silent, busy = await join(api, min_batch_allocation=0.5), await join(api)
+        idle, busy = await join(api, min_batch_allocation=0.5), await join(api)
         for tag in (10, 11):
             await api.post("/scored_data", json=group(4, tag=tag, env_id=busy))
         answers = [(await api.get("/batch")).json()]
         while answers[-1]["batch"] is None:
             await asyncio.sleep(0.02)  # the interval at which a trainer asks
-            await ask_status(api, silent)
+            await ask_status(api, idle)
             answers.append((await api.get("/batch")).json())
         assert tags(answers[-1]["batch"]) == [10]
         assert any("too few of sums_0, which has a guaranteed share" in answer.get("message", "") for answer in answers)
-        await api.post("/scored_data", json=group(4, tag=12, env_id=silent))
+        await api.post("/scored_data", json=group(4, tag=12, env_id=idle))
         assert tags((await api.get("/batch")).json()["batch"]) == [12], "its share counts again"
 
 
 async def test_a_queue_without_live_environments_is_reported() -> None:
     async with api_client() as api:
         await start_run(api)
-        assert (await api.get("/status")).json()["problem"] is None, "nobody has come yet"
+        assert (await api.get("/status")).json()["problem"] is None, "none has registered yet"
         env_id = await join(api)
         await api.post("/scored_data", json=group(2, env_id=env_id))
         assert (await api.get("/status")).json()["problem"] is None
         await api.post("/disconnect-env", json={"env_id": env_id})
-        said = "no environment is live: sums_0 disconnected 0 s ago"
-        assert said in (await api.get("/batch")).json()["message"]
+        problem = (await api.get("/batch")).json()["message"]
+        assert "no environment is live: sums_0 disconnected 0 s ago" in problem
         await join(api)
         assert (await api.get("/status")).json()["problem"] is None
 
 
-async def test_a_silent_environment_counts_neither_in_weights_nor_in_shares() -> None:
-    async with api_client(liveness_s=1e-9) as api:
-        await start_run(api)
-        await join(api, min_batch_allocation=1.0)
-        second = await join(api)
-        await api.post("/scored_data", json=group(4))
-        assert len((await api.get("/batch")).json()["batch"]) == 1
-        assert (await ask_status(api, second)).status_code == 200
-
-
-async def test_the_latest_example_is_the_last_group_that_came() -> None:
+async def test_the_latest_example_is_the_last_group_posted() -> None:
     async with api_client() as api:
         await api.post("/scored_data_list", json=[group(2, tag=10), group(2, tag=11)])
         latest = (await api.get("/latest_example")).json()
@@ -419,7 +367,7 @@ async def test_groups_without_versions_age_by_batches_since_their_arrival() -> N
         assert "grpo_api_stale_groups_total 1" in (await api.get("/metrics")).text
 
 
-async def test_a_trainer_that_went_back_to_an_older_checkpoint_finds_its_groups() -> None:
+async def test_a_trainer_that_resumes_from_an_older_checkpoint_gets_its_groups() -> None:
     async with api_client(max_staleness=0) as api:
         await start_run(api)
         versions = {"policy_versions": [[0, 0, 9, 9]] * 4}
@@ -430,25 +378,21 @@ async def test_a_trainer_that_went_back_to_an_older_checkpoint_finds_its_groups(
         assert tags((await api.get("/batch", params={"policy_version": 3})).json()["batch"]) == [11]
 
 
-async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None:
-    database = tmp_path / "rollouts.sqlite"
-    async with api_client(database) as api:
-        await start_run(api)
-        env_id = await join(api, group_size=4)
-        for tag in (10, 11, 12):
-            await api.post("/scored_data", json=group(4, tag=tag, env_id=env_id))
-        await api.post("/scored_data", json=group(3, tag=13, env_id=env_id))
-        lent = (await api.get("/batch", params={"ack": ""})).json()
-    async with api_client(database) as api:
-        assert (await api.get("/info")).json()["batch_size"] == 4
-        status = (await ask_status(api, env_id)).json()
-        assert (status["current_step"], status["self_queue_size"]) == (1, 2)
-        assert tags([(await api.get("/latest_example")).json()]) == [13]
-        filled = await api.post("/scored_data", json=group(1, tag=14, env_id=env_id))
-        assert filled.json() == {"status": "buffered", "buffer_size": 0}
-        assert (await api.get("/batch", params={"ack": ""})).json() == lent
-        assert tags((await api.get("/batch", params={"ack": lent["lease"]})).json()["batch"]) == [11]
-        assert await join(api) == env_id + 1
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+async def test_a_post_repeated_under_its_idempotency_key_counts_once_even_after_a_restart(
+    tmp_path: Path, path: str
+) -> None:
+    body = group(4) if path == "/scored_data" else [group(4), group(4)]
+    key = {"Idempotency-Key": "a sender:1"}
+    async with api_client(tmp_path / "rollouts.sqlite") as api:
+        first = await api.post(path, json=body, headers=key)
+        num_queued = (await api.get("/status")).json()["queue_size"]
+    async with api_client(tmp_path / "rollouts.sqlite") as api:
+        assert (await api.post(path, json=body, headers=key)).json() == first.json()
+        assert (await api.get("/status")).json()["queue_size"] == num_queued
+        for headers in ({"Idempotency-Key": "a sender:2"}, {}):  # stock environments send none
+            await api.post(path, json=body, headers=headers)
+        assert (await api.get("/status")).json()["queue_size"] == 3 * num_queued
 
 
 @pytest.mark.parametrize(("of_the_api", "of_the_trainer"), [(1, 3), (3, 1), (None, 1), (1, None)])
@@ -466,7 +410,7 @@ async def test_of_two_bounds_of_staleness_the_stricter_counts(
 
 
 async def test_a_group_of_newer_weights_than_a_new_trainer_serves_makes_no_other_stale() -> None:
-    """A stock trainer says no version, and one that starts anew serves weights that count from 0 again."""
+    """A stock trainer sends no policy version, and one that starts again counts them from 0."""
     async with api_client(max_staleness=1) as api:
         await api.post("/register", json=REGISTRATION)
         await api.post("/scored_data", json=group(4, tag=10, policy_versions=[[0, 0, 9, 9]] * 4))

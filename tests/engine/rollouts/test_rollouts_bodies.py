@@ -35,7 +35,8 @@ async def run() -> AsyncIterator[httpx.AsyncClient]:
 
     async def note(answer: httpx.Response) -> None:
         await answer.aread()
-        assert answer.status_code < 500, answer.text
+        request = answer.request
+        assert answer.status_code < 500, f"{request.method} {request.url} {request.content[:80]!r}: {answer.text}"
 
     async with api_client() as api:
         api.event_hooks["response"].append(note)
@@ -58,21 +59,12 @@ async def refusal_of(api: httpx.AsyncClient, body: str | bytes, path: str = "/sc
     return answer.text
 
 
-async def crash_at(api: httpx.AsyncClient, method: str, path: str, body: str | bytes = b"") -> str | None:
-    """A description of a server error, or None; in a process it would be a 500."""
-    try:
-        answer = await api.request(method, path, content=body, headers=JSON)
-    except Exception as error:
-        return f"{method} {path} {body[:80]!r}: {type(error).__name__}: {str(error)[:80]}"
-    return f"{method} {path} {body[:80]!r}: {answer.status_code}" if answer.status_code >= 500 else None
-
-
 def with_value(field: str, value: str) -> str:
     """A good group with one field replaced by JSON text."""
     return json.dumps({**group(2), field: "HERE"}).replace('"HERE"', value)
 
 
-async def test_a_gzip_body_cut_off_anywhere_is_refused_and_whole_is_taken() -> None:
+async def test_a_gzip_body_cut_off_anywhere_is_refused_and_accepted_whole() -> None:
     packed = gzip.compress(GOOD.encode())
     async with run() as api:
         for length in range(len(packed)):
@@ -100,34 +92,19 @@ async def test_a_json_body_cut_off_anywhere_is_refused() -> None:
             await refusal_of(api, GOOD[:length])
 
 
-async def test_bodies_that_are_no_message_are_refused_with_the_reason() -> None:
-    no_messages = [
-        "",
-        " ",
-        "null",
-        "true",
-        "0",
-        '""',
-        "[[]]",
-        "[null]",
-        "[{}]",
-        '{"a":',
-        "\x00",
-        "'",
-        "{}{}",
-        "9" * 5_000,
-    ]
-    no_text = [b"\xff\xfe", b"\xef\xbb\xbf{}", '{"tokens": "\xe9"}'.encode("latin-1"), b"{\x80}", GOOD.encode("utf-16")]
-    async with run() as api:
-        for path in POSTS:
-            for body in (*no_messages, *no_text):
-                await refusal_of(api, body, path)
+NO_MESSAGES: dict[str, list[str | bytes]] = {
+    "no JSON": ["", " ", '{"a":', "\x00", "'", "{}{}", "9" * 5_000],
+    "JSON of another shape": ["null", "true", "0", '""', "[[]]", "[null]", "[{}]"],
+    "not UTF-8": [b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"tokens": "\xe9"}', b"{\x80}", GOOD.encode("utf-16")],
+    "nested": [NESTED, f'{{"tokens":{NESTED}}}', f'{{"messages":{NESTED}}}', '{"a":' * 100_000],
+}
 
 
-async def test_deeply_nested_bodies_are_refused_with_the_reason() -> None:
+@pytest.mark.parametrize("kind", NO_MESSAGES)
+async def test_bodies_that_are_no_message_are_refused_with_the_reason(kind: str) -> None:
     async with run() as api:
         for path in POSTS:
-            for body in (NESTED, f'{{"tokens":{NESTED}}}', f'{{"messages":{NESTED}}}', '{"a":' * 100_000):
+            for body in NO_MESSAGES[kind]:
                 await refusal_of(api, body, path)
 
 
@@ -141,43 +118,27 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-async def test_a_registration_with_a_strange_value_is_refused_or_understood(kind: str) -> None:
-    crashes = []
+@pytest.mark.parametrize("path", ["/register", "/register-env"])
+async def test_a_registration_with_a_strange_value_causes_no_server_error(kind: str, path: str) -> None:
+    good = REGISTRATION if path == "/register" else {**ENVIRONMENT, "min_batch_allocation": None}
     async with run() as api:
-        for field in REGISTRATION:
+        for field in good:
             for value in STRANGE[kind]:
-                body = json.dumps({**REGISTRATION, field: "HERE"}).replace('"HERE"', value)
-                crashes.append(await crash_at(api, "POST", "/register", body))
-                for path in ("/info", "/wandb_info", "/status", "/batch", "/metrics"):
-                    crashes.append(await crash_at(api, "GET", path))
-                crashes.append(await crash_at(api, "GET", "/status-env", '{"env_id": 0}'))
-    assert list(filter(None, crashes)) == []
-
-
-@pytest.mark.parametrize("kind", STRANGE)
-async def test_an_environment_with_a_strange_value_is_refused_or_understood(kind: str) -> None:
-    crashes = []
-    async with run() as api:
-        for field in (*ENVIRONMENT, "min_batch_allocation"):
-            for value in STRANGE[kind]:
-                body = json.dumps({**ENVIRONMENT, field: "HERE"}).replace('"HERE"', value)
-                crashes.append(await crash_at(api, "POST", "/register-env", body))
-                crashes.append(await crash_at(api, "GET", "/status-env", '{"env_id": 0}'))
-                for path in ("/status", "/batch", "/metrics"):
-                    crashes.append(await crash_at(api, "GET", path))
-    assert list(filter(None, crashes)) == []
+                body = json.dumps({**good, field: "HERE"}).replace('"HERE"', value)
+                await api.post(path, content=body, headers=JSON)
+                for asked in ("/info", "/wandb_info", "/status", "/batch", "/metrics"):
+                    await api.get(asked)
+                await api.request("GET", "/status-env", json={"env_id": 0})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STRANGE if "enormous" not in kind])
-async def test_a_status_request_with_a_strange_value_is_answered_or_refused(kind: str) -> None:
-    crashes = []
+async def test_a_status_request_with_a_strange_value_causes_no_server_error(kind: str) -> None:
     async with run() as api:
         for value in STRANGE[kind]:
-            crashes.append(await crash_at(api, "GET", "/status-env", f'{{"env_id": {value}}}'))
-            crashes.append(await crash_at(api, "POST", "/disconnect-env", f'{{"env_id": {value}}}'))
+            await api.request("GET", "/status-env", content=f'{{"env_id": {value}}}', headers=JSON)
+            await api.post("/disconnect-env", content=f'{{"env_id": {value}}}', headers=JSON)
             body = f'{{"env_id": 0, "wait_s": {value}, "current_step": 1, "queue_size": 0}}'
-            crashes.append(await crash_at(api, "GET", "/status-env", body))
-    assert list(filter(None, crashes)) == []
+            await api.request("GET", "/status-env", content=body, headers=JSON)
 
 
 BAD_PARTS = [
@@ -218,7 +179,7 @@ async def test_a_group_with_a_part_that_does_not_fit_is_refused_by_name() -> Non
     ],
     ids=lambda value: value[:40],
 )
-async def test_a_strange_group_that_can_be_trained_on_comes_out_as_it_went_in(field: str, value: str) -> None:
+async def test_an_unusual_group_that_can_be_trained_on_is_delivered_unchanged(field: str, value: str) -> None:
     body = json.loads(with_value(field, value))
     async with run() as api:
         answer = await api.post("/scored_data", content=with_value(field, value), headers=JSON)
@@ -250,7 +211,7 @@ async def test_a_number_too_large_for_the_store_is_not_a_server_error() -> None:
                 assert answer.status_code in (200, 422), answer.text
 
 
-async def test_of_a_key_that_comes_twice_the_last_counts() -> None:
+async def test_the_last_value_of_a_repeated_key_counts() -> None:
     async with run() as api:
         body = GOOD[:-1] + ', "scores": [3.0, 4.0]}'
         assert (await api.post("/scored_data", content=body, headers=JSON)).status_code == 200
@@ -265,7 +226,7 @@ async def test_megabytes_of_white_space_around_a_group_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip, gzip", "GZIP", "deflate", "zstd", "identity", "\xff", "x" * 5_000, ","])
-async def test_an_encoding_is_known_or_refused(encoding: str) -> None:
+async def test_an_unknown_encoding_causes_no_server_error(encoding: str) -> None:
     async with run() as api:
         headers = {**JSON, "Content-Encoding": encoding.encode("latin-1")}
         answer = await api.post("/scored_data", content=gzip.compress(GOOD.encode()), headers=headers)
@@ -289,7 +250,7 @@ anything = st.recursive(
         max_size=3,
     )
 )
-async def test_whatever_stands_in_a_group_it_is_taken_or_refused(changes: list[tuple[str, Any]]) -> None:
+async def test_a_group_of_arbitrary_values_is_accepted_or_refused(changes: list[tuple[str, Any]]) -> None:
     async with run() as api:
         body = json.dumps({**group(2), **dict(changes)})
         assert (await api.post("/scored_data", content=body, headers=JSON)).status_code in (200, 422)

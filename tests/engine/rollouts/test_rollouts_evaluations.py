@@ -36,7 +36,7 @@ def answer(env_id: int, **changes: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def run_with(*names: str, database: Path = Path(":memory:"), **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """An API with a run and environments that evaluate, ids from 0 on; they count as long there."""
+    """An API with a run and environments that evaluate, ids from 0 on."""
     async with api_client(database, **settings) as api:
         await api.post("/register", json={**REGISTRATION, "eval_every": 3})
         await api.get("/batch")
@@ -45,9 +45,17 @@ async def run_with(*names: str, database: Path = Path(":memory:"), **settings: A
         yield api
 
 
+@contextlib.asynccontextmanager
+async def ordered_from(*names: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The same, with the order."""
+    async with run_with(*names, **settings) as api:
+        await api.post("/evaluations", json=ORDER)
+        yield api
+
+
 @pytest.fixture(autouse=True)
-def _environments_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else is coming: what the moment of waiting is for is tested by `state_of`, which is told the time."""
+def _no_more_environments_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of `state_of`, which takes the time as an argument, cover the wait for environments to register."""
     monkeypatch.setattr(evaluations, "SETTLE_S", 0.0)
     monkeypatch.setattr(evaluations, "SETTLE_WITHOUT_ANSWER_S", 0.0)
 
@@ -81,19 +89,19 @@ async def test_an_evaluation_ends_with_the_last_answer_of_all_environments_that_
         ]
 
 
-async def test_an_order_lets_environments_in_as_a_first_batch_does() -> None:
+async def test_environments_may_register_from_the_first_order_on() -> None:
     async with api_client() as api:
         assert (await api.post("/evaluations", json=ORDER)).status_code == 409
         await api.post("/register", json=REGISTRATION)
         assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] != "success"
         ordered = (await api.post("/evaluations", json=ORDER)).json()
-        assert not ordered["is_over"]  # there is nobody yet, and somebody will come
+        assert not ordered["is_over"]  # no environment yet, and one is awaited
         joined = await api.post("/register-env", json={**ENVIRONMENT, "evaluates": True})
         assert joined.json()["status"] == "success"
         assert (await status_of(api, 0))["evaluation"]["id"] == "a1"
 
 
-async def test_a_stock_environment_never_sees_an_evaluation_and_is_never_waited_for() -> None:
+async def test_a_stock_environment_never_sees_an_evaluation_and_is_not_awaited() -> None:
     stock_keys = [
         "current_step",
         "queue_size",
@@ -114,7 +122,7 @@ async def test_a_stock_environment_never_sees_an_evaluation_and_is_never_waited_
         assert (await api.get("/batch")).json()["batch"] is not None
 
 
-async def test_a_held_status_is_answered_when_an_order_comes_and_when_it_goes() -> None:
+async def test_a_held_status_is_answered_when_an_order_is_posted_and_when_it_is_deleted() -> None:
     async with run_with("sums") as api:
         waiting = asyncio.create_task(status_of(api, 0, wait_s=20, current_step=0, queue_size=0))
         await asyncio.sleep(0)
@@ -130,8 +138,7 @@ async def test_a_held_status_is_answered_when_an_order_comes_and_when_it_goes() 
 
 
 async def test_a_held_evaluation_request_returns_with_the_last_answer() -> None:
-    async with run_with("sums") as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums") as api:
         waiting = asyncio.create_task(state(api, wait_s=20))
         await asyncio.sleep(0)
         await api.post("/evaluations/a1/answers", json=answer(0))
@@ -141,8 +148,7 @@ async def test_a_held_evaluation_request_returns_with_the_last_answer() -> None:
 
 async def test_a_killed_api_comes_back_with_the_order_and_the_answers(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
-    async with run_with("sums", "sorts", database=database) as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums", "sorts", database=database) as api:
         await api.post("/evaluations/a1/answers", json=answer(0))
     async with api_client(database) as api:
         assert "evaluation" not in await status_of(api, 0)
@@ -156,22 +162,14 @@ async def test_a_killed_api_comes_back_with_the_order_and_the_answers(tmp_path: 
         assert (await state(api))["is_over"]
 
 
-async def test_an_order_that_is_sent_again_keeps_its_answers_and_another_one_replaces_it() -> None:
-    async with run_with("sums") as api:
-        await api.post("/evaluations", json=ORDER)
-        await api.post("/evaluations/a1/answers", json=answer(0))
+async def test_a_repeated_order_keeps_its_answers_each_once_and_another_order_replaces_it() -> None:
+    async with ordered_from("sums") as api:
+        for _ in range(2):
+            await api.post("/evaluations/a1/answers", json=answer(0))
         assert len((await api.post("/evaluations", json=ORDER)).json()["answers"]) == 1
         assert (await api.post("/evaluations", json={**ORDER, "id": "a2"})).json()["answers"] == []
         assert (await api.get("/evaluations/a1")).status_code == 404
         assert (await status_of(api, 0))["evaluation"]["id"] == "a2"
-
-
-async def test_an_answer_that_is_sent_again_counts_once() -> None:
-    async with run_with("sums") as api:
-        await api.post("/evaluations", json=ORDER)
-        for _ in range(2):
-            await api.post("/evaluations/a1/answers", json=answer(0))
-        assert len((await state(api))["answers"]) == 1
 
 
 async def test_answers_to_unknown_evaluations_are_refused() -> None:
@@ -183,7 +181,7 @@ async def test_answers_to_unknown_evaluations_are_refused() -> None:
         assert "environment 7 is not registered" in stranger.text
         await api.delete("/evaluations/a1")
         assert (await api.post("/evaluations/a1/answers", json=answer(0))).status_code == 404
-        assert (await api.delete("/evaluations/unheard")).json() == {"status": "success"}
+        assert (await api.delete("/evaluations/unknown")).json() == {"status": "success"}
 
 
 @pytest.mark.parametrize(
@@ -199,8 +197,7 @@ async def test_answers_to_unknown_evaluations_are_refused() -> None:
 async def test_an_answer_that_does_not_fit_its_order_is_refused_with_the_place(
     changes: dict[str, Any], words: str
 ) -> None:
-    async with run_with("sums") as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums") as api:
         refused = await api.post("/evaluations/a1/answers", json=answer(0, **changes))
         assert refused.status_code == 422
         assert f"environment 0 (sums_0): {words}" in refused.text
@@ -208,8 +205,7 @@ async def test_an_answer_that_does_not_fit_its_order_is_refused_with_the_place(
 
 
 async def test_a_reward_that_is_not_finite_is_refused() -> None:
-    async with run_with("sums") as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums") as api:
         body = b'{"env_id": 0, "rewards": [[NaN, 0.0]], "lengths": [[1, 1]], "truncated": [[false, false]]}'
         headers = {"content-type": "application/json"}
         refused = await api.post("/evaluations/a1/answers", content=body, headers=headers)
@@ -217,9 +213,8 @@ async def test_a_reward_that_is_not_finite_is_refused() -> None:
         assert "rewards.0.0: Input should be a finite number" in refused.text
 
 
-async def test_an_environment_that_cannot_is_not_waited_for_and_its_reason_is_handed_on() -> None:
-    async with run_with("sums") as api:
-        await api.post("/evaluations", json=ORDER)
+async def test_an_environment_that_cannot_evaluate_is_not_awaited_and_its_reason_is_in_the_answers() -> None:
+    async with ordered_from("sums") as api:
         await api.post("/evaluations/a1/answers", json={"env_id": 0, "problem": "no held-out item"})
         over = await state(api)
         assert over["is_over"]
@@ -227,11 +222,10 @@ async def test_an_environment_that_cannot_is_not_waited_for_and_its_reason_is_ha
 
 
 async def test_a_killed_environment_is_awaited_only_until_its_liveness_ends() -> None:
-    async with run_with("sums", "sorts", liveness_s=0.2) as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums", "sorts", liveness_s=0.2) as api:
         await api.post("/evaluations/a1/answers", json=answer(0))
         async with asyncio.timeout(20):
-            while not (now := await state(api))["is_over"]:  # `sorts` says nothing any more
+            while not (now := await state(api))["is_over"]:  # `sorts` sends no request
                 await status_of(api, 0)
         assert (now["waiting_for"], now["missing"]) == ([], ["sorts"])
 
@@ -249,8 +243,7 @@ async def test_a_held_status_request_does_not_reconnect_an_environment() -> None
 
 
 async def test_the_replacement_of_a_killed_environment_answers_in_its_place() -> None:
-    async with run_with("sums", liveness_s=0.2) as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums", liveness_s=0.2) as api:
         await api.post("/register-env", json={**ENVIRONMENT, "evaluates": True})
         await api.post("/evaluations/a1/answers", json=answer(1))
         async with asyncio.timeout(20):
@@ -259,18 +252,13 @@ async def test_the_replacement_of_a_killed_environment_answers_in_its_place() ->
         assert (now["missing"], [each["environment"] for each in now["answers"]]) == ([], ["sums_1"])
 
 
-async def test_a_new_registration_of_the_trainer_ends_what_the_one_before_it_ordered(tmp_path: Path) -> None:
+async def test_a_new_registration_of_the_trainer_or_a_reset_deletes_its_evaluation(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
-    async with run_with("sums", database=database) as api:
-        await api.post("/evaluations", json=ORDER)
+    async with ordered_from("sums", database=database) as api:
         await api.post("/register", json={**REGISTRATION, "eval_every": 3})
         assert "evaluation" not in await status_of(api, 0)
     async with api_client(database) as api:
         assert (await api.get("/evaluations/a1")).status_code == 404
-
-
-async def test_a_reset_forgets_evaluations_too() -> None:
-    async with run_with("sums") as api:
         await api.post("/evaluations", json=ORDER)
         await api.get("/reset_data", params={"force": True})
         assert (await api.get("/evaluations/a1")).status_code == 404
@@ -305,7 +293,7 @@ async def test_a_trainer_that_ends_without_its_last_evaluation_releases_environm
         assert "is_evaluation_to_come" not in await status_of(api, 0)
 
 
-# --- the rules, told the time --------------------------------------------------------------------------------------
+# --- the rules, with the time as an argument -----------------------------------------------------------------------
 
 
 def environment(id_: int, name: str, *, evaluates: bool = True) -> EnvironmentRecord:

@@ -1,19 +1,13 @@
-"""`kill -9` of the rollout API under load, at random moments, again and again: what was accepted comes out.
+"""`kill -9` of the rollout API under load, at random moments: every accepted group is delivered.
 
-What is guaranteed, and why:
-
-- A post that was answered 200 is on the disk before the answer goes out. It comes out, whoever sent it.
-- A post of our environments carries its sender and number, so that sending it again until it is answered (what
-  `peers.RolloutApi` does) takes it in once: it is in the file with the groups, in one transaction.
-- A post of a stock environment that a kill left without an answer may have been taken in or not, and nothing tells its
-  repetition from another group: it comes out at most once for each time that it was sent. Here each attempt has a name
-  of its own, which shows both.
-- A trainer that acknowledges leases has every group in exactly one lease, and a lease that is offered again, because
-  its answer or its acknowledgement was lost, is the same lease with the same groups: who knows its id has had it, so
-  that each group is trained on exactly once.
-- A stock trainer acknowledges by asking again, which says nothing about a batch whose answer a kill cut off. So after
-  a restart the last batch is offered again: each group comes out at least once, and twice only in a batch that was the
-  last one before a kill.
+- A post that was answered 200 is on the disk before the answer goes out.
+- Our environments repeat a post under its sender and number (`clients.RolloutApi`) until it is answered. The number is
+  stored in the transaction of the groups, so they are stored once.
+- A post of a stock environment without an answer may or may not be stored, and its repetition cannot be told from
+  another group: it is delivered at most once for each time that it was sent. Here each attempt has its own name.
+- A trainer that acknowledges leases gets every group in exactly one lease; one that is offered again has the same id.
+- A stock trainer acknowledges by asking again, which says nothing about a batch whose answer a kill cut off. After a
+  restart the last batch is offered again: a group is delivered twice only in the last batch before a kill.
 
 `ROLLOUT_KILLS=100` makes the long version.
 """
@@ -55,7 +49,7 @@ def names(batch: list[dict[str, Any]]) -> list[str]:
 
 @dataclass
 class Load:
-    """Clients that post and fetch until they are told to stop, and what they saw."""
+    """Clients that post and fetch until `is_over`, and what they were answered."""
 
     url: str
     seed: int
@@ -63,10 +57,10 @@ class Load:
     accepted: set[str] = field(default_factory=set)
     """Answered with 200."""
     unanswered: set[str] = field(default_factory=set)
-    """Sent by a stock environment, and perhaps taken in."""
+    """Sent by a stock environment, and perhaps stored."""
     batches: list[list[str]] = field(default_factory=list)
     """What the trainer got, in order."""
-    something_came: asyncio.Event = field(default_factory=asyncio.Event)
+    has_accepted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=30)
@@ -86,7 +80,7 @@ class Load:
                 self.accept(*names(groups))
 
     async def stock_environment(self, number: int) -> None:
-        """Sends each group once, as far as anybody can know."""
+        """Sends each group once."""
         chance = random.Random(f"{self.seed} stock {number}")
         async with self.client() as http:
             while not self.is_over:
@@ -95,17 +89,17 @@ class Load:
                     answer = await http.post("/scored_data", json=each)
                 except httpx.TransportError:
                     self.unanswered.update(names([each]))
-                    await asyncio.sleep(0.01)  # it is away; asking without a pause would only slow its restart
+                    await asyncio.sleep(0.01)  # requests without a pause would slow its restart
                     continue
                 assert answer.status_code == 200, answer.text
                 self.accept(*names([each]))
 
     def accept(self, *accepted: str) -> None:
         self.accepted.update(accepted)
-        self.something_came.set()
+        self.has_accepted.set()
 
     async def explicit_trainer(self) -> None:
-        """Acknowledges each lease with the next question; one that it knows it has had."""
+        """Acknowledges each lease with the next request."""
         known: set[str] = set()
         lease = ""
 
@@ -123,7 +117,7 @@ class Load:
         await self._train(fetch)
 
     async def stock_trainer(self) -> None:
-        """Asks again and again, and knows nothing of leases."""
+        """Knows nothing of leases."""
 
         async def fetch(http: httpx.AsyncClient) -> bool:
             answer = (await http.get("/batch")).raise_for_status().json()
@@ -148,14 +142,14 @@ class Load:
                     return
 
 
-async def kill_again_and_again(api: ApiProcess, load: Load, num_kills: int) -> None:
-    """Each time after a random number of answers, in the middle of whatever goes on; now and then at once again."""
+async def kill_repeatedly(api: ApiProcess, load: Load, num_kills: int) -> None:
+    """Each time after a random number of answers; now and then twice in a row."""
     chance = random.Random(load.seed)
     for _ in range(num_kills):
         goal = len(load.accepted) + chance.randint(1, 150)
         while len(load.accepted) < goal:
-            load.something_came.clear()
-            await load.something_came.wait()
+            load.has_accepted.clear()
+            await load.has_accepted.wait()
         api.kill()
         api.start()
         if chance.random() < 0.2:
@@ -164,7 +158,7 @@ async def kill_again_and_again(api: ApiProcess, load: Load, num_kills: int) -> N
 
 
 async def run_load(api: ApiProcess, load: Load, trainer: Awaitable[None]) -> None:
-    """Environments and a trainer through all the kills, until nothing is left that makes a batch."""
+    """Run environments and a trainer during the kills, until no batch can form."""
     async with load.client() as http:
         (
             await http.post("/register", json={**REGISTRATION, "batch_size": BATCH_SIZE, "num_steps": 0})
@@ -174,7 +168,7 @@ async def run_load(api: ApiProcess, load: Load, trainer: Awaitable[None]) -> Non
         async with asyncio.TaskGroup() as clients:
             producing = [clients.create_task(environment) for environment in environments]
             training = clients.create_task(trainer)
-            await kill_again_and_again(api, load, NUM_KILLS)
+            await kill_repeatedly(api, load, NUM_KILLS)
             load.is_over = True
             await asyncio.gather(*producing)
             await training
@@ -198,16 +192,13 @@ async def test_an_explicit_client_gets_each_accepted_group_exactly_once(tmp_path
     assert len(load.accepted) > 20 * NUM_KILLS
 
 
-async def test_a_stock_client_gets_groups_twice_only_after_a_kill(
-    tmp_path: Path,
-) -> None:
+async def test_a_stock_client_gets_groups_twice_only_after_a_kill(tmp_path: Path) -> None:
     with api_process(tmp_path) as api:
         load = Load(api.url, seed=2)
         await run_load(api, load, load.stock_trainer())
         await load.stock_trainer()
     times = Counter(name for batch in load.batches for name in batch)
-    lost = load.accepted - times.keys()
-    assert not lost
+    assert load.accepted <= times.keys()
     assert times.keys() <= load.accepted | load.unanswered
     repeated = [batch for batch in load.batches if times[batch[0]] > 1]
     assert all(times[name] == times[batch[0]] for batch in repeated for name in batch), "batches come again whole"

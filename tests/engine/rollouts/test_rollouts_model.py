@@ -1,4 +1,4 @@
-"""The rollout API against a model of it: whatever clients do in whatever order, nothing is lost, repeated or stuck.
+"""The rollout API against a model of it: whatever clients do in whatever order, no group is lost, repeated or stuck.
 
 Hypothesis chooses groups of every size, environments with and without shares, batch sizes, trainers of both kinds,
 registrations, resets and kills; the real application answers, over its real store in a file. The model knows which
@@ -60,8 +60,6 @@ class Environment:
 
 
 class AnyClients(RuleBasedStateMachine):
-    """What clients do, and what must come of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -92,7 +90,8 @@ class AnyClients(RuleBasedStateMachine):
 
     def start(self, store: Path) -> None:
         self.store = store
-        config = ApiConfig(store=store, max_queued_sequences=MAX_QUEUED, hold_s=0, liveness_s=3600, lease_s=3600)
+        no_limit = {"liveness_s": 3600, "lease_s": 3600, "share_wait_s": 3600}
+        config = ApiConfig(store=store, max_queued_sequences=MAX_QUEUED, hold_s=0, **no_limit)
         self.application = contextlib.ExitStack()
         app = self.application.enter_context(rollout_app(config))
         self.life = app.router.lifespan_context(app)
@@ -118,7 +117,7 @@ class AnyClients(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def empty_the_queue(self) -> None:
-        """At the end all that was accepted must come out, for a trainer that takes it all at once."""
+        """At the end every accepted group is delivered, the last ones as one batch."""
         for env_id in self.environments:
             self.ask("POST", "/disconnect-env", json={"env_id": env_id})
             self.environments[env_id].share = None
@@ -163,7 +162,7 @@ class AnyClients(RuleBasedStateMachine):
     @precondition(lambda self: self.batch_size is not None and self.next_tag % 7 == 0)
     @rule(size=st.integers(1, 12))
     def register_another_run(self, size: int) -> None:
-        """Drops what the run before it left."""
+        """Drops what the previous run left."""
         self.run += 1
         self.register(size)
         self.drop_all()
@@ -188,7 +187,7 @@ class AnyClients(RuleBasedStateMachine):
         self.fetch_by_lease(acknowledge=is_acknowledged)
 
     def fetch_by_lease(self, acknowledge: bool = True) -> list[int] | None:
-        """As our trainer: what it got last is acknowledged by the question after it, or lost."""
+        """As our trainer: the next request acknowledges the last batch, unless that was lost."""
         ack = self.last_lease if acknowledge and self.last_lease in self.surely_lent() else None
         answer = self.ask("GET", "/batch", params={"ack": ack or ""})
         if ack:
@@ -206,19 +205,20 @@ class AnyClients(RuleBasedStateMachine):
 
     @precondition(lambda self: self.surely_lent())
     @rule(data=st.data())
-    def say_that_a_batch_arrived(self, data: st.DataObject) -> None:
-        """In any order, and more than once."""
-        lease = data.draw(st.sampled_from(sorted(self.surely_lent())))
+    def acknowledge_a_batch(self, data: st.DataObject) -> None:
+        """In any order, and twice."""
+        lease = data.draw(st.sampled_from(self.surely_lent()))
         for _ in range(2):
             assert self.ask("POST", "/acknowledge", params={"lease": lease}).status_code == 200
         self.acknowledge(lease)
 
     @rule()
-    def say_that_an_unknown_batch_arrived(self) -> None:
+    def acknowledge_an_unknown_batch(self) -> None:
         assert self.ask("POST", "/acknowledge", params={"lease": "none"}).status_code == 200
 
-    def surely_lent(self) -> set[str]:
-        return self.lent.keys() - self.perhaps_dissolved
+    def surely_lent(self) -> list[str]:
+        """In order of delivery: their names are random, and Hypothesis has to draw the same one again."""
+        return [lease for lease in self.lent if lease not in self.perhaps_dissolved]
 
     def acknowledge(self, lease: str | None) -> None:
         assert lease is not None
@@ -270,7 +270,7 @@ class AnyClients(RuleBasedStateMachine):
         return [each.id for each in batch] if batch else []
 
     def surely_makes_a_batch(self) -> bool:
-        """Whether groups that are in no buffer add up, by trying all sums; with shares only their keepers know."""
+        """Whether groups that are in no buffer add up, by trying all sums; not known where there are shares."""
         if any(environment.share for environment in self.environments.values()):
             return False
         sums = {0}
@@ -291,7 +291,9 @@ class AnyClients(RuleBasedStateMachine):
     @precondition(lambda self: self.batch_size is not None and len(self.environments) < 3)
     @rule(group_size=st.integers(1, 5), share=SHARES)
     def join(self, group_size: int, share: float | None) -> None:
-        body = {**ENVIRONMENT, "group_size": group_size, "min_batch_allocation": share}
+        """Under a name of its own: after 3 s of silence an environment is replaced by another of its name."""
+        name = f"environment {len(self.environments)}"
+        body = {**ENVIRONMENT, "desired_name": name, "group_size": group_size, "min_batch_allocation": share}
         answer = self.ask("POST", "/register-env", json=body).json()
         if answer["status"] == "success":
             assert answer["env_id"] == len(self.environments)
@@ -342,7 +344,7 @@ class AnyClients(RuleBasedStateMachine):
             self.sent[self.next_tag] = Sent(size, env_id, is_whole)
             self.waiting.add(self.next_tag)
             self.next_tag += 1
-        if num_held == 0:  # all that waited for others has left with this one
+        if num_held == 0:  # the buffer of this environment was emptied
             for tag in self.waiting:
                 if self.sent[tag].env_id == env_id:
                     self.sent[tag].is_surely_queued = True
@@ -362,11 +364,11 @@ class AnyClients(RuleBasedStateMachine):
         assert 0 <= status["unallocated_fraction"] <= 1
         assert 0.01 <= status["env_weight"] <= 1
 
-    # --- the world -------------------------------------------------------------------------------------------------
+    # --- kills -------------------------------------------------------------------------------------------------
 
     @rule()
     def kill(self) -> None:
-        """The process is gone in the middle of nothing; its files are what they are."""
+        """Between two requests: the next API starts with the files as they are."""
         self.num_lives += 1
         left = self.folder / f"{self.num_lives}.sqlite"
         for suffix in ("", "-wal"):
@@ -379,7 +381,7 @@ class AnyClients(RuleBasedStateMachine):
         self.stock_lease = None
 
     @invariant()
-    def what_was_accepted_is_somewhere(self) -> None:
+    def every_accepted_group_is_accounted_for(self) -> None:
         lent = {tag for batch in self.lent.values() for tag in batch}
         assert self.waiting | self.handed_over | self.dropped | lent == self.sent.keys()
         figures = dict(line.rsplit(" ", 1) for line in self.ask("GET", "/metrics").text.splitlines() if line[0] != "#")
@@ -392,7 +394,7 @@ class AnyClients(RuleBasedStateMachine):
 
 
 def _fast_folder() -> str | None:
-    """In memory where there is such a folder: a kill of the process needs no disk, and syncs cost nothing there."""
+    """In memory where there is such a folder: syncs cost nothing there."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

@@ -1,4 +1,4 @@
-"""The rollout API as a process: kills, signals, and exclusive use of its store and port."""
+"""The rollout API as a process: signals, settings of its command line, and starts that are refused."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from forked import Forked
-from rollout_fakes import ENVIRONMENT, REGISTRATION, group, tags
+from rollout_fakes import group
 from rollout_processes import ApiProcess
-from serving import python_path
 
 from grpo_engine.rollouts.storage.store import Store
 
@@ -38,43 +36,7 @@ def api_process(
         api.kill()
 
 
-def test_a_killed_api_comes_back_with_queue_step_and_environment_ids(tmp_path: Path) -> None:
-    database = tmp_path / "rollouts.sqlite"
-    with api_process(database) as (process, api):
-        api.post("/register", json=REGISTRATION)
-        api.get("/batch")
-        env_id = api.post("/register-env", json={**ENVIRONMENT, "group_size": 4}).json()["env_id"]
-        for tag in (10, 11, 12):
-            api.post("/scored_data", json=group(4, tag=tag, env_id=env_id))
-        assert tags(api.get("/batch").json()["batch"]) == [10]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    with api_process(database) as (_, api):
-        status = api.request("GET", "/status-env", json={"env_id": env_id}).json()
-        assert (status["current_step"], status["self_queue_size"]) == (1, 2)
-        # The kill may have come before the first batch was known to have arrived: then it comes again.
-        offered = [tags(api.get("/batch").json()["batch"]) for _ in range(2)]
-        assert offered in ([[11], [12]], [[10], [11]])
-
-
-def test_a_post_whose_answer_was_lost_in_a_kill_counts_once(tmp_path: Path) -> None:
-    database, name = tmp_path / "rollouts.sqlite", {"Idempotency-Key": "somebody:1"}
-    with api_process(database) as (process, api):
-        api.post("/scored_data", json=group(4), headers=name)
-        api.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "another:7"})
-        process.kill()
-        process.wait()
-    with api_process(database) as (_, api):
-        assert api.post("/scored_data", json=group(4), headers=name).json() == {"status": "received"}
-        again = api.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "another:7"})
-        assert again.json() == {"status": "received", "groups_processed": 2}
-        assert api.get("/status").json()["queue_size"] == 3
-        api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "somebody:2"})
-        api.post("/scored_data", json=group(4))  # as stock environments do
-        assert api.get("/status").json()["queue_size"] == 5
-
-
-def test_fresh_forgets_what_the_database_holds(tmp_path: Path) -> None:
+def test_fresh_deletes_what_the_store_holds(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
     with api_process(database) as (_, api):
         api.post("/scored_data", json=group(4))
@@ -83,7 +45,7 @@ def test_fresh_forgets_what_the_database_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_exit_code_0_although_a_post_waits(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_it_with_exit_code_0_while_a_post_is_held(tmp_path: Path, number: signal.Signals) -> None:
     with api_process(tmp_path / "db.sqlite", "--max-queued-sequences", "1", "--hold-s", "60", is_forked=False) as (
         process,
         api,
@@ -101,89 +63,72 @@ def test_a_signal_ends_it_with_exit_code_0_although_a_post_waits(tmp_path: Path,
         assert b" 503 " in answer.splitlines()[0]
 
 
-def test_a_client_that_hangs_up_loses_no_batch(tmp_path: Path) -> None:
-    with api_process(tmp_path / "db.sqlite") as (_, api):
-        api.post("/register", json=REGISTRATION)
-        with socket.create_connection((api.base_url.host, api.base_url.port)) as gone:
-            gone.sendall(b"GET /batch?wait_s=5 HTTP/1.1\r\nHost: api\r\nUser-Agent: other\r\n\r\n")
-            # It is being waited for once the run has started, which lets environments in.
-            while api.post("/register-env", json=ENVIRONMENT).json()["status"] != "success":
-                continue
-        api.post("/scored_data", json=group(4, tag=42))
-        assert tags(api.get("/batch", params={"wait_s": 10}).json()["batch"]) == [42]
-
-
 def test_without_store_each_start_creates_and_logs_a_new_one(tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": python_path()}
+    log = tmp_path / "api.log"
     for name in ("rollouts.sqlite", "rollouts-2.sqlite"):
-        command = [sys.executable, "-m", "grpo_engine", "api", "--port", "0"]
-        with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            try:
-                assert f'"store": "{tmp_path / name}"' in process.stderr.readline()
-            finally:
-                process.kill()
+        process = Forked("api", "--port", "0", log=log, folder=tmp_path, environment=os.environ)
+        try:
+            while f'"store": "{tmp_path / name}"' not in log.read_text():
+                assert process.poll() is None, log.read_text()
+        finally:
+            process.kill()
+            process.wait()
         assert (tmp_path / name).exists()
 
 
-def test_a_token_comes_from_a_file_and_none_is_no_token(tmp_path: Path) -> None:
+def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a secret\n")
     with api_process(tmp_path / "store.sqlite", "--token-file", str(token)) as (_, api):
         assert api.get("/status").status_code == 401
         assert api.get("/status", headers={"Authorization": "Bearer a secret"}).status_code == 200
-    token.write_text("\n")
-    command = [sys.executable, "-m", "grpo_engine", "api", "--port", "0", "--token-file", str(token)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2
-    assert f"--token-file {token}: the first line is empty" in refused.stderr
+
+
+def startup_error(folder: Path, *flags: str) -> str:
+    """The output of an API that exits at once with code 2."""
+    log = folder / "refused.log"
+    process = Forked("api", "--port", "0", *flags, log=log, folder=folder, environment=os.environ)
+    assert process.wait(60) == 2
+    return log.read_text()
 
 
 def test_a_taken_port_and_a_locked_store_are_reported(tmp_path: Path) -> None:
     database = tmp_path / "db.sqlite"
     with api_process(database) as (_, api):
-        command = [sys.executable, "-m", "grpo_engine", "api"]
         port = str(api.base_url.port)
-        taken = subprocess.run([*command, "--port", port], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-        assert taken.returncode == 2
-        assert f"--port {port}: cannot listen: Address already in use" in taken.stderr
-        used = subprocess.run(
-            [*command, "--port", "0", "--database", str(database)], capture_output=True, text=True, timeout=60
-        )
-        assert used.returncode == 2
-        assert "another rollout API uses it" in used.stderr
+        assert f"--port {port}: cannot listen: Address already in use" in startup_error(tmp_path, "--port", port)
+        assert "another rollout API uses it" in startup_error(tmp_path, "--database", str(database))
 
 
-def test_a_file_of_another_program_is_not_changed(tmp_path: Path) -> None:
-    database = tmp_path / "notes.sqlite"
-    database.write_text("not a database, and longer than a header of sixteen bytes")
-    command = [sys.executable, "-m", "grpo_engine", "api", "--port", "0", "--database", str(database)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2
-    assert "file is not a database" in refused.stderr
-    assert database.read_text().startswith("not a database")
-
-
-def startup_error(database: Path) -> str:
-    """The error of an API that exits at once with code 2."""
-    argv = [sys.executable, "-m", "grpo_engine", "api", "--port", "0", "--database", str(database)]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    return ended.stderr
-
-
-def test_a_damaged_database_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_store_is_reported_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.sqlite"
     Store(path).close()
     database = sqlite3.connect(path)
     database.execute("INSERT INTO environments VALUES (0, '{}')")
     database.commit()
     database.close()
-    said = startup_error(path)
-    assert said.startswith(f"grpo-engine api: --store {path}: damaged: ")
-    assert "--fresh" in said
+    error = startup_error(tmp_path, "--store", str(path))
+    assert error.startswith(f"grpo-engine api: --store {path}: damaged: ")
+    assert "--fresh" in error
 
 
-def test_a_database_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "Not a directory: name another file" in startup_error(tmp_path / "file" / "deep" / "rollouts.sqlite")
+@pytest.mark.parametrize(
+    ("flag", "file", "reason"),
+    [
+        ("--token-file", "empty", "the first line is empty"),
+        ("--store", "notes", "file is not a database"),
+        ("--store", "notes/deep/rollouts.sqlite", "Not a directory: name another file"),
+        *(("--store", path, "") for path in ("/dev/full", "/dev/null", "/proc/rollouts.sqlite", "/")),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_and_not_changed(
+    tmp_path: Path, flag: str, file: str, reason: str
+) -> None:
+    texts = {"empty": "\n", "notes": "not a database, and longer than a header of sixteen bytes"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    error = startup_error(tmp_path, flag, str(tmp_path / file))
+    assert f"{flag} {tmp_path / file}: " in error
+    assert reason in error
+    assert "Traceback" not in error
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts

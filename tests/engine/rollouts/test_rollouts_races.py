@@ -1,5 +1,5 @@
-"""Two things at once, or in an order that nobody planned: a batch under way and the next question, a kill after a
-registration, a sender who hangs up while its post waits. Nothing is lost, taken twice or stuck.
+"""Concurrent requests and unusual orders: a request while a batch is being sent, a kill after a registration, a sender
+that disconnects while its post is held. No group is lost, accepted twice or stuck.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import socket
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, served, tags
 from rollout_processes import api_process, read_answer
 
@@ -42,30 +43,34 @@ async def a_coordinator(store: Store, **settings: Any) -> AsyncIterator[Coordina
     await coordinator.close_store()
 
 
-async def figure(api: httpx.AsyncClient, name: str) -> float:
-    lines = (await api.get("/metrics")).text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"grpo_api_{name} "))
+@contextlib.contextmanager
+def served_app(**settings: Any) -> Iterator[tuple[FastAPI, httpx.Client, tuple[str, int]]]:
+    """An API with a run on a real socket: its application, a client, and its address."""
+    app = make_app(ApiConfig(store=Path(":memory:"), **settings), Store(Path(":memory:")))
+    with served(app, http=WatchedProtocol) as url, httpx.Client(base_url=url, trust_env=False) as http:
+        http.post("/register", json=REGISTRATION)
+        yield app, http, ("127.0.0.1", http.base_url.port or 0)
 
 
 def get_batch(http: httpx.Client) -> list[int] | None:
-    """As stock trainers ask: they know nothing of leases."""
+    """As stock trainers ask, without leases."""
     batch = http.get("/batch").json()["batch"]
     return None if batch is None else tags(batch)
 
 
 def ask_for_a_batch(connection: socket.socket, http: httpx.Client, *more: str) -> None:
-    """A stock trainer's question, from the one that `http` is."""
+    """Send the request of a stock trainer with the user agent of `http`."""
     lines = ["GET /batch HTTP/1.1", "Host: api", f"User-Agent: {http.headers['user-agent']}", *more]
     connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n")
 
 
-# --- batches under way ---------------------------------------------------------------------------------------------
+# --- batches being sent ---------------------------------------------------------------------------------------------
 
 
 async def test_a_request_during_the_write_of_a_batch_does_not_acknowledge_it() -> None:
     async with a_coordinator(Store(Path(":memory:"))) as coordinator:
         await coordinator.add_groups([checked(10), checked(11)])
-        # The first one's time-out cut it off while the disk was slow; then it asked again.
+        # The first request timed out while the disk was slow, and was repeated.
         first, second = await asyncio.gather(*(coordinator.next_batch(client="stock", ack=None) for _ in range(2)))
         assert first is not None
         assert second is not None
@@ -78,7 +83,7 @@ async def test_a_request_during_the_write_of_a_batch_does_not_acknowledge_it() -
 
 
 @pytest.mark.slow
-def test_a_client_that_hangs_up_while_its_batch_is_being_packed_gets_it_again(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_while_its_batch_is_compressed_gets_it_again(tmp_path: Path) -> None:
     with api_process(tmp_path) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
         for tag in range(10, 14):
@@ -87,7 +92,7 @@ def test_a_client_that_hangs_up_while_its_batch_is_being_packed_gets_it_again(tm
             ask_for_a_batch(impatient, http, "Accept-Encoding: gzip")
             while "grpo_api_batches_total 1" not in http.get("/metrics").text:
                 pass
-        while (batch := get_batch(http)) is None:  # it may still be under way to nobody
+        while (batch := get_batch(http)) is None:  # it may still be leased to the closed connection
             pass
         assert batch == [10, 11, 12, 13]
         assert get_batch(http) is None
@@ -112,9 +117,7 @@ def test_a_batch_of_a_killed_trainer_survives_a_kill_of_the_api(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_batch_that_lay_unread_when_its_client_reset_is_not_lost_when_the_api_is_killed_as_well(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_left_unread_by_a_closed_connection_survives_a_kill_of_the_api(tmp_path: Path) -> None:
     with api_process(tmp_path) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
         http.post("/scored_data", json=group(4, tag=10))
@@ -129,16 +132,14 @@ def test_a_batch_that_lay_unread_when_its_client_reset_is_not_lost_when_the_api_
 
 
 @pytest.mark.slow
-def test_clients_that_hang_up_at_any_moment_lose_nothing_and_those_that_read_to_the_end_get_nothing_twice(
-    tmp_path: Path,
-) -> None:
+def test_only_a_batch_whose_client_disconnected_early_is_delivered_again(tmp_path: Path) -> None:
     with api_process(tmp_path) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
         for tag in range(10, 110):
             http.post("/scored_data", json=group(4, tag=tag, generation_params={"text": "x" * (5_000 * (tag % 7))}))
             with api.connection() as impatient:
                 ask_for_a_batch(impatient, http)
-                if tag % 3:  # else it hangs up before there can be an answer
+                if tag % 3:  # else it disconnects before an answer
                     impatient.recv(tag % 3)
             while (batch := get_batch(http)) is None:
                 pass
@@ -150,14 +151,12 @@ def test_clients_that_hang_up_at_any_moment_lose_nothing_and_those_that_read_to_
             assert get_batch(http) is None
 
 
-def test_a_trainer_that_hung_does_not_reclaim_the_batch_of_its_successor() -> None:
-    app = make_app(ApiConfig(store=Path(":memory:")), Store(Path(":memory:")))
-    with served(app, http=WatchedProtocol) as url, httpx.Client(base_url=url, trust_env=False) as http:
-        http.post("/register", json=REGISTRATION)
+def test_a_trainer_that_stopped_reading_does_not_reclaim_the_batch_of_its_successor() -> None:
+    with served_app() as (app, http, address):
         http.post("/scored_data", json=group(4, tag=10, generation_params={"text": "x" * 3_000_000}))
         with socket.socket() as hanging:
             hanging.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            hanging.connect(("127.0.0.1", httpx.URL(url).port or 0))
+            hanging.connect(address)
             place = hanging.getsockname()
             ask_for_a_batch(hanging, http)
             assert hanging.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -168,11 +167,9 @@ def test_a_trainer_that_hung_does_not_reclaim_the_batch_of_its_successor() -> No
         assert get_batch(http) is None
 
 
-def test_a_client_that_hung_up_while_waiting_leaves_no_state() -> None:
-    app = make_app(ApiConfig(store=Path(":memory:")), Store(Path(":memory:")))
-    with served(app, http=WatchedProtocol) as url, httpx.Client(base_url=url, trust_env=False) as http:
-        http.post("/register", json=REGISTRATION)
-        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as leaving:
+def test_a_client_that_disconnected_while_its_request_was_held_leaves_no_state() -> None:
+    with served_app() as (app, http, address):
+        with socket.create_connection(address) as leaving:
             place = leaving.getsockname()
             leaving.sendall(b"GET /batch?ack=&wait_s=20 HTTP/1.1\r\nHost: api\r\n\r\n")
         http.post("/scored_data", json=group(4, tag=10))
@@ -182,7 +179,7 @@ def test_a_client_that_hung_up_while_waiting_leaves_no_state() -> None:
         assert place not in app.state.coordinator.deliveries
 
 
-async def test_a_trainer_whose_place_is_taken_while_it_waits_gets_no_batch_any_more() -> None:
+async def test_the_held_request_of_a_replaced_trainer_gets_no_batch() -> None:
     async with api_client() as api:
         uuid = (await api.post("/register", json=REGISTRATION)).json()["uuid"]
         old = asyncio.create_task(api.get("/batch", params={"ack": "", "wait_s": 20, "uuid": uuid}))
@@ -210,33 +207,31 @@ async def test_a_waiting_trainer_gets_a_batch_when_the_environment_with_the_shar
 # --- posts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_post_that_waits_for_room_is_not_taken_once_its_sender_has_hung_up() -> None:
-    app = make_app(ApiConfig(store=Path(":memory:"), max_queued_sequences=8), Store(Path(":memory:")))
-    with served(app, http=WatchedProtocol) as url, httpx.Client(base_url=url, trust_env=False) as http:
-        http.post("/register", json=REGISTRATION)
+def test_a_held_post_is_not_accepted_once_its_sender_has_disconnected() -> None:
+    with served_app(max_queued_sequences=8) as (_, http, address):
         for tag in (10, 11):
             http.post("/scored_data", json=group(4, tag=tag))
         body = json.dumps(group(4, tag=12)).encode()
-        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as leaving:
+        with socket.create_connection(address) as leaving:
             leaving.sendall(b"POST /scored_data HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             while "grpo_api_held 1" not in http.get("/metrics").text:
                 pass
         assert get_batch(http) == [10]
         while "grpo_api_held 0" not in http.get("/metrics").text:
             pass
-        # Nobody was told that it was taken, and stock environments send it again.
+        # It was not answered, and stock environments send it again.
         assert http.post("/scored_data", content=body).status_code == 200
         assert [get_batch(http) for _ in range(3)] == [[11], [12], None]
 
 
-async def test_room_that_stale_groups_leave_is_given_to_posts_that_wait_for_it() -> None:
+async def test_a_held_post_is_accepted_when_stale_groups_leave_room() -> None:
     async with api_client(max_queued_sequences=8, max_staleness=0, hold_s=20) as api:
         await api.post("/register", json=REGISTRATION)
         for tag in (10, 11):
             await api.post("/scored_data", json=group(4, tag=tag, policy_versions=[[0, 0, 1, 1]] * 4))
         newer = group(2, tag=12, policy_versions=[[0, 0, 5, 5]] * 2)
         held = asyncio.create_task(api.post("/scored_data", json=newer))
-        while await figure(api, "held") == 0:
+        while "grpo_api_held 1" not in (await api.get("/metrics")).text:
             await asyncio.sleep(0)
             assert not held.done()
         assert (await api.get("/batch", params={"policy_version": 5})).json()["batch"] is None
@@ -254,14 +249,14 @@ async def test_a_full_queue_that_makes_no_batch_admits_groups_that_complete_one(
         for tag in range(10, 14):
             assert (await api.post("/scored_data", json=group(2, tag=tag, env_id=fast))).status_code == 200
         late = group(2, tag=20, env_id=slow)
-        assert (await api.post("/scored_data", json=late)).status_code == 503  # nobody has asked for a batch yet
+        assert (await api.post("/scored_data", json=late)).status_code == 503  # no batch was requested yet
         assert (await api.get("/batch")).json()["batch"] is None
         assert (await api.post("/scored_data", json=group(2, tag=14, env_id=fast))).status_code == 503
         assert (await api.post("/scored_data", json=late)).status_code == 200
         assert tags((await api.get("/batch")).json()["batch"]) == [10, 20]
 
 
-async def test_two_batches_are_let_in_however_large_their_groups_are() -> None:
+async def test_two_batches_are_accepted_however_large_their_groups_are() -> None:
     async with api_client(max_queued_bytes=1, hold_s=0) as api:
         await api.post("/register", json=REGISTRATION)
         for tag in range(10, 14):
@@ -270,9 +265,7 @@ async def test_two_batches_are_let_in_however_large_their_groups_are() -> None:
         assert tags((await api.get("/batch")).json()["batch"]) == [10, 11]
 
 
-async def test_what_is_refused_as_a_whole_while_the_file_cannot_be_read_either_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_group_refused_by_a_store_that_fails_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(Path(":memory:"))
 
     def fail(*arguments: object) -> None:
@@ -285,7 +278,7 @@ async def test_what_is_refused_as_a_whole_while_the_file_cannot_be_read_either_l
             broken.setattr(store, "load", fail)
             with pytest.raises(Refusal, match="disk I/O error"):
                 await coordinator.add_groups([checked(11, 2)])
-        with contextlib.suppress(Refusal):  # as long as it does not know what is in the file
+        with contextlib.suppress(Refusal):  # until it has read the store again
             await coordinator.next_batch(client="stock", ack=None)
         await coordinator.add_groups([checked(12, 2)])
         delivery = await coordinator.next_batch(client="stock", ack=None)

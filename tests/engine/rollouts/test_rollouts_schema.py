@@ -38,7 +38,9 @@ def document() -> Iterator[Any]:
         assert http.get("/status").status_code == 200
 
 
-@pytest.mark.extended("requests by the document are fuzzed; test_rollouts_rude_clients.py and _bodies.py have bad ones")
+@pytest.mark.extended(
+    "requests by the document are fuzzed; test_rollouts_broken_clients.py and _bodies.py have bad ones"
+)
 def test_no_request_against_the_schema_causes_a_server_error(document: Any) -> None:
     for operation in document.get_all_operations():
         ask_in_many_ways(operation.ok(), GenerationMode.NEGATIVE, [not_a_server_error])

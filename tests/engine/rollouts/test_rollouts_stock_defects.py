@@ -62,6 +62,14 @@ def api(ours: Callable[..., str]) -> Iterator[Api]:
         yield client
 
 
+@pytest.fixture
+def server(api: Api) -> httpx.Client:
+    """A client of an API with a run that waits for batches of four."""
+    server = api()
+    start_run(server)
+    return server
+
+
 @contextlib.contextmanager
 def _other_program() -> Iterator[str]:
     assert OTHER_PROGRAM
@@ -84,15 +92,15 @@ def _other_program() -> Iterator[str]:
 
 
 def eventually(is_true: Callable[[], bool], *, within_s: float = 10.0) -> None:
-    """Ask again until it is; fails after `within_s`, which is far more than it takes."""
+    """Poll until it is true."""
     deadline = time.monotonic() + within_s
     while not is_true():
-        assert time.monotonic() < deadline, "never came true"
+        assert time.monotonic() < deadline, f"not true within {within_s} s"
         time.sleep(0.02)  # the interval of a probe
 
 
 def start_run(server: httpx.Client, **changes: Any) -> dict[str, Any]:
-    """Register and ask once, which lets environments in."""
+    """Register and ask for a batch: environments may register from then on."""
     answer = server.post("/register", json={**REGISTRATION, **changes})
     assert answer.status_code == 200
     batch_of(server)
@@ -105,7 +113,7 @@ def join(server: httpx.Client, **changes: Any) -> int:
 
 
 def post(server: httpx.Client, *groups: dict[str, Any]) -> list[dict[str, Any]]:
-    """Hand over groups, which must be taken."""
+    """Post groups, which must be accepted."""
     answers = [server.post("/scored_data", json=each) for each in groups]
     assert [answer.status_code for answer in answers] == [200] * len(groups)
     return [answer.json() for answer in answers]
@@ -137,10 +145,8 @@ def test_groups_that_come_before_the_trainer_do_not_wedge_the_api(api: Api) -> N
     assert batch_of(server) == [42]
 
 
-def test_a_second_registration_takes_effect_and_keeps_queue_and_step_of_its_run(api: Api) -> None:
+def test_a_second_registration_takes_effect_and_keeps_queue_and_step_of_its_run(server: httpx.Client) -> None:
     """2. The stock API ignored a restarted trainer, also with another batch size, without an error."""
-    server = api()
-    start_run(server)
     post(server, *(group(2, tag=10 + tag) for tag in range(5)))
     assert batch_of(server) == [10, 11]
     assert batch_of(server) == [12, 13]
@@ -155,24 +161,23 @@ def test_a_second_registration_takes_effect_and_keeps_queue_and_step_of_its_run(
     assert server.get("/status").json()["current_step"] == 20
 
 
-@pytest.mark.skipif(OTHER_PROGRAM is not None, reason="it is told no place to keep anything in")
-def test_a_restart_forgets_neither_queue_nor_step_nor_environments(tmp_path: Path) -> None:
+@pytest.mark.skipif(OTHER_PROGRAM is not None, reason="it has no option for a store")
+def test_queue_buffer_leases_step_and_environments_survive_a_restart(tmp_path: Path) -> None:
     """3. The stock API kept everything in memory, and environments with an unknown id exit."""
     database = tmp_path / "rollouts.sqlite"
     with served_api(database) as url, httpx.Client(base_url=url, trust_env=False) as server:
         start_run(server)
-        env_id = join(server)
-        post(server, *(group(2, tag=10 + tag, env_id=env_id) for tag in range(4)))
-        assert batch_of(server) == [10, 11]
-        assert batch_of(server) == [12, 13]
-        assert batch_of(server) is None
-        post(server, group(2, tag=20, env_id=env_id))
+        env_id = join(server, group_size=4)
+        post(server, *(group(4, tag=tag, env_id=env_id) for tag in (10, 11, 12)), group(3, tag=13, env_id=env_id))
+        lent = server.get("/batch", params={"ack": ""}).json()
     with served_api(database) as url, httpx.Client(base_url=url, trust_env=False) as server:
         assert server.get("/info").json() == {"batch_size": 4, "max_token_len": 64}
         status = status_of(server, env_id)
-        assert (status["current_step"], status["self_queue_size"]) == (2, 1)
-        post(server, group(2, tag=21, env_id=env_id))
-        assert batch_of(server) == [20, 21]
+        assert (status["current_step"], status["self_queue_size"]) == (1, 2)
+        assert tags([server.get("/latest_example").json()]) == [13]
+        assert post(server, group(1, tag=14, env_id=env_id)) == [{"status": "buffered", "buffer_size": 0}]
+        assert server.get("/batch", params={"ack": ""}).json() == lent
+        assert tags(server.get("/batch", params={"ack": lent["lease"]}).json()["batch"]) == [11]
         assert join(server) == env_id + 1
 
 
@@ -244,40 +249,28 @@ def half_read_batch(server: httpx.Client) -> Iterator[None]:
         yield
 
 
-def test_a_batch_that_was_cut_off_goes_to_the_next_registered_trainer(api: Api) -> None:
-    """6. The stock API deleted a batch on delivery, whether it arrived or not."""
-    server = api()
-    start_run(server)
+@pytest.mark.parametrize("registers_again", [True, False])
+def test_a_batch_whose_connection_was_cut_is_offered_again(server: httpx.Client, registers_again: bool) -> None:
+    """6. The stock API deleted a batch on delivery. The stock trainer closes its connection after 10 s and repeats."""
     post(server, large(42))
     with half_read_batch(server):
         pass
-    server.post("/register", json=REGISTRATION)
-    assert batch_of(server) == [42]
+    if registers_again:
+        server.post("/register", json=REGISTRATION)
+        assert batch_of(server) == [42]
+    else:
+        eventually(lambda: batch_of(server) == [42])
     assert server.get("/status").json()["current_step"] == 1
 
 
-def test_a_batch_is_offered_again_to_the_trainer_whose_connection_was_cut(api: Api) -> None:
-    """6. The stock trainer closes a connection after 10 s and repeats the request."""
-    server = api()
-    start_run(server)
-    post(server, large(42))
-    with half_read_batch(server):
-        pass
-    eventually(lambda: batch_of(server) == [42], within_s=2)
-
-
-def test_batches_are_delivered_oldest_first(api: Api) -> None:
+def test_batches_are_delivered_oldest_first(server: httpx.Client) -> None:
     """7. The stock API delivered the newest formed batch first, and the oldest became stale."""
-    server = api()
-    start_run(server)
     post(server, *(group(2, tag=10 + tag) for tag in range(6)))
     assert [batch_of(server) for _ in range(4)] == [[10, 11], [12, 13], [14, 15], None]
 
 
-def test_the_step_counts_batches_that_were_handed_out(api: Api) -> None:
+def test_the_step_counts_batches_that_were_handed_out(server: httpx.Client) -> None:
     """8. The stock API counted formed batches, so environments saw it jump and exited early."""
-    server = api()
-    start_run(server)
     post(server, *(group(2) for _ in range(6)))
     steps = [server.get("/status").json()["current_step"]]
     for _ in range(4):
@@ -286,25 +279,20 @@ def test_the_step_counts_batches_that_were_handed_out(api: Api) -> None:
     assert steps == [0, 1, 2, 3, 3]
 
 
-def test_all_that_waits_is_counted_against_the_environments(api: Api) -> None:
-    """9. The stock API did not count formed batches, so environments kept generating."""
+@pytest.mark.parametrize("size", [2, 1])
+def test_queue_sizes_count_all_queued_groups_of_all_environments(size: int, api: Api) -> None:
+    """9. The stock API did not count groups in formed batches, nor groups of size 1 of other environments."""
     server = api()
     start_run(server)
-    env_id = join(server)
-    post(server, *(group(2, env_id=env_id) for _ in range(6)))
+    first, second = join(server, group_size=size), join(server, group_size=size)
+    post(server, *(group(size, env_id=first) for _ in range(6)), *(group(size, env_id=second) for _ in range(5)))
     batch_of(server)
-    status = status_of(server, env_id)
-    assert (status["queue_size"], status["self_queue_size"]) == (4, 4)
-
-
-def test_groups_of_one_of_other_environments_are_counted_too(api: Api) -> None:
-    """9. The stock API did not count groups of size 1 of other environments."""
-    server = api()
-    start_run(server, batch_size=64)
-    first, second = join(server, group_size=1), join(server, group_size=1)
-    post(server, *(group(1, env_id=first) for _ in range(3)), *(group(1, env_id=second) for _ in range(5)))
-    assert status_of(server, first)["queue_size"] == 8
-    assert status_of(server, second)["queue_size"] == 8
+    num_left = 6 - 4 // size
+    statuses = [status_of(server, env_id) for env_id in (first, second)]
+    assert [(each["queue_size"], each["self_queue_size"]) for each in statuses] == [
+        (num_left + 5, num_left),
+        (num_left + 5, 5),
+    ]
 
 
 def test_posts_beyond_the_queue_limit_get_503_and_no_group_is_lost(api: Api) -> None:
@@ -335,10 +323,8 @@ def test_posts_beyond_the_queue_limit_get_503_and_no_group_is_lost(api: Api) -> 
     ],
     ids=["masks", "number of masks", "scores", "log-probabilities", "no sequence", "no token"],
 )
-def test_a_group_whose_parts_do_not_fit_is_refused_with_the_reason(bad: dict[str, Any], api: Api) -> None:
+def test_a_group_whose_parts_do_not_fit_is_refused_with_the_reason(bad: dict[str, Any], server: httpx.Client) -> None:
     """11. The stock API delivered it, and the trainer crashed."""
-    server = api()
-    start_run(server)
     answer = server.post("/scored_data", json=bad)
     assert answer.status_code == 422
     assert answer.json()["detail"]
@@ -346,49 +332,38 @@ def test_a_group_whose_parts_do_not_fit_is_refused_with_the_reason(bad: dict[str
     assert batch_of(server) == [42]
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["scores", "inference_logprobs", "advantages"])
-def test_a_number_outside_of_json_is_refused(field: str, number: str, api: Api) -> None:
+def test_a_number_outside_of_json_is_refused(field: str, server: httpx.Client) -> None:
     """12. The stock API accepted it, and then `/batch` answered 500 and the batch was lost."""
-    server = api()
-    start_run(server)
-    bad = json.dumps(group(2, advantages=[[0.5] * 4] * 2, scores=[0.5, 0.5])).replace("0.5", number)
-    if field != "scores":
-        bad = json.dumps(group(2, **{field: [[-0.125] * 4] * 2})).replace("-0.125", number)
-    headers = {"Content-Type": "application/json"}
-    assert server.post("/scored_data", content=bad, headers=headers).status_code == 422
+    good = json.dumps({**group(2), field: [0.75] * 2 if field == "scores" else [[0.75] * 4] * 2})
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        headers = {"Content-Type": "application/json"}
+        assert server.post("/scored_data", content=good.replace("0.75", number), headers=headers).status_code == 422
     post(server, group(4, tag=42))
     assert batch_of(server) == [42]
 
 
-def test_a_group_larger_than_its_group_size_is_delivered(api: Api) -> None:
-    """13. The stock API buffered it without end."""
+@pytest.mark.parametrize(
+    ("sizes", "buffered", "batch_size", "expected"),
+    [
+        ([8], [None], 8, [10]),
+        ([1, 3], [1, 0], 4, [10, 11]),
+        ([3, 2, 1], [3, 5, 2], 4, [10, 12]),
+        ([3] * 7, [3, 6, 9, 12, 15, 15, 15], 6, [10, 11]),
+    ],
+    ids=["larger than a group size", "two fill one", "some fill one", "none ever fill one"],
+)
+def test_groups_of_another_size_than_registered_are_delivered(
+    sizes: list[int], buffered: list[int | None], batch_size: int, expected: list[int], api: Api
+) -> None:
+    """13. The stock API buffered larger and odd ones without end, and formed no batch of those that it joined."""
     server = api()
-    start_run(server, batch_size=8)
+    start_run(server, batch_size=batch_size)
     env_id = join(server, group_size=4)
-    assert post(server, group(8, tag=42, env_id=env_id)) == [{"status": "received"}]
-    assert batch_of(server) == [42]
-
-
-def test_odd_groups_that_fill_a_group_size_together_are_handed_out(api: Api) -> None:
-    """13. The stock API joined them, and then no batch formed of them."""
-    server = api()
-    start_run(server)
-    env_id = join(server, group_size=4)
-    answers = post(server, group(1, tag=10, env_id=env_id), group(3, tag=11, env_id=env_id))
-    assert [answer["status"] for answer in answers] == ["buffered", "buffered"]
-    assert answers[-1]["buffer_size"] == 0
-    assert batch_of(server) == [10, 11]
-
-
-def test_odd_groups_that_never_fill_a_group_size_are_handed_out_after_all(api: Api) -> None:
-    """13. The stock API buffered them without end."""
-    server = api()
-    start_run(server, batch_size=6)
-    env_id = join(server, group_size=4)
-    answers = post(server, *(group(3, tag=10 + tag, env_id=env_id) for tag in range(7)))
-    assert [answer["buffer_size"] for answer in answers] == [3, 6, 9, 12, 15, 15, 15]
-    assert batch_of(server) == [10, 11]
+    answers = post(server, *(group(size, tag=10 + index, env_id=env_id) for index, size in enumerate(sizes)))
+    assert [answer["status"] for answer in answers] == ["received" if held is None else "buffered" for held in buffered]
+    assert [answer.get("buffer_size") for answer in answers] == buffered
+    assert batch_of(server) == expected
 
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -404,10 +379,8 @@ def test_a_restarted_environment_gets_back_its_whole_weight(api: Api) -> None:
 
 
 @pytest.mark.parametrize("env_id", [-1, 7, 2**40])
-def test_an_unknown_environment_is_refused_and_disconnects_no_other(env_id: int, api: Api) -> None:
+def test_an_unknown_environment_is_refused_and_disconnects_no_other(env_id: int, server: httpx.Client) -> None:
     """15. The stock API answered 500, and -1 disconnected the latest environment."""
-    server = api()
-    start_run(server)
     last = join(server)
     answer = server.request("GET", "/status-env", json={"env_id": env_id})
     assert 400 <= answer.status_code < 500
@@ -426,10 +399,8 @@ def test_a_status_request_before_any_registration_is_a_client_error(api: Api) ->
     assert 400 <= server.request("GET", "/status-env", json={"env_id": 0}).status_code < 500
 
 
-def test_environments_that_weigh_nothing_divide_by_nothing(api: Api) -> None:
+def test_environments_that_weigh_nothing_divide_by_nothing(server: httpx.Client) -> None:
     """15. The stock API answered 500."""
-    server = api()
-    start_run(server)
     first, second = join(server, weight=0.0), join(server, weight=-1.0)
     assert [status_of(server, env_id)["env_weight"] for env_id in (first, second)] == [0.5, 0.5]
 
@@ -452,10 +423,8 @@ def test_after_a_reset_a_batch_request_is_not_a_server_error(api: Api) -> None:
     assert join(server) == 0
 
 
-def test_an_active_run_is_not_reset_without_force(api: Api) -> None:
+def test_an_active_run_is_not_reset_without_force(server: httpx.Client) -> None:
     """16. The stock API did so without a check, and three tools of the library do it at their start."""
-    server = api()
-    start_run(server)
     post(server, group(4, tag=42))
     refusal = server.get("/reset_data")
     assert refusal.status_code == 409
@@ -479,10 +448,8 @@ def test_ten_thousand_groups_of_environments_with_shares_leave_in_order_in_one_p
     assert [batch_of(server) for _ in range(3)] == [list(range(n, n + 100)) for n in (0, 100, 200)]
 
 
-def test_groups_without_a_sender_are_used_beside_environments_with_shares(api: Api) -> None:
+def test_groups_without_a_sender_are_used_beside_environments_with_shares(server: httpx.Client) -> None:
     """18. The stock API never used them."""
-    server = api()
-    start_run(server)
     env_id = join(server, min_batch_allocation=0.5)
     post(server, group(2, tag=10), group(2, tag=11, env_id=env_id))
     assert batch_of(server) == [10, 11]
@@ -566,10 +533,8 @@ def test_the_number_of_a_run_survives_readers_with_double_precision(api: Api) ->
         assert 0 <= server.post("/register", json=REGISTRATION).json()["uuid"] < 2**53
 
 
-def test_what_came_and_went_is_counted_by_environment(api: Api) -> None:
+def test_what_came_and_went_is_counted_by_environment(server: httpx.Client) -> None:
     """22. The stock API has no metrics, and no log."""
-    server = api()
-    start_run(server)
     env_id = join(server, desired_name="counted")
     before = counts_of(server)
     post(server, group(2, env_id=env_id), group(2), group(2))
