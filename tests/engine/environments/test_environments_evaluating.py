@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import environment_runs
 import httpx
 import pytest
+from environment_runs import at_work, settings
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from rollout_fakes import FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.data.source import RolloutSource
-from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import held_out_items
 from grpo_engine.environments.main import work
-from grpo_engine.environments.sampling.prompts import Tokenizer
 from grpo_engine.environments.tasks.base import belongs_to
 from grpo_engine.environments.tasks.puzzles import Sort6
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
@@ -26,15 +26,7 @@ from grpo_engine.wire.rollouts import EvaluationOrder, EvaluationState
 
 pytestmark = pytest.mark.slow
 
-RUN: dict[str, Any] = {
-    "batch_size": 8,
-    "max_token_len": 64,
-    "checkpoint_dir": "checkpoints",
-    "save_checkpoint_interval": 3,
-    "starting_step": 0,
-    "num_steps": 2,
-    "eval_every": 2,
-}
+RUN = {**environment_runs.RUN, "num_steps": 2, "eval_every": 2}
 ORDER = EvaluationOrder(id="a1", step=0, policy_version=5, num_prompts=6, num_samples=3)
 
 
@@ -42,11 +34,6 @@ def first_right(prompt: str, index: int) -> str:
     """The right answer to a `sort` prompt in the first completion alone."""
     digits = prompt.strip().removeprefix("sort ")
     return "".join(sorted(digits)) if index == 0 else "x"
-
-
-def settings(api: str, inference: str, **changes: Any) -> EnvironmentConfig:
-    table = {"task": "sort6", "model_name": "unused", "group_size": 4, "max_tokens": 16, **changes}
-    return EnvironmentConfig.model_validate({"rollout_server_url": api, "inference_url": inference, **table})
 
 
 @pytest.fixture
@@ -57,19 +44,8 @@ def servers() -> Iterator[tuple[str, str, FastAPI]]:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_more_environments_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_engine.rollouts.state.evaluations.SETTLE_S", 0.05)  # there is one environment
-
-
-@contextlib.asynccontextmanager
-async def at_work(config: EnvironmentConfig, tokenizer: Tokenizer | None = None) -> AsyncIterator[None]:
-    """The environment, until the block is left; what ends it sooner is an error."""
-    working = asyncio.create_task(work(config, tokenizer or FakeTokenizer()))
-    try:
-        yield
-    finally:
-        working.cancel()
-        assert await working == 0
 
 
 def evaluated(url: str, order: EvaluationOrder = ORDER, **run: Any) -> EvaluationState:
@@ -177,7 +153,7 @@ async def test_a_refused_request_is_answered_as_a_problem_and_training_continues
     @fake.middleware("http")
     async def refuse_evaluations(request: Any, call_next: Any) -> Any:
         body = await request.body()
-        return httpx_refusal() if b'"n":3' in body else await call_next(request)
+        return PlainTextResponse("three are too many", 400) if b'"n":3' in body else await call_next(request)
 
     with served(fake) as inference:
         async with asyncio.timeout(120), at_work(settings(api, inference)):
@@ -193,18 +169,12 @@ async def test_a_refused_request_is_answered_as_a_problem_and_training_continues
             assert await asyncio.to_thread(train)
 
 
-def httpx_refusal() -> Any:
-    from fastapi.responses import PlainTextResponse
-
-    return PlainTextResponse("three are too many", 400)
-
-
-async def test_an_api_that_lost_its_memory_is_answered_without_asking_the_model_again(
+async def test_a_repeated_order_after_a_reset_is_answered_without_sampling_again(
     servers: tuple[str, str, FastAPI],
 ) -> None:
     api, inference, fake = servers
 
-    def lose_it_and_ask_again() -> EvaluationState:
+    def reset_and_order_again() -> EvaluationState:
         with RolloutSource(api) as source:
             source.register(**RUN)
             while not source.evaluation(ORDER, wait_s=5).is_over:
@@ -215,7 +185,7 @@ async def test_an_api_that_lost_its_memory_is_answered_without_asking_the_model_
             return state
 
     async with asyncio.timeout(120), at_work(settings(api, inference)):
-        state = await asyncio.to_thread(lose_it_and_ask_again)
+        state = await asyncio.to_thread(reset_and_order_again)
     assert state.answers[0].answer.rewards == [[1.0, 0.0, 0.0]] * 6
     assert len(asked_questions(fake, 3)) == 6
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import rollout_fakes
+from environment_runs import RUN, at_work, served_run, settings
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
@@ -28,25 +29,11 @@ from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
 from grpo_engine.wire.rollouts import ScoredGroup
 
-RUN: dict[str, Any] = {
-    "batch_size": 8,
-    "max_token_len": 64,
-    "checkpoint_dir": "checkpoints",
-    "save_checkpoint_interval": 3,
-    "starting_step": 0,
-    "num_steps": 3,
-}
-
 
 def half_right(prompt: str, index: int) -> str:
     """Right for even completions, wrong for odd ones, of a `sort` prompt."""
     digits = prompt.strip().removeprefix("sort ")
     return "".join(sorted(digits)) if index % 2 == 0 else "xxxxxx"
-
-
-def settings(api: str, inference: str, **changes: Any) -> EnvironmentConfig:
-    table = {"task": "sort6", "model_name": "unused", "group_size": 4, "max_tokens": 16, "total_steps": 3, **changes}
-    return EnvironmentConfig.model_validate({"rollout_server_url": api, "inference_url": inference + "/v1", **table})
 
 
 def train(url: str, num_batches: int) -> list[list[ScoredGroup]]:
@@ -65,6 +52,19 @@ async def trained(config: EnvironmentConfig, num_batches: int = 3) -> list[list[
         return await fetching
 
 
+async def queue_that_stays(api: str, size: int) -> None:
+    """Wait until so many groups are queued, and see that it stays at that."""
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=api) as client:
+        # Held while nothing changes for an environment, to which a longer queue is no news.
+        question = {"env_id": 0, "wait_s": 0.05, "current_step": 0, "queue_size": 0}
+        while question["queue_size"] < size:
+            answer = await client.request("GET", "/status-env", json=question)
+            if answer.status_code == 200:
+                question["queue_size"] = answer.json()["queue_size"]
+        question["wait_s"] = 0.5  # nothing changes from here on: the answer comes only when the time is up
+        assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == size
+
+
 @pytest.fixture
 def servers() -> Iterator[tuple[str, str, FastAPI]]:
     """A rollout API and a fake inference server: their URLs, and the fake."""
@@ -76,7 +76,7 @@ def servers() -> Iterator[tuple[str, str, FastAPI]]:
 @pytest.mark.slow
 async def test_items_become_groups_with_every_field_of_the_trainer(servers: tuple[str, str, FastAPI]) -> None:
     api, inference, fake = servers
-    batches = await trained(settings(api, inference))
+    batches = await trained(settings(api, inference, total_steps=3))
     assert [len(batch) for batch in batches] == [2, 2, 2]
     group = batches[0][0]
     prompt = [ord(c) for c in "".join(map(chr, group.tokens[0])).partition("\n")[0] + "\n"]
@@ -107,46 +107,27 @@ async def test_a_stock_server_is_taken_at_its_documented_convention() -> None:
 
 
 @pytest.mark.slow
-async def test_no_more_is_made_than_the_trainer_may_be_behind(servers: tuple[str, str, FastAPI]) -> None:
-    api, inference, fake = servers
-    config = settings(api, inference, max_batches_offpolicy=2, total_steps=None)
-    with RolloutSource(api) as source:
-        source.register(**RUN)
-        source.poll()
-        working = asyncio.create_task(work(config, FakeTokenizer()))
-        async with asyncio.timeout(20), httpx.AsyncClient(base_url=api) as client:
-            while (await client.get("/status")).json()["queue_size"] < 4:
-                pass
-            # Nothing changes from here on: the next answer comes only when the time is up.
-            question = {"env_id": 0, "wait_s": 0.5, "current_step": 0, "queue_size": 4}
-            assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == 4
-        assert len(fake.state.requests) == 4
-        working.cancel()
-        assert await working == 0
+async def test_no_more_is_made_than_the_trainer_may_be_behind() -> None:
+    fake = fake_inference(half_right)
+    with served_run(fake) as (api, inference, _):
+        async with at_work(settings(api, inference, max_batches_offpolicy=2)):
+            await queue_that_stays(api, 4)
+            assert len(fake.state.requests) == 4
         async with httpx.AsyncClient(base_url=api) as client:
             assert (await client.get("/status")).json()["environments"] == []
 
 
 @pytest.mark.slow
-async def test_a_guaranteed_share_is_made_although_the_groups_of_others_fill_the_queue(
-    servers: tuple[str, str, FastAPI],
-) -> None:
-    api, inference, _ = servers
-    with RolloutSource(api) as source:
-        source.register(**RUN)
-        source.poll()
-        config = settings(api, inference, min_batch_allocation=0.5, max_batches_offpolicy=1, total_steps=None)
-        async with httpx.AsyncClient(base_url=api) as client:
+async def test_a_guaranteed_share_is_made_although_the_groups_of_others_fill_the_queue() -> None:
+    with served_run(fake_inference(half_right)) as (api, inference, source):
+        config = settings(api, inference, min_batch_allocation=0.5, max_batches_offpolicy=1)
+        async with httpx.AsyncClient(base_url=api) as client, at_work(config):
             for tag in range(9):  # without an id: four batches and a half
                 await client.post("/scored_data", json=rollout_fakes.group(4, tag=tag))
-            working = asyncio.create_task(work(config, FakeTokenizer()))
-            while True:
-                if (await client.request("GET", "/status-env", json={"env_id": 0})).status_code == 200:
-                    break
-        batches = [await asyncio.to_thread(source.next_batch, timeout_s=20) for _ in range(2)]
+            while (await client.request("GET", "/status-env", json={"env_id": 0})).status_code != 200:
+                pass
+            batches = [await asyncio.to_thread(source.next_batch, timeout_s=20) for _ in range(2)]
         assert [{each.env_id for each in batch} for batch in batches if batch] == [{None, 0}] * 2
-        working.cancel()
-        assert await working == 0
 
 
 @pytest.mark.slow
@@ -156,18 +137,18 @@ async def test_a_server_that_is_loading_is_waited_for() -> None:
 
 
 @pytest.mark.slow
-async def test_an_api_that_lost_its_memory_gets_the_registration_again(servers: tuple[str, str, FastAPI]) -> None:
+async def test_an_environment_registers_again_after_a_reset_of_the_api(servers: tuple[str, str, FastAPI]) -> None:
     api, inference, _ = servers
     config = settings(api, inference, total_steps=3)
 
-    def train_through_a_reset() -> int:
+    def train_during_a_reset() -> int:
         with RolloutSource(api) as source:
             source.register(**RUN)
             assert source.next_batch(timeout_s=100) is not None
             httpx.get(f"{api}/reset_data", params={"force": "true"})
             return sum(source.next_batch(timeout_s=100) is not None for _ in range(3))
 
-    fetching = asyncio.create_task(asyncio.to_thread(train_through_a_reset))
+    fetching = asyncio.create_task(asyncio.to_thread(train_during_a_reset))
     async with asyncio.timeout(120):
         assert await work(config, FakeTokenizer()) == 0
         assert await fetching == 3
@@ -184,21 +165,20 @@ async def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
             await asyncio.to_thread(train, api, 1)
         with served_api(database, port=port):
             fetched = await asyncio.to_thread(train_more, api)
-            assert await working == 0  # by itself: work that is cancelled would end with 0 too
+            assert await working == 0
     assert None not in fetched
 
 
 def train_more(url: str) -> list[list[ScoredGroup] | None]:
-    """The batch that the first trainer never said it had used, and one more of the same run."""
+    """The batch that the first trainer did not acknowledge, and one more of the same run."""
     with RolloutSource(url) as source:
         source.register(**{**RUN, "num_steps": 10, "starting_step": 1})
         return [source.next_batch(timeout_s=100) for _ in range(2)]
 
 
 @pytest.mark.slow
-async def test_groups_of_equal_scores_are_dropped_only_where_asked(servers: tuple[str, str, FastAPI]) -> None:
-    api, _, _ = servers
-    turns = iter(range(10**6))
+async def test_groups_of_equal_scores_are_dropped_only_where_asked() -> None:
+    turns = itertools.count()
     lock = threading.Lock()
 
     def mostly_equal(prompt: str, index: int) -> str:
@@ -206,14 +186,14 @@ async def test_groups_of_equal_scores_are_dropped_only_where_asked(servers: tupl
             mixed = next(turns) // 4 % 2 == 0
         return half_right(prompt, index if mixed else 0)
 
-    with served(fake_inference(mostly_equal)) as inference:
+    with served_api() as api, served(fake_inference(mostly_equal)) as inference:
         batches = await trained(settings(api, inference, ensure_scores_are_not_same=True, total_steps=2), 2)
     assert all(len(set(group.scores)) == 2 for batch in batches for group in batch)
 
 
 @pytest.mark.slow
-async def test_an_environment_whose_groups_are_all_dropped_goes_on_asking() -> None:
-    """At once, and not when the API has held its answer for five seconds because nothing had changed."""
+async def test_an_environment_whose_groups_are_all_dropped_samples_the_next_ones_at_once() -> None:
+    """Not when the API has held its answer for five seconds because nothing had changed."""
     loop, is_enough = asyncio.get_running_loop(), asyncio.Event()
     num_asked = itertools.count(1)
 
@@ -222,62 +202,58 @@ async def test_an_environment_whose_groups_are_all_dropped_goes_on_asking() -> N
             loop.call_soon_threadsafe(is_enough.set)
         return "x"
 
-    with served_api() as api, served(fake_inference(equal)) as inference, RolloutSource(api) as source:
-        source.register(**RUN)
-        source.poll()
-        config = settings(api, inference, ensure_scores_are_not_same=True)
-        working = asyncio.create_task(work(config, FakeTokenizer()))
-        async with asyncio.timeout(60):
+    with served_run(fake_inference(equal)) as (api, inference, _):
+        async with at_work(settings(api, inference, ensure_scores_are_not_same=True)), asyncio.timeout(60):
             await is_enough.wait()
-        working.cancel()
-        assert await working == 0
 
 
 @pytest.mark.slow
 async def test_a_worker_that_was_busy_takes_the_next_item_at_once() -> None:
-    """And not when the API has held its answer for five seconds because the queue became no shorter."""
+    """Not when the API has held its answer for five seconds because the queue became no shorter."""
 
     def slowly_half_right(prompt: str, index: int) -> str:
         time.sleep(0.02)  # longer, for a group, than until the API is asked again
         return half_right(prompt, index)
 
-    with served_api() as api, served(fake_inference(slowly_half_right)) as inference, RolloutSource(api) as source:
-        source.register(**RUN)
-        source.poll()
-        config = settings(api, inference, max_workers=1, max_batches_offpolicy=10, total_steps=None)
-        working = asyncio.create_task(work(config, FakeTokenizer()))
-        async with asyncio.timeout(60), httpx.AsyncClient(base_url=api) as client:  # with a hold a group: 100 s
+    with served_run(fake_inference(slowly_half_right)) as (api, inference, _):
+        async with (
+            at_work(settings(api, inference, max_workers=1, max_batches_offpolicy=10)),
+            asyncio.timeout(60),  # with a hold a group: 100 s
+            httpx.AsyncClient(base_url=api) as client,
+        ):
             while (await client.get("/status")).json()["queue_size"] < 20:
                 pass
-        working.cancel()
-        assert await working == 0
+
+
+GAME = {"task": {"name": "mafia", "max_days": 1, "explain": False}, "max_token_length": 512}
 
 
 @pytest.mark.slow
-async def test_a_group_larger_than_a_batch_is_refused_at_once(servers: tuple[str, str, FastAPI]) -> None:
-    api, inference, _ = servers
-    with RolloutSource(api) as source:
-        source.register(**RUN)
-        source.poll()
-        with pytest.raises(ConfigError, match=r"group_size \(16\) is more than the trainer's batch_size \(8\)"):
-            await work(settings(api, inference, group_size=16), FakeTokenizer())
-
-
-@pytest.mark.slow
-async def test_prompts_that_leave_no_room_are_refused_by_number(servers: tuple[str, str, FastAPI]) -> None:
-    api, inference, _ = servers
-    with RolloutSource(api) as source:
-        source.register(**{**RUN, "max_token_len": 12})
-        source.poll()
-        with pytest.raises(
-            ConfigError, match=r"100 prompts in a row leave no room within 11 tokens \(the last has 12\)"
-        ):
-            await work(settings(api, inference), FakeTokenizer())
+@pytest.mark.parametrize(
+    ("run", "changes", "words"),
+    [
+        ({}, {"group_size": 16}, r"group_size \(16\) is more than the trainer's batch_size \(8\)"),
+        (
+            {"max_token_len": 12},
+            {},
+            r"100 prompts in a row leave no room within 11 tokens \(the last has 12\)",
+        ),
+        ({}, GAME, r"100 prompts in a row leave no room within 63 tokens"),
+    ],
+    ids=["group larger than a batch", "prompts without room", "games without room"],
+)
+async def test_settings_that_do_not_fit_the_run_are_refused(
+    run: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    tokenizer = tiny_tokenizer() if changes is GAME else FakeTokenizer()
+    with served_run(fake_inference(half_right), **run) as (api, inference, _):
+        async with asyncio.timeout(60):
+            with pytest.raises(ConfigError, match=words):
+                await work(settings(api, inference, **changes), tokenizer)
 
 
 # --- games of several seats ----------------------------------------------------------------------------------------
 
-GAME = {"task": {"name": "mafia", "max_days": 1, "explain": False}, "max_token_length": 512}
 NUM_SEATS = 5
 
 
@@ -285,31 +261,12 @@ def passing(prompt: str, index: int) -> str:
     return "<pass/>"
 
 
-async def queue_that_stays(api: str, size: int) -> None:
-    """Wait until so many groups are queued, and see that it stays at that."""
-    async with asyncio.timeout(60), httpx.AsyncClient(base_url=api) as client:
-        # Held while nothing changes for an environment, to which a longer queue is no news.
-        question = {"env_id": 0, "wait_s": 0.05, "current_step": 0, "queue_size": 0}
-        while question["queue_size"] < size:
-            answer = await client.request("GET", "/status-env", json=question)
-            if answer.status_code == 200:
-                question["queue_size"] = answer.json()["queue_size"]
-        question["wait_s"] = 0.5  # nothing changes from here on: the answer comes only when the time is up
-        assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == size
-
-
 @pytest.mark.slow
 async def test_a_game_becomes_a_group_for_every_seat_of_all_its_turns() -> None:
     fake = fake_inference(passing)
-    run = {**RUN, "batch_size": 4 * NUM_SEATS, "max_token_len": 512}
-    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
-        source.register(**run)
-        source.poll()
-        async with asyncio.timeout(60):
-            working = asyncio.create_task(work(settings(api, inference, **GAME), tiny_tokenizer()))
+    with served_run(fake, batch_size=4 * NUM_SEATS, max_token_len=512) as (api, inference, source):
+        async with at_work(settings(api, inference, **GAME), tiny_tokenizer()):
             batch = await asyncio.to_thread(source.next_batch, 50)
-            working.cancel()
-            assert await working == 0
     assert batch is not None
     prompts = [bytes(group.tokens[0][: group.masks[0].index(ord("<"))]) for group in batch]
     assert len(set(prompts)) == NUM_SEATS
@@ -329,23 +286,19 @@ async def test_a_game_becomes_a_group_for_every_seat_of_all_its_turns() -> None:
 async def test_no_more_games_are_played_than_the_trainer_may_be_behind(num_ahead: int, num_queued: int) -> None:
     """Batches are of two groups: one game is always begun, a second one when all its groups are wanted."""
     fake = fake_inference(passing)
-    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
-        source.register(**{**RUN, "max_token_len": 512})
-        source.poll()
-        config = settings(api, inference, max_batches_offpolicy=num_ahead, total_steps=None, **GAME)
-        working = asyncio.create_task(work(config, tiny_tokenizer()))
-        await queue_that_stays(api, num_queued)
-        num_requests = 4 * (NUM_SEATS + NUM_SEATS + 3)  # talk, vote, and who is awake at night
-        assert len(fake.state.requests) == num_requests * num_queued // NUM_SEATS
-        working.cancel()
-        assert await working == 0
+    with served_run(fake, max_token_len=512) as (api, inference, _):
+        async with at_work(settings(api, inference, max_batches_offpolicy=num_ahead, **GAME), tiny_tokenizer()):
+            await queue_that_stays(api, num_queued)
+            num_requests = 4 * (NUM_SEATS + NUM_SEATS + 3)  # talk, vote, and who is awake at night
+            assert len(fake.state.requests) == num_requests * num_queued // NUM_SEATS
 
 
 @pytest.mark.slow
 async def test_all_acting_seats_are_sampled_concurrently_and_cancelled_together() -> None:
     fake = fake_inference(passing)
-    everybody = asyncio.Event()
+    are_all_asked = asyncio.Event()
     num_asked = 0
+    loop = asyncio.get_running_loop()
 
     @fake.middleware("http")
     async def hold(request: Any, call_next: Any) -> Any:
@@ -354,22 +307,16 @@ async def test_all_acting_seats_are_sampled_concurrently_and_cancelled_together(
             return await call_next(request)
         num_asked += 1
         if num_asked == 4 * NUM_SEATS:
-            told.call_soon_threadsafe(everybody.set)
+            loop.call_soon_threadsafe(are_all_asked.set)
         await asyncio.Event().wait()  # an answer never comes
 
-    told = asyncio.get_running_loop()
-    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
-        source.register(**{**RUN, "max_token_len": 512})
-        source.poll()
-        working = asyncio.create_task(work(settings(api, inference, max_workers=5, **GAME), tiny_tokenizer()))
-        async with asyncio.timeout(60):
-            await everybody.wait()
-            working.cancel()
-            assert await working == 0
+    with served_run(fake, max_token_len=512) as (api, inference, _):
+        async with asyncio.timeout(60), at_work(settings(api, inference, max_workers=5, **GAME), tiny_tokenizer()):
+            await are_all_asked.wait()
 
 
 @pytest.mark.slow
-async def test_a_refusal_in_the_middle_of_a_game_ends_the_environment_with_the_servers_words() -> None:
+async def test_a_refusal_during_a_game_ends_the_environment_with_the_answer_of_the_server() -> None:
     fake = fake_inference(passing)
 
     @fake.middleware("http")
@@ -380,25 +327,13 @@ async def test_a_refusal_in_the_middle_of_a_game_ends_the_environment_with_the_s
         )
         return PlainTextResponse("no votes here", 400) if is_vote else await call_next(request)
 
-    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
-        source.register(**{**RUN, "max_token_len": 512})
-        source.poll()
+    with served_run(fake, max_token_len=512) as (api, inference, _):
         async with asyncio.timeout(60):
             with pytest.raises(PeerError, match="/generate was refused with 400: no votes here"):
                 await work(settings(api, inference, **GAME), tiny_tokenizer())
 
 
-@pytest.mark.slow
-async def test_games_whose_first_prompt_leaves_no_room_are_refused_by_number() -> None:
-    with served_api() as api, served(fake_inference(passing)) as inference, RolloutSource(api) as source:
-        source.register(**RUN)  # 64 tokens
-        source.poll()
-        async with asyncio.timeout(60):
-            with pytest.raises(ConfigError, match=r"100 prompts in a row leave no room within 63 tokens"):
-                await work(settings(api, inference, **GAME), tiny_tokenizer())
-
-
-async def test_a_refusal_ends_the_environment_with_the_servers_words() -> None:
+async def test_a_refused_post_is_an_error_with_the_answer_of_the_server() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(422, text="group 0: scores.1: not finite"))
     async with httpx.AsyncClient(transport=transport, base_url="http://api.test") as http:
         with pytest.raises(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -40,23 +40,11 @@ SPLIT_BY_QUESTION: list[AnyTask] = [*PROCEDURAL, IFEval()]
 
 
 @pytest.mark.parametrize("task", PROCEDURAL, ids=lambda task: task.label())
-def test_a_seed_decides_the_items_and_right_answers_earn_everything(task: AnyTask) -> None:
+def test_a_seed_decides_the_items_and_right_answers_get_the_full_reward(task: AnyTask) -> None:
     items = list(itertools.islice(task.items(3), 50))
     assert items == list(itertools.islice(task.items(3), 50))
     assert items != list(itertools.islice(task.items(4), 50))
     assert [task.score(item, item.answer) for item in items] == [1.0] * 50
-
-
-@pytest.mark.parametrize("task", SPLIT_BY_QUESTION, ids=lambda task: task.label())
-def test_no_question_is_both_trained_on_and_held_out(task: AnyTask) -> None:
-    train = {item.question for item in itertools.islice(task.items(0), 2000)}
-    held_out = {item.question for item in itertools.islice(task.items(0, "held_out"), 100)}
-    assert held_out
-    assert not train & held_out
-
-
-def test_one_digit_sums_still_have_something_held_out() -> None:
-    assert len({item.question for item in itertools.islice(Arithmetic().items(0, "held_out"), 200)}) >= 2
 
 
 def test_partial_credit_is_the_share_of_right_positions() -> None:
@@ -114,14 +102,14 @@ def test_expressions_are_compared_by_their_value() -> None:
 
 @needs_math_verify
 @pytest.mark.slow
-def test_an_expression_that_cannot_be_compared_in_time_is_a_wrong_answer_also_in_a_thread() -> None:
+def test_a_comparison_that_times_out_is_a_wrong_answer_also_in_a_thread() -> None:
     answers: list[bool] = []
     endless = r"\sum_{n=1}^{10^9} n^{0.5}"
     thread = threading.Thread(target=lambda: answers.append(is_same_answer("72", endless)))
     thread.start()
     thread.join()
     assert answers == [False]
-    assert is_same_answer(r"\frac{1}{2}", "1/2")  # the next one is not held up
+    assert is_same_answer(r"\frac{1}{2}", "1/2")  # the next comparison does not wait for it
 
 
 @needs_math_verify
@@ -203,14 +191,14 @@ def test_gsm8k_knows_the_ways_in_which_its_answers_are_written(
         ),
     ],
 )
-def test_the_form_of_an_answer_is_well_kept_or_not(
+def test_the_format_of_an_answer_is_recognised(
     wanted: AnswerFormat, well_formed: list[str], not_well_formed: list[str]
 ) -> None:
     assert [has_format(text, wanted) for text in well_formed] == [True] * len(well_formed)
     assert [has_format(text, wanted) for text in not_well_formed] == [False] * len(not_well_formed)
 
 
-def test_the_form_of_an_answer_adds_to_its_reward_where_that_is_set() -> None:
+def test_the_format_of_an_answer_adds_to_its_reward_where_that_is_set() -> None:
     item = Item(question="", answer="72")
     thought = r"<think>71 or 73</think>\boxed{72}"
     plain_task = Gsm8k()
@@ -221,13 +209,26 @@ def test_the_form_of_an_answer_adds_to_its_reward_where_that_is_set() -> None:
     assert task.score(item, "<think>72</think>") == 0.0  # it never says so
 
 
-def test_gsm8k_from_one_file_holds_one_question_in_sixteen_out(tmp_path: Path) -> None:
+def test_a_records_file_alone_holds_one_question_in_sixteen_out(tmp_path: Path) -> None:
     records = [{"question": f"How many is {n}?", "answer": f"#### {n}"} for n in range(160)]
-    task = Gsm8k(path=write_jsonl(tmp_path / "mine.jsonl", records))
-    train, held_out = questions(task, "train", 160), questions(task, "held_out", 160)
-    assert not train & held_out
-    assert len(train | held_out) == 160
-    assert 4 <= len(held_out) <= 20
+    path = write_jsonl(tmp_path / "mine.jsonl", records)
+    for task in (Gsm8k(path=path), Jsonl(path=path)):
+        train, held_out = questions(task, "train", 160), questions(task, "held_out", 160)
+        assert not train & held_out
+        assert len(train | held_out) == 160
+        assert 4 <= len(held_out) <= 20
+
+
+def test_a_records_file_may_name_its_fields_and_ask_for_exact_answers(tmp_path: Path) -> None:
+    records = [{"q": f"question {n}", "a": f"the answer {n}"} for n in range(64)]
+    task = Jsonl(
+        path=write_jsonl(tmp_path / "facts.jsonl", records), question_field="q", answer_field="a", reward="exact"
+    )
+    assert task.label() == "facts"
+    item = next(task.items(0))
+    assert item.question.replace("question", "the answer") == item.answer
+    assert task.score(item, f"  {item.answer}\n") == 1.0
+    assert task.score(item, item.answer + "!") == 0.0
 
 
 def test_a_file_without_held_out_items_is_refused(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_file_without_held_out_items_is_refused(tmp_path: Path) -> None:
         next(Gsm8k(path=path).items(0, "held_out"))
 
 
-def test_what_is_held_out_in_a_file_of_its_own_is_not_trained_on_wherever_else_it_stands(tmp_path: Path) -> None:
+def test_a_question_of_the_held_out_file_is_not_trained_on(tmp_path: Path) -> None:
     records = [{"question": f"How many is {n}?", "answer": f"#### {n}"} for n in range(8)]
     held_out = [{"question": f"How  many is {n}? ", "answer": f"#### {n}"} for n in (2, 5)]  # spaced another way
     write_jsonl(tmp_path / "train.jsonl", records)
@@ -253,7 +254,7 @@ def test_what_is_held_out_in_a_file_of_its_own_is_not_trained_on_wherever_else_i
 @pytest.mark.parametrize("task", SPLIT_BY_QUESTION, ids=lambda task: task.label())
 @given(train_seed=st.integers(), held_out_seed=st.integers())
 @settings(max_examples=10, deadline=None)
-def test_whatever_the_seeds_no_question_of_an_evaluation_is_trained_on(
+def test_no_question_of_an_evaluation_is_trained_on_for_any_seeds(
     task: AnyTask, train_seed: int, held_out_seed: int
 ) -> None:
     held_out = questions(task, "held_out", 50, seed=held_out_seed) | questions(task, "held_out", 50)
@@ -264,7 +265,7 @@ def test_whatever_the_seeds_no_question_of_an_evaluation_is_trained_on(
 @pytest.mark.slow
 @given(train_seed=st.integers(0, 2**31), held_out_seed=st.integers(0, 2**31))
 @settings(max_examples=5, deadline=None)
-def test_whatever_the_seeds_reasoning_gym_keeps_its_splits_apart(train_seed: int, held_out_seed: int) -> None:
+def test_the_splits_of_reasoning_gym_share_no_question_for_any_seeds(train_seed: int, held_out_seed: int) -> None:
     # Sums of two one-digit numbers: so few that both splits would share nearly all, were it left to chance.
     task = ReasoningGym(dataset="chain_sum", options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
     held_out = questions(task, "held_out", 30, seed=held_out_seed)
@@ -274,7 +275,7 @@ def test_whatever_the_seeds_reasoning_gym_keeps_its_splits_apart(train_seed: int
 
 @given(st.lists(st.text(min_size=1), max_size=20, unique=True))
 @settings(max_examples=20, deadline=None)
-def test_whatever_the_records_the_splits_share_none_and_lose_none(texts: list[str]) -> None:
+def test_every_record_is_in_one_of_the_two_splits(texts: list[str]) -> None:
     records = [Item(question=text, answer="") for text in texts]
     train = {plain(item.question) for item in records if belongs_to("train", item.question)}
     held_out = {plain(item.question) for item in records if belongs_to("held_out", item.question)}
@@ -290,24 +291,10 @@ def test_evaluations_use_the_same_prompts_and_larger_ones_add_to_them(task: AnyT
     assert all(belongs_to("held_out", item.question) for item in many)
 
 
-def test_an_evaluation_of_a_small_task_asks_all_there_is(tmp_path: Path) -> None:
+def test_an_evaluation_of_a_small_task_uses_all_held_out_items(tmp_path: Path) -> None:
     assert len(held_out_items(Arithmetic(), 64)) == 5
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": f"{n}?", "answer": "1"} for n in range(9)])
     assert len(held_out_items(Jsonl(path=path, held_out_path=path), 64)) == 9
-
-
-def test_a_records_file_is_split_shuffled_and_repeated(tmp_path: Path) -> None:
-    records = [{"q": f"question {n}", "a": f"the answer {n}"} for n in range(64)]
-    path = write_jsonl(tmp_path / "facts.jsonl", records)
-    task = Jsonl(path=path, question_field="q", answer_field="a", reward="exact")
-    assert task.label() == "facts"
-    train = {item.question for item in itertools.islice(task.items(0), 64)}
-    held_out = {item.question for item in itertools.islice(task.items(0, "held_out"), 64)}
-    assert not train & held_out
-    assert len(train | held_out) == 64
-    item = next(task.items(0))
-    assert task.score(item, f"  {item.answer}\n") == 1.0
-    assert task.score(item, item.answer + "!") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -318,30 +305,31 @@ def test_a_records_file_is_split_shuffled_and_repeated(tmp_path: Path) -> None:
         ('{"question": "x"\n', r"data\.jsonl:1: not JSON"),
         ('{"question": "x", "answer": null}\n', r"data\.jsonl:1: field 'answer' is null: set it"),
         ('{"question": "x", "anwser": "y"}\n', r"no field 'answer' \(did you mean 'anwser'\?\)"),
+        (None, r"task\.path: .*data\.jsonl cannot be read: No such file"),
     ],
 )
-def test_a_bad_records_file_is_named_with_its_line(tmp_path: Path, content: str, words: str) -> None:
+def test_a_bad_records_file_is_named_with_its_line(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         Jsonl(path=path).check()
 
 
-def test_a_line_ends_at_its_end_and_not_within_a_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "encoding", "question"),
+    [
+        ('{"question": "one\u2028line", "answer": "x\u0085y"}\r\n\n', "utf-8", "one\u2028line"),
+        ('{"question": "x", "answer": "y"}\n', "utf-8-sig", "x"),
+    ],
+    ids=["line separators within a text", "byte order mark"],
+)
+def test_a_records_file_is_split_at_line_feeds_after_its_byte_order_mark(
+    tmp_path: Path, content: str, encoding: str, question: str
+) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "one\u2028line", "answer": "x\u0085y"}\r\n\n', encoding="utf-8")
-    assert next(Jsonl(path=path).items(0)).question == "one\u2028line"
-
-
-def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "x", "answer": "y"}\n', encoding="utf-8-sig")
-    assert next(Jsonl(path=path).items(0)).question == "x"
-
-
-def test_a_missing_records_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task\.path: .*gone\.jsonl cannot be read: No such file"):
-        Jsonl(path=tmp_path / "gone.jsonl").check()
+    path.write_text(content, encoding=encoding)
+    assert next(Jsonl(path=path).items(0)).question == question
 
 
 @needs_reasoning_gym
@@ -370,24 +358,21 @@ def test_levels_of_reasoning_gym_are_those_of_its_curricula_and_share_nothing_th
     assert ReasoningGym(dataset="chain_sum").levels() == [ReasoningGym(dataset="chain_sum")]
     fixed = ReasoningGym(dataset="chain_sum", level=0, options={"min_terms": 3, "max_terms": 3})
     assert next(fixed.items(0)).question.count(" + ") + next(fixed.items(0)).question.count(" - ") == 2
-    with pytest.raises(ConfigError, match=r"task\.level: 99 is beyond the last level of 'chain_sum', 10"):
-        ReasoningGym(dataset="chain_sum", level=99).check()
 
 
 @needs_reasoning_gym
 @pytest.mark.slow
-def test_a_misspelt_dataset_is_named_with_the_nearest_one() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'chain_sun' is not a dataset of reasoning-gym \(did you mean 'chain_sum'\?\)"
-    ):
-        ReasoningGym(dataset="chain_sun").check()
-
-
-@needs_reasoning_gym
-@pytest.mark.slow
-def test_options_that_a_dataset_does_not_have_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"task\.options: \{'terms': 2\} do not fit chain_sum"):
-        ReasoningGym(dataset="chain_sum", options={"terms": 2}).check()
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"level": 99}, r"task\.level: 99 is beyond the last level of 'chain_sum', 10"),
+        ({"dataset": "chain_sun"}, r"'chain_sun' is not a dataset of reasoning-gym \(did you mean 'chain_sum'\?\)"),
+        ({"options": {"terms": 2}}, r"task\.options: \{'terms': 2\} do not fit chain_sum"),
+    ],
+)
+def test_a_setting_that_reasoning_gym_does_not_have_is_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ReasoningGym.model_validate({"dataset": "chain_sum", **settings}).check()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ What the reference server gets wrong is in `test_rollouts_stock_defects.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ STOCK_KEYS = {
 }  # fmt: skip
 
 
-async def start_run(api: httpx.AsyncClient, **changes: Any) -> None:
-    """Register and ask for a batch: environments may register from then on."""
-    assert (await api.post("/register", json={**REGISTRATION, **changes})).status_code == 200
-    await api.get("/batch")
+@contextlib.asynccontextmanager
+async def api_with_run(*, batch_size: int = 4, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """An API whose trainer has registered and asked for a batch: environments may register from then on."""
+    async with api_client(**settings) as api:
+        assert (await api.post("/register", json={**REGISTRATION, "batch_size": batch_size})).status_code == 200
+        await api.get("/batch")
+        yield api
 
 
 async def join(api: httpx.AsyncClient, **changes: Any) -> int:
@@ -65,8 +70,7 @@ async def test_info_is_minus_one_before_and_the_registration_after() -> None:
 async def test_a_value_that_is_missing_or_out_of_bounds_is_refused_by_name(path: str, field: str, value: Any) -> None:
     good = {"/register": REGISTRATION, "/register-env": ENVIRONMENT, "/status-env": {}}[path]
     body = {name: each for name, each in {**good, field: value}.items() if each is not ...}
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         answer = await api.request("GET" if path == "/status-env" else "POST", path, json=body)
         assert answer.status_code == 422
         assert field in answer.text
@@ -92,8 +96,7 @@ async def test_environments_wait_until_the_trainer_has_asked_for_a_batch() -> No
 
 
 async def test_a_batch_is_whole_groups_with_every_key() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         assert (await api.post("/scored_data", json=group(2, tag=10))).json() == {"status": "received"}
         assert (await api.get("/batch")).json()["batch"] is None
         await api.post("/scored_data", json=group(2, tag=11, generation_params={"temperature": 0.7}, unknown_key=1))
@@ -108,8 +111,7 @@ async def test_a_batch_is_whole_groups_with_every_key() -> None:
 
 async def test_the_defaults_of_a_single_trajectory_environment_are_accepted() -> None:
     empty = {"advantages": [], "ref_logprobs": [], "messages": [], "overrides": [], "images": [], "group_overrides": {}}
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         plain = group(4, **empty)
         del plain["inference_logprobs"]
         assert (await api.post("/scored_data", json=plain)).json() == {"status": "received"}
@@ -119,8 +121,7 @@ async def test_the_defaults_of_a_single_trajectory_environment_are_accepted() ->
 
 
 async def test_a_list_of_groups_is_taken_and_counted() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         env_id = await join(api)
         assert (await api.post("/scored_data_list", json=[])).json() == {"status": "received", "groups_processed": 0}
         answer = await api.post("/scored_data_list", json=[group(2, env_id=env_id), group(1, env_id=env_id)])
@@ -129,8 +130,7 @@ async def test_a_list_of_groups_is_taken_and_counted() -> None:
 
 
 async def test_status_of_an_environment_counts_in_its_own_groups() -> None:
-    async with api_client() as api:
-        await start_run(api, batch_size=64)
+    async with api_with_run(batch_size=64) as api:
         first, second = await join(api, group_size=2), await join(api, group_size=4, weight=3.0)
         assert (await ask_status(api, first)).json()["max_group_size"] == 1
         for _ in range(3):
@@ -149,8 +149,7 @@ async def test_status_of_an_environment_counts_in_its_own_groups() -> None:
 
 
 async def test_gzip_bodies_are_read_and_large_answers_compressed_on_request() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         body = gzip.compress(json.dumps(group(4, messages=[[{"role": "user", "content": "x" * 2000}]] * 4)).encode())
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
         assert (await api.post("/scored_data", content=body, headers=headers)).json() == {"status": "received"}
@@ -183,8 +182,7 @@ async def test_gzip_bodies_are_read_and_large_answers_compressed_on_request() ->
     ],
 )
 async def test_a_group_that_cannot_be_trained_on_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         env_id = await join(api)
         body = json.dumps([group(), {**group(env_id=env_id), **changes}]).encode()
         answer = await api.post("/scored_data_list", content=body)
@@ -197,8 +195,7 @@ async def test_a_group_that_cannot_be_trained_on_is_refused_by_name(changes: dic
 
 
 async def test_another_run_starts_at_its_own_step_without_the_leftovers() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         await api.post("/scored_data", json=group(4))
         await api.get("/batch")
         await api.post("/scored_data", json=group(4))
@@ -210,8 +207,7 @@ async def test_another_run_starts_at_its_own_step_without_the_leftovers() -> Non
 
 
 async def test_a_stock_client_acknowledges_by_asking_again() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         await api.post("/scored_data", json=group(4))
         assert (await api.get("/batch")).json()["batch"] is not None
         assert "grpo_api_leases 1" in (await api.get("/metrics")).text
@@ -219,25 +215,9 @@ async def test_a_stock_client_acknowledges_by_asking_again() -> None:
         assert "grpo_api_leases 0" in (await api.get("/metrics")).text
 
 
-async def test_an_explicit_client_gets_a_batch_again_until_it_acknowledges_it() -> None:
-    async with api_client() as api:
-        await api.post("/register", json=REGISTRATION)
-        for tag in (10, 11):
-            await api.post("/scored_data", json=group(4, tag=tag))
-        lost = (await api.get("/batch", params={"ack": ""})).json()
-        again = (await api.get("/batch", params={"ack": ""})).json()
-        assert again == lost
-        following = (await api.get("/batch", params={"ack": again["lease"]})).json()
-        assert tags(following["batch"]) == [11]
-        assert (await api.get("/status")).json()["current_step"] == 2
-        await api.post("/acknowledge", params={"lease": following["lease"]})
-        assert (await api.get("/batch", params={"ack": ""})).json()["batch"] is None
-
-
 async def test_another_client_gets_a_batch_only_after_its_lease_ran_out() -> None:
-    async with api_client(lease_s=1e-9) as short, api_client() as long:
+    async with api_with_run(lease_s=1e-9) as short, api_with_run() as long:
         for server, expected in ((short, [42]), (long, None)):
-            await start_run(server)
             await server.post("/scored_data", json=group(4, tag=42))
             await server.get("/batch")
             answer = (await server.get("/batch", headers={"User-Agent": "another"})).json()["batch"]
@@ -245,8 +225,7 @@ async def test_another_client_gets_a_batch_only_after_its_lease_ran_out() -> Non
 
 
 async def test_a_post_beyond_the_limit_waits_for_room_and_then_goes_through() -> None:
-    async with api_client(max_queued_sequences=8, hold_s=30) as api:
-        await start_run(api)
+    async with api_with_run(max_queued_sequences=8, hold_s=30) as api:
         for tag in (10, 11):
             await api.post("/scored_data", json=group(4, tag=tag))
         held = asyncio.create_task(api.post("/scored_data", json=group(4, tag=12)))
@@ -258,8 +237,7 @@ async def test_a_post_beyond_the_limit_waits_for_room_and_then_goes_through() ->
 
 
 async def test_guaranteed_shares_hold_batches_back_until_their_environments_disconnect() -> None:
-    async with api_client() as api:
-        await start_run(api, batch_size=8)
+    async with api_with_run(batch_size=8) as api:
         half, quarter, rest = [await join(api, min_batch_allocation=share) for share in (0.5, 0.25, None)]
         for tag in range(10, 20):
             await api.post("/scored_data", json=group(2, tag=tag, env_id=rest))
@@ -275,8 +253,7 @@ async def test_guaranteed_shares_hold_batches_back_until_their_environments_disc
 
 
 async def test_buffered_groups_are_delivered_once_their_environment_has_disconnected() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         env_id = await join(api, group_size=8)
         answer = await api.post("/scored_data", json=group(4, tag=10, env_id=env_id))
         assert answer.json() == {"status": "buffered", "buffer_size": 4}
@@ -285,8 +262,7 @@ async def test_buffered_groups_are_delivered_once_their_environment_has_disconne
 
 
 async def test_a_guaranteed_share_without_groups_lapses_after_its_wait() -> None:
-    async with api_client(share_wait_s=0.2) as api:
-        await start_run(api)
+    async with api_with_run(share_wait_s=0.2) as api:
         idle, busy = await join(api, min_batch_allocation=0.5), await join(api)
         for tag in (10, 11):
             await api.post("/scored_data", json=group(4, tag=tag, env_id=busy))
@@ -302,8 +278,7 @@ async def test_a_guaranteed_share_without_groups_lapses_after_its_wait() -> None
 
 
 async def test_a_queue_without_live_environments_is_reported() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         assert (await api.get("/status")).json()["problem"] is None, "none has registered yet"
         env_id = await join(api)
         await api.post("/scored_data", json=group(2, env_id=env_id))
@@ -324,8 +299,7 @@ async def test_the_latest_example_is_the_last_group_posted() -> None:
 
 
 async def test_a_request_may_be_held_for_its_answer() -> None:
-    async with api_client() as api:
-        await start_run(api)
+    async with api_with_run() as api:
         env_id = await join(api)
         batch = asyncio.create_task(api.get("/batch", params={"ack": "", "wait_s": 15}))
         news = asyncio.create_task(ask_status(api, env_id, wait_s=15, current_step=0, queue_size=0))
@@ -354,8 +328,7 @@ async def test_a_page_under_another_name_of_loopback_is_refused(headers: dict[st
 
 
 async def test_groups_without_versions_age_by_batches_since_their_arrival() -> None:
-    async with api_client(max_staleness=1) as api:
-        await start_run(api)
+    async with api_with_run(max_staleness=1) as api:
         await api.post("/scored_data", json=group(2, tag=10))  # half a batch: it waits for another that fits
         for tag in (11, 12):
             await api.post("/scored_data", json=group(4, tag=tag))
@@ -368,8 +341,7 @@ async def test_groups_without_versions_age_by_batches_since_their_arrival() -> N
 
 
 async def test_a_trainer_that_resumes_from_an_older_checkpoint_gets_its_groups() -> None:
-    async with api_client(max_staleness=0) as api:
-        await start_run(api)
+    async with api_with_run(max_staleness=0) as api:
         versions = {"policy_versions": [[0, 0, 9, 9]] * 4}
         await api.post("/scored_data", json={**group(4, tag=10), **versions})
         await api.get("/batch", params={"policy_version": 9})

@@ -182,30 +182,19 @@ def test_on_a_disk_where_room_was_made_it_goes_on_without_a_restart(small_disk: 
     assert tags(http.get("/batch").json()["batch"]) == accepted[:1]
 
 
-def test_a_removed_folder_is_reported_and_posts_are_refused(tmp_path: Path) -> None:
-    store = tmp_path / "folder" / "rollouts.sqlite"
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+def test_a_removed_store_is_reported_and_works_again_when_restored(tmp_path: Path, is_folder: bool) -> None:
+    store, aside = tmp_path / "folder" / "rollouts.sqlite", tmp_path / "aside"
     with api_process(tmp_path, store=store) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
-        assert http.post("/scored_data", json=group(4, tag=10)).status_code == 200
-        shutil.rmtree(store.parent)
-        answer = http.post("/scored_data", json=group(4, tag=11))
-        assert answer.status_code == 503
-        assert str(store) in answer.json()["detail"]
-        assert http.get("/status").status_code == 200
-
-
-def test_a_deleted_store_is_reported_and_works_again_when_restored(tmp_path: Path) -> None:
-    with api_process(tmp_path) as api, api.client() as http:
-        http.post("/register", json=REGISTRATION)
         http.post("/scored_data", json=group(4, tag=10))
-        aside = tmp_path / "aside.sqlite"
-        api.store.rename(aside)
-        answer = http.post("/scored_data", json=group(4, tag=11))
-        assert answer.status_code == 503
-        assert str(api.store) in answer.json()["detail"]
-        health = http.get("/health")
-        assert (health.status_code, str(api.store) in health.json()["detail"]) == (503, True)
-        aside.rename(api.store)
+        removed = store.parent if is_folder else store
+        removed.rename(aside)
+        for answer in (http.post("/scored_data", json=group(4, tag=11)), http.get("/health")):
+            assert answer.status_code == 503
+            assert str(store) in answer.json()["detail"]
+        assert http.get("/status").status_code == 200
+        aside.rename(removed)
         assert http.get("/health").status_code == 200
         assert http.post("/scored_data", json=group(4, tag=12)).status_code == 200
         assert all_batches(http) == [10, 12]

@@ -203,18 +203,3 @@ async def test_a_stock_client_gets_groups_twice_only_after_a_kill(tmp_path: Path
     repeated = [batch for batch in load.batches if times[batch[0]] > 1]
     assert all(times[name] == times[batch[0]] for batch in repeated for name in batch), "batches come again whole"
     assert len(load.batches) - len({tuple(batch) for batch in load.batches}) <= 2 * NUM_KILLS
-
-
-async def test_a_batch_whose_answer_was_lost_in_a_kill_is_offered_to_a_stock_trainer_again(tmp_path: Path) -> None:
-    with api_process(tmp_path) as api, api.client() as http:
-        http.post("/register", json=REGISTRATION)
-        each = named_group("lost", 4, 10_000_000)
-        http.post("/scored_data", json=each)
-        with api.connection(receive_bytes=4096) as trainer:
-            agent = http.headers["user-agent"].encode()
-            trainer.sendall(b"GET /batch HTTP/1.1\r\nHost: api\r\nUser-Agent: " + agent + b"\r\n\r\n")
-            assert trainer.recv(100).startswith(b"HTTP/1.1 200 ")
-            api.restart()
-        batch = http.get("/batch").json()["batch"]
-        assert batch is not None
-        assert names(batch) == ["lost"]
