@@ -384,9 +384,10 @@ class AnyClients(RuleBasedStateMachine):
     def every_accepted_group_is_accounted_for(self) -> None:
         lent = {tag for batch in self.lent.values() for tag in batch}
         assert self.waiting | self.handed_over | self.dropped | lent == self.sent.keys()
-        figures = dict(line.rsplit(" ", 1) for line in self.ask("GET", "/metrics").text.splitlines() if line[0] != "#")
-        assert int(figures["grpo_api_step"]) == self.step
-        beyond = int(figures["grpo_api_queued_sequences"]) - self.size(self.waiting)
+        lines = [line for line in self.ask("GET", "/metrics").text.splitlines() if line[0] != "#"]
+        figures = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        assert figures["grpo_api_step"] == self.step
+        beyond = figures["grpo_api_queued_sequences"] - self.size(self.waiting)
         assert 0 <= beyond <= self.size_perhaps_waiting()
 
     def size_perhaps_waiting(self) -> int:
