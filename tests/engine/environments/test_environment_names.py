@@ -27,7 +27,7 @@ NAMES = {0: "sort6", 1: "copy6", 2: "sort6"}
 """As after a restart of the first environment."""
 
 
-def test_the_source_hands_on_the_names_of_its_last_batch() -> None:
+def test_the_source_has_the_names_of_its_last_batch() -> None:
     with served_api() as url, RolloutSource(url) as source, httpx.Client(base_url=url, trust_env=False) as other:
         registration = {k: v for k, v in REGISTRATION.items() if not k.startswith("wandb")}
         source.register(**registration)
@@ -58,7 +58,7 @@ def groups_of(*env_ids: int | None) -> list[ScoredGroup]:
 
 
 def records(folder: Path, config: TrainConfig, *batches: list[ScoredGroup]) -> tuple[MetricsLine, list[RolloutLine]]:
-    """What a run leaves: the last line of its metrics, and its sampled groups."""
+    """The last line of the metrics of a run, and its sampled groups."""
     with Recorder(folder, total_steps=len(batches), show_times=False) as recorder:
         train(
             config,
@@ -95,8 +95,8 @@ def test_a_step_of_several_environments_measures_each_of_them(tmp_path: Path) ->
     batch = groups_of(0, 1, 2)
     line, _ = records(tmp_path, settings(training_steps=1), batch)
     of_sort6 = [*batch[0].scores, *batch[2].scores]
-    told = {name: value for name, value in line.metrics.items() if "6" in name}
-    assert told == pytest.approx(
+    by_environment = {name: value for name, value in line.metrics.items() if "6" in name}
+    assert by_environment == pytest.approx(
         {
             "reward/copy6/mean": sum(batch[1].scores) / 4,
             "rollout/copy6/num_groups": 1,
@@ -106,14 +106,14 @@ def test_a_step_of_several_environments_measures_each_of_them(tmp_path: Path) ->
     )
 
 
-def test_a_step_of_one_environment_measures_what_it_always_did(tmp_path: Path) -> None:
+def test_a_step_of_one_environment_has_no_metrics_by_environment(tmp_path: Path) -> None:
     line, _ = records(tmp_path, settings(training_steps=1), groups_of(0, 2))
     assert "reward/mean" in line.metrics
     assert not [name for name in line.metrics if "sort6" in name or name.count("/") > 1]
     assert metrics_by_environment(make_batch(groups_of(None, None), seq_len=32), NAMES) == {}
 
 
-def test_a_step_that_is_made_again_from_the_journal_tells_the_same_names(tmp_path: Path) -> None:
+def test_a_step_replayed_from_the_journal_records_the_same_names(tmp_path: Path) -> None:
     config = settings(training_steps=1, rollouts_groups=2)
     whole, first = records(tmp_path / "whole", config, groups_of(0, 1, 2))
     head = JournalHead(step=1, policy_version=0, lease="", environments=NAMES, settings=decisive_settings(config))

@@ -90,27 +90,27 @@ def test_a_setting_that_has_a_name_here_is_not_taken_under_its_other_name() -> N
         config(server={"base_url": "http://localhost:9001/v1"})
 
 
-def test_a_command_line_made_of_settings_gives_them_again() -> None:
+def test_settings_survive_the_way_through_flags() -> None:
     asked = config(group_size=4, ensure_scores_are_not_same=False, settings={"a": [1, 2.5, None]}, server={"b": "c"})
     assert parse_flags(AtroposEnvConfig, to_flags(asked), prog="p", description="") == asked
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "warning"),
     [
         ({"settings": {"use_wandb": True}}, "waits without a message"),
         ({"server": {"server_type": "openai"}}, "no log-probabilities"),
         ({"settings": {"steps_per_eval": 1}}, "has no effect"),
     ],
 )
-def test_a_known_trap_is_named(settings: dict[str, Any], said: str) -> None:
+def test_a_setting_that_does_harm_is_reported(settings: dict[str, Any], warning: str) -> None:
     (found,) = setting_warnings(config(**settings))
-    assert said in found
+    assert warning in found
     assert not list(setting_warnings(config()))
 
 
 @pytest.mark.parametrize(("batch_size", "said"), [(4, "so the environment exits"), (20, "does not divide")])
-def test_a_batch_that_groups_do_not_fill_is_named(batch_size: int, said: str) -> None:
+def test_a_batch_that_groups_do_not_fill_is_reported(batch_size: int, said: str) -> None:
     (found,) = batch_warnings(config(group_size=8), batch_size)
     assert said in found
     assert not list(batch_warnings(config(group_size=8), 16))
@@ -163,7 +163,7 @@ def test_a_request_a_full_queue_and_a_registration_restart_the_silence(sign: dic
     assert silence.note(122, **lost) is not None
 
 
-def test_the_warning_says_what_is_wrong_what_was_checked_and_what_to_do() -> None:
+def test_the_warning_has_what_is_wrong_what_was_checked_and_what_to_do() -> None:
     lost = silence_message(
         replace(OBSERVATION, other_peers=("10.0.0.7:9004",), counters="its /metrics still count 41 requests"), 60
     )
@@ -177,7 +177,7 @@ def test_the_warning_says_what_is_wrong_what_was_checked_and_what_to_do() -> Non
     assert "use_wandb" in outside
 
 
-# --- whom it asks --------------------------------------------------------------------------------------------------
+# --- observers -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_stock_api_that_reports_less_is_supported(client: httpx.Client) -> Non
 
 
 @pytest.mark.slow
-def test_a_stock_vllm_tells_its_requests_and_a_server_without_counters_none(client: httpx.Client) -> None:
+def test_requests_are_counted_where_the_server_has_metrics(client: httpx.Client) -> None:
     app = FastAPI()
     app.get("/metrics")(lambda: PlainTextResponse(VLLM_METRICS))
     app.get("/health")(lambda: None)

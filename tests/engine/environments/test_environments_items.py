@@ -1,4 +1,4 @@
-"""What decides on the items that are asked: curriculum, filter by solve rate, and what outlives a restart."""
+"""Which items are sampled: curriculum, filter by solve rate, and the state that a restart keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import environment_runs
 import pytest
+from environment_runs import served_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import REGISTRATION, FakeTokenizer, fake_inference, served, served_api
@@ -77,7 +79,7 @@ def test_only_the_newest_groups_of_the_level_itself_count() -> None:
     rising.result(easy, [1.0])
     assert rising.level == 1
     for _ in range(5):
-        rising.result(easy, [1.0])  # groups of the level before, which were still in the making
+        rising.result(easy, [1.0])  # groups of the level before that were not finished
     assert rising.level == 1
 
 
@@ -88,7 +90,7 @@ def test_the_last_level_is_not_left() -> None:
     assert rising.level == 2
 
 
-def test_levels_below_are_reviewed_now_and_then() -> None:
+def test_lower_levels_are_reviewed_at_the_given_rate() -> None:
     rising = climb(threshold=0.0, window=1, review=0.25)
     for _ in range(2):
         rising.result(Item(question="", answer="", level=rising.level), [1.0])
@@ -134,9 +136,14 @@ def test_sums_grow_with_the_policy_up_to_the_tasks_difficulty_and_evaluations_st
     assert source.progress() == "level 3 of 3"
 
 
-def test_a_task_of_one_level_says_that_rising_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_rising_on_a_task_of_one_level_logs_which_tasks_have_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     source = ItemSource(config(task="sort6", curriculum="rising"))
     assert "curriculum: no effect: task sort6 has one level" in caplog.text
+    for kind in typing.get_args(typing.get_args(AnyTask)[0]):
+        if kind.levels is not Task.levels:
+            assert kind.model_fields["name"].default in caplog.text
     assert source.next().question.startswith("sort")
 
 
@@ -178,7 +185,7 @@ def module(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
-def test_a_curriculum_of_ones_own_sees_the_results_and_outlives_a_restart(module: str, tmp_path: Path) -> None:
+def test_a_users_curriculum_gets_the_results_and_its_state_survives_a_restart(module: str, tmp_path: Path) -> None:
     settings = config(curriculum=f"python:{module}:HardestFirst", state_file=str(tmp_path / "state.json"))
     source = ItemSource(settings)
     assert digits(source.next()) == 3
@@ -230,7 +237,7 @@ def test_items_too_easy_or_too_hard_are_skipped_and_counted(tmp_path: Path) -> N
     assert source.progress().endswith("skipped as too hard")
 
 
-def test_without_thresholds_every_item_has_its_turn(tmp_path: Path) -> None:
+def test_without_thresholds_all_items_are_sampled_equally(tmp_path: Path) -> None:
     source = ItemSource(config(task=few_items(tmp_path)))
     asked = []
     for _ in range(30):
@@ -241,14 +248,14 @@ def test_without_thresholds_every_item_has_its_turn(tmp_path: Path) -> None:
     assert source.progress() == ""
 
 
-def test_an_item_that_is_solved_now_and_then_again_has_its_turns_back() -> None:
+def test_an_item_that_is_solved_again_is_admitted_again() -> None:
     rates = SolveRates()
     chosen = DifficultyFilter(rates, easy=1.0, hard=0.0, revisit_rate=0.0, seed=0)
     item = Item(question="x", answer="")
     assert chosen.admits(item)
     rates.add(item, [0.0] * 8)
     assert not chosen.admits(item)
-    rates.add(item, [1.0] + [0.0] * 7)  # of a turn in which it was asked all the same
+    rates.add(item, [1.0] + [0.0] * 7)  # when it was sampled for a revisit
     assert chosen.admits(item)
     for _ in range(3):
         rates.add(item, [0.0] * 8)
@@ -267,7 +274,7 @@ def test_if_every_item_is_filtered_one_is_sampled_anyway(tmp_path: Path) -> None
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), max_size=200), st.integers(1, 10))
 @settings(max_examples=50, deadline=None)
-def test_what_is_remembered_is_bounded_and_the_newest(results: list[tuple[int, float]], bound: int) -> None:
+def test_solve_rates_are_kept_for_the_newest_items_only(results: list[tuple[int, float]], bound: int) -> None:
     rates = SolveRates(max_items=bound)
     newest: list[int] = []
     for number, score in results:
@@ -288,7 +295,7 @@ def test_what_is_remembered_is_bounded_and_the_newest(results: list[tuple[int, f
 # --- over restarts ---------------------------------------------------------------------------------------------------
 
 
-def test_what_was_learned_outlives_a_restart_and_the_order_is_another_one(tmp_path: Path) -> None:
+def test_level_and_solve_rates_survive_a_restart_with_another_order_of_items(tmp_path: Path) -> None:
     settings = config(
         curriculum={"name": "rising", "threshold": 1, "window": 1, "review": 0},
         easy_threshold=1,
@@ -350,20 +357,13 @@ def test_the_seed_decides_the_order() -> None:
     assert first(1) == [item.question for item in itertools.islice(Arithmetic(difficulty=3).items(1), 20)]
 
 
-def test_random_numbers_of_others_are_left_alone() -> None:
+def test_the_global_random_state_is_not_used() -> None:
     random.seed(5)
     expected = random.random()
     random.seed(5)
     source = ItemSource(config(curriculum="rising", easy_threshold=1))
     source.result(source.next(), [1.0])
     assert random.random() == expected
-
-
-def test_every_task_that_has_levels_is_named_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
-    ItemSource(config(task="sort6", curriculum="rising"))
-    for kind in typing.get_args(typing.get_args(AnyTask)[0]):
-        if kind.levels is not Task.levels:
-            assert kind.model_fields["name"].default in caplog.text
 
 
 def test_an_error_of_the_items_is_raised_at_every_later_call(tmp_path: Path) -> None:
@@ -375,11 +375,11 @@ def test_an_error_of_the_items_is_raised_at_every_later_call(tmp_path: Path) -> 
             source.next()
 
 
-# --- in an environment at work ---------------------------------------------------------------------------------------
+# --- in a running environment ----------------------------------------------------------------------------------------
 
 
 async def worked(tmp_path: Path, num_batches: int, **changes: Any) -> list[ScoredGroup]:
-    """The groups of an environment whose model adds without a mistake."""
+    """The groups of an environment whose model adds correctly."""
     fake = fake_inference(lambda prompt, index: str(sum(int(word) for word in re.findall(r"\d+", prompt))))
     with served_api() as api, served(fake) as inference:
         table = {"group_size": 2, "max_tokens": 8, "rollout_server_url": api, "inference_url": inference}
@@ -422,15 +422,10 @@ async def test_an_environment_trains_on_a_users_reward_function(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_an_environment_ends_with_the_words_on_a_function_that_fails(tmp_path: Path) -> None:
+async def test_a_reward_function_that_fails_ends_the_environment_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("items = ['What is 3 + 4?'] * 3\ndef score(completion): return {}[completion]")
-    fake = fake_inference(lambda prompt, index: "7")
-    with served_api() as api, served(fake) as inference:
-        task = f"python:{tmp_path}/broken.py:score"
-        settings = config(task=task, rollout_server_url=api, inference_url=inference, max_tokens=8, group_size=2)
-        with RolloutSource(api) as source:
-            source.register(**REGISTRATION)
-            source.poll()
-            async with asyncio.timeout(60):
-                with pytest.raises(RewardFailed, match=r"score failed: KeyError: '7' \(.*broken\.py:2, in score\)"):
-                    await work(settings, FakeTokenizer())
+    task = f"python:{tmp_path}/broken.py:score"
+    with served_run(fake_inference(lambda prompt, index: "7")) as (api, inference, _):
+        async with asyncio.timeout(60):
+            with pytest.raises(RewardFailed, match=r"score failed: KeyError: '7' \(.*broken\.py:2, in score\)"):
+                await work(environment_runs.settings(api, inference, task=task), FakeTokenizer())

@@ -1,4 +1,4 @@
-"""Reward functions of a user's own: found, called as they are written, and told of when they fail."""
+"""Reward functions of a user: import, arguments, errors, items, functions of TRL, settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -35,7 +36,7 @@ Write = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def _path_of_modules_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def _restores_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of tests, one of which has a `json.py`, are not for the processes of later tests."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -60,7 +61,7 @@ def scored(task: AnyTask, *completions: str, item: Item = ITEM) -> list[float]:
     return asyncio.run(task.rewards(item, completions))
 
 
-# --- found -----------------------------------------------------------------------------------------------------------
+# --- import ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_a_file_named_like_a_standard_module_does_not_replace_it(write: Write) -
     assert json.loads("[1]") == [1]
 
 
-def test_a_file_called_like_a_module_of_python_has_to_be_named_as_a_file(
+def test_a_file_named_like_a_standard_module_is_imported_by_its_path_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -142,7 +143,7 @@ def test_errors_of_a_module_are_reported_before_any_server_is_contacted(write: W
         own(file).check()
 
 
-# --- called as it is written -----------------------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,10 +182,6 @@ def test_several_functions_are_added_with_their_weights_and_none_does_not_count(
         own(file, "right", "brief", weights=(2.0,))
 
 
-def module_of(file: str) -> Any:
-    return next(module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file)
-
-
 BLOCKING = """
     import threading
     may_go_on, has_begun = threading.Event(), threading.Event()
@@ -194,36 +191,38 @@ BLOCKING = """
 """
 
 
-async def test_a_function_that_blocks_holds_up_nothing_but_itself(write: Write) -> None:
-    file = write(BLOCKING)
-    task = own(file)
-    await scored_once_let_go(task, module_of_loaded(task, file))
+def loaded_module(task: Python, file: str) -> Any:
+    next(task.items(0))
+    return next(module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file)
 
 
-async def test_a_coroutine_that_blocks_holds_up_no_other_environment(write: Write) -> None:
-    file = write("""
-        import threading
-        may_go_on, has_begun = threading.Event(), threading.Event()
-        async def score(completion):
-            has_begun.set()
-            return may_go_on.wait(20)
-    """)
-    task = own(file)
-    await scored_once_let_go(task, module_of_loaded(task, file))
-
-
-def module_of_loaded(task: Python, file: str) -> Any:
-    next(task.items(0))  # loads the module
-    return module_of(file)
-
-
-async def scored_once_let_go(task: Python, module: Any) -> None:
-    """The function waits for this event loop, which could not let it go if the function ran in it."""
-    scoring = asyncio.create_task(task.rewards(ITEM, ["x"]))
-    while not module.has_begun.is_set():  # noqa: ASYNC110  an event of threads, which must not be waited for here
+async def until_set(event: threading.Event) -> None:
+    while not event.is_set():  # noqa: ASYNC110  an event of threads, which must not block this event loop
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("definition", ["def score", "async def score"])
+async def test_a_function_that_blocks_does_not_block_the_event_loop(write: Write, definition: str) -> None:
+    file = write(BLOCKING.replace("def score", definition))
+    task = own(file)
+    module = loaded_module(task, file)
+    scoring = asyncio.create_task(task.rewards(ITEM, ["x"]))
+    await until_set(module.has_begun)
     module.may_go_on.set()
     assert await scoring == [1.0]
+
+
+async def test_a_cancelled_scoring_does_not_affect_the_next_one(write: Write) -> None:
+    file = write(BLOCKING)
+    task = own(file)
+    module = loaded_module(task, file)
+    cancelled = [asyncio.create_task(task.rewards(ITEM, ["x"])) for _ in range(3)]  # one runs, two wait
+    await until_set(module.has_begun)
+    for scoring in cancelled:
+        scoring.cancel()
+    await asyncio.wait(cancelled)
+    module.may_go_on.set()
+    assert await task.rewards(ITEM, ["x"]) == [1.0]
 
 
 def test_plain_functions_are_called_one_at_a_time_unless_threads_are_given(write: Write) -> None:
@@ -244,21 +243,7 @@ def test_plain_functions_are_called_one_at_a_time_unless_threads_are_given(write
     assert scored(own(write(alone, "alone.py")), *"abcdefgh") == [1.0] * 8
 
 
-async def test_a_scoring_that_timed_out_does_not_affect_the_next_one(write: Write) -> None:
-    file = write(BLOCKING)
-    task = own(file)
-    module = module_of_loaded(task, file)
-    given_up = [asyncio.create_task(task.rewards(ITEM, ["x"])) for _ in range(3)]  # one at work, two that wait
-    while not module.has_begun.is_set():  # noqa: ASYNC110  an event of threads, which must not be waited for here
-        await asyncio.sleep(0)
-    for scoring in given_up:
-        scoring.cancel()
-    await asyncio.wait(given_up)
-    module.may_go_on.set()
-    assert await task.rewards(ITEM, ["x"]) == [1.0]
-
-
-# --- when it fails ---------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -347,13 +332,13 @@ def test_one_question_in_sixteen_is_held_out_of_what_a_module_gives(write: Write
         "def items(split):\n  if split == 'held_out': return ['c', 'd']\n  return iter(['a', 'b', 'c'])",
     ],
 )
-def test_what_a_module_holds_out_itself_is_not_trained_on(write: Write, code: str) -> None:
+def test_held_out_items_of_a_module_are_not_trained_on(write: Write, code: str) -> None:
     task = own(write(code + SCORE))
     assert set(questions(task, "train", 9)) == {"a", "b"}
     assert set(questions(task, "held_out", 9)) == {"c", "d"}
 
 
-def test_what_is_yielded_comes_in_its_own_order_for_each_seed(write: Write) -> None:
+def test_a_generator_gets_seed_and_split_and_keeps_its_order(write: Write) -> None:
     code = (
         "import itertools\ndef items(seed, split):\n  for n in itertools.count(): yield f'{split} {seed} {n}'" + SCORE
     )

@@ -1,4 +1,4 @@
-"""Several turns: tokens that only grow, whatever the template; every seat's own; rooms that run out."""
+"""Several turns: the tokens of a conversation under each chat template, the room of a seat, groups of games."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TEMPLATES: dict[str, tuple[Callable[[], PreTrainedTokenizerFast], str]] = {
 
 
 class ScriptedServer:
-    """Says one text after the other, each closed by an end token unless its limit comes first."""
+    """Answers with one text after the other, each with an end token unless its limit comes first."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], end: int) -> None:
         self._tokenizer, self._texts, self._end = tokenizer, list(texts), end
@@ -158,16 +158,16 @@ async def test_what_was_sampled_is_trained_with_its_versions_and_what_was_read_i
     seat = PolicySeat(policy(tokenizer, ["ab", "c"]))
     await seat.ask("x")
     await seat.ask("y")
-    told = conversation_parts(seat.conversation)
+    parts = conversation_parts(seat.conversation)
     a, b, c = (ord(letter) for letter in "abc")
-    assert [part for part in told if part[0] != -100] == [
+    assert [part for part in parts if part[0] != -100] == [
         (a, -0.5, 1),
         (b, -0.5, 1),
         (3, -0.5, 1),
         (c, -0.5, 2),
         (3, -0.5, 2),
     ]
-    assert set(told) - {part for part in told if part[0] != -100} == {(-100, 1.0, 0)}
+    assert set(parts) - {part for part in parts if part[0] != -100} == {(-100, 1.0, 0)}
     assert tokenizer.decode(seat.conversation.tokens) == (
         "<|im_start|>ux<|im_end|><|im_start|>aab<|im_end|><|im_start|>uy<|im_end|><|im_start|>ac<|im_end|>"
     )
@@ -226,7 +226,7 @@ def test_sampled_text_stands_between_the_template_markers(text: str) -> None:
 # --- room ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_turn_is_limited_to_what_is_left_and_then_the_seat_is_silent_and_truncated() -> None:
+async def test_a_turn_is_limited_to_the_room_left_and_a_seat_without_room_is_truncated() -> None:
     tokenizer = tiny_tokenizer()
     subject = policy(tokenizer, ["a" * 9, "b" * 99, "never"], longest=40)
     seat = PolicySeat(subject)
@@ -265,23 +265,25 @@ async def play(subject: Policy, item: Item, num_games: int = 1) -> list[Rollouts
     return await sample_item(subject, item, num_games)
 
 
-async def test_guessing_earns_less_with_every_guess() -> None:
-    subject = policy(tiny_tokenizer(), ["50", "I say 25", "no idea", "37"])
+@pytest.mark.parametrize(
+    ("texts", "reward", "replies"),
+    [
+        (["50", "I say 25", "no idea", "37"], 1 - 3 / 7, {"Lower.", "Higher.", "No number."}),
+        (["1"] * 7, 0.0, {"Higher."}),
+    ],
+    ids=["fourth guess", "never"],
+)
+async def test_the_reward_of_a_game_falls_with_every_guess(texts: list[str], reward: float, replies: set[str]) -> None:
+    subject = policy(tiny_tokenizer(), texts)
     [rollouts] = await play(subject, Item(question="number 37", answer="37"))
-    assert rollouts.rewards == [1 - 3 / 7]
+    assert rollouts.rewards == [reward]
+    assert len(asked(subject)) == len(texts)
     text = tiny_tokenizer().decode(rollouts.conversations[0].tokens)
-    assert [part for part in ("Lower.", "Higher.", "No number.") if part in text] == ["Lower.", "Higher.", "No number."]
-
-
-async def test_a_number_that_is_never_found_earns_nothing() -> None:
-    subject = policy(tiny_tokenizer(), ["1"] * 7)
-    [rollouts] = await play(subject, Item(question="number 37", answer="37"))
-    assert rollouts.rewards == [0.0]
-    assert len(asked(subject)) == 7
+    assert {part for part in ("Lower.", "Higher.", "No number.") if part in text} == replies
 
 
 class Echo(MultiTurnTask):
-    """Two seats that speak at the same time; the second one only where the item says so."""
+    """Two seats that are asked at the same time; the second one only where the item says so."""
 
     name: str = "echo"
 
@@ -308,7 +310,7 @@ async def test_every_seat_makes_a_group_of_its_own_over_the_games_of_an_item() -
     assert measured.versions == [[1, 2], [3, 4]]
 
 
-async def test_a_seat_that_never_had_its_turn_is_in_no_group() -> None:
+async def test_a_seat_without_a_turn_is_in_no_group() -> None:
     subject = policy(tiny_tokenizer(), ["a", "b"], task=Echo())
     first, second = await play(subject, Item(question="?", answer="one"), 2)
     assert len(without_empty(first).conversations) == 2
@@ -333,7 +335,7 @@ async def test_rewards_that_are_not_one_finite_number_a_seat_are_refused_with_th
         await play(subject, Item(question="which", answer=rewards))
 
 
-async def test_the_first_error_ends_the_others_and_comes_out_as_it_was_raised() -> None:
+async def test_the_first_error_cancels_the_others_and_is_raised_unchanged() -> None:
     is_ended = asyncio.Event()
 
     async def waits() -> None:
@@ -366,7 +368,7 @@ def test_every_sequence_stays_within_its_limit_with_lists_of_equal_length(texts:
     }
     assert len(lengths) == 1
     assert all(label in (-100, token) for label, token in zip(conversation.labels, conversation.tokens, strict=True))
-    assert conversation.labels[-1] != -100  # nothing is read that nobody answers
+    assert conversation.labels[-1] != -100  # it ends with a sampled token
     assert conversation.num_sampled <= 5 * sum(map(bool, said)) + len(texts)
 
 

@@ -87,7 +87,7 @@ def test_a_client_that_disconnects_while_its_batch_is_compressed_gets_it_again(t
     with api_process(tmp_path) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
         for tag in range(10, 14):
-            http.post("/scored_data", json=group(1, tag=tag, generation_params={"text": "x" * 50_000_000}))
+            http.post("/scored_data", json=group(1, tag=tag, generation_params={"text": "x" * 15_000_000}))
         with api.connection() as impatient:
             ask_for_a_batch(impatient, http, "Accept-Encoding: gzip")
             while "grpo_api_batches_total 1" not in http.get("/metrics").text:
