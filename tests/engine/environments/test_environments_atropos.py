@@ -90,7 +90,7 @@ def test_a_setting_that_has_a_name_here_is_not_taken_under_its_other_name() -> N
         config(server={"base_url": "http://localhost:9001/v1"})
 
 
-def test_settings_survive_the_way_through_flags() -> None:
+def test_settings_survive_the_conversion_to_flags() -> None:
     asked = config(group_size=4, ensure_scores_are_not_same=False, settings={"a": [1, 2.5, None]}, server={"b": "c"})
     assert parse_flags(AtroposEnvConfig, to_flags(asked), prog="p", description="") == asked
 

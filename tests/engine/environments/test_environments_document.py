@@ -32,7 +32,7 @@ def flags(*argv: str) -> EnvironmentConfig:
     return parse_flags(EnvironmentConfig, [*argv, "--model-name", "unused"], prog="env", description="")
 
 
-def test_the_ten_line_reward_is_ten_lines_and_rewards() -> None:
+def test_the_reward_of_ten_lines_has_ten_lines_and_works() -> None:
     assert len([line for line in MODULES["my_rewards.py"].splitlines() if line.strip()]) <= 10
     task = flags("--task", "python:my_rewards.py:score").task
     task.check()
@@ -62,7 +62,7 @@ def test_the_curriculum_of_ones_own_goes_on_to_the_next_level() -> None:
         source.result(item, [1.0, 1.0])
 
 
-def test_the_table_of_a_profile_is_one() -> None:
+def test_the_profile_table_is_valid() -> None:
     [table] = re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)
     settings = tomllib.loads(table)["services"]["env"]
     validated(EnvironmentConfig, {**settings, "model_name": "unused"}, where="profile")

@@ -145,7 +145,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("instruction", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
-def test_a_verifier_tells_texts_that_follow_from_those_that_do_not(
+def test_a_verifier_accepts_texts_that_follow_and_no_others(
     instruction: str, arguments: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     checked = checked_arguments(instruction, arguments, where="here")
@@ -166,7 +166,7 @@ def test_sentences_are_counted_by_their_punctuation() -> None:
 
 @given(st.integers(0, 10**6), st.text(max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_whatever_is_written_a_drawn_prompt_gives_a_share_of_its_instructions(seed: int, completion: str) -> None:
+def test_the_reward_of_any_text_is_a_share_of_the_instructions(seed: int, completion: str) -> None:
     task = IFEval(num_instructions=5)
     item = next(task.items(seed))
     count = len((item.entry or {})["instruction_id_list"])
@@ -274,7 +274,7 @@ def test_records_with_unknown_instructions_are_left_out_where_that_is_wanted(
         IFEval(path=write(tmp_path / "a.jsonl", odd), skip_unknown=True).check()
 
 
-def test_the_language_is_verified_where_the_library_for_it_is() -> None:
+def test_the_language_is_verified_where_langdetect_is_installed() -> None:
     pytest.importorskip("langdetect")
     item = Item(
         question="",

@@ -336,7 +336,7 @@ def test_a_foreign_state_file_is_reported_and_not_used(
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_a_curriculum_has_a_short_form_and_comes_back_from_flags() -> None:
+def test_a_curriculum_has_a_short_form_and_survives_the_conversion_to_flags() -> None:
     assert config(curriculum="rising").curriculum == Rising()
     assert config(curriculum="python:my.order:Own").curriculum == OwnCurriculum(module="my.order", object="Own")
     for each in (config(), config(curriculum={"name": "rising", "window": 5}), config(curriculum="python:a:b")):

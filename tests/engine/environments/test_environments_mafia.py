@@ -13,7 +13,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import held_out_items
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.mafia.grammar import PASS, Action, Verb, parse
@@ -39,7 +38,6 @@ from grpo_engine.environments.tasks.mafia.rules import (
 )
 from grpo_engine.environments.tasks.mafia.scripted import scripted
 from grpo_engine.environments.tasks.mafia.task import Mafia
-from grpo_engine.flags import parse_flags, to_flags
 
 RULES = Rules(max_days=3, num_talks=1, max_statement=20)
 ANN, BOB, CAT, DAN, EVE = range(5)
@@ -144,7 +142,7 @@ def test_what_is_malformed_is_no_action(answer: str) -> None:
 
 
 @given(GAMES)
-def test_a_game_ends_in_time_and_only_the_living_have_turns(game: tuple[Mafia, int]) -> None:
+def test_a_game_ends_within_its_days_and_only_living_players_have_turns(game: tuple[Mafia, int]) -> None:
     task, seed = game
     states = played(first_morning(task, seed), seed)
     assert len(states) - 1 <= task.max_days * (task.num_talks + 2)
@@ -426,10 +424,3 @@ def test_every_role_is_dealt(game: tuple[Mafia, int]) -> None:
     assert counts[Role.MAFIA] == task.num_mafia
     assert counts[Role.SHERIFF] == counts[Role.DOCTOR] == 1
     assert {role for role in deal.roles if role not in NIGHT_VERBS} == {Role.CITIZEN}
-
-
-def test_settings_travel_by_flags() -> None:
-    argv = ["--task", "mafia", "--model-name", "m", "--task.num-players", "6", "--no-task.explain"]
-    config = parse_flags(EnvironmentConfig, argv, prog="env", description="")
-    assert config.task == Mafia(num_players=6, explain=False)
-    assert parse_flags(EnvironmentConfig, to_flags(config), prog="env", description="").task == config.task

@@ -107,7 +107,7 @@ async def test_a_stock_server_is_taken_at_its_documented_convention() -> None:
 
 
 @pytest.mark.slow
-async def test_no_more_is_made_than_the_trainer_may_be_behind() -> None:
+async def test_no_more_is_sampled_than_the_trainer_may_be_behind() -> None:
     fake = fake_inference(half_right)
     with served_run(fake) as (api, inference, _):
         async with at_work(settings(api, inference, max_batches_offpolicy=2)):
@@ -118,7 +118,7 @@ async def test_no_more_is_made_than_the_trainer_may_be_behind() -> None:
 
 
 @pytest.mark.slow
-async def test_a_guaranteed_share_is_made_although_the_groups_of_others_fill_the_queue() -> None:
+async def test_a_guaranteed_share_is_sampled_although_other_groups_fill_the_queue() -> None:
     with served_run(fake_inference(half_right)) as (api, inference, source):
         config = settings(api, inference, min_batch_allocation=0.5, max_batches_offpolicy=1)
         async with httpx.AsyncClient(base_url=api) as client, at_work(config):
@@ -342,7 +342,7 @@ async def test_a_refused_post_is_an_error_with_the_answer_of_the_server() -> Non
             await RolloutApi(http).post([ScoredGroup(tokens=[[1]], masks=[[1]], scores=[0.0])])
 
 
-async def test_of_many_requests_to_an_unavailable_server_one_logs(
+async def test_an_unavailable_server_is_logged_once_for_many_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for limit, seconds in {"_REPORT_AFTER_S": 0.0, "_MIN_PAUSE_S": 0.001}.items():

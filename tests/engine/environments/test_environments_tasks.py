@@ -392,7 +392,7 @@ def test_a_task_has_a_short_form(short: object, task: AnyTask) -> None:
     assert config.task == task
 
 
-def test_flags_make_the_same_settings_and_come_back() -> None:
+def test_flags_make_settings_that_survive_the_conversion_to_flags() -> None:
     argv = ["--task", "arithmetic", "--task.difficulty", "2", "--model", "local/tiny", "--group-size", "8"]
     config = parse_flags(EnvironmentConfig, [*argv, "--base-url", "http://h:1/v1/"], prog="env", description="")
     assert config.task == Arithmetic(difficulty=2)

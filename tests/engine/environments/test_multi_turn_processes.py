@@ -92,7 +92,7 @@ def test_every_turn_of_every_seat_is_trained_with_the_log_probabilities_it_was_s
             assert line["metrics"]["rollout/length_mean"] < 3 * 8
 
 
-def test_groups_are_of_one_seat_each_and_begin_alike(run_folder: Path) -> None:
+def test_a_group_has_one_seat_and_one_prompt(run_folder: Path) -> None:
     groups = lines_of(run_folder / "run" / "rollouts.jsonl")
     assert all(len(group["completions"]) == GROUP_SIZE for group in groups)
     names = {group["prompt"].partition("You are ")[2].partition(",")[0] for group in groups}
@@ -100,7 +100,7 @@ def test_groups_are_of_one_seat_each_and_begin_alike(run_folder: Path) -> None:
     assert all("Day 1, talk: <say>text</say> of 12 letters at most" in group["prompt"] for group in groups)
 
 
-def test_an_item_of_more_groups_than_a_batch_holds_is_made_all_the_same_and_no_more_than_needed(
+def test_an_item_of_more_groups_than_a_batch_is_sampled_no_further_ahead_than_needed(
     run_folder: Path,
 ) -> None:
     metrics = [line for line in lines_of(run_folder / "run" / "metrics.jsonl") if line["step"] > 0]

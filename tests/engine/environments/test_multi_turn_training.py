@@ -43,7 +43,7 @@ def two_turns() -> ScoredGroup:
     )
 
 
-def test_only_what_comes_before_the_first_said_token_is_shared() -> None:
+def test_only_what_comes_before_the_first_sampled_token_is_shared() -> None:
     batch = make_batch([two_turns()], seq_len=16)
     assert prompt_lengths(batch).tolist() == [3, 3]
     packed = pack(batch, in_one_row=False)
@@ -60,7 +60,7 @@ def test_log_probabilities_are_those_of_rows_of_their_own() -> None:
     torch.testing.assert_close(shared.logprobs(batch), plain.logprobs(batch), rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_counts_what_was_said_alone() -> None:
+def test_a_step_counts_sampled_tokens_only() -> None:
     batch = make_batch([two_turns()], seq_len=16)
     assert batch.num_tokens == 9
     metrics = rollout_metrics(batch, policy_version=4)

@@ -194,7 +194,7 @@ async def test_a_group_that_cannot_be_trained_on_is_refused_by_name(changes: dic
         assert 'refused_total{reason="malformed"} 1' in (await api.get("/metrics")).text
 
 
-async def test_another_run_starts_at_its_own_step_without_the_leftovers() -> None:
+async def test_another_run_starts_at_its_own_step_with_an_empty_queue() -> None:
     async with api_with_run() as api:
         await api.post("/scored_data", json=group(4))
         await api.get("/batch")
@@ -206,15 +206,6 @@ async def test_another_run_starts_at_its_own_step_without_the_leftovers() -> Non
         assert (await api.get("/batch")).json()["batch"] is None
 
 
-async def test_a_stock_client_acknowledges_by_asking_again() -> None:
-    async with api_with_run() as api:
-        await api.post("/scored_data", json=group(4))
-        assert (await api.get("/batch")).json()["batch"] is not None
-        assert "grpo_api_leases 1" in (await api.get("/metrics")).text
-        assert (await api.get("/batch")).json()["batch"] is None
-        assert "grpo_api_leases 0" in (await api.get("/metrics")).text
-
-
 async def test_another_client_gets_a_batch_only_after_its_lease_ran_out() -> None:
     async with api_with_run(lease_s=1e-9) as short, api_with_run() as long:
         for server, expected in ((short, [42]), (long, None)):
@@ -224,7 +215,7 @@ async def test_another_client_gets_a_batch_only_after_its_lease_ran_out() -> Non
             assert (tags(answer) if answer else None) == expected
 
 
-async def test_a_post_beyond_the_limit_waits_for_room_and_then_goes_through() -> None:
+async def test_a_post_beyond_the_limit_is_held_until_there_is_room() -> None:
     async with api_with_run(max_queued_sequences=8, hold_s=30) as api:
         for tag in (10, 11):
             await api.post("/scored_data", json=group(4, tag=tag))

@@ -64,7 +64,7 @@ def with_value(field: str, value: str) -> str:
     return json.dumps({**group(2), field: "HERE"}).replace('"HERE"', value)
 
 
-async def test_a_gzip_body_cut_off_anywhere_is_refused_and_accepted_whole() -> None:
+async def test_a_gzip_body_is_refused_where_it_is_cut_off_and_accepted_whole() -> None:
     packed = gzip.compress(GOOD.encode())
     async with run() as api:
         for length in range(len(packed)):

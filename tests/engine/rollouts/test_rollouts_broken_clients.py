@@ -118,18 +118,6 @@ def test_a_reset_during_requests_causes_no_server_error(api: Api) -> None:
     assert http.get("/status").json()["queue_size"] == 1
 
 
-def test_acknowledgements_may_come_late_twice_and_out_of_order(api: Api) -> None:
-    _, http = api
-    for tag in range(10, 14):
-        http.post("/scored_data", json=group(4, tag=tag))
-    agents = ("a", "b", "c")  # stock trainers with a lease each
-    leases = [http.get("/batch", headers={"User-Agent": agent}).json()["lease"] for agent in agents]
-    for lease in (leases[2], leases[0], leases[2], "unknown", "", "x" * 5_000, leases[1]):
-        assert http.post("/acknowledge", params={"lease": lease}).status_code == 200
-    assert tags(http.get("/batch", params={"ack": leases[0]}).json()["batch"]) == [13]
-    assert http.post("/acknowledge").status_code == 422
-
-
 def test_concurrent_registrations_leave_one_run(api: Api) -> None:
     process, http = api
     http.post("/scored_data", json=group(8, tag=10))

@@ -172,7 +172,7 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[httpx.Client, Path]]:
 
 
 @pytest.mark.extended("test_on_a_full_disk_posts_get_503_and_accepted_groups_are_delivered, with a file size limit")
-def test_on_a_disk_where_room_was_made_it_goes_on_without_a_restart(small_disk: tuple[httpx.Client, Path]) -> None:
+def test_posts_are_accepted_again_once_the_disk_has_room(small_disk: tuple[httpx.Client, Path]) -> None:
     http, ballast = small_disk
     accepted, refusal = posts_until_refused(http, 10)
     assert_refused_because_the_disk_is_full(refusal)

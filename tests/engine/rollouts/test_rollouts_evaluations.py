@@ -318,7 +318,7 @@ def record(*answered: int) -> EvaluationRecord:
     ("answered", "since_newcomer_s", "is_over"),
     [((0,), 0.9, False), ((0,), 1.0, True), ((), 9.9, False), ((), 10, True)],
 )
-def test_an_evaluation_waits_a_moment_for_environments_that_are_about_to_register(
+def test_an_evaluation_waits_for_environments_that_are_about_to_register(
     monkeypatch: pytest.MonkeyPatch, answered: tuple[int, ...], since_newcomer_s: float, is_over: bool
 ) -> None:
     monkeypatch.undo()

@@ -137,7 +137,7 @@ def status_of(server: httpx.Client, env_id: int) -> dict[str, Any]:
 # --- trainer ---------------------------------------------------------------------------------------------------------
 
 
-def test_groups_that_come_before_the_trainer_do_not_wedge_the_api(api: Api) -> None:
+def test_groups_posted_before_a_registration_are_delivered(api: Api) -> None:
     """1. The stock API took their queue for a registration, and then always answered "Trainer not registered"."""
     server = api()
     assert post(server, group(4, tag=42)) == [{"status": "received"}]
@@ -269,7 +269,7 @@ def test_batches_are_delivered_oldest_first(server: httpx.Client) -> None:
     assert [batch_of(server) for _ in range(4)] == [[10, 11], [12, 13], [14, 15], None]
 
 
-def test_the_step_counts_batches_that_were_handed_out(server: httpx.Client) -> None:
+def test_the_step_counts_delivered_batches(server: httpx.Client) -> None:
     """8. The stock API counted formed batches, so environments saw it jump and exited early."""
     post(server, *(group(2) for _ in range(6)))
     steps = [server.get("/status").json()["current_step"]]
@@ -392,7 +392,7 @@ def test_a_status_request_before_any_registration_is_a_client_error(api: Api) ->
     assert 400 <= server.request("GET", "/status-env", json={"env_id": 0}).status_code < 500
 
 
-def test_environments_that_weigh_nothing_divide_by_nothing(server: httpx.Client) -> None:
+def test_environments_of_weight_zero_or_less_share_equally(server: httpx.Client) -> None:
     """15. The stock API answered 500."""
     first, second = join(server, weight=0.0), join(server, weight=-1.0)
     assert [status_of(server, env_id)["env_weight"] for env_id in (first, second)] == [0.5, 0.5]
@@ -425,7 +425,7 @@ def test_an_active_run_is_not_reset_without_force(server: httpx.Client) -> None:
     assert batch_of(server) == [42]
 
 
-def test_ten_thousand_groups_of_environments_with_shares_leave_in_order_in_one_piece(api: Api) -> None:
+def test_ten_thousand_groups_of_environments_with_shares_are_delivered_in_order(api: Api) -> None:
     """17. Each request to the stock API scanned all groups per environment: 4 s for 10,000, blocking all others.
 
     `benchmarks/rollouts.py` measures the time, and `test_rollouts_forming.py` covers the complexity. Here: they can be
@@ -462,7 +462,7 @@ def test_groups_without_a_sender_are_used_beside_environments_with_shares(server
     ],
     ids=["cut off", "not gzip", "bomb", "too long", "other encoding"],
 )
-def test_a_body_that_cannot_be_unpacked_is_the_clients_fault(body: bytes, encoding: str, status: int, api: Api) -> None:
+def test_a_body_that_cannot_be_decompressed_gets_a_4xx(body: bytes, encoding: str, status: int, api: Api) -> None:
     """19. The stock API answered 500 to a truncated one, and decompressed bombs completely."""
     server = api(max_body_bytes=1_000_000)
     start_run(server)
@@ -474,7 +474,7 @@ def test_a_body_that_cannot_be_unpacked_is_the_clients_fault(body: bytes, encodi
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}])
-def test_a_web_page_from_elsewhere_reads_injects_and_resets_nothing(headers: dict[str, str], api: Api) -> None:
+def test_requests_of_a_web_page_from_another_origin_are_refused(headers: dict[str, str], api: Api) -> None:
     """20. The stock API sends `Access-Control-Allow-Origin: *`, with credentials."""
     server = api()
     post(server, group(4))
@@ -519,14 +519,14 @@ def test_by_default_it_listens_on_loopback_only(tmp_path: Path) -> None:
         end_all([process])
 
 
-def test_the_number_of_a_run_survives_readers_with_double_precision(api: Api) -> None:
+def test_the_uuid_of_a_run_is_exact_in_double_precision(api: Api) -> None:
     """21. The stock number has 128 bits."""
     server = api()
     for _ in range(4):
         assert 0 <= server.post("/register", json=REGISTRATION).json()["uuid"] < 2**53
 
 
-def test_what_came_and_went_is_counted_by_environment(server: httpx.Client) -> None:
+def test_metrics_count_groups_batches_and_refusals(server: httpx.Client) -> None:
     """22. The stock API has no metrics, and no log."""
     env_id = join(server, desired_name="counted")
     before = counts_of(server)

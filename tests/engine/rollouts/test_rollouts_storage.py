@@ -33,7 +33,7 @@ class CountingStore(Store):
         return super().commit(actions)
 
 
-async def test_posts_that_come_together_share_syncs_of_the_disk(tmp_path: Path) -> None:
+async def test_concurrent_posts_share_syncs_of_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.sqlite"
     store = CountingStore(path)
     coordinator = Coordinator(ApiConfig(store=path), store, store.load())
@@ -54,7 +54,7 @@ def test_every_transaction_is_synced_before_it_is_answered(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_batch_that_went_out_is_not_kept_in_memory_while_its_trainer_stays_connected(tmp_path: Path) -> None:
+def test_a_delivered_batch_is_not_kept_in_memory_while_its_trainer_stays_connected(tmp_path: Path) -> None:
     with api_process(tmp_path, is_forked=False) as api, api.client(headers={"Accept-Encoding": "identity"}) as http:
         http.post("/register", json=REGISTRATION)
         for _ in range(4):
@@ -66,9 +66,9 @@ def test_a_batch_that_went_out_is_not_kept_in_memory_while_its_trainer_stays_con
         assert api.rss_bytes() - before < 50 * MIB
 
 
-@pytest.mark.extended("test_what_waits_is_on_the_disk_and_not_in_memory")
+@pytest.mark.extended("test_queued_groups_are_on_the_disk_and_not_in_memory")
 @pytest.mark.slow
-def test_twenty_thousand_groups_leave_nothing_behind(tmp_path: Path) -> None:
+def test_memory_files_and_disk_do_not_grow_over_twenty_thousand_groups(tmp_path: Path) -> None:
     with api_process(tmp_path, "--log-level", "warning", is_forked=False) as api, api.client() as http:
         http.post("/register", json={**REGISTRATION, "batch_size": 4 * GROUPS_A_POST, "num_steps": 0})
         lease = through(http, 4_000)
@@ -103,7 +103,7 @@ def through(http: httpx.Client, num_groups: int, lease: str = "") -> str:
 
 
 @pytest.mark.slow
-def test_what_waits_is_on_the_disk_and_not_in_memory(tmp_path: Path) -> None:
+def test_queued_groups_are_on_the_disk_and_not_in_memory(tmp_path: Path) -> None:
     with api_process(tmp_path, "--log-level", "warning", is_forked=False) as api, api.client() as http:
         http.post("/register", json={**REGISTRATION, "batch_size": 4})
         heavy = group(4, generation_params={"text": "x" * 1_000_000})
