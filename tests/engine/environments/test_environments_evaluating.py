@@ -191,13 +191,13 @@ async def test_a_repeated_order_after_a_reset_is_answered_without_sampling_again
 
 
 async def test_a_withdrawn_order_is_cancelled_and_training_continues() -> None:
-    is_let_go = threading.Event()
+    may_answer = threading.Event()
     fake = fake_inference(first_right)
 
     @fake.middleware("http")
     async def hold_evaluations(request: Any, call_next: Any) -> Any:
         if b'"n":3' in await request.body():
-            await asyncio.to_thread(is_let_go.wait, 100)
+            await asyncio.to_thread(may_answer.wait, 100)
         return await call_next(request)
 
     def order_withdraw_and_train(url: str) -> bool:
@@ -213,10 +213,10 @@ async def test_a_withdrawn_order_is_cancelled_and_training_continues() -> None:
             async with asyncio.timeout(120), at_work(settings(api, inference, max_workers=2)):
                 assert await asyncio.to_thread(order_withdraw_and_train, api)
         finally:
-            is_let_go.set()
+            may_answer.set()
 
 
-async def test_an_environment_stays_for_the_last_evaluation_and_then_leaves(servers: tuple[str, str, FastAPI]) -> None:
+async def test_an_environment_answers_the_last_evaluation_before_it_exits(servers: tuple[str, str, FastAPI]) -> None:
     api, inference, _ = servers
 
     def train() -> EvaluationState:

@@ -121,12 +121,13 @@ async def test_no_more_is_sampled_than_the_trainer_may_be_behind() -> None:
 async def test_a_guaranteed_share_is_sampled_although_other_groups_fill_the_queue() -> None:
     with served_run(fake_inference(half_right)) as (api, inference, source):
         config = settings(api, inference, min_batch_allocation=0.5, max_batches_offpolicy=1)
-        async with httpx.AsyncClient(base_url=api) as client, at_work(config):
+        async with httpx.AsyncClient(base_url=api) as client:
             for tag in range(9):  # without an id: four batches and a half
                 await client.post("/scored_data", json=rollout_fakes.group(4, tag=tag))
-            while (await client.request("GET", "/status-env", json={"env_id": 0})).status_code != 200:
-                pass
-            batches = [await asyncio.to_thread(source.next_batch, timeout_s=20) for _ in range(2)]
+            async with at_work(config):
+                while (await client.request("GET", "/status-env", json={"env_id": 0})).status_code != 200:
+                    pass
+                batches = [await asyncio.to_thread(source.next_batch, timeout_s=20) for _ in range(2)]
         assert [{each.env_id for each in batch} for batch in batches if batch] == [{None, 0}] * 2
 
 
