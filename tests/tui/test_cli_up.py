@@ -20,52 +20,38 @@ def run(state: RunState) -> RunChanged:
     return RunChanged(number=1, time=0.0, state=state)
 
 
-def watch(goal: Goal | None) -> Watch:
-    return Watch(goal=goal, stops_on_failure=goal is not None)
+FAILED, READY = changed("vllm", ServiceState.FAILED), changed("vllm", ServiceState.READY)
+REFUSED = changed("vllm", ServiceState.FAILED, is_refused=True)
+STOPPED = Bye(state=RunState.STOPPED)
 
 
 @pytest.mark.parametrize(
-    ("goal", "state", "code"),
+    ("goal", "messages", "code"),
     [
-        ("ready", RunState.STARTING, None),
-        ("ready", RunState.DEGRADED, None),
-        ("ready", RunState.RUNNING, ExitCode.OK),
-        ("ready", RunState.FINISHED, ExitCode.OK),
-        ("ready", RunState.STOPPED, ExitCode.NOT_IN_TIME),
-        ("finished", RunState.RUNNING, None),
-        ("finished", RunState.FINISHED, ExitCode.OK),
-        ("finished", RunState.FAILED, ExitCode.FAILED),
-        ("finished", RunState.STOPPED, ExitCode.NOT_IN_TIME),
-        (None, RunState.RUNNING, None),
-        (None, RunState.DEGRADED, None),
-        (None, RunState.FINISHED, ExitCode.OK),
-        (None, RunState.STOPPED, ExitCode.OK),
-        (None, RunState.FAILED, ExitCode.FAILED),
+        ("ready", [run(RunState.STARTING)], None),
+        ("ready", [run(RunState.DEGRADED)], None),
+        ("ready", [run(RunState.RUNNING)], ExitCode.OK),
+        ("ready", [run(RunState.FINISHED)], ExitCode.OK),
+        ("ready", [run(RunState.STOPPED)], ExitCode.NOT_IN_TIME),
+        ("ready", [FAILED], ExitCode.FAILED),
+        ("ready", [REFUSED], ExitCode.REFUSED),  # a foreign process kept it from starting
+        ("finished", [run(RunState.RUNNING)], None),
+        ("finished", [run(RunState.FINISHED)], ExitCode.OK),
+        ("finished", [run(RunState.FAILED)], ExitCode.FAILED),
+        ("finished", [run(RunState.STOPPED)], ExitCode.NOT_IN_TIME),
+        ("finished", [FAILED], ExitCode.FAILED),
+        (None, [run(RunState.RUNNING)], None),
+        (None, [run(RunState.DEGRADED)], None),
+        (None, [run(RunState.FINISHED)], ExitCode.OK),
+        (None, [run(RunState.STOPPED)], ExitCode.OK),
+        (None, [run(RunState.FAILED)], ExitCode.FAILED),
+        (None, [FAILED], None),
+        (None, [FAILED, STOPPED], ExitCode.FAILED),
+        (None, [FAILED, READY, STOPPED], ExitCode.OK),  # restarted by hand: no failure any more
     ],
 )
-def test_each_goal_ends_the_waiting_where_it_says(goal: Goal | None, state: RunState, code: ExitCode | None) -> None:
-    assert watch(goal).receive(run(state)) == code
-
-
-def test_a_failed_service_ends_the_waiting_only_where_there_is_a_goal() -> None:
-    failure = changed("vllm", ServiceState.FAILED)
-    assert watch("ready").receive(failure) == ExitCode.FAILED
-    assert watch("finished").receive(failure) == ExitCode.FAILED
-    assert watch(None).receive(failure) is None
-
-
-def test_a_service_that_a_foreign_process_kept_from_starting_has_its_own_exit_code() -> None:
-    assert watch("ready").receive(changed("vllm", ServiceState.FAILED, is_refused=True)) == ExitCode.REFUSED
-
-
-def test_a_service_that_was_restarted_by_hand_is_no_failure_any_more() -> None:
-    foreground = watch(None)
-    foreground.receive(changed("vllm", ServiceState.FAILED))
-    foreground.receive(changed("vllm", ServiceState.READY))
-    assert foreground.receive(Bye(state=RunState.STOPPED)) == ExitCode.OK
-
-
-def test_a_run_that_is_stopped_after_a_failure_exits_as_failed() -> None:
-    foreground = watch(None)
-    foreground.receive(changed("vllm", ServiceState.FAILED))
-    assert foreground.receive(Bye(state=RunState.STOPPED)) == ExitCode.FAILED
+def test_each_goal_ends_the_waiting_with_its_exit_code(
+    goal: Goal | None, messages: list[RunChanged | ServiceChanged | Bye], code: ExitCode | None
+) -> None:
+    watch = Watch(goal=goal, stops_on_failure=goal is not None)
+    assert [watch.receive(message) for message in messages][-1] == code

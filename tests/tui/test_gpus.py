@@ -185,17 +185,21 @@ async def test_memory_counts_until_the_driver_has_freed_it(
 
 
 @pytest.mark.parametrize(
-    "nvml",
+    ("compute", "listed"),
     [
-        FakeNvml(compute=None, graphics=None),
-        FakeNvml(compute=[(10, None)]),
-        FakeNvml(compute=[(4_000_000, 50 * GB)]),
+        (None, []),
+        ([(10, None)], [(10, True, None)]),
+        ([(4_000_000, 50 * GB), (4_000_001, None)], [(4_000_000, False, 50 * GB), (4_000_001, False, None)]),
     ],
     ids=["no lists", "no shares", "pids of another namespace"],
 )
-async def test_a_driver_that_reports_no_shares_leaves_them_unknown_not_0(nvml: FakeNvml) -> None:
-    sample = await reader_of(nvml).sample({"vllm": {10}})
+async def test_a_driver_that_reports_no_usable_shares_leaves_them_unknown_not_0(
+    compute: list[tuple[int, int | None]] | None, listed: list[tuple[int, bool, int | None]]
+) -> None:
+    sample = await reader_of(FakeNvml(compute=compute, graphics=None)).sample({"vllm": {10}})
     [gpu] = sample.gpus
+    assert [(each.pid, each.is_visible, each.memory_bytes) for each in gpu.processes] == listed
+    assert not gpu.are_shares_known
     assert (gpu.by_service, gpu.other_bytes, gpu.memory_used_bytes) == ({}, None, 80 * GB)
     assert sample.note is not None
     assert sample.note.startswith("GPU memory by service is unknown")
@@ -243,6 +247,8 @@ async def test_a_hanging_driver_leaves_the_last_figures_with_their_age_until_it_
     reader = reader_of(nvml, clock=lambda: now[0], limit_s=0.02)
     assert (await reader.sample({"vllm": {10}})).note is None
     nvml.responds.clear()
+    fresh = await reader_of(nvml, limit_s=0.02).sample({})
+    assert (fresh.gpus, fresh.note) == ([], "no GPU figures yet: the driver does not answer")
     now[0] = 107.0
     for _ in range(2):
         sample = await reader.sample({"vllm": {10}})
@@ -254,14 +260,6 @@ async def test_a_hanging_driver_leaves_the_last_figures_with_their_age_until_it_
         pass
     assert sample.gpus[0].stale_s is None
     assert sample.gpus[0].by_service == {"vllm": 50 * GB}
-
-
-async def test_a_driver_that_hangs_from_the_start_gives_no_figures() -> None:
-    nvml = FakeNvml()
-    nvml.responds.clear()
-    sample = await reader_of(nvml, limit_s=0.02).sample({})
-    assert (sample.gpus, sample.note) == ([], "no GPU figures yet: the driver does not answer")
-    nvml.responds.set()
 
 
 async def test_power_and_temperature_are_in_watts_and_degrees_and_none_without_sensors() -> None:
@@ -303,17 +301,7 @@ async def test_a_process_of_another_run_is_known_by_its_marker_and_its_secrets_a
         await child.communicate(b"")
 
 
-async def test_pids_of_another_namespace_are_listed_and_not_trusted() -> None:
-    nvml = FakeNvml(compute=[(4_000_000, 50 * GB), (4_000_001, None)])
-    [gpu] = (await reader_of(nvml).sample({"vllm": {10}})).gpus
-    assert [(each.pid, each.is_visible, each.memory_bytes) for each in gpu.processes] == [
-        (4_000_000, False, 50 * GB),
-        (4_000_001, False, None),
-    ]
-    assert not gpu.are_shares_known
-
-
-async def test_mig_instances_are_listed_with_their_processes() -> None:
+async def test_mig_instances_are_listed_with_their_processes_and_whole_gpus_in_order() -> None:
     slices = [FakeSlice(1, [(10, 30 * GB)]), FakeSlice(5)]
     [gpu] = (await reader_of(FakeNvml(compute=None, graphics=None, slices=slices)).sample({"vllm": {10}})).gpus
     assert gpu.has_mig
@@ -324,13 +312,8 @@ async def test_mig_instances_are_listed_with_their_processes() -> None:
     assert gpu.by_service == {"vllm": 30 * GB}
     assert gpu.processes[0].gpu_instance == 1
     assert gpu.utilization_percent is None
-    plain = (await reader_of(FakeNvml()).sample({})).gpus[0]
-    assert (plain.has_mig, plain.mig) == (False, [])
-
-
-async def test_eight_gpus_are_listed_in_order() -> None:
-    gpus = (await reader_of(FakeNvml(compute=[(10, GB)], num_gpus=8)).sample({"vllm": {10}})).gpus
-    assert [gpu.index for gpu in gpus] == list(range(8))
+    plain = (await reader_of(FakeNvml(num_gpus=8)).sample({})).gpus
+    assert [(gpu.index, gpu.has_mig, gpu.mig) for gpu in plain] == [(index, False, []) for index in range(8)]
 
 
 def test_the_real_bindings_have_all_that_is_used() -> None:
