@@ -81,9 +81,7 @@ def test_a_late_answer_about_an_earlier_attempt_changes_nothing() -> None:
     ("settings", "events", "state"),
     [
         param({}, [*UP, *restart(6.0), (6.5, StopAsked()), ENDED], S.STOPPED, id="stop overrides restart"),
-        param(
-            {}, [*UP, (6.0, StopAsked()), (6.1, REQUIRED), ENDED], S.STOPPED, id="a stop is not undone by a follower"
-        ),
+        param({}, [*UP, (6.0, StopAsked()), (6.1, REQUIRED), ENDED], S.STOPPED, id="stop overrides required restart"),
         param({}, [*UP, (6.0, StopAsked()), (6.5, StartAsked()), ENDED], S.WAITING, id="start comes after the stop"),
         param({"final_exit_codes": (-15,)}, [*UP, (6.0, StopAsked()), ENDED], S.STOPPED, id="stop with a final code"),
         param(WATCHED, [*UP, (35.0, Tick()), (36.0, Exited(code=-15))], S.BACKOFF, id="unhealthy is restarted"),
