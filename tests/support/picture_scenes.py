@@ -87,7 +87,9 @@ async def standing(
     connection: RunConnection = LocalRun(run_folder)
     if scene.has_gpus:
         connection = FakeConnection()
-        connection.say(Snapshot(number=1, status=run_status(run=run_folder.name, gpus=[gpu(0), gpu(1, other=9 * GIB)])))
+        connection.send(
+            Snapshot(number=1, status=run_status(run=run_folder.name, gpus=[gpu(0), gpu(1, other=9 * GIB)]))
+        )
     with (
         mock.patch.dict(os.environ, {"TZ": "UTC"}),
         mock.patch.object(app_module.psutil, "virtual_memory", return_value=MEMORY),

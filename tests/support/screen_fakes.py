@@ -1,6 +1,6 @@
-"""A run for the screen without a daemon: status documents, metric lines, and a connection that a test speaks through.
+"""A run for the screen without a supervisor: status documents, metric lines, and a connection for tests to send on.
 
-Good enough because the screen knows the daemon only as `RunConnection`, and these are the wire's own types.
+Good enough because the screen knows the supervisor only as `RunConnection`, and these are the wire's own types.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.cells import cell_len
 
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.wire.metrics import MetricsLine
@@ -29,7 +31,8 @@ from grpo_engine.wire.supervisor import (
     Snapshot,
     SupervisorInfo,
 )
-from grpo_tui.view.state import Do
+from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.view.state import Do, MetricsRead, ViewState, reduce
 
 NOW = 1_764_000_725.0
 """When the pictures are taken; the run began 12 min 5 s before."""
@@ -39,29 +42,29 @@ REFUSED = {"state": ServiceState.FAILED, "is_refused": True, "pid": None}
 
 
 class FakeConnection:
-    """Yields what a test puts in; remembers what the screen asks for."""
+    """Yields the events that a test sends; keeps the commands that the screen sends."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Do, str | None]] = []
+        self.commands: list[tuple[Do, str | None]] = []
         self.took_ports: list[bool] = []
-        """Of each thing asked, whether strangers on its ports were to be ended."""
+        """Of each command, whether foreign processes on its ports were to be ended."""
         self.refusal: str | None = None
-        self.is_there = True
+        self.is_reachable = True
         self.stored: RunStatus | None = None
         self._events: asyncio.Queue[Snapshot | Event | Bye | None] = asyncio.Queue()
         self._number = 0
 
-    def say(self, *events: Snapshot | Event | Bye) -> None:
-        """Let the daemon speak."""
+    def send(self, *events: Snapshot | Event | Bye) -> None:
+        """Send events to the screen."""
         for event in events:
             self._events.put_nowait(event)
 
-    def hang_up(self) -> None:
-        """Let the daemon die."""
+    def disconnect(self) -> None:
+        """End the connection."""
         self._events.put_nowait(None)
 
     async def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
-        if not self.is_there:
+        if not self.is_reachable:
             raise PeerUnavailable("no supervisor listens")
         while (event := await self._events.get()) is not None:
             yield event
@@ -72,9 +75,9 @@ class FakeConnection:
         return self.stored
 
     async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
-        if not self.is_there:
+        if not self.is_reachable:
             raise PeerUnavailable("no supervisor listens")
-        self.asked.append((do, service))
+        self.commands.append((do, service))
         self.took_ports.append(take_ports)
         return Reply(id=1, ok=self.refusal is None, error=self.refusal)
 
@@ -160,6 +163,23 @@ def without_gpus() -> RunStatus:
 def changed(number: int, time: float, new: ServiceStatus) -> ServiceChanged:
     """An event about one service."""
     return ServiceChanged(number=number, time=time, service=new)
+
+
+def state_after(
+    *events: Snapshot | Event, status: RunStatus | None = None, steps: Sequence[MetricsLine] = ()
+) -> ViewState:
+    """The state of a screen that received a snapshot, these events and these steps."""
+    state = ViewState(run_folder=Path("run"), now=NOW)
+    for change in (Snapshot(number=1, status=status or run_status()), *events, MetricsRead(lines=tuple(steps))):
+        state = reduce(state, change)
+    return state
+
+
+def drawn(part: Lines, state: ViewState, width: int = 78, height: int = 20) -> list[str]:
+    """The lines of a part for a state, without a screen; none is wider than asked."""
+    lines = [line.plain for line in part.lines(state, width, height)]
+    assert all(cell_len(line) <= width for line in lines), lines
+    return lines
 
 
 def metrics_line(step: int, **changes: float | None) -> MetricsLine:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
+from rich.cells import cell_len
 from screen_fakes import (
     NOW,
     STARTED,
@@ -22,29 +24,59 @@ from screen_fakes import (
     write_metrics,
 )
 from textual.pilot import Pilot
+from textual.screen import Screen
+from textual.widget import Widget
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, Snapshot, UsageSampled
+from grpo_tui.ui import news
 from grpo_tui.ui.app import GrpoScreen
+from grpo_tui.ui.connection import RunConnection
+from grpo_tui.ui.keys import PLACES
+from grpo_tui.ui.screens import alignment, logs, rollouts
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.widgets.frame.header import HeaderLine
 from grpo_tui.ui.widgets.frame.travel_bar import TravelBar
 from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.main.log_panel import LogLines
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
+from grpo_tui.view.state import Do
 from grpo_tui.view.timeline.state import clock_at
 
 SMALL, LARGE = (80, 24), (200, 50)
 CRASH_AT = STARTED + 400
+POLLS: Mapping[ModuleType, Sequence[str]] = {
+    news: ("RECONNECT_S", "METRICS_POLL_S", "TIMELINE_POLL_S", "LOG_POLL_BUSY_S", "LOG_POLL_QUIET_S"),
+    alignment: ("LOOK_PAUSE_S",),
+    rollouts: ("LOOK_PAUSE_S",),
+    logs: ("POLL_BUSY_S", "POLL_QUIET_S"),
+}
+POLL_S = 0.05
+"""Between two reads of a file in tests."""
+PartWithText = type[Lines] | type[LogLines]
+AnyWidget = TypeVar("AnyWidget", bound=Widget)
 
 
 class Shown:
     """An open screen, and ways to wait for it and to read it."""
 
-    def __init__(self, app: GrpoScreen, pilot: Pilot[None], connection: FakeConnection) -> None:
+    def __init__(self, app: GrpoScreen, pilot: Pilot[None], connection: RunConnection) -> None:
         self.app = app
         self.pilot = pilot
-        self.connection = connection
+        self._connection = connection
+
+    @property
+    def connection(self) -> FakeConnection:
+        assert isinstance(self._connection, FakeConnection)
+        return self._connection
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+    async def resize(self, size: tuple[int, int]) -> None:
+        """Change the size of the terminal, and wait until the screen has it."""
+        await self.pilot.resize_terminal(*size)
+        await self.until(lambda: self.app.main.size == size)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds and everything is drawn."""
@@ -53,20 +85,82 @@ class Shown:
                 await self.pilot.pause(0.01)
         await self.pilot.pause()
 
-    def lines(self, part: type[Lines] | type[LogLines]) -> list[str]:
-        return self.app.main.query_one(part).plain_lines
+    async def until_text(self, part: PartWithText, words: str) -> None:
+        """Wait until a part of the screen contains these words."""
+        await self.until(lambda: words in self.text(part))
 
-    def text(self, part: type[Lines] | type[LogLines]) -> str:
+    async def until_screen(self, kind: type[Screen[Any]]) -> None:
+        """Wait until a screen or dialog of this class is in front."""
+        await self.until(lambda: isinstance(self.app.screen, kind) and self.app.screen.is_mounted)
+
+    async def until_place(self, place: str) -> None:
+        """Wait until the screen of one of `PLACES` is in front."""
+        await self.until(lambda: self.app.shown is not None and place == self.app.shown.PLACE)
+        await self.until(lambda: self.app.screen.is_mounted)
+
+    async def go_to(self, place: str) -> None:
+        """Open the screen of one of `PLACES` by its key."""
+        await self.press(str(PLACES.index(place) + 1))
+        await self.until_place(place)
+
+    async def until_commands(self, *commands: tuple[Do, str | None]) -> None:
+        """Wait for as many commands as these, and compare all that were sent."""
+        await self.until(lambda: len(self.connection.commands) >= len(commands))
+        assert self.connection.commands == list(commands)
+
+    async def until_moment(self, moment: float) -> None:
+        """Wait until the screen shows a moment of the past."""
+        await self.until(lambda: self.app.state.travel.until == pytest.approx(moment, abs=0.01))
+        await self.until_text(HeaderLine, clock_at(moment))
+        await self.until(lambda: clock_at(moment) in self.text(TravelBar).partition("\n")[0])
+
+    def part(self, kind: type[AnyWidget], selector: str = "") -> AnyWidget:
+        """A widget of the screen in front, dialogs left out."""
+        assert self.app.shown is not None
+        return self.app.shown.query_one(selector or kind.__name__, kind)
+
+    def lines(self, part: PartWithText) -> list[str]:
+        """The lines of a part; none where it is not there yet."""
+        found = self.app.shown.query(part) if self.app.shown is not None else ()
+        return [line for each in found for line in each.plain_lines]
+
+    def text(self, part: PartWithText) -> str:
         return "\n".join(self.lines(part))
-
-    def row(self, name: str) -> str:
-        """Its row in the services table."""
-        return next(line for line in self.lines(ServicesTable) if name in line.split()[:2])
 
     @property
     def picture(self) -> str:
         """Everything on the screen, dialogs included."""
         return self.app.export_screenshot().replace("&#160;", " ")
+
+    async def check_widths(self) -> None:
+        """Wait until no line is wider than its part; a part without room keeps its earlier lines."""
+        try:
+            await self.until(lambda: not self._too_wide())
+        except TimeoutError:
+            pytest.fail(f"wider than their part: {self._too_wide()}")
+
+    def _too_wide(self) -> list[tuple[str, str]]:
+        assert self.app.shown is not None
+        parts = [part for part in self.app.shown.query(Lines) if part.size]
+        return [
+            (type(part).__name__, line)
+            for part in parts
+            for line in part.plain_lines
+            if cell_len(line) > part.size.width
+        ]
+
+
+@asynccontextmanager
+async def open_app(
+    run_folder: Path, connection: RunConnection, size: tuple[int, int] = SMALL, **options: Any
+) -> AsyncIterator[Shown]:
+    """Open `GrpoScreen` with these options, with short waits between reads."""
+    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, **options)
+    with ExitStack() as stack:
+        for module, names in POLLS.items():
+            stack.enter_context(mock.patch.multiple(module, **dict.fromkeys(names, POLL_S)))
+        async with app.run_test(size=size) as pilot:
+            yield Shown(app, pilot, connection)
 
 
 @asynccontextmanager
@@ -75,7 +169,6 @@ async def shown(
     size: tuple[int, int] = SMALL,
     status: RunStatus | None = None,
     *,
-    is_ascii: bool = False,
     num_steps: int = 0,
     options: Mapping[str, Any] = MappingProxyType({}),
     **last_steps: float | None,
@@ -87,51 +180,26 @@ async def shown(
     for one in status.services:
         write_log(run_folder, one.name)
     connection = FakeConnection()
-    connection.say(Snapshot(number=1, status=status))
-    app = GrpoScreen(run_folder, connection, clock=lambda: NOW, is_ascii=is_ascii, **options)
-    async with app.run_test(size=size) as pilot:
-        screen = Shown(app, pilot, connection)
-        await screen.until(lambda: isinstance(app.screen, MainScreen) and app.screen.is_mounted)
-        await screen.until(lambda: any("step 39" in text for text in screen.lines(LogLines)))
+    connection.send(Snapshot(number=1, status=status))
+    async with open_app(run_folder, connection, size, **options) as screen:
+        await screen.until_screen(MainScreen)
+        await screen.until_text(LogLines, "step 39")
         if num_steps:
-            await screen.until(lambda: "step" in screen.text(HeaderLine))
+            await screen.until_text(HeaderLine, "step")
         yield screen
 
 
-class ShownPast(Shown):
-    """An open screen that shows a moment of the past."""
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-
-    async def at(self, moment: float) -> None:
-        """Wait until the screen shows a moment."""
-        await self.until(lambda: self.app.state.travel.until == pytest.approx(moment, abs=0.01))
-        await self.until(lambda: clock_at(moment) in self.text(HeaderLine))
-        await self.until(lambda: clock_at(moment) in self.text(TravelBar).partition("\n")[0])
-
-    def text(self, part: type[Lines] | type[LogLines]) -> str:
-        assert self.app.shown is not None
-        found = self.app.shown.query(part)  # none on a screen that is not composed yet
-        return "\n".join(line for each in found for line in each.plain_lines)
-
-    @property
-    def log(self) -> str:
-        return "\n".join(self.app.main.query_one(LogLines).plain_lines)
-
-
-def write_timeline(folder: Path, *, size_of_log: int = 4000) -> None:
-    """Write a timeline in which vllm fails after 400 s and is started again."""
+def write_timeline(folder: Path) -> None:
+    """Write a timeline in which vllm fails after 400 s, when the trainer's log has 3000 bytes, and is started again."""
     services = four_services()
     early = [each.model_copy(update={"state": ServiceState.WAITING, "started_at": None}) for each in services]
     usage: dict[str, Any] = {"cpu_percent": {}, "rss_bytes": {}, "gpu_memory_bytes": {}, "gpus": []}
-    ends = {"trainer": size_of_log}
     events = [
         Snapshot(number=0, time=STARTED, status=run_status(state=RunState.STARTING, services=early)),
         *(changed(n, STARTED + 5 + n, each) for n, each in enumerate(services)),
         UsageSampled(number=5, time=STARTED + 10, log_bytes={"trainer": 300}, **usage),
         changed(6, CRASH_AT, service("vllm", state=ServiceState.FAILED, why="out of memory")),
-        UsageSampled(number=7, time=CRASH_AT, log_bytes=ends, **usage),
+        UsageSampled(number=7, time=CRASH_AT, log_bytes={"trainer": 3000}, **usage),
         changed(8, CRASH_AT + 50, service("vllm", state=ServiceState.STARTING, attempt=2)),
         changed(9, CRASH_AT + 80, service("vllm", attempt=2, restarts=1)),
     ]
@@ -140,19 +208,23 @@ def write_timeline(folder: Path, *, size_of_log: int = 4000) -> None:
 
 @asynccontextmanager
 async def past_screen(
-    folder: Path, status: RunStatus | None = None, *, size: tuple[int, int] = (120, 36)
-) -> AsyncIterator[ShownPast]:
-    """Open a screen on a run; with `status` the run is over and no supervisor answers."""
+    folder: Path,
+    status: RunStatus | None = None,
+    *,
+    size: tuple[int, int] = (120, 36),
+    has_timeline: bool = True,
+) -> AsyncIterator[Shown]:
+    """Open a screen on a run with a past; with `status` the run is over and no supervisor answers."""
+    if has_timeline:
+        write_timeline(folder)
     write_metrics(folder, 280)
     write_log(folder, "trainer", num_lines=120)
     connection = FakeConnection()
     if status is None:
-        connection.say(Snapshot(number=9, status=run_status()))
+        connection.send(Snapshot(number=9, status=run_status()))
     else:
-        connection.is_there, connection.stored = False, status
-    app = GrpoScreen(folder, connection, clock=lambda: NOW)
-    async with app.run_test(size=size) as pilot:
-        shown = ShownPast(app, pilot, connection)
-        await shown.until(lambda: app.state.status is not None and app.state.history.last is not None)
-        await shown.until(lambda: "trainer" in shown.text(ServicesTable))
-        yield shown
+        connection.is_reachable, connection.stored = False, status
+    async with open_app(folder, connection, size) as screen:
+        await screen.until(lambda: screen.app.state.status is not None and screen.app.state.history.last is not None)
+        await screen.until_text(ServicesTable, "trainer")
+        yield screen

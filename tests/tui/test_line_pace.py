@@ -1,4 +1,4 @@
-"""How much is sent to a terminal that is slow to answer: by hand, with the clock as an argument, and in the app."""
+"""How much is sent to a terminal that is slow to answer: with the clock as an argument, and in the app."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def answer(pace: LinePace, question: str, now: float) -> None:
     pace.answered(int(place[1]), int(place[2]), now)
 
 
+def answered_pace() -> LinePace:
+    """Of a terminal that answered its first question after 0.2 s."""
+    pace = LinePace()
+    answer(pace, pace.painted(ASKED_AFTER, 0.0), 0.2)
+    return pace
+
+
 def test_a_terminal_that_never_answers_gets_everything_at_once() -> None:
     pace = LinePace()
     for second in range(100):
@@ -39,9 +46,8 @@ def test_little_text_is_sent_without_a_question() -> None:
     assert QUESTION.fullmatch(pace.painted(1, 0.1))
 
 
-def test_the_line_is_full_when_an_answer_takes_longer_than_the_quickest_and_no_more_when_it_came() -> None:
-    pace = LinePace()
-    answer(pace, pace.painted(ASKED_AFTER, 0.0), 0.2)  # the line takes 0.2 s there and back
+def test_the_line_is_full_while_an_answer_takes_longer_than_the_quickest_did() -> None:
+    pace = answered_pace()
     late = pace.painted(ASKED_AFTER, 1.0)
     assert not pace.is_full(1.2 + QUEUE_S - 0.01)
     assert pace.is_full(1.2 + QUEUE_S + 0.01)
@@ -49,47 +55,40 @@ def test_the_line_is_full_when_an_answer_takes_longer_than_the_quickest_and_no_m
     assert not pace.is_full(1.5)
 
 
-def test_the_line_is_full_when_much_is_on_its_way_though_no_answer_is_late_yet() -> None:
-    pace = LinePace()
-    answer(pace, pace.painted(ASKED_AFTER, 0.0), 0.2)
+def test_the_line_is_full_when_much_was_sent_though_no_answer_is_late_yet() -> None:
+    pace = answered_pace()
     pace.painted(MAX_AHEAD, 1.0)
     assert not pace.is_full(1.0)
     pace.painted(1, 1.0)
     assert pace.is_full(1.0)
 
 
-def test_an_answer_answers_what_was_asked_before_it_too() -> None:
-    pace = LinePace()
-    lost, second = pace.painted(ASKED_AFTER, 0.0), pace.painted(ASKED_AFTER, 0.0)
-    assert lost != second
-    answer(pace, second, 0.2)
-    assert not pace.expects_answer(0.2)
-
-
-def test_an_answer_that_is_lost_holds_the_picture_up_for_a_moment_alone() -> None:
-    pace = LinePace()
-    answer(pace, pace.painted(ASKED_AFTER, 0.0), 0.2)
+def test_a_lost_answer_delays_the_screen_only_until_it_is_given_up() -> None:
+    pace = answered_pace()
     pace.painted(ASKED_AFTER, 1.0)
     assert pace.is_full(1.0 + GIVE_UP_S)
     assert not pace.is_full(1.0 + GIVE_UP_S + 0.1)
 
 
-def test_no_two_questions_on_their_way_look_the_same() -> None:
+def test_an_answer_also_answers_earlier_questions_and_a_cursor_report_of_another_place_does_not() -> None:
+    pace = LinePace()
+    lost, second = pace.painted(ASKED_AFTER, 0.0), pace.painted(ASKED_AFTER, 0.0)
+    assert lost != second
+    pace.answered(1, 1, 0.1)
+    assert pace.expects_answer(0.1)
+    answer(pace, second, 0.2)
+    assert not pace.expects_answer(0.2)
+
+
+def test_no_two_unanswered_questions_are_alike() -> None:
     pace = LinePace()
     asked = [pace.painted(ASKED_AFTER, 0.0) for _ in range(NUM_MARKS + 5)]
     questions = [each for each in asked if each]
     assert len(questions) == NUM_MARKS == len(set(questions))
 
 
-def test_where_a_person_put_the_cursor_is_no_answer() -> None:
-    pace = LinePace()
-    pace.painted(ASKED_AFTER, 0.0)
-    pace.answered(1, 1, 0.1)
-    assert pace.expects_answer(0.1)
-
-
 @pytest.mark.slow
-async def test_while_the_line_is_full_nothing_is_sent_and_then_the_newest(
+async def test_while_the_line_is_full_nothing_is_sent_and_then_the_newest_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
@@ -106,7 +105,7 @@ async def test_while_the_line_is_full_nothing_is_sent_and_then_the_newest(
         await screen.until(lambda: bool(QUESTION.search("".join(sent))))
         is_full = True
         del sent[:]
-        await screen.pilot.press("2", "3", "5", "4")
+        await screen.press("2", "3", "5", "4")
         await screen.until(lambda: screen.app.state.rollouts.read is not None)
         assert sent == []
         is_full = False
@@ -123,7 +122,7 @@ async def test_the_screen_leaves_when_the_terminal_has_answered(
     monkeypatch.setattr(themes, "LAST_ANSWER_S", 600.0)
     monkeypatch.setattr(LinePace, "expects_answer", lambda pace, now: owes)
     async with shown(tmp_path) as screen:
-        await screen.pilot.press("q")
+        await screen.press("q")
         await screen.pilot.pause()
         assert not screen.app._exit
         owes = False

@@ -1,21 +1,19 @@
-"""The log screen over logs of a run without a daemon: what each key does to the lines in sight."""
+"""The log screen over logs of a run without a supervisor: what each key does to the lines on the page."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 from screen_fakes import NOW, FakeConnection, run_status, service
-from textual.pilot import Pilot
+from shown_screen import Shown, open_app
 
 from grpo_engine.wire.supervisor import Snapshot
-from grpo_tui.ui.app import GrpoScreen
-from grpo_tui.ui.screens.logs import LogsScreen, pager_command
-from grpo_tui.ui.widgets.log_page import LogNarrowing, LogPage, LogServices, LogsTitle
+from grpo_tui.ui.screens.logs import pager_command
+from grpo_tui.ui.widgets.log_page import LogNarrowing, LogPage, LogsTitle
 from grpo_tui.view.logs.state import LogsView
 
 pytestmark = pytest.mark.slow
@@ -26,40 +24,36 @@ def clock_text(second: float) -> str:
     return datetime.fromtimestamp(NOW - NUM_LINES + second).strftime("%Y-%m-%d %H:%M:%S")
 
 
-class Logs:
-    """The screen, ways to wait for it and to read it."""
-
-    def __init__(self, app: GrpoScreen, pilot: Pilot[None]) -> None:
-        self.app = app
-        self.pilot = pilot
+class Logs(Shown):
+    """The open log screen."""
 
     @property
     def view(self) -> LogsView:
         return self.app.state.logs
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not is_so() or self.app._is_draw_due:
-                await self.pilot.pause(0.01)
-        await self.pilot.pause()
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-
     async def type(self, text: str) -> None:
-        """Into the line that a key opened, once it has the focus."""
+        """Type into the line that a key opened, once it has the focus."""
         await self.until(lambda: self.view.prompt is not None and self.app.focused is not None)
-        await self.pilot.press(*text)
+        await self.press(*text)
 
-    def lines(self) -> list[str]:
-        return [line.rstrip() for line in self.app.screen.query_one(LogPage).plain_lines]
-
-    def row(self, part: type[LogServices | LogsTitle | LogNarrowing]) -> str:
-        return "\n".join(self.app.screen.query_one(part).plain_lines)
+    @property
+    def page(self) -> list[str]:
+        return [line.rstrip() for line in self.lines(LogPage)]
 
     @property
     def cursor_line(self) -> str:
-        return next((line for line in self.lines() if line.startswith("▌")), "")
+        return next((line for line in self.page if line.startswith("▌")), "")
+
+    async def until_cursor_at(self, words: str) -> None:
+        await self.until(lambda: words in self.cursor_line)
+
+    async def until_message(self, words: str) -> None:
+        await self.until(lambda: self.app.state.outcome is not None and words in self.app.state.outcome.text)
+
+
+def append(log: Path, text: str) -> None:
+    with log.open("a") as file:
+        file.write(text)
 
 
 @asynccontextmanager
@@ -71,148 +65,133 @@ async def logs_of(run_folder: Path, size: tuple[int, int] = (100, 30)) -> AsyncI
     (run_folder / "trainer.log").write_text(trainer)
     status = run_status(run=run_folder.name, services=[service("api"), service("trainer")])
     connection = FakeConnection()
-    connection.say(Snapshot(number=1, status=status))
-    app = GrpoScreen(run_folder, connection, clock=lambda: NOW)
-    async with app.run_test(size=size) as pilot:
-        logs = Logs(app, pilot)
-        await logs.until(lambda: bool(app.state.services))
-        await logs.press("6")
-        await logs.until(lambda: isinstance(app.screen, LogsScreen) and f"step {NUM_LINES - 1}" in logs.cursor_line)
+    connection.send(Snapshot(number=1, status=status))
+    async with open_app(run_folder, connection, size) as screen:
+        logs = Logs(screen.app, screen.pilot, connection)
+        await logs.until(lambda: bool(logs.app.state.services))
+        await logs.go_to("logs")
+        await logs.until_cursor_at(f"step {NUM_LINES - 1}")
         yield logs
 
 
-async def test_all_logs_stand_by_time_each_line_with_its_service_and_new_lines_come(tmp_path: Path) -> None:
+async def test_all_logs_are_merged_by_time_each_line_with_its_service_and_new_lines_are_added(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
-        rows = [line.lstrip("▌ ").split()[:1] + line.split()[-1:] for line in logs.lines()[-4:]]
+        rows = [line.lstrip("▌ ").split()[:1] + line.split()[-1:] for line in logs.page[-4:]]
         assert rows == [["trainer", "again"], ["api", "1997"], ["api", "1998"], ["api", "1999"]] or rows == [
             ["api", "1997"], ["trainer", "again"], ["api", "1998"], ["api", "1999"],
         ]  # fmt: skip
-        assert "all logs by time" in logs.row(LogsTitle)
-        assert "following" in logs.row(LogsTitle)
-        with (tmp_path / "trainer.log").open("a") as file:
-            file.write("one more\n")
-        await logs.until(lambda: "one more" in logs.cursor_line)
+        assert "all logs by time" in logs.text(LogsTitle)
+        assert "following" in logs.text(LogsTitle)
+        append(tmp_path / "trainer.log", "one more\n")
+        await logs.until_cursor_at("one more")
         await logs.press("shift+tab", "shift+tab")
         await logs.until(lambda: logs.view.chosen == "trainer" and "one more" in logs.cursor_line)
-        assert len(logs.lines()) == 4
+        assert len(logs.page) == 4
 
 
-async def test_in_the_past_a_last_line_without_time_and_end_stands_where_it_was_written(tmp_path: Path) -> None:
+async def test_in_the_past_an_unfinished_last_line_without_a_time_stays_below_the_line_before_it(
+    tmp_path: Path,
+) -> None:
     async with logs_of(tmp_path) as logs:
-        with (tmp_path / "trainer.log").open("a") as file:
-            file.write("half a line")
-        await logs.until(lambda: logs.lines()[-1].endswith("half a line"))  # it may go on at any time
+        append(tmp_path / "trainer.log", "half a line")
+        await logs.until(lambda: logs.page[-1].endswith("half a line"))  # it may go on at any time
         await logs.press("t")
-        await logs.until(lambda: "at that time" in logs.row(LogsTitle) and not logs.view.is_fresh)
-        await logs.until(lambda: logs.lines()[-1].endswith("step 1999"))
-        again = next(place for place, line in enumerate(logs.lines()) if line.endswith("INFO again"))
-        assert logs.lines()[again + 1].endswith("half a line")
-        assert [line.split()[-1] for line in logs.lines()[-2:]] == ["1998", "1999"]
+        await logs.until(lambda: "at that time" in logs.text(LogsTitle) and not logs.view.is_fresh)
+        await logs.until(lambda: logs.page[-1].endswith("step 1999"))
+        again = next(place for place, line in enumerate(logs.page) if line.endswith("INFO again"))
+        assert logs.page[again + 1].endswith("half a line")
+        assert [line.split()[-1] for line in logs.page[-2:]] == ["1998", "1999"]
 
 
-async def test_a_search_goes_to_the_nearest_match_counts_all_and_marks_them(tmp_path: Path) -> None:
+async def test_a_search_goes_to_the_nearest_match_and_counts_all_of_the_chosen_logs(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
         await logs.press("slash")
         await logs.type("step 10.0")
         await logs.press("enter")
-        await logs.until(lambda: "match 10 of 10 lines" in logs.row(LogNarrowing))
+        await logs.until_text(LogNarrowing, "match 10 of 10 lines")
         assert "step 1090" in logs.cursor_line
-        assert "paused" in logs.row(LogsTitle)
+        assert "paused" in logs.text(LogsTitle)
         await logs.press("N")
-        await logs.until(lambda: "step 1080" in logs.cursor_line and "match 9 of 10" in logs.row(LogNarrowing))
+        await logs.until(lambda: "step 1080" in logs.cursor_line and "match 9 of 10" in logs.text(LogNarrowing))
         await logs.press("n", "n")
-        await logs.until(lambda: "step 1090" in logs.cursor_line)
+        await logs.until_cursor_at("step 1090")
         await logs.press("n")
-        await logs.until(
-            lambda: logs.app.state.outcome is not None and "not found below" in logs.app.state.outcome.text
-        )
+        await logs.until_message("not found below")
         await logs.press("escape")
         await logs.until(lambda: logs.view.searched == "")
         assert "step 1090" in logs.cursor_line
-
-
-async def test_matches_are_counted_anew_in_the_logs_that_are_chosen_next(tmp_path: Path) -> None:
-    async with logs_of(tmp_path) as logs:
-        await logs.press("tab", "tab", "slash")
+        await logs.press("tab", "tab", "slash")  # matches are counted anew in the logs that are chosen next
         await logs.type("o")
         await logs.press("enter")
-        await logs.until(lambda: logs.view.chosen == "trainer" and "of 2 lines" in logs.row(LogNarrowing))
+        await logs.until(lambda: logs.view.chosen == "trainer" and "of 2 lines" in logs.text(LogNarrowing))
         await logs.press("a")
-        await logs.until(lambda: logs.view.chosen is None and f"{NUM_LINES + 2:,} lines" in logs.row(LogNarrowing))
+        await logs.until(lambda: logs.view.chosen is None and f"{NUM_LINES + 2:,} lines" in logs.text(LogNarrowing))
         await logs.press("tab")
-        await logs.until(lambda: logs.view.chosen == "api" and f"{NUM_LINES:,} lines" in logs.row(LogNarrowing))
+        await logs.until(lambda: logs.view.chosen == "api" and f"{NUM_LINES:,} lines" in logs.text(LogNarrowing))
 
 
-async def test_a_filter_works_as_it_is_typed_and_taking_it_away_shows_what_stood_around(tmp_path: Path) -> None:
+async def test_a_filter_applies_as_it_is_typed_and_removing_it_shows_the_lines_around_the_match(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
         await logs.press("ampersand")
         await logs.type("broke(")
-        await logs.until(lambda: "not yet a regular expression" in logs.row(LogNarrowing))
+        await logs.until_text(LogNarrowing, "not yet a regular expression")
         await logs.press("backspace")
-        await logs.until(lambda: [line.split()[-1] for line in logs.lines()] == ["broke"])
+        await logs.until(lambda: [line.split()[-1] for line in logs.page] == ["broke"])
         await logs.press("enter", "f", "escape")
-        await logs.until(lambda: logs.view.pattern == "" and "it broke" in logs.cursor_line and len(logs.lines()) > 20)
-        place = next(place for place, line in enumerate(logs.lines()) if "it broke" in line)
-        assert "step 1000" in logs.lines()[place - 1]
-        assert "here" in logs.lines()[place + 1]
+        await logs.until(lambda: logs.view.pattern == "" and "it broke" in logs.cursor_line and len(logs.page) > 20)
+        place = next(place for place, line in enumerate(logs.page) if "it broke" in line)
+        assert "step 1000" in logs.page[place - 1]
+        assert "here" in logs.page[place + 1]
 
 
-async def test_levels_errors_and_times_lead_to_their_lines(tmp_path: Path) -> None:
+async def test_keys_go_to_errors_times_and_both_ends_and_filter_by_level(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
         await logs.press("E")
-        await logs.until(lambda: "it broke" in logs.cursor_line)
+        await logs.until_cursor_at("it broke")
         await logs.press("colon")
         await logs.type("25:00")
         await logs.press("enter")
-        await logs.until(lambda: "'25:00' is not a time" in logs.row(LogNarrowing))
+        await logs.until_text(LogNarrowing, "'25:00' is not a time")
         await logs.press(*["backspace"] * 5)
         await logs.type(clock_text(1500))
         await logs.press("enter")
-        await logs.until(lambda: "step 1500" in logs.cursor_line)
+        await logs.until_cursor_at("step 1500")
         await logs.press("l")
-        await logs.until(lambda: len(logs.lines()) == 2)
-        assert "only warnings and errors" in logs.row(LogNarrowing)
+        await logs.until(lambda: len(logs.page) == 2)
+        assert "only warnings and errors" in logs.text(LogNarrowing)
         await logs.press("l", "l")
-        await logs.until(lambda: len(logs.lines()) > 20)
+        await logs.until(lambda: len(logs.page) > 20)
         await logs.press("g")
-        await logs.until(lambda: "step 0" in logs.cursor_line)
+        await logs.until_cursor_at("step 0")
         await logs.press("G")
         await logs.until(lambda: "step 1999" in logs.cursor_line and logs.view.is_following)
 
 
 async def test_selected_lines_are_copied_without_colours(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
-        with (tmp_path / "trainer.log").open("a") as file:
-            file.write("\x1b[31mred\x1b[0m\n\x1b[1mbold\x1b[0m\n")
-        await logs.until(lambda: "bold" in logs.cursor_line)
+        append(tmp_path / "trainer.log", "\x1b[31mred\x1b[0m\n\x1b[1mbold\x1b[0m\n")
+        await logs.until_cursor_at("bold")
         await logs.press("m", "up", "y")
-        await logs.until(lambda: logs.app.state.outcome is not None and "copied 2 lines" in logs.app.state.outcome.text)
+        await logs.until_message("copied 2 lines")
         assert logs.app.clipboard == "trainer: red\ntrainer: bold"
 
 
-async def test_long_lines_are_cut_with_a_sign_shifted_or_folded(tmp_path: Path) -> None:
+async def test_long_lines_are_cut_with_a_sign_shifted_or_folded_to_the_height_of_the_page(tmp_path: Path) -> None:
     async with logs_of(tmp_path) as logs:
         await logs.press("tab")
-        with (tmp_path / "api.log").open("a") as file:
-            file.write("a" * 98 + "END\n")
+        append(tmp_path / "api.log", "a" * 98 + "END\n")
         await logs.until(lambda: logs.cursor_line.endswith("a…"))
         await logs.press("right")
         await logs.until(lambda: logs.cursor_line.endswith("aEND") and logs.cursor_line.startswith("▌…a"))
         await logs.press("w")
-        await logs.until(lambda: logs.lines()[-1].startswith("▌aaaaEND") or logs.lines()[-1].endswith("END"))
-        assert len(logs.lines()[-2]) == 98
+        await logs.until(lambda: logs.page[-1].startswith("▌aaaaEND") or logs.page[-1].endswith("END"))
+        assert len(logs.page[-2]) == 98
+        append(tmp_path / "api.log", "b" * 5000 + "END\n")
+        await logs.until(lambda: logs.page[-1].endswith("b…"))
+        assert len(logs.page) == logs.view.rows
 
 
-async def test_a_folded_line_that_is_taller_than_the_page_ends_with_a_sign(tmp_path: Path) -> None:
-    async with logs_of(tmp_path) as logs:
-        await logs.press("tab", "w")
-        with (tmp_path / "api.log").open("a") as file:
-            file.write("b" * 5000 + "END\n")
-        await logs.until(lambda: logs.lines()[-1].endswith("b…"))
-        assert len(logs.lines()) == logs.view.rows
-
-
-def test_less_opens_at_the_place_and_another_pager_at_least_opens_the_log(tmp_path: Path) -> None:
+def test_less_opens_the_log_at_the_line_and_another_pager_opens_the_log(tmp_path: Path) -> None:
     log = tmp_path / "api.log"
     assert pager_command("", log, 120) == ["less", "-R", "+120P", str(log)]
     assert pager_command("less -S", log, 120) == ["less", "-S", "-R", "+120P", str(log)]

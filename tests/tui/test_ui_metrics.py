@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,175 +13,162 @@ from shown_screen import LARGE, SMALL, Shown, shown
 from textual.widgets import OptionList
 
 from grpo_tui.ui.glyphs import as_ascii
-from grpo_tui.ui.keys import EVERYWHERE
 from grpo_tui.ui.screens.choose_run import ChooseRunScreen
-from grpo_tui.ui.screens.metrics import KEYS, MetricsScreen, SearchInput
-from grpo_tui.ui.widgets.lines import Lines
+from grpo_tui.ui.screens.metrics import SearchInput
 from grpo_tui.ui.widgets.metric_list import MetricList
 from grpo_tui.ui.widgets.plot_panel import PlotPanel
-from grpo_tui.view.metrics.state import MAX_MARKED, XAxis, YAxis
+from grpo_tui.view.metrics.state import MAX_MARKED, PlotView, XAxis, YAxis
 
 pytestmark = pytest.mark.slow
-SIZES = pytest.mark.parametrize("size", [SMALL, (120, 36), LARGE], ids=["80x24", "120x36", "200x50"])
+MIDDLE = (120, 36)
 
 
-async def opened(screen: Shown) -> None:
-    await screen.pilot.press("5")
-    await screen.until(lambda: isinstance(screen.app.screen, MetricsScreen) and bool(text(screen, PlotPanel)))
+class Metrics(Shown):
+    """The open metrics screen."""
+
+    @property
+    def view(self) -> PlotView:
+        return self.app.state.plots
+
+    @property
+    def plot(self) -> str:
+        return self.text(PlotPanel)
+
+    @property
+    def title(self) -> str:
+        """Of the plot."""
+        return self.plot.partition("\n")[0]
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.until(lambda: True)
 
 
-def text(screen: Shown, part: type[Lines]) -> str:
-    return "\n".join(next(iter(screen.app.screen.query(part))).plain_lines) if screen.app.screen.query(part) else ""
+@asynccontextmanager
+async def metrics(
+    run_folder: Path, size: tuple[int, int] = SMALL, num_steps: int = 30, **last_steps: float | None
+) -> AsyncIterator[Metrics]:
+    """Open the metrics screen of a run with so many steps."""
+    async with shown(run_folder, size, num_steps=num_steps, **last_steps) as screen:
+        opened = Metrics(screen.app, screen.pilot, screen.connection)
+        await opened.go_to("metrics")
+        await opened.until(lambda: bool(opened.plot))
+        yield opened
 
 
-def row(screen: Shown, name: str) -> str:
-    return next(line for line in text(screen, MetricList).splitlines() if f" {name} " in line)
+async def test_the_selected_metric_is_drawn_with_axes_and_figures(tmp_path: Path) -> None:
+    async with metrics(tmp_path, SMALL, num_steps=100) as screen:
+        assert any(" mean " in line for line in screen.lines(MetricList))
+        assert "reward/mean" in screen.title
+        assert any("\u2801" <= sign <= "\u28ff" for sign in screen.plot)
+        assert screen.plot.count("┤") >= 3
+        assert screen.plot.count("┬") >= 2
+        assert "step" in screen.plot
+        assert f"{metrics_line(100).metrics['reward/mean']:.4f}" in screen.plot.splitlines()[-1]
+        assert "?" not in as_ascii(screen.plot + screen.text(MetricList))
+        await screen.check_widths()
 
 
-async def pressed(screen: Shown, *keys: str) -> None:
-    await screen.pilot.press(*keys)
-    await screen.until(lambda: True)
+async def test_before_the_first_step_the_plot_says_so_and_every_key_is_accepted(tmp_path: Path) -> None:
+    async with metrics(tmp_path, num_steps=0) as screen:
+        assert "no step yet" in screen.plot
+        await screen.press("space", "left", "plus", "0", "minus", "x", "y", "s", "l", "b", "u", "down", "escape", "z")
+        await screen.until(lambda: screen.view.is_wide)
 
 
-@SIZES
-async def test_the_selected_metric_is_drawn_with_axes_and_figures(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size, num_steps=100) as screen:
-        await opened(screen)
-        assert "mean" in row(screen, "mean")
-        plot = text(screen, PlotPanel)
-        assert "reward/mean" in plot.splitlines()[0]
-        assert any("\u2801" <= sign <= "\u28ff" for sign in plot)
-        assert plot.count("┤") >= 3
-        assert plot.count("┬") >= 2
-        assert "step" in plot
-        last = f"{metrics_line(100).metrics['reward/mean']:.4f}"
-        assert last in plot.splitlines()[-1]
-        for part in screen.app.screen.query(Lines):
-            for line in part.plain_lines:
-                assert len(line) <= part.size.width, (type(part).__name__, line)
-
-
-async def test_before_the_first_step_the_plot_says_what_will_fill_it(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await opened(screen)
-        assert "no step yet" in text(screen, PlotPanel)
-        for key in ("space", "left", "plus", "0", "minus", "x", "y", "s", "l", "b", "u", "down", "escape", "z"):
-            await screen.pilot.press(key)
-        await screen.until(lambda: screen.app.state.plots.is_wide)
-
-
-async def test_the_list_says_which_part_is_in_sight_and_cuts_names_so_that_they_differ(tmp_path: Path) -> None:
+async def test_the_list_says_which_part_is_shown_and_cuts_names_so_that_they_differ(tmp_path: Path) -> None:
     more = {f"rollout__time_in_queue_of_priority_{number}": 1.0 for number in range(20)}
-    async with shown(tmp_path, num_steps=30, **more) as screen:
-        await opened(screen)
+    async with metrics(tmp_path, **more) as screen:
         total = len({name for line in screen.app.state.history.lines for name in line.metrics})
-        title, *rows = text(screen, MetricList).splitlines()
+        title, *rows = screen.lines(MetricList)
         num_groups = sum(not any(letter.isdigit() for letter in row) for row in rows)
         assert f"1–{len(rows) - num_groups} of {total}" in title
-        await pressed(screen, "slash", *"queue")
-        await screen.until(lambda: "of 20" in text(screen, MetricList))
-        names = [row.lstrip("▌ ·").split()[0] for row in text(screen, MetricList).splitlines()[1:]]
+        await screen.press("slash", *"queue")
+        await screen.until_text(MetricList, "of 20")
+        names = [row.lstrip("▌ ·").split()[0] for row in screen.lines(MetricList)[1:]]
         assert len(set(names)) == len(names) > 10
         assert all("…" in name for name in names)
 
 
-async def test_a_name_of_another_trainer_finds_ours(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=30) as screen:
-        await opened(screen)
-        await pressed(screen, "slash", *"pg_clipfrac")
-        await screen.until(lambda: "grpo/clipped_fraction" in text(screen, PlotPanel).splitlines()[0])
-        assert len(text(screen, MetricList).splitlines()) == 2
-        assert "healthy ≤ 0.3 (b)" in text(screen, PlotPanel)
-        assert "┈" not in text(screen, PlotPanel)
-        await pressed(screen, "enter", "b")
-        assert "┈┈ healthy ≤ 0.3" in text(screen, PlotPanel)
-        assert not screen.app.screen.query_one(SearchInput).has_focus
-        await pressed(screen, "escape")
-        assert screen.app.state.plots.query == ""
-        assert len(text(screen, MetricList).splitlines()) > 10
+async def test_a_search_finds_ours_by_the_name_of_another_trainer_and_its_letters_are_no_commands(
+    tmp_path: Path,
+) -> None:
+    async with metrics(tmp_path) as screen:
+        await screen.press("slash", *"v1qtD?")
+        assert screen.view.query == "v1qtD?"
+        assert "no metric matches" in screen.text(MetricList)
+        assert screen.connection.commands == []
+        await screen.press("escape")
+        assert screen.view.query == ""
+        await screen.press("slash", *"pg_clipfrac")
+        await screen.until(lambda: "grpo/clipped_fraction" in screen.title)
+        assert len(screen.lines(MetricList)) == 2
+        assert "healthy ≤ 0.3 (b)" in screen.plot
+        assert "┈" not in screen.plot
+        await screen.press("enter", "b")
+        assert "┈┈ healthy ≤ 0.3" in screen.plot
+        assert not screen.part(SearchInput).has_focus
+        await screen.press("escape")
+        assert screen.view.query == ""
+        assert len(screen.lines(MetricList)) > 10
 
 
-async def test_letters_of_a_search_do_nothing_to_the_run(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=5) as screen:
-        await opened(screen)
-        await pressed(screen, "slash", *"v1qtD?")
-        assert screen.app.state.plots.query == "v1qtD?"
-        assert "no metric matches" in text(screen, MetricList)
-        assert screen.connection.asked == []
-        await pressed(screen, "escape")
-        assert screen.app.state.plots.query == ""
-
-
-async def test_marked_metrics_are_drawn_together_and_share_the_height_as_is_said(tmp_path: Path) -> None:
-    async with shown(tmp_path, LARGE, num_steps=30) as screen:
-        await opened(screen)
-        await pressed(screen, "space", "down", "down", "down", "space")
-        assert len(screen.app.state.plots.marked) == 2
-        assert "2 marked" in text(screen, MetricList)
-        title = text(screen, PlotPanel).splitlines()[0]
-        assert " + ".join(screen.app.state.plots.marked) in title
-        ways = []
+async def test_marked_metrics_are_drawn_together_on_the_axis_that_is_named(tmp_path: Path) -> None:
+    async with metrics(tmp_path, LARGE) as screen:
+        await screen.press("space", "down", "down", "down", "space")
+        assert len(screen.view.marked) == 2
+        assert "2 marked" in screen.text(MetricList)
+        assert " + ".join(screen.view.marked) in screen.title
+        axes = []
         for _ in YAxis:
-            await pressed(screen, "y")
-            ways.append(text(screen, PlotPanel).splitlines()[0].strip("─ ").rpartition("─ ")[2])
-        assert ways[:3] == ["one axis for all", "one pane each", "each over its own range"]
-        await pressed(screen, "u")
-        assert screen.app.state.plots.marked == ()
+            await screen.press("y")
+            axes.append(screen.title.strip("─ ").rpartition("─ ")[2])
+        assert axes[:3] == ["one axis for all", "one pane each", "each over its own range"]
+        await screen.press("u")
+        assert screen.view.marked == ()
+        await screen.press(*["space", "down"] * (MAX_MARKED + 1))
+        assert screen.app.state.outcome is not None
+        assert "metrics are marked already" in screen.app.state.outcome.text
+        assert len(screen.view.marked) == MAX_MARKED
 
 
-async def test_a_seventh_mark_is_refused_in_words(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=5) as screen:
-        await opened(screen)
-        for _ in range(MAX_MARKED + 1):
-            await screen.pilot.press("space", "down")
-        await screen.until(lambda: "metrics are marked already" in (screen.app.state.outcome or "").text)  # type: ignore[union-attr]
-        assert len(screen.app.state.plots.marked) == MAX_MARKED
+async def test_the_cursor_shows_step_time_and_values_and_the_plot_is_zoomed_around_it(tmp_path: Path) -> None:
+    async with metrics(tmp_path, MIDDLE, num_steps=40) as screen:
+        await screen.press("left")
+        assert "step 40" in screen.plot
+        await screen.press("left")
+        for words in ("step 39", "policy 39", f"{metrics_line(39).metrics['reward/mean']:.4f}"):
+            assert words in screen.plot
+        await screen.press("x")
+        assert (screen.view.x, screen.view.cursor) == (XAxis.TIME, None)
+        assert "elapsed" in screen.plot
 
-
-async def test_the_cursor_tells_step_time_and_values(tmp_path: Path) -> None:
-    async with shown(tmp_path, (120, 36), num_steps=40) as screen:
-        await opened(screen)
-        await pressed(screen, "left")
-        assert "step 40" in text(screen, PlotPanel)
-        await pressed(screen, "left")
-        plot = text(screen, PlotPanel)
-        assert "step 39" in plot
-        assert "policy 39" in plot
-        assert f"{metrics_line(39).metrics['reward/mean']:.4f}" in plot
-        await pressed(screen, "x")
-        assert (screen.app.state.plots.x, screen.app.state.plots.cursor) == (XAxis.TIME, None)
-        assert "elapsed" in text(screen, PlotPanel)
-
-
-async def test_the_plot_is_zoomed_around_the_cursor_moved_and_shown_whole_again(tmp_path: Path) -> None:
-    async with shown(tmp_path, (120, 36), num_steps=101) as screen:
-        await opened(screen)
-        panel = screen.app.screen.query_one(PlotPanel)
-        await pressed(screen, "plus")
+        await screen.press(*["x"] * (len(XAxis) - 1))
+        assert screen.view.x is XAxis.STEP
+        panel = screen.part(PlotPanel)
+        await screen.press("plus")
         assert panel.geometry is not None
         low, high = panel.geometry.window
         assert high - low == pytest.approx((panel.geometry.whole[1] - panel.geometry.whole[0]) / 2)
-        assert "zoomed" in text(screen, PlotPanel)
-        await pressed(screen, "shift+left")
+        assert "zoomed" in screen.plot
+        await screen.press("shift+left")
         assert panel.geometry.window[0] < low
-        await pressed(screen, "0")
+        await screen.press("0")
         assert panel.geometry.window == panel.geometry.whole
         await screen.pilot.click(panel, offset=(panel.geometry.left + 1 + panel.geometry.columns // 2, 8))
-        await screen.until(lambda: screen.app.state.plots.cursor is not None)
-        assert screen.app.state.plots.cursor == pytest.approx(sum(panel.geometry.window) / 2, abs=2)
+        await screen.until(lambda: screen.view.cursor is not None)
+        assert screen.view.cursor == pytest.approx(sum(panel.geometry.window) / 2, abs=2)
 
 
-async def test_evaluations_are_marks_and_survive_between_steps(tmp_path: Path) -> None:
+async def test_evaluations_are_marks_of_their_own_between_steps(tmp_path: Path) -> None:
     write_metrics(tmp_path, 40)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         for step in (50, 60, 70):
-            line = metrics_line(step, **{"eval__avg@4": step / 100})
-            file.write(json.dumps(line.model_dump()) + "\n")
-    async with shown(tmp_path) as screen:
+            file.write(json.dumps(metrics_line(step, **{"eval__avg@4": step / 100}).model_dump()) + "\n")
+    async with metrics(tmp_path, num_steps=0) as screen:
         await screen.until(lambda: screen.app.state.history.last is not None)
-        await opened(screen)
-        await pressed(screen, "slash", *"avg@4", "enter")
-        assert text(screen, PlotPanel).count("●") == 3
+        await screen.press("slash", *"avg@4", "enter")
+        assert screen.plot.count("●") == 3
 
 
 async def test_another_run_is_drawn_beside_this_one(tmp_path: Path) -> None:
@@ -188,33 +177,19 @@ async def test_another_run_is_drawn_beside_this_one(tmp_path: Path) -> None:
     other.mkdir()
     write_metrics(other, 12)
     (other / "state.json").write_text('{"profile": "tiny", "state": "finished"}')
-    async with shown(here, (120, 36), num_steps=20) as screen:
-        await opened(screen)
-        await pressed(screen, "c")
-        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunScreen))
-        await screen.until(lambda: screen.app.screen.query_one(OptionList).option_count == 1)
+
+    async def choose_run(screen: Metrics, num_options: int) -> None:
+        await screen.press("c")
+        await screen.until_screen(ChooseRunScreen)
+        await screen.until(lambda: screen.app.screen.query_one(OptionList).option_count == num_options)
+
+    async with metrics(here, MIDDLE, num_steps=20) as screen:
+        await choose_run(screen, 1)
         for words in ("another-run", "tiny", "finished", "12"):
             assert words in screen.picture
-        await pressed(screen, "enter")
-        await screen.until(lambda: "┄ another-run" in text(screen, PlotPanel))
-        values = text(screen, PlotPanel).splitlines()[-1]
-        assert f"{metrics_line(12).metrics['reward/mean']:.4f}" in values
-        await pressed(screen, "c")
-        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunScreen))
-        await screen.until(lambda: screen.app.screen.query_one(OptionList).option_count == 2)
-        await pressed(screen, "enter")
-        await screen.until(lambda: screen.app.state.plots.compared is None)
-
-
-async def test_every_sign_of_the_screen_has_a_likeness_in_ascii(tmp_path: Path) -> None:
-    async with shown(tmp_path, (120, 36), num_steps=30, grpo__mean_ratio=1.5) as screen:
-        await opened(screen)
-        await pressed(screen, "slash", *"mean_ratio", "enter", "space", "s", "b", "left")
-        drawn = text(screen, PlotPanel) + text(screen, MetricList)
-        assert {"▲", "┈", "│"} <= set(drawn)
-        assert "?" not in as_ascii(drawn)
-
-
-def test_no_key_has_two_meanings() -> None:
-    keys = [one for key in (*KEYS, *EVERYWHERE) for one in key.key.split(",")]
-    assert len(keys) == len(set(keys))
+        await screen.press("enter")
+        await screen.until_text(PlotPanel, "┄ another-run")
+        assert f"{metrics_line(12).metrics['reward/mean']:.4f}" in screen.plot.splitlines()[-1]
+        await choose_run(screen, 2)
+        await screen.press("enter")
+        await screen.until(lambda: screen.view.compared is None)

@@ -1,17 +1,17 @@
-"""The screen over a run without a daemon: what it shows at two sizes, and what each key asks for."""
+"""The main screen without a supervisor: what its parts show, and which commands its keys send."""
 
 from __future__ import annotations
 
 import gc
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from screen_fakes import (
     GIB,
     NOW,
     changed,
+    drawn,
     four_services,
     gpu,
     gpu_short,
@@ -19,14 +19,16 @@ from screen_fakes import (
     port_taken,
     run_status,
     service,
-    without_gpus,
+    state_after,
 )
 from shown_screen import LARGE, SMALL, shown
+from textual.geometry import Region
 
 from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot
 from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.ui.app import GrpoScreen, exit_message
 from grpo_tui.ui.keys import EVERYWHERE
+from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.questions import about_stopping
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.confirm import ConfirmScreen, TakePortScreen
@@ -41,215 +43,183 @@ from grpo_tui.ui.widgets.main.log_panel import LogLines
 from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
-from grpo_tui.view.state import Connection, ViewState
+from grpo_tui.view.state import Connection, Ticked, ViewState
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+WIDTHS = pytest.mark.parametrize("width", [78, 110], ids=["80x24", "200x50"])
+"""Of the panels of the main screen at these sizes."""
+ME = user_name(os.getuid())
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
+@slow
 @SIZES
-async def test_every_service_has_a_row_with_its_state_in_words(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size) as screen:
+async def test_services_gpus_metrics_warnings_keys_and_the_log_are_shown(tmp_path: Path, size: tuple[int, int]) -> None:
+    shared = gpu(other=12 * GIB).model_copy(update={"other_by_user": {"ann": 9 * GIB}})
+    status = run_status(run=tmp_path.name, gpus=[shared])
+    async with shown(tmp_path, size, status, num_steps=123, grpo__mean_ratio=1.41) as screen:
+        await screen.check_widths()
+        header = screen.text(HeaderLine)
+        assert tmp_path.name in header
+        assert "● running" in header
+        assert "step 123" in header
+        assert header.rstrip().endswith("up 12m05s")
+
         rows = screen.lines(ServicesTable)
-        assert [row.split()[:3] for row in rows[1:4]] == [
-            ["api", "●", "ready"],
-            ["vllm", "●", "ready"],
-            ["env", "●", "ready"],
-        ]
+        assert [row.split()[:3] for row in rows[1:4]] == [[name, "●", "ready"] for name in ("api", "vllm", "env")]
         assert rows[4].split()[:4] == ["▌", "trainer", "●", "ready"]
         for number in ("12m", "88%", "9.2G", "36.1G", "9001"):
             assert number in rows[2]
 
-
-@SIZES
-async def test_no_line_is_wider_than_its_part(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size, num_steps=123) as screen:
-        for part in screen.app.main.query(Lines):
-            for line in part.plain_lines:
-                assert len(line) <= part.size.width, (type(part).__name__, line)
-
-
-@SIZES
-async def test_gpu_memory_is_shown_by_service(tmp_path: Path, size: tuple[int, int]) -> None:
-    status = run_status(run=tmp_path.name, gpus=[gpu(other=12 << 30)])
-    async with shown(tmp_path, size, status) as screen:
         bar, legend = screen.lines(GpuPanel)
         assert bar.startswith("GPU 0")
-        assert "71.2G of 80.0G" in bar
-        assert "97% busy" in bar
-        for words in ("vllm 36.1G", "trainer 22.4G", "others 12.0G"):
+        assert "╳" in bar
+        for words in ("71.2G of 80.0G", "97% busy"):
+            assert words in bar
+        for words in ("vllm 36.1G", "trainer 22.4G", "user ann 9.0G", *(["others 3.0G"] if size == LARGE else [])):
             assert words in legend
 
-
-@SIZES
-async def test_without_a_driver_the_hosts_memory_is_shown_and_the_reason(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size, without_gpus()) as screen:
-        assert "no NVIDIA driver" in screen.text(GpuPanel)
-        assert "vllm 9.2G" in screen.text(GpuPanel)
-        assert "gpu" not in screen.lines(ServicesTable)[0]
-
-
-@SIZES
-async def test_metrics_show_value_and_verdict(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size, num_steps=40, grpo__mean_ratio=1.41) as screen:
-        text = screen.text(MetricsPanel)
-        ratio = next(line for line in screen.lines(MetricsPanel) if "mean_ratio" in line)
-        assert "1.410 ▲" in ratio
-        for name in ("reward/mean", "clipped_fraction", "diff_mean", "diff_abs_mean", "loss", "grad_norm", "entropy"):
-            assert name in text
-        assert "tokens" in text
+        metrics = screen.text(MetricsPanel)
+        assert "1.410 ▲" in next(line for line in screen.lines(MetricsPanel) if "mean_ratio" in line)
+        names = ["reward/mean", "clipped_fraction", "diff_mean", "diff_abs_mean", "loss", "grad_norm", "entropy"]
+        if size == LARGE:
+            names += ["0.8 – 1.2", "rollout/staleness_mean"]
+        for words in (*names, "tokens"):
+            assert words in metrics
         assert "mean_ratio is 1.41" in screen.text(WarningsBar)
 
+        for label in ("v restart vLLM", "q detach", "D end", "? help"):
+            assert label in screen.text(KeysBar)
 
-async def test_a_large_screen_shows_bands_and_more_metrics(tmp_path: Path) -> None:
-    async with shown(tmp_path, LARGE, num_steps=40) as screen:
-        text = screen.text(MetricsPanel)
-        assert "0.8 – 1.2" in text
-        assert "rollout/staleness_mean" in text
-        assert screen.app.main.has_class("-wide")
-
-
-async def test_before_the_first_step_the_metrics_say_so(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        assert "no step yet" in screen.text(MetricsPanel)
-
-
-async def test_a_missing_metric_is_a_dash(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=6, grpo__entropy=None) as screen:
-        line = next(line for line in screen.lines(MetricsPanel) if "entropy" in line)
-        assert line.split("entropy")[1].split()[0] == "–"
-
-
-@SIZES
-async def test_the_log_follows_its_end(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size) as screen:
-        assert "step 39" in screen.text(LogLines)
         assert "90%" in screen.text(LogLines)
         with (tmp_path / "trainer.log").open("a") as file:
             file.write("\nthe newest line\n")
-        await screen.until(lambda: "the newest line" in screen.text(LogLines))
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(metrics_line(124).model_dump_json() + "\n")
+        await screen.until_text(LogLines, "the newest line")
+        await screen.until_text(HeaderLine, "step 124")
 
 
-async def test_the_first_line_says_which_run_and_how_it_stands(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=123) as screen:
-        header = screen.text(HeaderLine)
-        assert tmp_path.name in header
-        assert "● running" in header
-        assert header.rstrip().endswith("up 12m05s")
-        assert "step 123" in header
+def service_row(state: ViewState, name: str, width: int = 110) -> str:
+    return next(line for line in drawn(ServicesTable(), state, width) if name in line.split()[:2])
 
 
-async def test_a_terminal_that_is_resized_is_arranged_anew(tmp_path: Path) -> None:
-    async with shown(tmp_path, SMALL, num_steps=40) as screen:
-        await screen.pilot.resize_terminal(*LARGE)
-        await screen.until(lambda: screen.app.main.has_class("-wide"))
-        assert screen.app.main.query_one(LogLines).region.x > 100
-        await screen.pilot.resize_terminal(*SMALL)
-        await screen.until(lambda: not screen.app.main.has_class("-wide"))
-        assert "step 39" in screen.text(LogLines)
+def test_memory_of_foreign_processes_without_a_user_is_that_of_others() -> None:
+    _, legend = drawn(GpuPanel(), state_after(status=run_status(gpus=[gpu(other=12 * GIB)])))
+    assert "others 12.0G" in legend
 
 
-@SIZES
-async def test_a_start_shows_once_what_it_is_at_and_not_twice_its_seconds(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    starting = service(
-        "vllm",
-        state="starting",
-        phase="loading weights",
-        health="port 9001 is closed",
-        probe=ProbeOutcome.CLOSED,
-        why="starting for 12 s, loading weights, port 9001 is closed (limit 300 s)",
-    )
-    async with shown(tmp_path, size) as screen:
-        screen.connection.say(changed(2, NOW - 12, starting))
-        await screen.until(lambda: "loading" in screen.row("vllm"))
-        assert screen.row("vllm").count("loading") == 1
-        assert "starting for" not in screen.row("vllm")
-        assert "◐ starting 12s" in screen.row("vllm")
+def test_a_missing_metric_is_a_dash() -> None:
+    state = state_after(steps=[metrics_line(1), metrics_line(2, grpo__entropy=None)])
+    [line] = [line for line in drawn(MetricsPanel(), state) if "entropy" in line]
+    assert line.split("entropy")[1].split()[0] == "–"
 
 
-@SIZES
+@WIDTHS
+def test_a_starting_service_shows_its_phase_and_its_seconds_once(width: int) -> None:
+    why = "starting for 12 s, loading weights, port 9001 is closed (limit 300 s)"
+    health, probe = "port 9001 is closed", ProbeOutcome.CLOSED
+    starting = service("vllm", state="starting", phase="loading weights", health=health, probe=probe, why=why)
+    row = service_row(state_after(changed(2, NOW - 12, starting)), "vllm", width)
+    assert row.count("loading") == 1
+    assert "starting for" not in row
+    assert "◐ starting 12s" in row
+
+
+@WIDTHS
 @pytest.mark.parametrize(
     ("probe", "sign"), [(ProbeOutcome.SILENT, "◌ hanging"), (ProbeOutcome.ENGINE_STALLED, "◍ stalled")]
 )
-async def test_what_hangs_or_stalls_is_called_so(
-    tmp_path: Path, size: tuple[int, int], probe: ProbeOutcome, sign: str
-) -> None:
-    async with shown(tmp_path, size) as screen:
-        screen.connection.say(changed(2, NOW, service("vllm", probe=probe, health="/health: so it is")))
-        await screen.until(lambda: sign in screen.row("vllm"))
-        assert "● ready" in screen.row("vllm")
-        unhealthy = service("vllm", state="unhealthy", probe=probe, health="/health: so it is", why="no good answer")
-        screen.connection.say(changed(3, NOW, unhealthy))
-        await screen.until(lambda: "● ready" not in screen.row("vllm"))
-        assert screen.row("vllm").split()[1:3] == sign.split()
-        assert "/health: so" in screen.row("vllm")
+def test_a_hanging_or_stalled_server_is_called_so(width: int, probe: ProbeOutcome, sign: str) -> None:
+    ready = service("vllm", probe=probe, health="/health: no answer")
+    row = service_row(state_after(changed(2, NOW, ready)), "vllm", width)
+    assert "● ready" in row
+    assert sign in row
+    unhealthy = service("vllm", state="unhealthy", probe=probe, health="/health: no answer", why="no good answer")
+    row = service_row(state_after(changed(2, NOW, unhealthy)), "vllm", width)
+    assert row.split()[1:3] == sign.split()
+    assert "/health: no" in row
 
 
-async def test_an_unhealthy_service_that_answers_badly_is_called_unhealthy(tmp_path: Path) -> None:
+def test_the_reason_of_an_unhealthy_or_failed_service_is_the_first_line_of_its_explanation() -> None:
     why = "no liveness for 60 s: 500"
-    status = run_status(
-        run=tmp_path.name, services=[service("vllm", state="unhealthy", probe=ProbeOutcome.BAD_STATUS, why=why)]
-    )
-    async with shown(tmp_path, LARGE, status) as screen:
-        assert "▲ unhealthy" in screen.row("vllm")
-        assert why in screen.row("vllm")
+    unhealthy = service("vllm", state="unhealthy", probe=ProbeOutcome.BAD_STATUS, why=why)
+    failed = service("env", state="failed", why="exit code 3; last lines:\n  Traceback\n  RuntimeError: no data")
+    state = state_after(status=run_status(services=[unhealthy, failed]))
+    assert "▲ unhealthy" in service_row(state, "vllm")
+    assert why in service_row(state, "vllm")
+    assert service_row(state, "env").rstrip().endswith("exit code 3")
+    assert "env failed: exit code 3" in drawn(WarningsBar(), state)[0]
 
 
-async def test_the_explanation_of_a_failure_is_its_first_line(tmp_path: Path) -> None:
-    why = "exit code 3; last lines:\n  Traceback\n  RuntimeError: no data"
-    status = run_status(run=tmp_path.name, services=[service("env", state="failed", why=why, pid=None)])
-    async with shown(tmp_path, LARGE, status) as screen:
-        assert screen.row("env").rstrip().endswith("exit code 3")
-        assert "env failed: exit code 3" in screen.lines(WarningsBar)[0]
-
-
-@SIZES
-async def test_memory_of_strangers_is_named_by_user(tmp_path: Path, size: tuple[int, int]) -> None:
-    shared = gpu(other=12 * GIB).model_copy(update={"other_by_user": {"ann": 9 * GIB}})
-    async with shown(tmp_path, size, run_status(run=tmp_path.name, gpus=[shared])) as screen:
-        bar, legend = screen.lines(GpuPanel)
-        assert bar.count("╳") > 0
-        assert "user ann 9.0G" in legend
-        if size == LARGE:
-            assert "others 3.0G" in legend
-
-
-async def test_as_many_warnings_as_fit_are_told_in_full(tmp_path: Path) -> None:
+def test_as_many_warnings_as_fit_are_shown_in_full() -> None:
     names = ("a", "b", "c", "d", "e")
-    services = [service(name, state="failed", why="exit code 1") for name in names]
-    async with shown(tmp_path, (100, 30), run_status(run=tmp_path.name, services=services)) as screen:
-        bar = screen.app.main.query_one(WarningsBar)
-        assert len(bar.plain_lines) == bar.size.height
-        assert bar.plain_lines[-1].rstrip().endswith("w: what to do")
-        assert [line[:10] for line in bar.plain_lines if line.startswith("✗")] == [f"✗ {name} failed" for name in names]
-        assert bar.plain_lines[1].startswith("  → ")
+    state = state_after(
+        status=run_status(services=[service(name, state="failed", why="exit code 1") for name in names])
+    )
+    lines = drawn(WarningsBar(), state, width=98, height=8)
+    assert len(lines) == 8
+    assert lines[-1].rstrip().endswith("w: what to do")
+    assert [line[:10] for line in lines if line.startswith("✗")] == [f"✗ {name} failed" for name in names]
+    assert lines[1].startswith("  → ")
 
 
-async def test_twelve_services_and_eight_gpus_leave_room_for_the_log(tmp_path: Path) -> None:
-    services = [service(f"worker{number:02d}", kind="command") for number in range(12)]
-    status = run_status(run=tmp_path.name, services=services, gpus=[gpu(index) for index in range(8)])
-    async with shown(tmp_path, SMALL, status) as screen:
-        assert screen.app.main.query_one(LogLines).size.height >= 4
-        assert "worker11" in screen.text(ServicesTable)
-        for _ in range(12):
-            await screen.pilot.press("up")
-        await screen.until(lambda: screen.app.state.selected == "worker00")
-        assert "worker00" in screen.text(ServicesTable)
+def activity(state: ViewState, width: int = 78) -> str:
+    [line] = drawn(ActivityLine(chooses_services=True), state, width)
+    return line.rstrip()
 
 
+def test_the_phases_of_a_start_are_shown_while_they_last_and_summed_up_when_it_is_ready() -> None:
+    start = [
+        changed(2, NOW - 40, service("vllm", state="stopping")),
+        changed(3, NOW - 39.6, service("vllm", state="waiting")),
+        changed(4, NOW - 37.6, service("vllm", state="starting")),
+        changed(5, NOW - 37, service("vllm", state="starting", phase="importing vLLM")),
+        changed(6, NOW - 12, service("vllm", state="starting", phase="loading weights, 1 of 4 shards")),
+        changed(7, NOW - 6, service("vllm", state="starting", phase="loading weights, 2 of 4 shards")),
+    ]
+    assert activity(state_after(*start), width=198) == (
+        "vllm  ◑ stopping 0.4s → ○ waiting 2.0s → ◐ starting 38s: loading weights, 2 of 4 shards (12s) …"
+    )
+    assert activity(state_after(*start, changed(8, NOW, service("vllm"))), width=198) == (
+        "vllm  ◑ stopping 0.4s → ○ waiting 2.0s → ◐ starting 38s → ● ready   in 40s"
+        " · importing vLLM 25s · loading weights 12s"
+    )
+
+
+def test_a_notice_of_the_supervisor_is_shown() -> None:
+    notice = Notice(number=2, time=NOW, severity="info", service=None, text="vllm ended in 0.3 s")
+    assert "vllm ended in 0.3 s" in activity(state_after(notice))
+
+
+@slow
 async def test_ascii_terminals_get_ascii_only(tmp_path: Path) -> None:
-    async with shown(tmp_path, is_ascii=True, num_steps=40) as screen:
+    async with shown(tmp_path, num_steps=40, options={"is_ascii": True}) as screen:
         svg = screen.app.export_screenshot()
         assert all(glyph not in svg for glyph in "●▌▓█▁─…↑·")
         assert "ready" in svg
 
 
-async def test_garbage_is_collected_again_once_the_screen_stands(tmp_path: Path) -> None:
+@slow
+async def test_only_what_changes_is_painted(tmp_path: Path) -> None:
+    async with shown(tmp_path, LARGE, num_steps=40) as screen:
+        await screen.pilot.pause()
+        painted: list[Region] = []
+        for part in screen.app.main.query(Lines):
+            part.refresh = lambda *regions, **_: painted.extend(regions)  # type: ignore[method-assign]
+        screen.app.main.draw(screen.app.state)
+        assert painted == []
+        screen.app._apply(Ticked(now=NOW + 1))
+        await screen.until_text(HeaderLine, "12m06s")
+        assert painted
+        assert all(region.width <= 2 for region in painted), painted  # the digits of the clock
+
+
+@slow
+async def test_garbage_is_collected_again_once_the_screen_is_open(tmp_path: Path) -> None:
     gc.disable()  # as the command line does while it loads
     try:
         async with shown(tmp_path):
@@ -259,285 +229,157 @@ async def test_garbage_is_collected_again_once_the_screen_stands(tmp_path: Path)
         gc.enable()
 
 
-async def test_a_tick_without_news_repaints_nothing(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=40) as screen:
-        await screen.pilot.pause()
-        painted: list[Any] = []
-        for part in screen.app.main.query(Lines):
-            part.refresh = lambda *regions, **_: painted.append(regions)  # type: ignore[method-assign]
-        screen.app.main.draw(screen.app.state)
-        assert painted == []
-
-
 # --- what keys do ----------------------------------------------------------------------------------------------------
 
 
-async def test_v_restarts_the_inference_server_at_once_whatever_is_selected(tmp_path: Path) -> None:
+@slow
+async def test_v_r_and_s_restart_stop_and_start_services(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
-        await screen.pilot.press("v")
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert screen.connection.asked == [("restart", "vllm")]
+        await screen.press("v")  # whatever is selected
+        await screen.until_commands(("restart", "vllm"))
+        await screen.press("up", "r", "s")
+        await screen.until_commands(("restart", "vllm"), ("restart", "env"), ("stop", "env"))
+        screen.connection.send(changed(2, NOW, service("env", state="stopped", pid=None)))
+        await screen.until_text(ServicesTable, "■ stopped")
+        assert "s start" in screen.text(KeysBar)
+        await screen.press("K")
+        await screen.until_text(ActivityLine, "nothing to kill")
+        screen.connection.commands.clear()
+        await screen.press("s")
+        await screen.until_commands(("start", "env"))
+        screen.connection.refusal = "vllm is being restarted already"
+        await screen.press("v")
+        await screen.until_text(ActivityLine, "refused")
+        assert "vllm is being restarted already" in screen.text(ActivityLine)
 
 
-async def test_the_phases_of_a_restart_are_shown_with_their_seconds(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        screen.connection.say(
-            changed(2, NOW - 37, service("vllm", state="stopping")),
-            changed(3, NOW - 36.6, service("vllm", state="starting")),
-        )
-        await screen.until(lambda: "starting" in screen.text(ActivityLine))
-        assert "◑ stopping 0.4s → ◐ starting 37s …" in screen.text(ActivityLine)
-        assert "◐ starting 37s" in screen.text(ServicesTable)
-        screen.connection.say(changed(4, NOW, service("vllm")))
-        await screen.until(lambda: "ready" in screen.text(ActivityLine))
-        assert "◐ starting 37s → ● ready   in 37s" in screen.text(ActivityLine)
-
-
-async def test_the_phases_of_a_start_are_shown_while_they_last_and_summed_up_when_it_is_ready(tmp_path: Path) -> None:
-    async with shown(tmp_path, LARGE) as screen:
-        screen.connection.say(
-            changed(2, NOW - 40, service("vllm", state="stopping")),
-            changed(3, NOW - 39.6, service("vllm", state="waiting")),
-            changed(4, NOW - 37.6, service("vllm", state="starting")),
-            changed(5, NOW - 37, service("vllm", state="starting", phase="importing vLLM")),
-            changed(6, NOW - 12, service("vllm", state="starting", phase="loading weights, 1 of 4 shards")),
-            changed(7, NOW - 6, service("vllm", state="starting", phase="loading weights, 2 of 4 shards")),
-        )
-        await screen.until(lambda: "2 of 4" in screen.text(ActivityLine))
-        assert screen.text(ActivityLine).rstrip() == (
-            "vllm  ◑ stopping 0.4s → ○ waiting 2.0s → ◐ starting 38s: loading weights, 2 of 4 shards (12s) …"
-        )
-        screen.connection.say(changed(8, NOW, service("vllm")))
-        await screen.until(lambda: "● ready" in screen.text(ActivityLine))
-        assert screen.text(ActivityLine).rstrip() == (
-            "vllm  ◑ stopping 0.4s → ○ waiting 2.0s → ◐ starting 38s → ● ready   in 40s"
-            " · importing vLLM 25s · loading weights 12s"
-        )
-
-
-async def test_v_without_an_inference_server_says_so(tmp_path: Path) -> None:
+@slow
+async def test_a_run_without_an_inference_server_offers_no_key_to_restart_it(tmp_path: Path) -> None:
     status = run_status(run=tmp_path.name, services=[service("web", kind="command")])
     async with shown(tmp_path, status=status) as screen:
-        await screen.pilot.press("v")
-        await screen.until(lambda: "no inference server" in screen.text(ActivityLine))
-        assert screen.connection.asked == []
+        assert "vLLM" not in screen.text(KeysBar)
+        assert "r restart" in screen.text(KeysBar)
+        await screen.press("v")
+        await screen.until_text(ActivityLine, "no inference server")
+        assert screen.connection.commands == []
 
 
-async def test_r_restarts_the_selected_service(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("up", "r")
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert screen.connection.asked == [("restart", "env")]
-
-
-async def test_s_stops_what_runs_and_starts_what_does_not(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("up", "s")
-        await screen.until(lambda: bool(screen.connection.asked))
-        screen.connection.say(changed(2, NOW, service("env", state="stopped", pid=None)))
-        await screen.until(lambda: "■ stopped" in screen.text(ServicesTable))
-        assert "s start" in screen.text(KeysBar)
-        await screen.pilot.press("s")
-        await screen.until(lambda: len(screen.connection.asked) == 2)
-        assert screen.connection.asked == [("stop", "env"), ("start", "env")]
-
-
-async def test_stopping_the_trainer_is_asked_about_first(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("s")
-        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
-        await screen.pilot.press("n")
-        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
-        assert screen.connection.asked == []
+@slow
+async def test_stopping_the_trainer_killing_and_ending_the_run_ask_first_and_name_the_processes(tmp_path: Path) -> None:
+    async with shown(tmp_path, num_steps=7) as screen:
+        for key in ("s", "K", "D"):
+            await screen.press(key)
+            await screen.until_screen(ConfirmScreen)
+            assert f"trainer, ready, pid {4000 + len('trainer')}" in screen.picture
+            assert key != "K" or "step 7" in screen.picture
+            for one in four_services() if key == "D" else ():
+                assert f"{one.name}, ready, pid {one.pid}" in screen.picture
+            await screen.press("n")
+            await screen.until_screen(MainScreen)
+        assert screen.connection.commands == []
+        await screen.press("K", "y", "D", "y")
+        await screen.until_commands(("kill", "trainer"), ("down", None))
 
 
 def test_a_service_that_still_waits_is_asked_about_as_one_without_a_process() -> None:
     trainer = service("trainer", kind="trainer", state="waiting", pid=None)
-    state = ViewState(run_folder=Path("run"), now=NOW, status=run_status(services=[trainer]))
-    question = about_stopping([trainer], state)
+    question = about_stopping([trainer], state_after(status=run_status(services=[trainer])))
     assert question is not None
     assert question.named[0] == "trainer, waiting, no process yet, after step 0"
 
 
-def refused(name: str, user: str) -> RunStatus:
+def status_with_taken_port(name: str, user: str) -> RunStatus:
     """A run in which a foreign process holds the port of a service."""
     others = [one for one in four_services() if one.name != name]
     return run_status(services=[port_taken(name, user), *others])
 
 
-ME = user_name(os.getuid())
-
-
-@pytest.mark.parametrize(("key", "do"), [("s", "start"), ("r", "restart"), ("v", "restart")])
-@pytest.mark.parametrize(("answer", "took_ports"), [("e", True), ("t", False)])
-async def test_a_stranger_on_the_port_is_named_and_ended_only_on_the_word(
-    tmp_path: Path, key: str, do: str, answer: str, took_ports: bool
-) -> None:
-    async with shown(tmp_path, status=refused("vllm", ME)) as screen:
+@slow
+async def test_a_foreign_process_on_the_port_is_named_and_ended_only_by_e(tmp_path: Path) -> None:
+    async with shown(tmp_path, status=status_with_taken_port("vllm", ME)) as screen:
         await screen.until(lambda: screen.app.state.selected == "vllm")
-        await screen.pilot.press(key)
-        await screen.until(lambda: isinstance(screen.app.screen, TakePortScreen))
-        assert f"port 9001 is held by pid 4242 (user {ME}): python app.py" in screen.picture
-        assert screen.connection.asked == []
-        await screen.pilot.press(answer)
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert screen.connection.asked == [(do, "vllm")]
-        assert screen.connection.took_ports == [took_ports]
+        for key in ("n", "escape", "enter", "q"):
+            await screen.press("s")
+            await screen.until_screen(TakePortScreen)
+            await screen.press(key)
+            await screen.until_screen(MainScreen)
+            assert screen.connection.commands == []
+        for key, do, answer, takes_port in (
+            ("s", "start", "e", True),
+            ("r", "restart", "t", False),
+            ("v", "restart", "e", True),
+        ):
+            await screen.press(key)
+            await screen.until_screen(TakePortScreen)
+            assert f"port 9001 is held by pid 4242 (user {ME}): python app.py" in screen.picture
+            await screen.press(answer)
+            await screen.until(lambda: bool(screen.connection.commands))
+            assert (screen.connection.commands.pop(), screen.connection.took_ports.pop()) == ((do, "vllm"), takes_port)
 
 
-@pytest.mark.parametrize("key", ["n", "escape", "enter", "q"])
-async def test_a_stranger_on_the_port_is_left_alone_by_every_other_key(tmp_path: Path, key: str) -> None:
-    async with shown(tmp_path, status=refused("vllm", ME)) as screen:
-        await screen.pilot.press("s")
-        await screen.until(lambda: isinstance(screen.app.screen, TakePortScreen))
-        await screen.pilot.press(key)
-        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
-        assert screen.connection.asked == []
+@slow
+async def test_what_this_user_cannot_end_is_tried_again_without_a_question(tmp_path: Path) -> None:
+    services = [port_taken("vllm", f"not-{ME}"), gpu_short("env", ME)]
+    async with shown(tmp_path, status=run_status(services=services)) as screen:
+        await screen.until(lambda: screen.app.state.selected == "vllm")
+        await screen.press("s", "down", "s")
+        await screen.until_commands(("start", "vllm"), ("start", "env"))
+        assert screen.connection.took_ports == [False, False]
 
 
-async def test_another_users_process_is_not_offered_to_be_ended(tmp_path: Path) -> None:
-    async with shown(tmp_path, status=refused("vllm", f"not-{ME}")) as screen:
-        await screen.pilot.press("s")
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert (screen.connection.asked, screen.connection.took_ports) == ([("start", "vllm")], [False])
-
-
-async def test_a_lack_of_gpu_memory_is_tried_again_without_a_question(tmp_path: Path) -> None:
-    async with shown(tmp_path, status=run_status(services=[gpu_short("vllm", ME)])) as screen:
-        await screen.pilot.press("s")
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert (screen.connection.asked, screen.connection.took_ports) == ([("start", "vllm")], [False])
-
-
-async def test_kill_asks_first_and_names_the_process(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=7) as screen:
-        await screen.pilot.press("K")
-        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
-        assert f"trainer, ready, pid {4000 + len('trainer')}" in screen.picture
-        assert "step 7" in screen.picture
-        await screen.pilot.press("n")
-        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
-        assert screen.connection.asked == []
-        await screen.pilot.press("K", "y")
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert screen.connection.asked == [("kill", "trainer")]
-
-
-async def test_what_does_not_run_is_not_killed(tmp_path: Path) -> None:
-    status = run_status(run=tmp_path.name, services=[service("env", state="stopped", pid=None)])
-    async with shown(tmp_path, status=status) as screen:
-        await screen.pilot.press("K")
-        await screen.until(lambda: "nothing to kill" in screen.text(ActivityLine))
-        assert screen.connection.asked == []
-
-
+@slow
 async def test_c_opens_the_newest_crash_report_of_the_selected_service(tmp_path: Path) -> None:
     for name, attempt in (("trainer", 2), ("trainer", 10), ("trainer-b", 11), ("env", 12)):
         (tmp_path / f"crash-{name}-{attempt}.txt").write_text(f"this is [b]attempt {attempt} of {name}")
     async with shown(tmp_path) as screen:
-        await screen.pilot.press("c")
-        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
+        await screen.press("c")
+        await screen.until_screen(ReadingScreen)
         await screen.until(lambda: "this is [b]attempt 10 of trainer" in screen.picture)
         assert "crash-trainer-10.txt" in screen.picture
-        await screen.pilot.press("c")
-        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
-
-
-async def test_c_without_a_crash_report_says_so(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("c")
-        await screen.until(lambda: "trainer has no crash report" in screen.text(ActivityLine))
+        await screen.press("c")
+        await screen.until_screen(MainScreen)
+        screen.connection.send(changed(2, NOW - 1, service("vllm", state="stopping")))
+        await screen.until_text(ActivityLine, "◑ stopping 1s …")
+        await screen.press("up", "up", "c")  # the answer replaces the restart that is shown
+        await screen.until_text(ActivityLine, "vllm has no crash report")
         assert isinstance(screen.app.screen, MainScreen)
 
 
-async def test_a_restart_in_view_does_not_hide_what_a_key_is_answered(tmp_path: Path) -> None:
+@slow
+async def test_the_log_is_of_the_selected_service_and_can_be_held_shifted_and_zoomed(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
-        screen.connection.say(changed(2, NOW - 1, service("vllm", state="stopping")))
-        await screen.until(lambda: "◑ stopping 1s …" in screen.text(ActivityLine))
-        await screen.pilot.press("c")
-        await screen.until(lambda: "trainer has no crash report" in screen.text(ActivityLine))
-
-
-async def test_ending_the_run_asks_first_and_names_every_process(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("D")
-        await screen.until(lambda: isinstance(screen.app.screen, ConfirmScreen))
-        for one in four_services():
-            assert f"{one.name}, ready, pid {one.pid}" in screen.picture
-        await screen.pilot.press("y")
-        await screen.until(lambda: bool(screen.connection.asked))
-        assert screen.connection.asked == [("down", None)]
-
-
-async def test_a_refused_command_is_explained(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        screen.connection.refusal = "vllm is being restarted already"
-        await screen.pilot.press("v")
-        await screen.until(lambda: "refused" in screen.text(ActivityLine))
-        assert "vllm is being restarted already" in screen.text(ActivityLine)
-
-
-async def test_another_service_shows_another_log(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("up")
-        await screen.until(lambda: "env: step 39" in screen.text(LogLines))
-        assert "trainer: step" not in screen.text(LogLines)
-
-
-async def test_a_click_selects_a_service(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.click(ServicesTable, offset=(6, 2))
-        await screen.until(lambda: screen.app.state.selected == "vllm")
-
-
-async def test_reading_back_holds_the_log_and_f_follows_again(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press("pageup")
+        log = screen.part(LogLines)
+        await screen.press("pageup")
         await screen.until(lambda: not screen.app.state.is_following)
         before = screen.lines(LogLines)
         with (tmp_path / "trainer.log").open("a") as file:
             file.write("\nnews\n")
         await screen.until(lambda: "news" in screen.app.state.log.lines)
         assert screen.lines(LogLines) == before
-        await screen.pilot.press("f")
-        await screen.until(lambda: "news" in screen.text(LogLines))
-
-
-async def test_long_lines_can_be_shifted(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
+        await screen.press("f")
+        await screen.until_text(LogLines, "news")
         assert screen.lines(LogLines)[0].endswith("…")
-        await screen.pilot.press("right", "right")
-        await screen.until(lambda: "ratio 1.00" in screen.text(LogLines))
+        await screen.press("right", "right")
+        await screen.until_text(LogLines, "ratio 1.00")
+        height = log.size.height
+        for expected in (20, height):
+            await screen.press("z")
+            await screen.until(lambda expected=expected: log.size.height == expected)  # type: ignore[misc]
+        await screen.press("up")
+        await screen.until_text(LogLines, "env: step 39")
+        assert "trainer: step" not in screen.text(LogLines)
 
 
-async def test_zoom_gives_the_body_to_the_log_and_back(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        log = screen.app.main.query_one(LogLines)
-        before = log.size.height
-        await screen.pilot.press("z")
-        await screen.until(lambda: log.size.height == 20)
-        await screen.pilot.press("z")
-        await screen.until(lambda: log.size.height == before)
-
-
-@pytest.mark.parametrize("key", ["question_mark", "w"])
-async def test_pages_open_and_close(tmp_path: Path, key: str) -> None:
-    async with shown(tmp_path) as screen:
-        await screen.pilot.press(key)
-        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
-        await screen.pilot.press("escape")
-        await screen.until(lambda: isinstance(screen.app.screen, MainScreen))
-
-
+@slow
 @pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
-async def test_leaving_detaches_and_asks_the_daemon_for_nothing(tmp_path: Path, key: str) -> None:
+async def test_leaving_detaches_and_sends_no_command(tmp_path: Path, key: str) -> None:
     async with shown(tmp_path) as screen:
-        await screen.pilot.press(key)
+        await screen.press(key)
         assert screen.app._exit
-        assert screen.connection.asked == []
+        assert screen.connection.commands == []
 
 
-def test_every_key_has_a_word_and_a_sentence() -> None:
+def test_every_key_has_a_word_and_a_sentence_and_one_meaning_on_each_screen() -> None:
     bindings = [
         *(binding for screen in SCREENS.values() for binding in screen.BINDINGS),
         *ConfirmScreen.BINDINGS,
@@ -547,98 +389,57 @@ def test_every_key_has_a_word_and_a_sentence() -> None:
     ]
     assert all(binding.description and binding.tooltip for binding in bindings)
     for screen in SCREENS.values():
-        pressed = [key for each in (*EVERYWHERE, *screen.KEYS) for key in each.key.split(",")]
-        assert len(set(pressed)) == len(pressed), screen.PLACE
+        keys = [key for each in (*EVERYWHERE, *screen.KEYS) for key in each.key.split(",")]
+        assert len(set(keys)) == len(keys), screen.PLACE
 
 
-@SIZES
-async def test_every_key_of_the_last_line_fits(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with shown(tmp_path, size) as screen:
-        for label in ("v restart vLLM", "q detach", "D end", "? help"):
-            assert label in screen.text(KeysBar)
+# --- when the supervisor exits, and comes back -----------------------------------------------------------------------
 
 
-# --- when the daemon goes, and comes back ----------------------------------------------------------------------------
-
-
-async def test_a_daemon_that_dies_leaves_the_last_state_from_the_files(tmp_path: Path) -> None:
+@slow
+async def test_a_lost_supervisor_leaves_the_stored_state_until_it_comes_back(tmp_path: Path) -> None:
     async with shown(tmp_path) as screen:
-        last = run_status(run=tmp_path.name, services=[service("trainer", state="unhealthy")])
-        screen.connection.stored = last
-        screen.connection.is_there = False
-        screen.connection.hang_up()
+        screen.connection.stored = run_status(run=tmp_path.name, services=[service("trainer", state="unhealthy")])
+        screen.connection.is_reachable = False
+        screen.connection.disconnect()
         await screen.until(lambda: screen.app.state.connection is Connection.LOST)
-        await screen.until(lambda: "unhealthy" in screen.text(ServicesTable))
+        await screen.until_text(ServicesTable, "unhealthy")
         assert "last known state, reconnecting" in screen.text(ActivityLine)
         assert "no supervisor" in screen.text(HeaderLine)
-
-
-async def test_a_daemon_that_comes_back_is_heard_again(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        screen.connection.is_there = False
-        screen.connection.hang_up()
-        await screen.until(lambda: screen.app.state.connection is Connection.LOST)
-        screen.connection.say(Snapshot(number=1, status=run_status(run=tmp_path.name, state=RunState.DEGRADED)))
-        screen.connection.is_there = True
+        screen.connection.send(Snapshot(number=1, status=run_status(run=tmp_path.name, state=RunState.DEGRADED)))
+        screen.connection.is_reachable = True
         await screen.until(lambda: screen.app.state.connection is Connection.LIVE)
         assert "degraded" in screen.text(HeaderLine)
 
 
-async def test_the_end_of_the_run_is_shown_and_the_screen_stays(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=30) as screen:
-        over = run_status(run=tmp_path.name, state=RunState.FINISHED, ended_at=NOW)
-        screen.connection.stored = over
-        screen.connection.is_there = False
-        screen.connection.say(RunChanged(number=2, time=NOW, state=RunState.FINISHED), Bye(state=RunState.FINISHED))
-        screen.connection.hang_up()
-        await screen.until(lambda: "q leaves" in screen.text(ActivityLine))
+@slow
+async def test_a_run_that_is_over_stays_on_the_screen_and_its_keys_say_why_they_do_nothing(tmp_path: Path) -> None:
+    status = status_with_taken_port("vllm", ME).model_copy(update={"run": tmp_path.name})
+    async with shown(tmp_path, status=status, num_steps=30) as screen:
+        assert all(words in screen.text(KeysBar) for words in ("v restart", "r restart", "s start", "D end"))
+        over = {"state": RunState.FINISHED, "ended_at": NOW}
+        screen.connection.stored = status.model_copy(update=over)
+        screen.connection.is_reachable = False
+        screen.connection.send(RunChanged(number=2, time=NOW, state=RunState.FINISHED), Bye(state=RunState.FINISHED))
+        screen.connection.disconnect()
+        await screen.until_text(ActivityLine, "q leaves")
         assert "✓ finished" in screen.text(HeaderLine)
-        assert screen.app.is_running
         assert exit_message(screen.app.state).startswith(f"{tmp_path.name} finished after 12m05s, step 30")
-
-
-@pytest.mark.parametrize("key", ["s", "r", "v"])
-async def test_in_a_run_that_is_over_nothing_is_started_and_nobody_is_ended(tmp_path: Path, key: str) -> None:
-    over = refused("vllm", ME).model_copy(update={"state": RunState.FAILED, "ended_at": NOW})
-    async with shown(tmp_path, status=over) as screen:
-        screen.connection.stored = over
-        screen.connection.is_there = False
-        screen.connection.say(Bye(state=RunState.FAILED))
-        screen.connection.hang_up()
-        await screen.until(lambda: "q leaves" in screen.text(ActivityLine))
-        await screen.pilot.press(key)
-        await screen.until(lambda: "grpo-tui --profile hermes8b-shared starts another" in screen.text(ActivityLine))
-        assert screen.connection.asked == []
-
-
-async def test_detaching_from_a_live_run_says_how_to_come_back(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        assert exit_message(screen.app.state) == (
-            f"detached from {tmp_path.name}; grpo-tui attach {tmp_path.name} reconnects, "
-            f"grpo-tui down {tmp_path.name} ends it"
-        )
-
-
-async def test_stages_of_the_teardown_are_read_out(tmp_path: Path) -> None:
-    async with shown(tmp_path) as screen:
-        screen.connection.say(Notice(number=2, time=NOW, severity="info", service=None, text="vllm ended in 0.3 s"))
-        await screen.until(lambda: "vllm ended in 0.3 s" in screen.text(ActivityLine))
-
-
-async def test_a_run_folder_that_is_deleted_under_it_is_survived(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    async with shown(folder, num_steps=5) as screen:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-        await screen.until(lambda: screen.app.state.history.last is None)
-        await screen.until(lambda: screen.app.state.log.lines == ())
+        assert not {"v", "r", "s", "D"} & set(screen.text(KeysBar).split())
+        assert {"t", "f", "z", "?", "q"} <= set(screen.text(KeysBar).split())
+        again = "grpo-tui --profile hermes8b-shared starts another"
+        for key, answer in (("s", again), ("r", again), ("v", again), ("D", "ended already")):
+            await screen.press(key)
+            await screen.until_text(ActivityLine, answer)
+            await screen.press("c")  # replaces the answer
+            await screen.until_text(ActivityLine, "no crash report")
+        words = [command.words for command in RunCommands(screen.app.screen)._commands()]
+        assert not [each for each in words if each.startswith(("restart", "stop", "start/stop", "kill", "end  "))]
+        assert screen.connection.commands == []
         assert screen.app.is_running
 
 
-async def test_steps_that_the_trainer_does_while_one_looks_appear(tmp_path: Path) -> None:
-    async with shown(tmp_path, num_steps=5) as screen:
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write(metrics_line(6).model_dump_json() + "\n")
-        await screen.until(lambda: "step 6" in screen.text(HeaderLine))
+def test_detaching_from_a_live_run_says_how_to_reconnect() -> None:
+    assert exit_message(state_after()) == (
+        "detached from run; grpo-tui attach run reconnects, grpo-tui down run ends it"
+    )
