@@ -100,7 +100,7 @@ async def test_no_more_prompts_are_sampled_concurrently_than_max_workers() -> No
     async def meet(request: Any, call_next: Any) -> Any:
         if b'"n":3' in await request.body():  # only prompts of the evaluation
             at_the_same_time.append(three_are_in.n_waiting + 1)
-            await three_are_in.wait()  # for ever, were there ever fewer than three
+            await three_are_in.wait()  # times out if there are ever fewer than three
         return await call_next(request)
 
     with served_api() as api, served(fake) as inference:
@@ -160,13 +160,9 @@ async def test_a_refused_request_is_answered_as_a_problem_and_training_continues
             state = await asyncio.to_thread(evaluated, api)
             assert state.answers[0].answer.rewards == []
             assert "/generate was refused with 400: three are too many" in (state.answers[0].answer.problem or "")
-
-            def train() -> bool:
-                with RolloutSource(api) as source:
-                    source.register(**RUN)
-                    return source.next_batch(timeout_s=100) is not None
-
-            assert await asyncio.to_thread(train)
+            with RolloutSource(api) as source:
+                source.register(**RUN)
+                assert await asyncio.to_thread(source.next_batch, timeout_s=100) is not None
 
 
 async def test_a_repeated_order_after_a_reset_is_answered_without_sampling_again(

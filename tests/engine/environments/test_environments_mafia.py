@@ -361,15 +361,20 @@ def game_of(task: Mafia, seats: Sequence[Saying], seed: int = 0) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("<pass/>", 1.0), ("no tag", -1.0), ("<vote>Nobody</vote>", 0.0), ("<kill>Ann", -1.0)]
+    ("task", "answer", "reward"),
+    [
+        (Mafia(), "<pass/>", 1.0),
+        (Mafia(max_days=1, pass_counts=0.25), "<pass/>", 0.25),
+        (Mafia(), "<vote>Nobody</vote>", 0.0),
+        (Mafia(), "no tag", -1.0),
+        (Mafia(), "<kill>Ann", -1.0),
+    ],
+    ids=["legal", "legal pass with a reward of its own", "illegal", "no action", "malformed"],
 )
-def test_actions_count_minus_one_nothing_or_one(answer: str, reward: float) -> None:
-    assert game_of(Mafia(), [Saying(answer) for _ in range(5)]) == [reward] * 5
-
-
-def test_the_reward_of_a_pass_is_a_setting() -> None:
-    rewards = game_of(Mafia(max_days=1, pass_counts=0.25), [Saying("<pass/>") for _ in range(5)])
-    assert rewards == [0.25] * 5
+def test_the_reward_is_the_mean_over_legal_illegal_and_malformed_answers(
+    task: Mafia, answer: str, reward: float
+) -> None:
+    assert game_of(task, [Saying(answer) for _ in range(5)]) == [reward] * 5
 
 
 def test_the_winning_side_earns_the_bonus() -> None:

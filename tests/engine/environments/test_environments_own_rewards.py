@@ -83,12 +83,6 @@ def test_a_package_of_the_current_folder_is_found(tmp_path: Path, monkeypatch: p
     assert own("own_package.rewards").label() == "rewards"
 
 
-def test_a_file_named_like_a_standard_module_does_not_replace_it(write: Write) -> None:
-    file = write("def score(completion): return 1", "json.py")
-    assert scored(own(file), "x") == [1.0]
-    assert json.loads("[1]") == [1]
-
-
 def test_a_file_named_like_a_standard_module_is_imported_by_its_path_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +94,7 @@ def test_a_file_named_like_a_standard_module_is_imported_by_its_path_only(
     ):
         own("json").check()
     assert scored(own("json.py"), "x") == [1.0]
+    assert json.loads("[1]") == [1]
 
 
 def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
