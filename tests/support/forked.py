@@ -29,11 +29,18 @@ _context.set_forkserver_preload(_IMPORTED)
 class Forked:
     """`grpo-engine …` in a process, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, *words: str, log: Path, folder: Path, environment: Mapping[str, str]) -> None:
-        """Run `grpo-engine` with `words`; its output is appended to `log`."""
+    def __init__(
+        self, *words: str, log: Path, folder: Path, environment: Mapping[str, str], is_session: bool = False
+    ) -> None:
+        """Run `grpo-engine` with `words`.
+
+        Args:
+            log: its output is appended there.
+            is_session: it leads a new session, as under a keeper: no terminal of this process is its own.
+        """
         log.touch()
         # Not a daemonic process, because those may have no children, and an environment starts a verifier.
-        self._process = _context.Process(target=_run, args=(words, log, folder, dict(environment)))
+        self._process = _context.Process(target=_run, args=(words, log, folder, dict(environment), is_session))
         self._process.start()
         atexit.register(self.kill)  # before multiprocessing waits for it at exit
         assert self._process.pid is not None
@@ -78,7 +85,9 @@ def run_forked(function: Callable[..., object], *arguments: object) -> int:
     return process.exitcode
 
 
-def _run(words: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> None:
+def _run(words: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str], is_session: bool) -> None:
+    if is_session:
+        os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)

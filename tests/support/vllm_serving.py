@@ -70,25 +70,23 @@ class Stack:
 
 @contextmanager
 def serving_vllm(
-    model: Path, folder: Path, *flags: str, environment: dict[str, str] | None = None, port: int | None = None
+    model: Path,
+    folder: Path,
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    port: int | None = None,
+    is_sharing: bool = True,
 ) -> Iterator[Stack]:
-    """A healthy vLLM server, stopped by SIGTERM or, if that fails, SIGKILL."""
+    """A healthy vLLM server, by default with shared weights; stopped by SIGTERM or, if that fails, SIGKILL."""
     port, log = port or free_port(), folder / f"server-{time.monotonic_ns()}.log"
+    if is_sharing:
+        flags = ("--bridge-file", str(folder / "bridge.json"), "--shared-weights", *flags)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "grpo_engine", "server", "--engine", "vllm", "--device", DEVICE),
                 *("--model-name", str(model), "--dtype", DTYPE, "--port", str(port), "--threads", "1"),
-                *(
-                    "--gpu-memory-utilization",
-                    "0.1",
-                    "--max-model-len",
-                    "256",
-                    "--bridge-file",
-                    str(folder / "bridge.json"),
-                    "--shared-weights",
-                    *flags,
-                ),
+                *("--gpu-memory-utilization", "0.1", "--max-model-len", "256", *flags),
             ],
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -506,24 +506,6 @@ def test_padding_columns_and_padding_rows_change_nothing(name: Preset) -> None:
     torch.testing.assert_close(wide_gradient[:4, :6], gradient)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_order_of_the_rows_does_not_matter(name: Preset) -> None:
-    config = with_every_term(name)
-    inputs = random_inputs()
-    order = torch.tensor([2, 0, 3, 1])
-    shuffled = LossInputs(
-        **{
-            field: value[order].detach().requires_grad_(value.requires_grad)
-            for field in TENSORS
-            if (value := getattr(inputs, field)) is not None
-        }
-    )
-    loss, gradient = loss_and_gradient(inputs, config)
-    shuffled_loss, shuffled_gradient = loss_and_gradient(shuffled, config)
-    torch.testing.assert_close(shuffled_loss, loss)
-    torch.testing.assert_close(shuffled_gradient, gradient[order])
-
-
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from serving import RunningServer, free_port, python_path, save_tiny_model, wait_healthy
+from forked import Forked
+from serving import RunningServer, free_port, python_path, wait_healthy
 
 from grpo_engine.server.fork_server import has_cuda, why_unforkable
 from grpo_engine.server.vllm.arguments import store_cache_bytes, stored_cache_bytes
@@ -26,30 +27,33 @@ RESTARTS = "restarts.json"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("fork") / "model", seed=1)
-
-
 @contextmanager
-def fork_server(model: Path, folder: Path, **environment: str) -> Iterator[RunningServer]:
-    """A fork server whose first inference server need not be healthy yet; killed at the end, if it runs."""
+def fork_server(model: Path, folder: Path, *, is_program: bool = False, **environment: str) -> Iterator[RunningServer]:
+    """A fork server whose first inference server need not be healthy yet; killed at the end, if it runs.
+
+    Args:
+        is_program: starts it by its command line, with all imports; otherwise it is forked with its imports done.
+    """
     port, log = free_port(), folder / "server.log"
-    restarts = {RESTARTS_VARIABLE: str(folder / RESTARTS)}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "grpo_engine", "server", "--engine", "torch", "--standby", "--device", "cpu"),
-                *("--model-name", str(model), "--dtype", "float32", "--port", str(port), "--threads", "1"),
-                *("--max-model-len", "64"),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", **restarts, **environment},
-            start_new_session=True,  # as a keeper does, so that SIGHUP is not taken for a lost terminal
-        )
+    words = [
+        *("server", "--engine", "torch", "--standby", "--device", "cpu", "--threads", "1", "--max-model-len", "64"),
+        *("--model-name", str(model), "--dtype", "float32", "--port", str(port)),
+    ]
+    variables = {**os.environ, RESTARTS_VARIABLE: str(folder / RESTARTS), "HF_HUB_OFFLINE": "1", **environment}
+    process: subprocess.Popen[bytes] | Forked
+    if is_program:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "grpo_engine", *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                env={"PYTHONPATH": python_path(), **variables},
+                start_new_session=True,  # as a keeper does, so that SIGHUP is not taken for a lost terminal
+            )
+    else:
+        process = Forked(*words, log=log, folder=folder, environment=variables, is_session=True)
     try:
         yield RunningServer(process, f"http://127.0.0.1:{port}", log)
     finally:
@@ -87,8 +91,20 @@ def num_restarts(server: RunningServer) -> int:
     return restarts.num_restarts
 
 
-def test_a_restart_serves_from_another_process_of_the_same_parent_and_is_counted(model: Path, tmp_path: Path) -> None:
-    with fork_server(model, tmp_path) as server:
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has installed a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_restart_serves_from_another_process_of_the_same_parent_and_is_counted(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with fork_server(model_folder, tmp_path, is_program=True) as server:
+        until(lambda: handles(server.process.pid, RESTART_SIGNAL))
+        server.process.send_signal(RESTART_SIGNAL)  # while it imports
+        until(lambda: num_restarts(server) == 1)
         wait_healthy(server)
         before, first = instance_of(server), serving_process(server)
         server.process.send_signal(RESTART_SIGNAL)
@@ -96,21 +112,20 @@ def test_a_restart_serves_from_another_process_of_the_same_parent_and_is_counted
         after = serving_process(server)
         assert after.pid != first.pid
         assert not first.is_running()
-        assert num_restarts(server) == 1
+        assert num_restarts(server) == 2
         assert server.generate(prompt="abc", max_tokens=4, ignore_eos=True)["finish_reasons"] == ["length"]
         assert server.stop(signal.SIGTERM) == 0
         assert not after.is_running()
 
 
-def test_a_restart_asked_for_twice_and_while_it_imports_ends_in_one_healthy_server(model: Path, tmp_path: Path) -> None:
-    with fork_server(model, tmp_path) as server:
-        until(lambda: _handles(server.process.pid, RESTART_SIGNAL))
-        server.process.send_signal(RESTART_SIGNAL)  # while it imports
-        until(lambda: num_restarts(server) == 1)
+def test_a_restart_requested_twice_ends_in_one_healthy_server_and_sigterm_ends_a_restart(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with fork_server(model_folder, tmp_path) as server:
         wait_healthy(server)
         for _ in range(2):
             server.process.send_signal(RESTART_SIGNAL)
-        until(lambda: num_restarts(server) >= 2)
+        until(lambda: num_restarts(server) >= 1)
         wait_healthy(server)
         assert len(psutil.Process(server.process.pid).children()) == 1
         server.process.send_signal(RESTART_SIGNAL)
@@ -119,20 +134,24 @@ def test_a_restart_asked_for_twice_and_while_it_imports_ends_in_one_healthy_serv
         assert instance_of(server) is None
 
 
-def test_a_killed_fork_server_takes_its_server_along(model: Path, tmp_path: Path) -> None:
-    with fork_server(model, tmp_path) as server:
+def wait_gone(process: psutil.Process) -> None:
+    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_an_inference_server_does_not_outlive_its_killed_fork_server(model_folder: Path, tmp_path: Path) -> None:
+    with fork_server(model_folder, tmp_path) as server:
         wait_healthy(server)
         child = serving_process(server)
         server.process.kill()
-        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        wait_gone(child)
         assert instance_of(server) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 def test_a_server_killed_by_a_signal_ends_its_fork_server_by_the_same_signal(
-    model: Path, tmp_path: Path, number: signal.Signals
+    model_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    with fork_server(model, tmp_path) as server:
+    with fork_server(model_folder, tmp_path) as server:
         wait_healthy(server)
         serving_process(server).send_signal(number)
         assert server.process.wait(30) == -number
@@ -144,13 +163,14 @@ def test_a_missing_model_ends_the_fork_server_before_it_serves(tmp_path: Path) -
         assert "neither a folder that exists" in server.log.read_text(errors="replace")
 
 
-def test_a_fork_server_with_a_thread_starts_its_server_as_a_program(model: Path, tmp_path: Path) -> None:
+@pytest.mark.extended("the threads that prevent a fork are in the table below; restarts are in the tests above")
+def test_a_fork_server_with_a_thread_starts_its_server_as_a_program(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading, time\n"
         "if '--no-standby' not in sys.argv: threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
     )
     path = os.pathsep.join([str(tmp_path), python_path()])
-    with fork_server(model, tmp_path, PYTHONPATH=path) as server:
+    with fork_server(model_folder, tmp_path, is_program=True, PYTHONPATH=path) as server:
         wait_healthy(server)
         assert "threads behind" in server.log.read_text(errors="replace")
         first = serving_process(server)
@@ -158,10 +178,10 @@ def test_a_fork_server_with_a_thread_starts_its_server_as_a_program(model: Path,
         server.process.send_signal(RESTART_SIGNAL)
         until(lambda: num_restarts(server) == 1)
         wait_healthy(server)
-        assert serving_process(server).pid != first.pid
         child = serving_process(server)
+        assert child.pid != first.pid
         server.process.kill()
-        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        wait_gone(child)
 
 
 def test_the_cache_size_that_a_server_measured_is_stored_for_the_next_one() -> None:
@@ -175,33 +195,27 @@ def test_the_cache_size_that_a_server_measured_is_stored_for_the_next_one() -> N
     store_cache_bytes(0)
 
 
-def test_a_process_with_one_thread_can_be_forked_and_one_with_two_names_the_other() -> None:
-    code = (
-        "import threading, time; from grpo_engine.server.fork_server import why_unforkable; print(why_unforkable());"
-        "threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); print(why_unforkable())"
-    )
-    environment = {**os.environ, "PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    alone, crowded = done.stdout.splitlines()
-    assert alone == "None"
-    assert "1 threads behind" in crowded
-
-
-@pytest.mark.parametrize(
-    ("name", "is_safe"),
-    [("cuda00001800007", True), ("cuda0000c100007", True), ("jemalloc_bg_thd", True), ("cuda-EvtHandlr", False)],
-)
-def test_a_thread_of_nvml_or_jemalloc_does_not_prevent_a_fork(name: str, is_safe: bool) -> None:
+def test_a_process_with_another_thread_cannot_be_forked_unless_that_is_nvmls_or_jemallocs() -> None:
     """On GPU machines each server used to be started as a program, because NVML had left its thread."""
+    names = ("cuda00001800007", "cuda0000c100007", "jemalloc_bg_thd", "cuda-EvtHandlr", "other")
     code = (
-        "import ctypes, threading, time; from grpo_engine.server.fork_server import why_unforkable\n"
-        "named = threading.Event()\n"
-        f"def stay(): ctypes.CDLL(None).prctl(15, {name.encode()!r}); named.set(); time.sleep(60)\n"
-        "threading.Thread(target=stay, daemon=True).start(); named.wait(); print(why_unforkable())"
+        "import ctypes, sys, threading; from grpo_engine.server.fork_server import why_unforkable\n"
+        "def stay(name):\n"
+        "    ctypes.CDLL(None).prctl(15, name.encode()); is_named.set(); may_end.wait()\n"
+        "print(why_unforkable())\n"
+        "for name in sys.argv[1:]:\n"
+        "    is_named, may_end = threading.Event(), threading.Event()\n"
+        "    thread = threading.Thread(target=stay, args=(name,)); thread.start(); is_named.wait()\n"
+        "    print(why_unforkable()); may_end.set(); thread.join()\n"
     )
     environment = {**os.environ, "PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ("None" in done.stdout) == is_safe
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    alone, *beside = done.stdout.splitlines()
+    assert alone == "None"
+    for name, answer in zip(names, beside, strict=True):
+        is_safe = name not in ("cuda-EvtHandlr", "other")
+        assert answer == "None" if is_safe else f"1 threads behind ({name})" in answer
 
 
 class Driver:
@@ -221,10 +235,3 @@ def test_the_cuda_driver_reports_whether_it_was_initialised(driver: Any, is_init
     """NVML opens /dev/nvidia-uvm too, so the open file is no sign of CUDA."""
     assert has_cuda(driver) == is_initialised
     assert why_unforkable() is None or "behind" in str(why_unforkable())
-
-
-def _handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has installed a handler for a signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -12,23 +12,18 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from serving import EOS, VOCABULARY, RunningServer, model_logprobs, running_server, save_tiny_model
+from serving import EOS, VOCABULARY, RunningServer, model_logprobs, running_server
 from transformers import AutoModelForCausalLM
 
 from grpo_engine.wire.inference import BridgeInfo, GenerateResponse
 
 pytestmark = pytest.mark.slow
 PROMPT = [10, 20, 30, 40]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+GREEDY = {"prompt": "abc", "temperature": 0, "max_tokens": 20, "logprobs": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> torch.nn.Module:
-    torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
 
 
@@ -38,11 +33,20 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
 
 
-def first_keys(answer: dict, completion: int) -> tuple[list[int], list[float]]:
+def sampled(answer: dict, completion: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens and log-probabilities of an answer that has no others beside them."""
     entries = answer["logprobs"][completion]
     assert all(len(position) == 1 for position in entries)
     pairs = [next(iter(position[0].items())) for position in entries]
-    return [int(token) for token, _ in pairs], [value for _, value in pairs]
+    return [int(token) for token, _ in pairs], torch.tensor([value for _, value in pairs])
+
+
+def assert_logprobs(answer: dict, model: torch.nn.Module, prompt: list[int]) -> None:
+    """The answer has the model's log-probabilities of its tokens."""
+    for index, tokens in enumerate(answer["token_ids"]):
+        named, logprobs = sampled(answer, index)
+        assert named == tokens
+        torch.testing.assert_close(logprobs, model_logprobs(model, prompt, tokens), atol=1e-4, rtol=0)
 
 
 def test_an_answer_has_the_wire_shape_and_the_models_logprobs(server: RunningServer, model: torch.nn.Module) -> None:
@@ -52,51 +56,32 @@ def test_an_answer_has_the_wire_shape_and_the_models_logprobs(server: RunningSer
     GenerateResponse.model_validate(answer, extra="forbid")
     assert answer["prompt_token_ids"] == PROMPT
     assert answer["policy_versions"] == [[0] * len(tokens) for tokens in answer["token_ids"]]
-    for index, tokens in enumerate(answer["token_ids"]):
-        sampled, logprobs = first_keys(answer, index)
-        assert sampled == tokens
-        assert answer["finish_reasons"][index] == ("stop" if tokens[-1] == EOS else "length")
-        torch.testing.assert_close(torch.tensor(logprobs), model_logprobs(model, PROMPT, tokens), atol=1e-4, rtol=0)
+    assert len(answer["token_ids"]) == 3
+    assert_logprobs(answer, model, PROMPT)
+    ends = ["stop" if tokens[-1] == EOS else "length" for tokens in answer["token_ids"]]
+    assert answer["finish_reasons"] == ends
 
 
-def test_prompts_of_different_lengths_share_a_batch_independently(
-    server: RunningServer, model: torch.nn.Module
+@pytest.mark.parametrize(
+    ("prompts", "lengths", "n"),
+    [
+        ([[5 + i] * (1 + 7 * i) for i in range(6)], [4, 6, 3, 5, 7, 4], 5),
+        ([PROMPT * 4, PROMPT * 3, PROMPT, PROMPT * 3], [3, 150, 40, 90], 2),
+    ],
+    ids=["prompts of different lengths", "long rows after short ones are dropped"],
+)
+def test_requests_share_a_batch_independently(
+    server: RunningServer, model: torch.nn.Module, prompts: list[list[int]], lengths: list[int], n: int
 ) -> None:
-    prompts = [[5 + i] * (1 + 7 * i) for i in range(6)]
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(
-            pool.map(
-                lambda p: server.generate(prompt={"prompt_token_ids": p}, logprobs=0, n=5, max_tokens=3 + len(p) % 5),
-                prompts,
-            )
-        )
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer["token_ids"]) == 5
-        for index, tokens in enumerate(answer["token_ids"]):
-            expected = model_logprobs(model, prompt, tokens)
-            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+    def generate(prompt: list[int], length: int) -> dict:
+        body = {"logprobs": 0, "n": n, "max_tokens": length, "ignore_eos": True}
+        return server.generate(prompt={"prompt_token_ids": prompt}, **body)
 
-
-def test_long_rows_are_correct_after_short_ones_are_dropped(server: RunningServer, model: torch.nn.Module) -> None:
-    lengths = [3, 150, 40, 90]
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(
-                lambda length: server.generate(
-                    prompt={"prompt_token_ids": PROMPT * (1 + length % 4)},
-                    logprobs=0,
-                    n=2,
-                    max_tokens=length,
-                    ignore_eos=True,
-                ),
-                lengths,
-            )
-        )
-    for length, answer in zip(lengths, answers, strict=True):
-        for index, tokens in enumerate(answer["token_ids"]):
-            assert len(tokens) == length
-            expected = model_logprobs(model, PROMPT * (1 + length % 4), tokens)
-            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(generate, prompts, lengths))
+    for prompt, length, answer in zip(prompts, lengths, answers, strict=True):
+        assert [len(tokens) for tokens in answer["token_ids"]] == [length] * n
+        assert_logprobs(answer, model, prompt)
 
 
 def test_greedy_text_is_what_the_model_ranks_first(server: RunningServer, model: torch.nn.Module) -> None:
@@ -104,9 +89,7 @@ def test_greedy_text_is_what_the_model_ranks_first(server: RunningServer, model:
     with torch.no_grad():
         for _ in range(6):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    answer = server.generate(
-        prompt={"prompt_token_ids": PROMPT}, temperature=0, max_tokens=6, logprobs=0, ignore_eos=True
-    )
+    answer = server.generate(**GREEDY | {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 6})
     assert answer["token_ids"] == [tokens[4:]]
     assert answer["finish_reasons"] == ["length"]
 
@@ -116,10 +99,9 @@ def test_the_sampled_token_comes_first_and_the_extra_ones_follow(server: Running
     assert answer["prompt"] == "hello"
     for tokens, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
         for token, position in zip(tokens, positions, strict=True):
-            keys, values = list(position[0]), list(position[0].values())
+            keys, others = list(position[0]), list(position[0].values())[1:]
             assert keys[0] == str(token)
             assert len(keys) in (4, 5)
-            others = values[1:]
             assert others == sorted(others, reverse=True)
 
 
@@ -166,24 +148,21 @@ def test_top_k_and_min_p_exclude_the_other_tokens(server: RunningServer, model: 
 
 
 def test_generation_ends_with_the_token_that_completes_a_stop_string(server: RunningServer) -> None:
-    free = server.generate(prompt="abc", temperature=0, max_tokens=20, logprobs=0, ignore_eos=True)
+    free = server.generate(**GREEDY)
     text = free["text"][0]
-    stop = text[4:6]
-    at = text.index(stop)
-    cut = server.generate(prompt="abc", temperature=0, max_tokens=20, logprobs=0, ignore_eos=True, stop=stop)
+    cut = server.generate(**GREEDY, stop=text[4:6])
     assert cut["finish_reasons"] == ["stop"]
-    assert cut["text"] == [text[:at]]
+    assert cut["text"] == [text[: text.index(text[4:6])]]
     assert cut["token_ids"][0] == free["token_ids"][0][: len(cut["token_ids"][0])]
     assert len(cut["logprobs"][0]) == len(cut["token_ids"][0])
 
 
 def test_stop_tokens_end_a_row_but_not_before_min_tokens(server: RunningServer) -> None:
-    free = server.generate(prompt="abc", temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)["token_ids"][0]
-    body = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-    stopped = server.generate(**body, stop_token_ids=[free[2]])
+    free = server.generate(**GREEDY)["token_ids"][0]
+    stopped = server.generate(**GREEDY, stop_token_ids=[free[2]])
     assert stopped["token_ids"][0] == free[: free.index(free[2]) + 1]
     assert stopped["finish_reasons"] == ["stop"]
-    longer = server.generate(**body, stop_token_ids=[free[2]], min_tokens=8)
+    longer = server.generate(**GREEDY, stop_token_ids=[free[2]], min_tokens=8)
     assert free[2] not in longer["token_ids"][0][:7]
 
 
@@ -197,7 +176,7 @@ def test_prompt_logprobs_are_returned(server: RunningServer, model: torch.nn.Mod
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "word"),
+    ("body", "status", "message"),
     [
         ({"prompt": "a", "top_q": 1}, 422, "top_q"),
         ({"prompt": "a", "temprature": 1}, 422, "did you mean 'temperature'"),
@@ -210,11 +189,11 @@ def test_prompt_logprobs_are_returned(server: RunningServer, model: torch.nn.Mod
         ({"prompt": "a", "stream": True}, 400, "stream"),
     ],
 )
-def test_bad_input_is_refused_by_name(server: RunningServer, body: dict, status: int, word: str) -> None:
+def test_bad_input_is_refused_by_name(server: RunningServer, body: dict, status: int, message: str) -> None:
     with server.client as client:
         answer = client.post("/generate", json=body)
     assert answer.status_code == status
-    assert word in answer.json()["detail"]
+    assert message in answer.json()["detail"]
 
 
 def test_a_number_out_of_range_is_refused_by_openais_routes_too(server: RunningServer) -> None:
@@ -225,26 +204,24 @@ def test_a_number_out_of_range_is_refused_by_openais_routes_too(server: RunningS
 
 
 def test_completions_stop_at_max_model_len(server: RunningServer) -> None:
-    answer = server.generate(
-        prompt={"prompt_token_ids": [5] * 250}, max_tokens=500, logprobs=0, ignore_eos=True, temperature=0
-    )
+    answer = server.generate(**GREEDY | {"prompt": {"prompt_token_ids": [5] * 250}, "max_tokens": 500})
     assert len(answer["token_ids"][0]) == 6
     assert answer["finish_reasons"] == ["length"]
 
 
 def test_a_client_that_disconnects_frees_its_rows(server: RunningServer) -> None:
-    async def leave_and_come_back() -> int:
+    async def disconnect_and_ask_again() -> int:
         async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
             body = {"prompt": "a", "n": 256, "max_tokens": 250, "ignore_eos": True}
-            leavers = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(30)]
+            disconnected = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(30)]
             await asyncio.sleep(0.3)
-            for task in leavers:
+            for task in disconnected:
                 task.cancel()
-            await asyncio.gather(*leavers, return_exceptions=True)
+            await asyncio.gather(*disconnected, return_exceptions=True)
             async with asyncio.timeout(20):  # thirty such batches take minutes
                 return (await client.post("/generate", json={"prompt": "a", "max_tokens": 2})).status_code
 
-    assert asyncio.run(leave_and_come_back()) == 200
+    assert asyncio.run(disconnect_and_ask_again()) == 200
 
 
 def test_the_routes_of_openai_honour_n(server: RunningServer) -> None:
@@ -285,7 +262,7 @@ def test_processed_logprobs_are_of_the_sampled_distribution(
             with torch.no_grad():
                 logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1] / 0.5
             expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(first_keys(answer, index)[1]), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(sampled(answer, index)[1], expected, atol=1e-4, rtol=0)
         assert server.stop(signal.SIGTERM) == 0
 
 

@@ -57,20 +57,20 @@ def test_half_a_certificate_is_refused() -> None:
 # --- only this machine -----------------------------------------------------------------------------------------------
 
 
-def asked(*, peer: str = "127.0.0.1", **headers: str) -> None:
+def send_request(*, peer: str = "127.0.0.1", **headers: str) -> None:
     encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     only_this_machine(Request({"type": "http", "path": "/bridge/pause", "client": (peer, 1), "headers": encoded}))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9001", "localhost:9001", "[::1]:9001", "0.0.0.0:9001"])
 def test_programs_on_this_machine_are_answered_under_any_of_its_addresses(host: str) -> None:
-    asked(host=host)
-    asked(host=f"{socket.gethostname()}:9001")
-    asked(peer="::1", host=host)
+    send_request(host=host)
+    send_request(host=f"{socket.gethostname()}:9001")
+    send_request(peer="::1", host=host)
 
 
 @pytest.mark.parametrize(
-    ("request_of", "why"),
+    ("origin", "reason"),
     [
         ({"peer": "10.1.2.3"}, "not 10.1.2.3"),
         ({"x_forwarded_for": "127.0.0.1"}, "x-forwarded-for"),
@@ -81,8 +81,8 @@ def test_programs_on_this_machine_are_answered_under_any_of_its_addresses(host: 
     ],
     ids=["elsewhere", "proxy", "standard proxy", "page", "page without origin", "name that resolves to loopback"],
 )
-def test_a_request_for_a_remote_client_is_refused(request_of: dict[str, str], why: str) -> None:
+def test_a_request_for_a_remote_client_is_refused(origin: dict[str, str], reason: str) -> None:
     with pytest.raises(HTTPException) as refused:
-        asked(**request_of)
+        send_request(**origin)
     assert refused.value.status_code == 403
-    assert why in refused.value.detail
+    assert reason in refused.value.detail

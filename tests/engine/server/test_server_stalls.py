@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import save_tiny_model
 
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import EngineStalled
@@ -81,10 +80,10 @@ def test_requests_in_a_paused_engine_are_no_stall_but_a_command_is() -> None:
 
 
 @asynccontextmanager
-async def served(folder: Path, *, stalled_after_s: float = 120) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncClient]]:
+async def served(model: Path, *, stalled_after_s: float = 120) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncClient]]:
     """A loaded engine on torch behind our routes, without a process around it."""
     config = ServerConfig(
-        model_name=str(save_tiny_model(folder / "model", seed=1)),
+        model_name=str(model),
         engine="torch",
         device="cpu",
         dtype="float32",
@@ -106,17 +105,17 @@ async def served(folder: Path, *, stalled_after_s: float = 120) -> AsyncIterator
 
 @pytest.mark.slow
 async def test_health_reports_a_decode_step_that_hangs_until_it_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, may_go_on, step = threading.Event(), threading.Event(), Decoder._step
+    hangs, may_continue, step = threading.Event(), threading.Event(), Decoder._step
 
     def hanging_step(*arguments: object) -> object:
         hangs.set()
-        assert may_go_on.wait(60)
+        assert may_continue.wait(60)
         return step(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Decoder, "_step", hanging_step)
-    async with served(tmp_path, stalled_after_s=1e-9) as (_, client):
+    async with served(model_folder, stalled_after_s=1e-9) as (_, client):
         assert (await client.get("/health")).status_code == 200
         asking = asyncio.create_task(client.post("/generate", json=REQUEST))
         try:
@@ -124,7 +123,7 @@ async def test_health_reports_a_decode_step_that_hangs_until_it_continues(
             stalled = await client.get("/health")
             refused = await client.post("/generate", json=REQUEST)
         finally:
-            may_go_on.set()
+            may_continue.set()
         assert (stalled.status_code, stalled.json()["engine"]) == (503, "stalled")
         assert "produced nothing for 0 s" in stalled.json()["detail"]
         assert refused.status_code == 503
@@ -133,11 +132,11 @@ async def test_health_reports_a_decode_step_that_hangs_until_it_continues(
 
 
 @pytest.mark.slow
-async def test_every_forward_pass_counts_as_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_forward_pass_counts_as_output(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent_since: list[float | None] = []
     step = Decoder._step
 
-    async with served(tmp_path) as (engine, client):
+    async with served(model_folder) as (engine, client):
 
         def noting_step(*arguments: object) -> object:
             silent_since.append(engine._stalls._silent_since)
@@ -150,8 +149,8 @@ async def test_every_forward_pass_counts_as_output(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-async def test_requests_that_wait_for_a_weight_update_are_no_stall(tmp_path: Path) -> None:
-    async with served(tmp_path, stalled_after_s=1e-9) as (engine, client):
+async def test_requests_that_wait_for_a_weight_update_are_no_stall(model_folder: Path) -> None:
+    async with served(model_folder, stalled_after_s=1e-9) as (engine, client):
         (await client.post("/bridge/pause", json={})).raise_for_status()
         asking = asyncio.create_task(client.post("/generate", json=REQUEST))
         while not engine._waiting:

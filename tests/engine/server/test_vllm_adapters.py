@@ -111,11 +111,11 @@ def test_adapters_are_swapped_while_requests_run(adapted: Stack) -> None:
     is_over = threading.Event()
     answers: list[dict] = []
 
-    def hammer() -> None:
+    def send_requests() -> None:
         while not is_over.is_set():
             answers.append(adapted.server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=64, logprobs=0))
 
-    thread = threading.Thread(target=hammer)
+    thread = threading.Thread(target=send_requests)
     thread.start()
     try:
         for version in range(3, 8):

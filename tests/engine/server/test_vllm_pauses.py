@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from grpo_engine.errors import BridgeError, HalfWritten
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.engine import Adapter, EngineUnavailable, WeightsBusy
+from grpo_engine.server.engine import Adapter, EngineStalled, EngineUnavailable, WeightsBusy
 from grpo_engine.server.vllm import engine as vllm_engine
 from grpo_engine.server.vllm.engine import VllmEngine
 from grpo_engine.wire.inference import GenerateRequest
@@ -28,7 +29,7 @@ class Llm:
     errored = False
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.fault: Exception | None = None
         """Result of the next command to the core."""
         self.may_answer = asyncio.Event()
@@ -40,8 +41,8 @@ class Llm:
         self.output_processor = SimpleNamespace(request_states={})
         self.model_config = SimpleNamespace(max_model_len=64, hf_text_config=SimpleNamespace(vocab_size=50))
 
-    async def answer(self, question: str) -> None:
-        self.asked.append(question)
+    async def answer(self, call: str) -> None:
+        self.calls.append(call)
         await self.may_answer.wait()
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -65,7 +66,7 @@ class Llm:
             completion = SimpleNamespace(index=0, token_ids=[7], logprobs=[entry], finish_reason="length", text="a")
             yield SimpleNamespace(outputs=[completion], prompt_logprobs=None)
         finally:
-            self.asked.append("end of a request")
+            self.calls.append("end of a request")
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def ask(engine: VllmEngine) -> asyncio.Task[Any]:
+def send_request(engine: VllmEngine) -> asyncio.Task[Any]:
     return asyncio.create_task(engine.generate([1], GenerateRequest(prompt="", max_tokens=1)))
 
 
@@ -107,7 +108,7 @@ async def test_requests_continue_after_a_failed_pause_and_a_failed_reload(
         with pytest.raises(RuntimeError, match="cannot be reset"):
             await change
         assert engine._gate.is_open
-        assert llm.asked[-1] == "resume"
+        assert llm.calls[-1] == "resume"
         assert engine._pause is None
 
 
@@ -142,6 +143,16 @@ async def test_a_core_that_exits_while_a_pause_waits_for_it_is_detected(
     await asyncio.wait({pause})
 
 
+async def test_a_core_that_produces_nothing_is_stalled_until_its_next_output(engine: VllmEngine, llm: Llm) -> None:
+    request = send_request(engine)
+    await turns()
+    with pytest.raises(EngineStalled, match="produced nothing"):
+        engine._stalls.check(time.monotonic() + 1e6)
+    llm.may_end.set()
+    await request
+    engine._stalls.check(time.monotonic() + 1e6)
+
+
 async def test_a_pause_of_an_exited_core_is_answered_with_an_error(engine: VllmEngine, llm: Llm) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -151,7 +162,7 @@ async def test_a_pause_of_an_exited_core_is_answered_with_an_error(engine: VllmE
 
 
 async def test_a_request_that_ran_during_a_write_is_generated_again(engine: VllmEngine, llm: Llm) -> None:
-    request = ask(engine)
+    request = send_request(engine)
     await turns()
     await engine.pause(os.getpid(), 60)
     with engine._lock.writing(1):
@@ -184,7 +195,7 @@ async def test_a_pause_outlasts_its_limit_while_its_owner_writes(
 async def test_an_adapter_loaded_during_a_pause_does_not_invalidate_frozen_requests(
     engine: VllmEngine, llm: Llm
 ) -> None:
-    request = ask(engine)
+    request = send_request(engine)
     await turns()
     (request_id,) = engine._versions._running
     llm.output_processor.request_states["r"] = SimpleNamespace(
@@ -201,56 +212,41 @@ async def test_an_adapter_loaded_during_a_pause_does_not_invalidate_frozen_reque
     assert generation.completions[0].policy_versions == [3]
 
 
-def an_adapter() -> Any:
-    """An adapter as vLLM's request type."""
+@pytest.mark.parametrize(
+    ("is_trainer_alive", "error", "message"),
+    [(False, HalfWritten, "the writer failed"), (True, BridgeError, "is writing another one")],
+    ids=["half-written weights", "during a write"],
+)
+async def test_an_adapter_on_weights_that_are_not_complete_is_refused_and_unloaded(
+    engine: VllmEngine,
+    llm: Llm,
+    monkeypatch: pytest.MonkeyPatch,
+    is_trainer_alive: bool,
+    error: type[Exception],
+    message: str,
+) -> None:
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(lora_name="adapter-1", lora_int_id=1, lora_path="somewhere")
-
-
-async def test_an_adapter_on_half_written_weights_is_refused_and_unloaded(
-    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
-) -> None:
     engine._parameters = SimpleNamespace(shapes={}, aliases={})
     monkeypatch.setattr(vllm_engine, "check_adapter", lambda *_args, **_others: [])
 
-    async def load(*_args: Any) -> Any:
-        with suppress(RuntimeError), engine._lock.writing(1):
-            raise RuntimeError("the trainer dies meanwhile")
-        return an_adapter()
+    async def load(*_args: Any) -> LoRARequest:
+        if not is_trainer_alive:
+            with suppress(RuntimeError), engine._lock.writing(1):
+                raise RuntimeError("the trainer fails meanwhile")
+        return LoRARequest(lora_name="adapter-1", lora_int_id=1, lora_path="somewhere")
 
     monkeypatch.setattr(engine._adapters, "load", load)
-    with pytest.raises(HalfWritten):
+    with engine._lock.writing(1) if is_trainer_alive else nullcontext(), pytest.raises(error, match=message):
         await engine.load_adapter("somewhere", "a", 5)
-    assert llm.asked == ["remove 1"]
-    assert engine._lock.read().is_writing
-
-
-async def test_an_adapter_loaded_during_a_write_is_refused_and_unloaded(
-    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine._parameters = SimpleNamespace(shapes={}, aliases={})
-    monkeypatch.setattr(vllm_engine, "check_adapter", lambda *_args, **_others: [])
-
-    async def load(*_args: Any) -> Any:
-        return an_adapter()
-
-    monkeypatch.setattr(engine._adapters, "load", load)
-    with engine._lock.writing(1), pytest.raises(BridgeError, match="is writing another one"):
-        await engine.load_adapter("somewhere", "a", 5)
-    assert llm.asked == ["remove 1"]
+    assert llm.calls == ["remove 1"]
+    assert engine._lock.read().is_writing is not is_trainer_alive
 
 
 async def test_a_client_that_disconnects_from_a_stream_releases_everything(engine: VllmEngine, llm: Llm) -> None:
     stream = engine.guarded({"prompt_token_ids": [1]}, None, "r")
     await anext(stream)
+    engine._stalls.check(1e12)  # a client that stops reading is no stall
     await stream.aclose()
-    assert llm.asked == ["end of a request"]
+    assert llm.calls == ["end of a request"]
     assert (engine._num_requests, engine._gate._num_inside, engine._stalls.num_pending) == (0, 0, 0)
-
-
-async def test_a_client_that_stops_reading_is_no_stall(engine: VllmEngine) -> None:
-    stream = engine.guarded({"prompt_token_ids": [1]}, None, "r")
-    await anext(stream)
-    engine._stalls.check(1e12)
-    await stream.aclose()

@@ -2,71 +2,45 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
-from serving import RunningServer, free_port, model_logprobs, python_path, save_tiny_model, wait_healthy
+from serving import RunningServer, model_logprobs, save_tiny_model
 from transformers import AutoModelForCausalLM
+from vllm_serving import processes_below, serving_vllm, wait_gone
 
 from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
-
-DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+pytestmark = [
+    pytest.mark.extended(
+        "test_vllm_pauses.py has a core that hangs or exits, test_server_stalls.py a server on torch that hangs"
+    ),
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with the checkpoint of version 7 that a trainer has written."""
     folder = tmp_path_factory.mktemp("stalls")
-    model, port, log = save_tiny_model(folder / "model", seed=1), free_port(), folder / "server.log"
-    with CheckpointFolder(folder / "handover", folder / "handover", model=str(model)).writing(7) as newest:
+    handover = folder / "handover"
+    with CheckpointFolder(handover, handover, model=str(model_folder)).writing(7) as newest:
         save_tiny_model(newest, seed=2)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "grpo_engine",
-                    "server",
-                    "--engine",
-                    "vllm",
-                    "--model-name",
-                    str(model),
-                    "--port",
-                    str(port),
-                ),
-                *("--device", DEVICE, "--dtype", DTYPE, "--max-model-len", "512", "--gpu-memory-utilization", "0.1"),
-                *("--threads", "1", "--enforce-eager", "--stalled-after-s", "2"),
-                *("--handover", str(folder / "handover")),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"},
-        )
-    running = RunningServer(process, f"http://127.0.0.1:{port}", log)
-    try:
-        wait_healthy(running)
-        yield running
-    finally:
-        for below in engine_processes(running):
-            below.resume()
-        with suppress(subprocess.TimeoutExpired):
-            running.stop()
-        process.kill()
-        process.wait()
+    flags = ("--enforce-eager", "--stalled-after-s", "2", "--handover", str(handover))
+    with serving_vllm(model_folder, folder, *flags, is_sharing=False) as stack:
+        yield stack.server
+        for process in engine_processes(stack.server):
+            process.resume()
 
 
 def engine_processes(server: RunningServer) -> list[psutil.Process]:
@@ -137,7 +111,7 @@ def test_health_reports_an_engine_that_hangs_in_a_weight_update(server: RunningS
 
 
 def test_a_killed_engine_core_fails_waiting_requests_and_ends_the_server(server: RunningServer) -> None:
-    core = engine_processes(server)[0]
+    core, below = engine_processes(server)[0], processes_below(server.process.pid)
     core.suspend()
     with ThreadPoolExecutor(1) as pool, server.client as client:
         asking = pool.submit(client.post, "/generate", json={"prompt": "abc"})
@@ -146,3 +120,5 @@ def test_a_killed_engine_core_fails_waiting_requests_and_ends_the_server(server:
         answer = asking.result()
     assert (answer.status_code, "engine has exited" in answer.json()["detail"]) == (503, True)
     assert server.process.wait(30) == 1
+    wait_gone(below, within_s=10)
+    assert "engine has exited" in server.log.read_text(errors="replace")
