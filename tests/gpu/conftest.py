@@ -11,18 +11,18 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let libraries warn: their compilers and profilers do so on a GPU only, of matters that are not ours."""
+    """Let libraries warn: their compilers and profilers do so on a GPU only, about matters that are not ours."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)
 
 
 @pytest.fixture(autouse=True)
-def empty_card() -> Iterator[None]:
-    """Begin with all of the GPU's memory: models with hooks refer to themselves, and so outlive their test."""
+def free_gpu_memory() -> Iterator[None]:
+    """Free the memory of earlier tests: models with hooks refer to themselves, and so outlive their test."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
     yield
     if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(1.0)  # a test may have played a smaller card
+        torch.cuda.set_per_process_memory_fraction(1.0)  # a test may have limited it

@@ -1,4 +1,4 @@
-"""On a GPU, packed rows, recompute, kept attention and compiled layers change no gradient beyond rounding."""
+"""On a GPU, packed rows, recompute, kept attention and compiled layers change gradients by no more than rounding."""
 
 from __future__ import annotations
 

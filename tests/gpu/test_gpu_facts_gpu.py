@@ -1,7 +1,7 @@
-"""What our reader says of the real driver, while a child process holds some memory of the first GPU.
+"""What our reader reports of the real driver, while a child process holds some memory of the first GPU.
 
-In a container the driver may list pids of the machine outside, or none: then it must be said, and nothing made up. What
-it told is in the log (`-o log_cli=true --log-cli-level=INFO`).
+In a container the driver may list pids of the host, or none: then the sample has a note, and no figure per service. The
+samples are in the log (`-o log_cli=true --log-cli-level=INFO`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ pytestmark = [
 ]
 
 
-async def test_the_driver_tells_the_memory_of_a_child_or_that_it_does_not_tell_and_all_sensors() -> None:
+async def test_the_memory_of_a_child_is_reported_or_that_the_driver_hides_it_and_all_sensors() -> None:
     reader = GpuReader(limit_s=READ_LIMIT_S)
     before = first_gpu(await reader.sample({}))
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CHILD, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=one_gpu()
+        sys.executable,
+        "-c",
+        CHILD,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=numbered_like_the_driver(),
     )
     try:
         assert child.stdout is not None
@@ -77,8 +82,8 @@ def first_gpu(sample: GpuSample) -> GpuStatus:
     return sample.gpus[0]
 
 
-def one_gpu() -> dict[str, str]:
-    """Numbers as the driver counts; CUDA's own order may be another."""
+def numbered_like_the_driver() -> dict[str, str]:
+    """An environment in which CUDA numbers the GPUs as the driver does."""
     return {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 

@@ -1,4 +1,4 @@
-"""Gradients that stand in bf16 on an NVIDIA GPU: their norm, sum, memory and time, and an 8B model on an 80 GB card.
+"""Gradients that are kept in bf16 on an NVIDIA GPU: their norm, sum, memory and time, and an 8B model on an 80 GB card.
 
 Figures are in the log: `pytest tests/gpu/test_gradient_dtype_gpu.py -o log_cli=true --log-cli-level=INFO`.
 """
@@ -69,7 +69,7 @@ def test_the_norm_of_bf16_gradients_is_precise_and_takes_no_copy_of_them() -> No
     assert norm == pytest.approx(expected, rel=1e-5)
 
 
-def test_small_addends_add_up_on_average_and_at_what_time() -> None:
+def test_small_addends_add_up_on_average() -> None:
     total = torch.ones(8 * NUMBERS, dtype=torch.bfloat16, device="cuda")
     addend = torch.full_like(total, 2.0**-12)
     add_rounded_(total, addend)
@@ -149,7 +149,7 @@ def settings(**changes: object) -> TrainConfig:
 
 
 def trainee(pretrained: LlamaConfig, config: TrainConfig) -> Trainee:
-    """With weights in this process, as if inference had them."""
+    """A trainee whose weights are in this process, as if an inference server shared them."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(pretrained, dtype=torch.bfloat16)
@@ -168,12 +168,12 @@ def trainee(pretrained: LlamaConfig, config: TrainConfig) -> Trainee:
 )
 def test_the_planned_peak_is_within_15_percent_of_the_real_one(changes: dict[str, object]) -> None:
     config = settings(**changes)
-    really = trainee(llama_8b(8), config)
-    weights = torch.cuda.memory_allocated() - sum(p.nbytes for p in really._masters.state_dict().values())
-    gradient_step(really, longest_batch(config), step=0, policy_version=0)  # makes the optimizer's state
+    subject = trainee(llama_8b(8), config)
+    weights = torch.cuda.memory_allocated() - sum(p.nbytes for p in subject._masters.state_dict().values())
+    gradient_step(subject, longest_batch(config), step=0, policy_version=0)  # makes the optimizer's state
     torch.cuda.reset_peak_memory_stats()
-    gradient_step(really, longest_batch(config), step=1, policy_version=1)
-    really.write_weights()
+    gradient_step(subject, longest_batch(config), step=1, policy_version=1)
+    subject.write_weights()
     measured = torch.cuda.max_memory_allocated() - weights
     plan = memory_plan(model_shape(llama_8b(8), config), config)
     log.info("planned %.2f GB, measured %.2f GB: %s", plan.allocated_bytes / 1e9, measured / 1e9, one_line(plan))
@@ -192,23 +192,23 @@ def test_the_planned_peak_is_within_15_percent_of_the_real_one(changes: dict[str
 def test_8b_parameters_are_trained_in_what_inference_leaves_of_an_80_gb_card(
     share: float, changes: dict[str, object]
 ) -> None:
-    """The settings in the head of profiles/hermes8b-shared.toml; torch is given no byte more than that card has."""
+    """The settings at the top of profiles/hermes8b-shared.toml; torch may allocate what an 80 GB card has left."""
     if changes["optimizer"] == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("needs bitsandbytes")
-    # Weights are inference's; they are in this process here, and its context is not in torch's count.
+    # The weights would be the server's, and are in this process here; torch does not count the CUDA context.
     allowed = int((1 - share) * H100_BYTES) - CONTEXT_BYTES + WEIGHTS_BYTES
     _, total = torch.cuda.mem_get_info()
     if total < 1.1 * allowed:
         pytest.skip(f"needs {1.1 * allowed / 1e9:.0f} GB")
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     config = settings(**changes)
-    really = trainee(llama_8b(32), config)
-    rehearse_step(really)
+    subject = trainee(llama_8b(32), config)
+    rehearse_step(subject)
     torch.cuda.reset_peak_memory_stats()
     for step in range(2):
-        result = gradient_step(really, longest_batch(config), step=step, policy_version=step)
+        result = gradient_step(subject, longest_batch(config), step=step, policy_version=step)
         assert result.applied
-        really.write_weights()
+        subject.write_weights()
     log.info(
         "allocated %.1f GB, reserved %.1f GB of %.1f; planned %.1f GB",
         torch.cuda.max_memory_allocated() / 1e9 - WEIGHTS_BYTES / 1e9,

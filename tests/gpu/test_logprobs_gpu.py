@@ -23,7 +23,7 @@ SETTINGS = {"soft_cap": 20.0, "temperature": 0.7}
 def problem(
     dtype: torch.dtype, num_tokens: int = 300, vocabulary: int = 5003, hidden_size: int = 64, device: str = "cuda"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, bias and labels; a vocabulary that nothing divides, one word of it blocked."""
+    """Hidden states, weight, bias and labels; a vocabulary of odd size, one word of it blocked."""
     random = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=random)
@@ -57,7 +57,7 @@ def assert_close(measured: list[Tensor], expected: list[Tensor], dtype: torch.dt
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 tokens × 5003 words are 3 × 5 tiles then."""
+    """Make 3 × 5 tiles of 300 tokens × 5003 words."""
     monkeypatch.setattr(head, "TILES", {"cuda": (128, 1024), "cpu": (128, 1024)})
 
 

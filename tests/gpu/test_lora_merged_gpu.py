@@ -24,7 +24,7 @@ LORA = LoraSettings(rank=16, alpha=32, target_modules=("q_proj", "v_proj"))
 
 
 def adapted(hidden: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> PeftModel:
-    """A Llama with heads as an 8B model has them, whose adapters are no longer the nothing that they start as."""
+    """A Llama with heads as an 8B model has them, whose adapters change the model, unlike new ones."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -75,7 +75,9 @@ def backward(model: PeftModel, num_tokens: int = 512) -> dict[str, torch.Tensor]
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_queries_and_values_of_an_8b_model_are_folded_in_and_rounded_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_queries_and_values_of_an_8b_model_are_merged_and_rounded_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = adapted(hidden=4096, layers=32)
     base = base_weights(model)
     assert sum(weight.nbytes for weight in base.values()) == 32 * 2 * (4096 + 1024) * 4096
@@ -115,7 +117,9 @@ def test_the_gradient_is_that_of_adapters_beside_fp32_weights(variant: str) -> N
         assert off < 2 * off_of_peft + 0.01, f"{name}: {off:.4f}, PEFT {off_of_peft:.4f}"
 
 
-def test_a_pass_over_long_rows_beside_peft_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pass_over_long_rows_takes_less_memory_than_with_adapters_beside_the_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = adapted(hidden=4096, layers=4)
 
     tokens = torch.randint(512, (1, 8192), device="cuda")
@@ -132,12 +136,12 @@ def test_a_pass_over_long_rows_beside_peft_s(capsys: pytest.CaptureFixture[str])
 
     beside = timed()
     merged(model)
-    folded = timed()
+    with_merged = timed()
     with model.disable_adapter():
         bare = milliseconds(forward, repeats=10)
     with capsys.disabled():
-        for name, (alone, both, peak) in {"beside (PEFT)": beside, "merged": folded}.items():
+        for name, (alone, both, peak) in {"beside (PEFT)": beside, "merged": with_merged}.items():
             line = f"forward {alone:.2f} ms, with backward {both:.2f} ms, peak {peak / 1e9:.2f} GB"
             sys.stdout.write(f"\n{name:>14}: {line}")
         sys.stdout.write(f"\n{'base model':>14}: forward {bare:.2f} ms\n")
-    assert folded[2] < beside[2]  # one bf16 input for q and v in place of an fp32 copy for each
+    assert with_merged[2] < beside[2]  # one bf16 input for q and v in place of an fp32 copy for each

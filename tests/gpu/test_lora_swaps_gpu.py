@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_wide_model(folder: Path) -> Path:
-    """As wide as an 8B model, 8 of its layers."""
+    """A model as wide as an 8B model, with 8 layers."""
     serving.save_tiny_model(folder, seed=0)  # for its tokenizer
     config = LlamaConfig(
         vocab_size=serving.VOCABULARY,
@@ -87,7 +87,7 @@ def test_hundreds_of_adapters_under_running_requests_take_no_more_memory_than_tw
         is_over = threading.Event()
         answers: list[dict] = []
 
-        def ask() -> None:
+        def send_requests() -> None:
             while not is_over.is_set():
                 answers.append(stack.server.generate(prompt="hello", n=4, max_tokens=64, logprobs=0, ignore_eos=True))
 
@@ -108,8 +108,8 @@ def test_hundreds_of_adapters_under_running_requests_take_no_more_memory_than_tw
                 return seconds
 
             idle = swap(1, 20)
-            asking = threading.Thread(target=ask)
-            asking.start()
+            requests = threading.Thread(target=send_requests)
+            requests.start()
             try:
                 swap(21, 20)
                 before = gpu_bytes_in_use()
@@ -117,7 +117,7 @@ def test_hundreds_of_adapters_under_running_requests_take_no_more_memory_than_tw
                 growth = gpu_bytes_in_use() - before
             finally:
                 is_over.set()
-                asking.join()
+                requests.join()
         logger.info(
             "a swap of 3.4 M parameters: %.1f ms idle, %.1f ms under 4 requests (medians); %d answers; %.1f MB grown",
             1e3 * statistics.median(idle),

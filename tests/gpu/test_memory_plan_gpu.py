@@ -64,7 +64,7 @@ LORA = {"bridge": {"mode": "lora_only"}, "lora_target_modules": ("q_proj", "v_pr
 
 @pytest.fixture(autouse=True)
 def empty_gpu() -> Iterator[None]:
-    """What an earlier test left is given back before the peak is measured."""
+    """Free the memory of earlier tests before the peak is measured."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -124,11 +124,11 @@ def test_the_planned_peak_is_within_15_percent_of_the_real_one(
     pretrained: PreTrainedConfig, changes: dict[str, object]
 ) -> None:
     config = settings(**changes)
-    really = trainee(pretrained, config)
-    gradient_step(really, longest_batch(config), step=0, policy_version=0)  # makes the optimizer's state
+    subject = trainee(pretrained, config)
+    gradient_step(subject, longest_batch(config), step=0, policy_version=0)  # makes the optimizer's state
     torch.cuda.reset_peak_memory_stats()
-    gradient_step(really, longest_batch(config), step=1, policy_version=1)
-    really.write_weights()
+    gradient_step(subject, longest_batch(config), step=1, policy_version=1)
+    subject.write_weights()
     measured = torch.cuda.max_memory_allocated()
     plan = memory_plan(model_shape(pretrained, config), config)
     log.info(
@@ -140,29 +140,29 @@ def test_the_planned_peak_is_within_15_percent_of_the_real_one(
     assert plan.allocated_bytes == pytest.approx(measured, rel=0.15)
 
 
-def test_a_rehearsal_leaves_nothing_but_the_room_that_later_steps_need() -> None:
+def test_a_rehearsal_leaves_nothing_allocated_and_reserves_what_later_steps_need() -> None:
     config = settings(seq_len=2048, batch_size=4)
-    really = trainee(QWEN3_600M, config)
+    subject = trainee(QWEN3_600M, config)
     before, random = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    rehearse_step(really)
+    rehearse_step(subject)
     assert torch.cuda.memory_allocated() == pytest.approx(before, abs=64 * 2**20)  # cuBLAS keeps its workspace
     assert torch.equal(random, torch.cuda.get_rng_state())
     reserved = torch.cuda.memory_reserved()
     for step in range(2):
-        gradient_step(really, longest_batch(config), step=step, policy_version=step)
-    assert torch.cuda.memory_reserved() <= 1.1 * reserved  # the room that later steps take was there
+        gradient_step(subject, longest_batch(config), step=step, policy_version=step)
+    assert torch.cuda.memory_reserved() <= 1.1 * reserved  # later steps reserve no more
 
 
 def test_rows_that_do_not_fit_are_refused_before_training_with_what_to_do() -> None:
     config = settings(seq_len=32_768, batch_size=4)
     _, total = torch.cuda.mem_get_info()
-    really = trainee(QWEN3_600M, config)
-    held = torch.empty(max(total - 40 * 10**9, 0), dtype=torch.uint8, device="cuda")  # as if inference had it
+    subject = trainee(QWEN3_600M, config)
+    held = torch.empty(max(total - 40 * 10**9, 0), dtype=torch.uint8, device="cuda")  # as if an inference server had it
     with pytest.raises(OutOfGpuMemory) as caught:
-        rehearse_step(really)
-    said = str(caught.value)
-    log.info("%s", said)
-    assert "ran out in the rehearsal before training, with micro-batches of up to 4 x 32767 tokens" in said
-    assert "--gradient-checkpointing" in said
-    assert all(p.grad is None for group in really.optimizer.param_groups for p in group["params"])
+        rehearse_step(subject)
+    message = str(caught.value)
+    log.info("%s", message)
+    assert "ran out in the rehearsal before training, with micro-batches of up to 4 x 32767 tokens" in message
+    assert "--gradient-checkpointing" in message
+    assert all(p.grad is None for group in subject.optimizer.param_groups for p in group["params"])
     del held

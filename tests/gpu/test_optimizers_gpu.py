@@ -100,8 +100,8 @@ def test_a_saved_state_resumes_bit_for_bit(name: OptimizerName, kind: MasterKind
     torch.cuda.set_rng_state(generator)
     backward(others)
     resumed.step(resumed_optimizer)
-    for name_of, value in masters.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name_of], value), name_of
+    for tensor_name, value in masters.state_dict().items():
+        assert torch.equal(resumed.state_dict()[tensor_name], value), tensor_name
 
 
 def test_rounding_at_random_is_unbiased_on_a_gpu_and_follows_its_generator() -> None:

@@ -1,4 +1,4 @@
-"""Atropos's bridge file on a GPU: two processes and torch alone, in both directions."""
+"""Atropos's bridge file on a GPU: what one process exports, another maps and writes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ sys.stdin.readline()
 """
 
 
-def read_like_atropos(handle: StockHandle) -> torch.Tensor:
-    """What its trainer does with an entry of `ipc_handles`."""
+def map_like_atropos(handle: StockHandle) -> torch.Tensor:
+    """The tensor that Atropos's trainer makes of an entry of `ipc_handles`."""
     storage = torch.UntypedStorage._new_shared_cuda(
         handle.device_index,
         base64.b64decode(handle.ipc_handle_b64),
@@ -74,7 +74,7 @@ def test_atropos_and_our_trainer_map_the_same_export(tmp_path: Path) -> None:
         assert exporter.stdout.readline() == "exported\n"
         torch.cuda.init()
         file = read_stock_file(path)
-        theirs = {name: read_like_atropos(handle) for name, handle in file.ipc_handles.items()}
+        theirs = {name: map_like_atropos(handle) for name, handle in file.ipc_handles.items()}
         ours = map_cuda_tensors(as_bridge_file(file, SIZES, gpu_uuid).tensors)
         attention = "model.layers.0.self_attn"
         queries, keys, values = (ours[f"{attention}.{part}_proj.weight"] for part in "qkv")

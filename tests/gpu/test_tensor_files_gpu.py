@@ -1,4 +1,4 @@
-"""Files of tensors that lie on a GPU."""
+"""Files of tensors that are on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One batch on an NVIDIA GPU: the same as on a CPU, whatever the settings, and the reference there."""
+"""One step on an NVIDIA GPU: the same as on a CPU with any settings, and the reference model there."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def batch() -> Batch:
 
 
 def trained_on(device: str, changes: dict[str, object], other_model: Path) -> tuple[Tensor, StepResult]:
-    """The masters after a batch on shared memory, in fp32, and what the step says."""
+    """The masters after a batch, in fp32, and the result of the step; the parameters are shared and unchanged."""
     table: dict[str, object] = {
         "model_name": "test/model",
         "batch_size": 4,
@@ -94,22 +94,22 @@ def trained_on(device: str, changes: dict[str, object], other_model: Path) -> tu
         "training_steps": 10,
         **({"reference_model": str(other_model)} if "kl_coef" in changes else {}),
     }
-    of = model().to(device)
-    handed_over = BridgeModel(model=of, is_shared=True, policy_version=0, save=of.save_pretrained)
-    subject = Trainee(handed_over, TrainConfig.model_validate({**table, **changes}))
-    before = [p.detach().clone() for p in of.parameters()]
+    shared = model().to(device)
+    attached = BridgeModel(model=shared, is_shared=True, policy_version=0, save=shared.save_pretrained)
+    subject = Trainee(attached, TrainConfig.model_validate({**table, **changes}))
+    before = [p.detach().clone() for p in shared.parameters()]
     result = gradient_step(subject, batch(), step=0, policy_version=0)
-    assert all(torch.equal(p, values) for p, values in zip(of.parameters(), before, strict=True))
+    assert all(torch.equal(p, values) for p, values in zip(shared.parameters(), before, strict=True))
     return torch.cat([p.detach().cpu().flatten() for p in subject._masters.parameters]), result
 
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
 def test_a_step_is_the_same_as_on_a_cpu(changes: dict[str, object], other_model: Path) -> None:
-    on_cpu, of_cpu = trained_on("cpu", changes, other_model)
-    on_gpu, of_gpu = trained_on("cuda", changes, other_model)
-    torch.testing.assert_close(of_gpu.logprobs, of_cpu.logprobs, rtol=1e-3, atol=1e-3)
-    assert of_gpu.metrics == pytest.approx(
-        of_cpu.metrics, rel=5e-2, abs=2e-3
+    on_cpu, cpu_result = trained_on("cpu", changes, other_model)
+    on_gpu, gpu_result = trained_on("cuda", changes, other_model)
+    torch.testing.assert_close(gpu_result.logprobs, cpu_result.logprobs, rtol=1e-3, atol=1e-3)
+    assert gpu_result.metrics == pytest.approx(
+        cpu_result.metrics, rel=5e-2, abs=2e-3
     )  # a token may fall on the other side of a bound
     # Adam's first update is the learning rate (1e-3) whatever the gradient's size: few that are near 0 may differ.
     assert ((on_gpu - on_cpu).abs() > 1e-4).float().mean() < 0.01
@@ -122,17 +122,17 @@ def test_the_reference_under_adapters_is_the_base_model_in_bf16_on_a_gpu() -> No
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    handed_over = BridgeModel(model=adapted, is_shared=False, policy_version=0, save=adapted.save_pretrained)
+    attached = BridgeModel(model=adapted, is_shared=False, policy_version=0, save=adapted.save_pretrained)
     config = TrainConfig(model_name="test/model", optimizer="adamw", kl_coef=0.1, seq_len=64)
-    subject = Trainee(handed_over, config)
+    subject = Trainee(attached, config)
     assert subject.reference is not None
     assert torch.equal(subject.reference.logprobs(batch()), expected)
     assert not torch.allclose(subject.logprobs(batch())[0], expected, atol=0.05)
 
 
-def test_a_batch_that_comes_back_from_a_gpu_is_whole() -> None:
+def test_a_batch_copied_back_from_a_gpu_is_complete() -> None:
     there = batch().to("cuda")
-    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # what follows stands in the queue for about half a second
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # the next kernels wait in the queue for about half a second
     raised = replace(there, rewards=there.rewards + 1).to("cpu").rewards
     assert torch.equal(raised.clone(), batch().rewards + 1)
 
@@ -140,7 +140,7 @@ def test_a_batch_that_comes_back_from_a_gpu_is_whole() -> None:
 def test_plain_rows_are_scored_without_waiting_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "LEAST_GAIN", {"cuda": 2.0})
     scorer, rows = Scorer(model().cuda()), batch()
-    scorer.logprobs(rows)  # whatever is made once is there then
+    scorer.logprobs(rows)  # allocates what later calls reuse
     torch.cuda.set_sync_debug_mode("error")
     try:
         logprobs, entropy = scorer.logprobs(rows)
