@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launches import keeper_state, launch
@@ -60,28 +61,12 @@ def attempt(number: int, **known: object) -> KeeperState:
 
 
 def report(
-    *services: ServiceStatus,
-    why: str = "exit code 1",
-    history: Sequence[KeeperState] = (),
-    logs: Mapping[str, Sequence[str]] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    facts: Facts = UNKNOWN,
-    oom_kills: int | None = None,
-    of: Launch | None = None,
-    **known: object,
+    *services: ServiceStatus, of: Launch | None = None, run: Mapping[str, Any] | None = None, **known: Any
 ) -> list[str]:
-    text = compose(
-        status(*(services or (service("trainer", ServiceState.FAILED),)), **known),
-        of or trainer(),
-        attempt=2,
-        why=why,
-        history=history,
-        logs=logs or {},
-        metrics=metrics or {},
-        facts=facts,
-        oom_kills=oom_kills,
-    )
-    return text.splitlines()
+    """The lines of a report about which everything is unknown but this."""
+    about = status(*(services or (service("trainer", ServiceState.FAILED),)), **(run or {}))
+    unknown: dict[str, Any] = {"history": (), "logs": {}, "metrics": {}, "facts": UNKNOWN, "oom_kills": None}
+    return compose(about, of or trainer(), attempt=2, **{"why": "exit code 1", **unknown, **known}).splitlines()
 
 
 def section(lines: Sequence[str], title: str) -> list[str]:
@@ -98,7 +83,7 @@ def test_the_cause_is_in_the_first_ten_lines() -> None:
         why="exit code 1; last lines:\n  x",
         history=[attempt(2, ended=(EndedEntry(pid=9, comm="python", how="SIGKILL"),))],
         logs={"trainer": CHAIN},
-        started_at=NOW - 7300,
+        run={"started_at": NOW - 7300},
     )[:10]
     assert head[0] == "trainer failed: exit code 1"
     assert head[2:5] == [
@@ -152,23 +137,20 @@ def test_every_service_is_in_the_table_with_its_explanation() -> None:
 
 
 def test_a_gpu_is_listed_with_the_holders_of_its_memory() -> None:
-    gpu = GpuStatus(
-        index=0,
-        uuid="u",
-        name="NVIDIA H200",
-        memory_used_bytes=139_900_000_000,
-        memory_total_bytes=150_800_000_000,
-        utilization_percent=99.0,
-        by_service={"vllm": 66_000_000_000},
-        other_bytes=3_900_000_000,
-    )
-    [line] = section(report(gpus=[gpu]), "GPUs")
+    sizes: dict[str, Any] = {
+        "memory_used_bytes": 139_900_000_000,
+        "memory_total_bytes": 150_800_000_000,
+        "other_bytes": 3_900_000_000,
+    }
+    held = {"vllm": 66_000_000_000}
+    gpu = GpuStatus(index=0, uuid="u", name="NVIDIA H200", utilization_percent=99.0, by_service=held, **sizes)
+    [line] = section(report(run={"gpus": [gpu]}), "GPUs")
     assert line == "0  NVIDIA H200  139.9 GB of 150.8 GB  99 % busy  vllm 66.0 GB, others 3.9 GB"
     unknown = GpuStatus(
         index=1, uuid="u", name="X", memory_used_bytes=None, memory_total_bytes=None, utilization_percent=None
     )
-    assert section(report(gpus=[unknown]), "GPUs") == ["1  X  - of -  -  use by process unknown"]
-    assert section(report(gpu_note="no NVIDIA driver"), "GPUs") == ["(no NVIDIA driver)"]
+    assert section(report(run={"gpus": [unknown]}), "GPUs") == ["1  X  - of -  -  use by process unknown"]
+    assert section(report(run={"gpu_note": "no NVIDIA driver"}), "GPUs") == ["(no NVIDIA driver)"]
 
 
 def test_attempts_are_listed_with_how_they_ended() -> None:

@@ -60,9 +60,14 @@ class Seen:
 
     def __init__(self, folder: Path, *groups: RolloutLine) -> None:
         write_groups(folder, *groups)
+        self.folder = folder
         self.reader = RolloutReader(folder / "rollouts.jsonl")
         self.view = RolloutView()
         self.until: float | None = None
+        self.look()
+
+    def append(self, *groups: RolloutLine) -> None:
+        write_groups(self.folder, *groups, mode="ab")
         self.look()
 
     def look(self) -> None:
@@ -96,23 +101,20 @@ def seen(tmp_path: Path) -> Seen:
     return Seen(tmp_path, *RUN)
 
 
-def test_the_newest_group_is_read_until_one_moves_away(seen: Seen, tmp_path: Path) -> None:
+def test_the_newest_group_is_read_until_one_moves_away(seen: Seen) -> None:
     assert (seen.steps, seen.step, seen.view.is_following) == ([5, 4, 3, 2, 1], 5, True)
-    write_groups(tmp_path, group(6), mode="ab")
-    seen.look()
+    seen.append(group(6))
     assert seen.step == 6
     seen.after(GroupMoved(by=1))
-    write_groups(tmp_path, group(7), mode="ab")
-    seen.look()
+    seen.append(group(7))
     assert (seen.step, seen.view.is_following) == (5, False)
     seen.after(NewestFollowed())
     assert (seen.step, seen.view.is_following) == (7, True)
 
 
-def test_reading_a_completion_holds_its_group_and_moving_stops_at_both_ends(seen: Seen, tmp_path: Path) -> None:
+def test_reading_a_completion_holds_its_group_and_moving_stops_at_both_ends(seen: Seen) -> None:
     seen.after(CompletionMoved(by=1), TokenSet(token=2))
-    write_groups(tmp_path, group(6), mode="ab")
-    seen.look()
+    seen.append(group(6))
     assert (seen.step, seen.view.completion, seen.view.token) == (5, 1, 2)
     seen.after(CompletionMoved(by=5))
     assert (seen.view.completion, seen.view.token) == (1, 0)
@@ -160,10 +162,9 @@ def test_kinds_of_rewards_and_environments_are_cycled(seen: Seen) -> None:
     assert seen.view.filter.is_open
 
 
-def test_a_filter_follows_what_is_added(seen: Seen, tmp_path: Path) -> None:
+def test_a_filter_follows_what_is_added(seen: Seen) -> None:
     seen.after(RewardKindTurned())
-    write_groups(tmp_path, group(6, (1.0,)), group(7, (0.0,)), mode="ab")
-    seen.look()
+    seen.append(group(6, (1.0,)), group(7, (0.0,)))
     assert (seen.steps, seen.step) == ([6, 5, 1], 6)
 
 
