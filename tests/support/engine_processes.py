@@ -12,7 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from forked import Forked
-from serving import end_all, python_path
+from serving import end_all, free_port, python_path
+
+
+def flags_of_services(
+    folder: Path,
+    model: str,
+    *,
+    steps: int,
+    api: Sequence[str] = (),
+    server: Sequence[str] = (),
+    env: Sequence[str] = (),
+    train: Sequence[str] = (),
+) -> dict[str, list[str]]:
+    """The flags of API, server, environment and trainer on shared weights, those given after the common ones."""
+    api_port, server_port = free_port(), free_port()
+    api_url, server_url = (f"http://127.0.0.1:{port}" for port in (api_port, server_port))
+    return {
+        "api": ["--port", str(api_port), "--database", str(folder / "rollouts.sqlite"), *api],
+        "server": [
+            *("--model-name", model, "--engine", "torch", "--device", "cpu", "--port", str(server_port)),
+            *("--threads", "1", "--shared-weights", *server),
+        ],
+        "env": [
+            *("--model-name", model, "--rollout-server-url", api_url, "--inference-url", server_url),
+            *("--total-steps", str(steps), *env),
+        ],
+        "train": [
+            *("--model-name", model, "--weight-bridge-mode", "shared_vllm", "--optimizer", "adamw"),
+            *("--training-steps", str(steps), "--checkpoint-interval", "0", "--threads", "1", "--device", "cpu"),
+            *("--atropos-url", api_url, "--vllm-port", str(server_port), "--run-folder", str(folder / "run"), *train),
+        ],
+    }
 
 
 class EngineProcesses:

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engine_processes import EngineProcesses
-from serving import free_port
+from engine_processes import EngineProcesses, flags_of_services
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def flags_of(
-    folder: Path, *, steps: int, trainer: list[str], environment: list[str], task: str
-) -> dict[str, list[str]]:
-    """The flags of API, server, environment and trainer on `local/tiny`."""
-    api, server = free_port(), free_port()
-    model = ["--model-name", "local/tiny"]
-    return {
-        "api": [
-            *("--port", str(api), "--database", str(folder / "rollouts.sqlite")),
-            *("--liveness-s", "10"),  # as long is a killed environment waited for
-        ],
-        "server": [
-            *(*model, "--engine", "torch", "--device", "cpu", "--dtype", "float32", "--max-model-len", "64"),
-            *("--port", str(server), "--threads", "1", "--shared-weights", "--logprobs-mode", "processed"),
-        ],
-        "env": [
-            *(*model, "--task", task, "--group-size", "8", "--max-tokens", "8", "--total-steps", str(steps)),
-            *("--max-batches-offpolicy", "1", *environment),
-            *("--rollout-server-url", f"http://127.0.0.1:{api}", "--inference-url", f"http://127.0.0.1:{server}"),
-        ],
-        "train": [
-            *(*model, "--weight-bridge-mode", "shared_vllm", "--optimizer", "adamw", "--dtype", "float32"),
-            *("--batch-size", "128", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--lr", "3e-4"),
-            *("--training-steps", str(steps), "--checkpoint-interval", "0", "--threads", "1", "--device", "cpu"),
-            *("--warmup-steps", "5", "--atropos-url", f"http://127.0.0.1:{api}", "--vllm-port", str(server)),
-            *("--run-folder", str(folder / "run"), *trainer),
-        ],
-    }
+SERVER = ["--dtype", "float32", "--max-model-len", "64", "--logprobs-mode", "processed"]
+ENVIRONMENT = ["--group-size", "8", "--max-tokens", "8", "--max-batches-offpolicy", "1"]
+TRAINER = [
+    *("--dtype", "float32", "--batch-size", "128", "--gradient-accumulation-steps", "1", "--seq-len", "64"),
+    *("--lr", "3e-4", "--warmup-steps", "5"),
+]
+LIVENESS = ["--liveness-s", "10"]
+"""So long the API waits for a killed environment."""
 
 
 def evaluations(run: EngineProcesses) -> dict[int, dict[str, float]]:
@@ -57,11 +35,15 @@ def wait_for_the_end(run: EngineProcesses) -> None:
 
 @pytest.fixture
 def run_of(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Callable[..., EngineProcesses]]:
-    """Starts the services; those that still run at the end are ended."""
+    """Starts the services on `local/tiny`; those that still run at the end are ended."""
     with ExitStack() as stack:
 
-        def start(*, environment: Sequence[str] = (), task: str = "sort6", **flags: Any) -> EngineProcesses:
-            run = EngineProcesses(tmp_path, flags_of(tmp_path, environment=list(environment), task=task, **flags))
+        def start(*, steps: int, trainer: list[str], environment: list[str]) -> EngineProcesses:
+            env, train = [*ENVIRONMENT, *environment], [*TRAINER, *trainer]
+            flags = flags_of_services(
+                tmp_path, "local/tiny", steps=steps, api=LIVENESS, server=SERVER, env=env, train=train
+            )
+            run = EngineProcesses(tmp_path, flags)
             stack.callback(run.end_all)
             run.start("api", "server", "env", "train")
             return run
@@ -72,7 +54,8 @@ def run_of(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Callable[..., Engin
 def test_the_evaluations_of_a_policy_that_learns_rise_and_are_of_exactly_the_published_weights(
     run_of: Callable[..., EngineProcesses],
 ) -> None:
-    run = run_of(steps=25, task="copy6", trainer=["--eval-every", "10", "--eval-prompts", "64", "--lr", "1e-3"])
+    trainer = ["--eval-every", "10", "--eval-prompts", "64", "--lr", "1e-3"]
+    run = run_of(steps=25, trainer=trainer, environment=["--task", "copy6"])
     wait_for_the_end(run)  # the environment stayed for the last evaluation
     found = evaluations(run)
     assert list(found) == [0, 10, 20, 25]
@@ -88,7 +71,11 @@ def test_an_evaluation_is_completed_after_a_killed_api_and_after_a_killed_enviro
     run_of: Callable[..., EngineProcesses],
 ) -> None:
     # One prompt at a time, so that there is time to kill a service in the middle.
-    run = run_of(steps=2, trainer=["--eval-every", "2", "--eval-prompts", "200"], environment=["--max-workers", "1"])
+    run = run_of(
+        steps=2,
+        trainer=["--eval-every", "2", "--eval-prompts", "200"],
+        environment=["--task", "sort6", "--max-workers", "1"],
+    )
     run.wait_until(lambda: run.log("api").count('"evaluation ordered"') == 1 and "registered as" in run.log("env"))
     run.kill("api")
     run.wait_until(lambda: "waiting for the rollout API to come back" in run.log("train"))

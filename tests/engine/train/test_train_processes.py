@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_processes import EngineProcesses
+from engine_processes import EngineProcesses, flags_of_services
 from pydantic import TypeAdapter
-from serving import free_port, save_tiny_model
+from serving import save_tiny_model
 from training import weights_of
 
 from grpo_engine.environments.tasks import AnyTask, spell_out
@@ -24,30 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, GROUP_SIZE, GROUPS_A_BATCH, BATCHES_AHEAD = 24, 4, 2, 2
 
 
-def flags_of(folder: Path, model: Path) -> dict[str, list[str]]:
-    """The flags of API, server, environment and trainer."""
-    api, server = free_port(), free_port()
-    return {
-        "api": ["--port", str(api), "--database", str(folder / "rollouts.sqlite")],
-        "server": [
-            *("--model-name", str(model), "--engine", "torch", "--device", "cpu", "--dtype", "bfloat16"),
-            *("--port", str(server), "--threads", "1", "--shared-weights", "--max-model-len", "256"),
-        ],
-        "env": [
-            *("--task", "sort6", "--model-name", str(model), "--group-size", str(GROUP_SIZE)),
-            *("--max-tokens", "6", "--max-batches-offpolicy", str(BATCHES_AHEAD), "--total-steps", str(STEPS)),
-            *("--rollout-server-url", f"http://127.0.0.1:{api}", "--inference-url", f"http://127.0.0.1:{server}"),
-        ],
-        "train": [
-            *("--model-name", str(model), "--weight-bridge-mode", "shared_vllm", "--optimizer", "adamw"),
-            *("--batch-size", "4", "--gradient-accumulation-steps", "2", "--seq-len", "64", "--lr", "1e-3"),
-            *("--training-steps", str(STEPS), "--checkpoint-interval", "0", "--threads", "1", "--device", "cpu"),
-            *("--atropos-url", f"http://127.0.0.1:{api}", "--vllm-port", str(server)),
-            *("--run-folder", str(folder / "run"), "--rollouts-groups", str(GROUPS_A_BATCH)),
-        ],
-    }
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_tiny_model(tmp_path / "model", seed=1)
@@ -55,7 +31,21 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def services(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[EngineProcesses]:
-    services = EngineProcesses(tmp_path, flags_of(tmp_path, model), is_forked=request.param == "forked")
+    flags = flags_of_services(
+        tmp_path,
+        str(model),
+        steps=STEPS,
+        server=["--dtype", "bfloat16", "--max-model-len", "256"],
+        env=[
+            *("--task", "sort6", "--group-size", str(GROUP_SIZE), "--max-tokens", "6"),
+            *("--max-batches-offpolicy", str(BATCHES_AHEAD)),
+        ],
+        train=[
+            *("--batch-size", "4", "--gradient-accumulation-steps", "2", "--seq-len", "64", "--lr", "1e-3"),
+            *("--rollouts-groups", str(GROUPS_A_BATCH)),
+        ],
+    )
+    services = EngineProcesses(tmp_path, flags, is_forked=request.param == "forked")
     try:
         services.start("api", "server", "env", "train")
         services.wait_until(lambda: services.num_steps() >= 3)
