@@ -72,11 +72,11 @@ def made_up_groups(seed: int, *, groups: int = 2, size: int = 4, version: int = 
         prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(2, 6))]
         completions = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 8))] for _ in range(size)]
         result.append(
-            ScoredGroup(
-                tokens=[prompt + c for c in completions],
-                masks=[[-100] * len(prompt) + c for c in completions],
+            scored_group(
+                prompt,
+                completions,
                 scores=[rng.random() for _ in completions],
-                inference_logprobs=[[1.0] * len(prompt) + [-3.4 + rng.random() / 5 for _ in c] for c in completions],
+                logprobs=[[-3.4 + rng.random() / 5 for _ in c] for c in completions],
                 policy_versions=[[0] * len(prompt) + [version] * len(c) for c in completions],
                 truncated=[False] * size,
                 generation_params={"temperature": 1.0, "logprobs_mode": "processed"},
@@ -84,6 +84,24 @@ def made_up_groups(seed: int, *, groups: int = 2, size: int = 4, version: int = 
             )
         )
     return result
+
+
+def scored_group(
+    prompt: list[int],
+    completions: list[list[int]],
+    *,
+    scores: list[float] | None = None,
+    logprobs: list[list[float]] | None = None,
+    **more: Any,
+) -> ScoredGroup:
+    """Completions of one prompt, trained on all tokens; scores are 0, 1, … and log-probabilities -1 by default."""
+    return ScoredGroup(
+        tokens=[prompt + c for c in completions],
+        masks=[[-100] * len(prompt) + c for c in completions],
+        scores=[float(i) for i in range(len(completions))] if scores is None else scores,
+        inference_logprobs=[[1.0] * len(prompt) + row for row in logprobs or [[-1.0] * len(c) for c in completions]],
+        **more,
+    )
 
 
 class ListedSource:

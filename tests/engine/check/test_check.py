@@ -1,4 +1,4 @@
-"""`grpo-engine check` against real servers: green where all is right, and the right red line where one thing is not."""
+"""`grpo-engine check` against real servers: ok without a fault, and the error with its cause for each fault."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def findings_of(config: CheckConfig) -> dict[str, Finding]:
 
 
 def levels(findings: dict[str, Finding]) -> dict[str, str]:
-    """Those that are not green."""
+    """Those that are not ok."""
     return {id: finding.severity for id, finding in findings.items() if finding.severity != "ok"}
 
 
@@ -126,12 +126,12 @@ def trained_versions(config: CheckConfig, server: RunningServer, folder: Path) -
     return [line.policy_version for line in metrics_lines(folder)]
 
 
-# --- all right -------------------------------------------------------------------------------------------------------
+# --- servers without a fault -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", FLAGS)
 @pytest.mark.parametrize("logprobs_mode", [pytest.param("raw", marks=FURTHER), "processed"])
-def test_a_right_server_is_green_is_left_as_it_was_and_can_be_trained_with(
+def test_a_server_without_a_fault_passes_every_check_is_left_unchanged_and_can_be_trained_with(
     tiny_model_dir: Path, tmp_path: Path, mode: str, logprobs_mode: str
 ) -> None:
     with serving(tiny_model_dir, mode, tmp_path, "--logprobs-mode", logprobs_mode) as server:
@@ -180,7 +180,7 @@ def test_an_adapter_of_an_earlier_trainer_is_served_again_after_the_check(model:
         assert version_of(server) > 9
 
 
-# --- one thing wrong -------------------------------------------------------------------------------------------------
+# --- servers with one fault ------------------------------------------------------------------------------------------
 
 Meddle = Callable[[str, Body, Ask], Body]
 
@@ -258,7 +258,7 @@ SWAPPED = {**MISALIGNED, "group order": "error", "end token": "error"}
 
 
 @pytest.mark.parametrize(
-    ("meddle", "not_green", "cause"),
+    ("meddle", "not_ok", "cause"),
     [
         pytest.param(honest, {}, ("", ""), id="none"),
         pytest.param(declaring_raw, {"temperature": "error"}, ("temperature", "processed"), id="other convention"),
@@ -272,11 +272,11 @@ SWAPPED = {**MISALIGNED, "group order": "error", "end token": "error"}
     ],
 )
 def test_one_fault_of_a_server_is_reported_with_its_cause(
-    server: RunningServer, model: Path, meddle: Meddle, not_green: dict[str, str], cause: tuple[str, str]
+    server: RunningServer, model: Path, meddle: Meddle, not_ok: dict[str, str], cause: tuple[str, str]
 ) -> None:
     findings = findings_through(meddle, server, model)
-    assert levels(findings) == not_green
-    if not_green:
+    assert levels(findings) == not_ok
+    if not_ok:
         place, words = cause
         found = findings[place]
         assert words in str(found.numbers.get("fits") or (found.text, found.cause))
@@ -297,7 +297,7 @@ def test_another_checkpoint_is_recognised_by_its_numbers_and_its_name(model: Pat
     assert findings["canary"].severity == "ok"  # the first weight update of a run would correct it
 
 
-def test_truncation_that_raw_numbers_do_not_show_is_found_by_the_surprise(
+def test_truncation_that_raw_log_probabilities_do_not_show_is_found_by_token_frequencies(
     server_of: Callable[..., RunningServer], model: Path
 ) -> None:
     findings = findings_through(sampling_with(top_k=8), server_of("none", "raw"), model)
@@ -324,7 +324,7 @@ def test_a_server_without_the_flag_of_the_bridge_is_an_error_that_names_it(serve
 
 
 def test_a_stock_server_is_checked_as_far_as_it_answers(server_of: Callable[..., RunningServer], model: Path) -> None:
-    """Such a one says neither version nor convention, knows no chat, and has no prompt_logprobs."""
+    """It reports neither version nor convention, and has neither a chat route nor prompt_logprobs."""
 
     def stock(path: str, body: Body, ask: Ask) -> Body:
         ours = ("logprobs_mode", "policy_version", "policy_versions", "instance", "prompt_logprobs", "paused")
@@ -367,7 +367,7 @@ def test_a_server_that_another_trainer_writes_into_is_left_alone(
     assert levels(findings_of(config)) == {}  # once it has exited
 
 
-# --- it never leaves a changed weight behind -------------------------------------------------------------------------
+# --- a changed weight is always restored -----------------------------------------------------------------------------
 
 
 def at_the_changed_weight(server: RunningServer, act: Callable[[], None]) -> Meddle:
@@ -392,7 +392,7 @@ def refuse() -> None:
 @pytest.mark.parametrize(
     "mode", ["shared_vllm", *(pytest.param(mode, marks=FURTHER) for mode in FLAGS if mode != "shared_vllm")]
 )
-def test_a_weight_is_put_back_when_the_server_fails_while_it_is_changed(
+def test_a_changed_weight_is_restored_when_the_server_fails(
     server_of: Callable[..., RunningServer], model: Path, mode: str
 ) -> None:
     server = server_of(mode)
@@ -404,7 +404,7 @@ def test_a_weight_is_put_back_when_the_server_fails_while_it_is_changed(
     assert_serves_the_start(server, model)
 
 
-def test_a_weight_is_put_back_when_the_check_is_ended_while_it_is_changed(
+def test_a_changed_weight_is_restored_when_the_check_is_ended_by_a_signal(
     server_of: Callable[..., RunningServer], model: Path
 ) -> None:
     server = server_of("shared_vllm")

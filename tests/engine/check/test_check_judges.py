@@ -1,4 +1,4 @@
-"""What a check makes of made-up log-probabilities: every cause that it names is one that it was shown."""
+"""Findings for made-up log-probabilities, each with its cause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EOS, END, PAD, BOS = 2, 3, 0, 1
 
 
 class World:
-    """A model that is a table of logits, and a sampler that draws from it as it is told."""
+    """A model that is a table of logits, and a sampler of its tokens."""
 
     def __init__(self, *, drawn_at: float = 1.0, top_k: int = VOCABULARY, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -124,7 +124,7 @@ def test_completions_count_as_swapped_only_within_their_group() -> None:
     assert "different weights" in str(across.cause)
 
 
-def test_stale_or_other_weights_are_named_where_they_fit_and_suspected_where_nothing_does() -> None:
+def test_stale_or_other_weights_are_named_where_they_fit_and_suspected_where_no_alternative_does() -> None:
     mine, theirs = World(), World(seed=1)
     theirs.tokens = mine.tokens
     others = [if_so(f"temperature:{t}", mine.values(t)) for t in (0.6, 0.7, 0.8, 1.3)]
@@ -186,7 +186,7 @@ def test_a_convention_is_an_error_where_none_fits_and_a_warning_where_both_do() 
     ("world", "word"),
     [(World(), None), (World(top_k=4), "narrower"), (World(drawn_at=0.4), "narrower"), (World(drawn_at=3), "broader")],
 )
-def test_a_sampler_that_draws_from_another_distribution_shows_by_its_surprise(world: World, word: str | None) -> None:
+def test_a_sampler_with_another_distribution_is_found_by_its_entropy(world: World, word: str | None) -> None:
     found = judge_sampler({1.0: Scored(world.values(), world.entropies())})
     assert found.severity == ("ok" if word is None else "error")
     assert word is None or word in str(found.cause)
@@ -196,7 +196,7 @@ def order(server: Values, repeated: list[tuple[list[int], list[int]]]) -> Findin
     return judge_order(Reading(server=server, trainer=World().values(), groups=GROUPS), repeated=repeated, band=FP32)
 
 
-def test_groups_hold_together_and_answers_come_in_the_same_order() -> None:
+def test_groups_must_stay_together_and_answers_in_order() -> None:
     values = World().values()
     assert order(values, [([1], [1]), ([2], [2])]).severity == "ok"
     assert order(values, [([1], [1]), ([2], [5])]).severity == "ok"  # other samples, since the batch was another
@@ -228,7 +228,7 @@ def ended(*completions: tuple[tuple[int, ...], str]) -> Finding:
     return judge_endings(endings, SPECIAL, max_tokens=9, decode=decode)
 
 
-def test_completions_are_right_with_an_end_token_and_a_warning_without_any_end() -> None:
+def test_completions_with_an_end_token_are_ok_and_without_any_end_a_warning() -> None:
     assert ended(((7, 8, 9), "length")).severity == "warning"
     found = ended(((7, 8, EOS), "stop"), ((9, END), "stop"), ((7, 8, 9), "length"))
     assert found.severity == "ok"
@@ -307,7 +307,7 @@ def canary(**changes: object) -> Finding:
     return judge_canary(replace(GREEN, **changes), bridge="none", band=FP32)  # type: ignore[arg-type]
 
 
-def test_a_change_that_arrives_and_is_undone_is_right() -> None:
+def test_a_change_that_arrives_and_is_restored_is_ok() -> None:
     found = canary()
     assert found.severity == "ok"
     assert "bit for bit" in found.text
@@ -324,7 +324,7 @@ def test_a_change_that_arrives_and_is_undone_is_right() -> None:
         ({"server_after": NEW}, "not the initial weights of the trainer"),
     ],
 )
-def test_a_change_that_is_not_served_whole_at_once_and_undone_is_an_error(
+def test_a_change_that_is_not_served_whole_at_once_and_restored_is_an_error(
     changes: dict[str, object], words: str
 ) -> None:
     found = canary(**changes)
@@ -339,7 +339,7 @@ def test_a_difference_from_before_the_change_is_not_blamed_on_the_cache() -> Non
     assert canary(sampled_changed=askew, sampled_before=before).severity == "ok"
 
 
-def test_a_return_is_as_exact_as_the_server_repeats_itself() -> None:
+def test_the_restored_weights_must_agree_as_exactly_as_repeated_requests() -> None:
     near = [[-1.0, -2.0005]]
     assert canary(server_after=near).severity == "warning"
     assert canary(server_after=near, server_repeated=near).severity == "ok"

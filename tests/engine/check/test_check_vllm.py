@@ -1,4 +1,4 @@
-"""`grpo-engine check` against a real vLLM, on a GPU where there is one: all is green for one server of both kinds."""
+"""`grpo-engine check` against a real vLLM, on a GPU where there is one: every check is ok for both kinds of bridge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stack(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
-def test_a_real_vllm_is_green(
+def test_a_real_vllm_passes_every_check(
     stack: vllm_serving.Stack, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

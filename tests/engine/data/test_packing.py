@@ -6,28 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import made_up_groups, small_model, trainee
-from transformers import MistralConfig, MistralForCausalLM
+from training import made_up_groups, scored_group, small_model, trainee
 
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.packing import pack
 from grpo_engine.models.attention import may_look
-from grpo_engine.models.layers import takes_any_mask
 from grpo_engine.train.scoring import Scorer
 from grpo_engine.wire.rollouts import ScoredGroup
 
 
-def group(prompt: list[int], completions: list[list[int]]) -> ScoredGroup:
-    return ScoredGroup(
-        tokens=[prompt + c for c in completions],
-        masks=[[-100] * len(prompt) + c for c in completions],
-        scores=[float(i) for i in range(len(completions))],
-        inference_logprobs=[[1.0] * len(prompt) + [-1.0] * len(c) for c in completions],
-    )
-
-
 def test_completions_follow_their_prompt_at_the_positions_they_would_have_alone() -> None:
-    packed = pack(make_batch([group([5, 9], [[7, 2], [8, 4, 2]])], seq_len=8), in_one_row=False)
+    packed = pack(make_batch([scored_group([5, 9], [[7, 2], [8, 4, 2]])], seq_len=8), in_one_row=False)
     assert packed.inputs.tolist() == [[5, 9, 7, 8, 4]]
     assert packed.positions.tolist() == [[0, 1, 2, 2, 3]]
     assert packed.segments.tolist() == [[0, 0, 1, 3, 3]]
@@ -69,12 +58,12 @@ def test_rows_share_a_prompt_only_where_it_is_the_same() -> None:
 
 
 def test_the_same_prompt_in_two_groups_stays_two_rows() -> None:
-    batch = make_batch([group([5, 9, 3], [[7], [8]]), group([5, 9, 3], [[6], [4]])], seq_len=8)
+    batch = make_batch([scored_group([5, 9, 3], [[7], [8]]), scored_group([5, 9, 3], [[6], [4]])], seq_len=8)
     assert len(pack(batch, in_one_row=False).inputs) == 2
 
 
 def test_one_row_holds_all_groups_without_attention_between_them() -> None:
-    batch = make_batch([group([5, 9, 3], [[7, 1], [8]]), group([6], [[6, 4], [4, 4]])], seq_len=8)
+    batch = make_batch([scored_group([5, 9, 3], [[7, 1], [8]]), scored_group([6], [[6, 4], [4, 4]])], seq_len=8)
     packed = pack(batch, in_one_row=True)
     assert packed.inputs.tolist() == [[5, 9, 3, 7, 6, 6, 4]]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 1, 1]]
@@ -102,7 +91,7 @@ def test_one_padded_row_gives_the_same_log_probabilities(seed: int, monkeypatch:
 
 def test_prompts_whose_sharing_saves_little_are_not_shared() -> None:
     long = list(range(3, 30))
-    batch = make_batch([group([5], [long, long[::-1]])], seq_len=64)
+    batch = make_batch([scored_group([5], [long, long[::-1]])], seq_len=64)
     assert Scorer(small_model())._packed(batch) is None
 
 
@@ -111,11 +100,3 @@ def test_a_saved_model_names_no_attention_implementation_of_this_project(tmp_pat
     Scorer(model)
     model.save_pretrained(tmp_path)
     assert "grpo_engine" not in (tmp_path / "config.json").read_text()
-
-
-def test_a_model_with_a_sliding_window_does_not_share_prompts() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    assert takes_any_mask(small_model())
-    assert not takes_any_mask(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=4)))
-    assert takes_any_mask(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=None)))

@@ -111,7 +111,7 @@ def test_no_batch_in_time_is_an_error_that_says_where_to_look() -> None:
             source.next_batch(timeout_s=0.05)
 
 
-def test_a_reset_api_gets_the_registration_again() -> None:
+def test_a_reset_api_is_registered_with_again() -> None:
     with served_api() as url, RolloutSource(url) as source:
         source.register(**RUN)
         httpx.get(f"{url}/reset_data", params={"force": "true"})

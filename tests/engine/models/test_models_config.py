@@ -1,4 +1,4 @@
-"""Names of models, layer filters and settings: what is refused, and in which words."""
+"""Names of models, layer filters and settings: what is refused, with which message."""
 
 from __future__ import annotations
 

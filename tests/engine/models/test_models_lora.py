@@ -68,10 +68,6 @@ def test_an_adapter_has_no_dropout_by_default() -> None:
     torch.testing.assert_close(model.train()(TOKEN_IDS).logits, evaluated, rtol=0, atol=0)
 
 
-def test_adapter_parameters_are_fp32_on_a_bf16_model() -> None:
-    assert {p.dtype for p in adapted(torch.bfloat16).parameters() if p.requires_grad} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

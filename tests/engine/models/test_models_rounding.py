@@ -34,7 +34,7 @@ def test_each_neighbour_is_taken_with_the_probability_that_makes_rounding_unbias
     assert went_up.double().mean().item() == pytest.approx(fraction, abs=5 * deviation)
 
 
-def test_numbers_that_bf16_has_are_never_moved() -> None:
+def test_numbers_that_bf16_can_represent_stay() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for _ in range(20):
         rounded = round_to_bf16_(every.float()).to(torch.bfloat16)
@@ -48,7 +48,7 @@ def test_nan_stays_nan_whatever_its_lower_bits() -> None:
     assert bool(round_to_bf16_(values).isnan().all())
 
 
-def test_beyond_the_largest_number_is_infinity_and_infinity_stays() -> None:
+def test_values_beyond_the_largest_number_become_infinity_and_infinity_stays() -> None:
     largest = torch.finfo(torch.float32).max  # the next bf16 number upwards would be 2 ** 128
     rounded = round_to_bf16_(torch.tensor([largest, -largest, math.inf, -math.inf]).repeat(100, 1).contiguous())
     assert rounded[:, 0].unique().tolist()[-1] == math.inf
@@ -66,7 +66,7 @@ def test_the_same_state_of_the_generator_gives_the_same_rounding() -> None:
     assert not torch.equal(again, once)
 
 
-def test_a_large_parameter_is_rounded_in_parts_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_parameter_may_be_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 7)
     values = torch.randn(5, 9)
     rounded = round_to_bf16_(values.clone())
@@ -74,7 +74,7 @@ def test_a_large_parameter_is_rounded_in_parts_to_the_same_end(monkeypatch: pyte
     assert bool(((rounded - values).abs() <= values.abs() / 128).all())
 
 
-def test_a_sum_that_bf16_has_is_exact_and_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_bf16_can_represent_is_exact_for_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 7)
     total = torch.arange(45.0).view(5, 9).bfloat16()
     addend = torch.arange(45.0).view(9, 5).T.bfloat16()  # not contiguous

@@ -1,4 +1,4 @@
-"""Attaching a model to weights that somebody else holds: the same logits, the same memory, nothing missing."""
+"""Attaching a model to weights in the memory of another process: the same logits, the same memory, nothing missing."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_type_of_the_shared_tensors_is_kept() -> None:
     assert attached.model.rotary_emb.inv_freq.dtype is torch.float32
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     original = attachable()
     config, tensors = original.config, stored(original)
     norm = tensors.pop("model.norm.weight")

@@ -51,7 +51,7 @@ def test_a_parameter_is_written_without_its_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(3, dtype=torch.complex64), torch.zeros(3, 4).T], ids=["type", "strides"]
 )
-def test_what_it_does_not_write_is_refused_before_there_is_a_file(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_unsupported_tensors_are_refused_before_a_file_is_created(tmp_path: Path, tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"file: bad is torch"):
         write_tensors({"good": torch.zeros(1), "bad": tensor}, tmp_path / "file")
     assert not (tmp_path / "file").exists()

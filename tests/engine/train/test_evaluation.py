@@ -249,7 +249,7 @@ def test_an_evaluation_is_part_of_its_steps_line_and_the_first_one_is_step_0(
     assert found == [(0, 0, 0.0), (1, 1, None), (2, 2, 2.0), (3, 3, None), (4, 4, 4.0), (5, 5, 5.0)]
     assert all(name.startswith("eval/") for name in lines[0].metrics)
     assert "train/loss" in lines[2].metrics
-    assert "Step 0/" not in capsys.readouterr().out  # what reads the console knows steps only
+    assert "Step 0/" not in capsys.readouterr().out  # parsers of the console expect steps alone
 
 
 @pytest.mark.parametrize(("resume", "seeds", "steps"), [(True, range(4, 5), [5]), (False, range(5), [0, 2, 4, 5])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -97,6 +98,18 @@ def part(plan: MemoryPlan, name: str) -> int:
     return sum(each.num_bytes for each in plan.parts if each.name == name)
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Of each storage once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+def saved_by(really: Trainee) -> int:
+    """What autograd saves of the longest batch."""
+    known = [*really.model.parameters(), *really.model.buffers()]
+    return saved_bytes(lambda: really.logprobs(longest_batch(really.config)), known)
+
+
 @pytest.mark.parametrize(("pretrained", "count"), PUBLISHED.values(), ids=PUBLISHED)
 def test_parameters_are_as_many_as_the_published_models_have(pretrained: PreTrainedConfig, count: int) -> None:
     config = settings(dtype="bfloat16")
@@ -117,7 +130,7 @@ def test_parameters_are_as_many_as_the_published_models_have(pretrained: PreTrai
     ],
     ids=["all", "layers", "adapters", "adapters on layers"],
 )
-def test_what_is_trained_is_counted_as_the_trainer_chooses_it(changes: dict[str, object]) -> None:
+def test_as_many_parameters_are_planned_as_are_trained(changes: dict[str, object]) -> None:
     config = settings(**changes)
     really = trainee(small(), config)
     assert plan_of(small(), config).num_trained == sum(
@@ -135,7 +148,7 @@ def test_layers_and_adapter_targets_that_the_model_lacks_are_refused() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_masters_and_states_take_what_they_really_take(optimizer: str, masters: str, is_shared: bool) -> None:
+def test_masters_and_states_take_the_planned_bytes(optimizer: str, masters: str, is_shared: bool) -> None:
     bridge = {"mode": "shared_vllm"} if is_shared else {"mode": "none"}
     config = settings(dtype="bfloat16", optimizer=optimizer, master_weights=masters, bridge=bridge)
     really = trainee(small(), config, is_shared=is_shared)
@@ -147,38 +160,31 @@ def test_masters_and_states_take_what_they_really_take(optimizer: str, masters: 
         if isinstance(value, torch.Tensor) and value.numel() > 1  # without counts of steps
     ]
     live = {parameter.untyped_storage().data_ptr() for parameter in really.model.parameters()}
-    masters_of_it = {
-        master.untyped_storage().data_ptr(): master.untyped_storage().nbytes()
-        for master in really._masters.state_dict().values()
-        if master.untyped_storage().data_ptr() not in live
-    }
+    own = [m for m in really._masters.state_dict().values() if m.untyped_storage().data_ptr() not in live]
     plan = plan_of(small(), config)
     assert part(plan, "optimizer state") == sum(value.nbytes for value in states)
-    assert part(plan, "master weights") == sum(masters_of_it.values())
+    assert part(plan, "master weights") == storage_bytes(own)
     assert part(plan, "weights") == (0 if is_shared else sum(p.nbytes for p in really.model.parameters()))
 
 
 @pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
 @pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, {"train_layer_indices": "1,3"}], ids=str)
-def test_gradients_take_what_they_really_take(gradients: str, masters: str, changes: dict[str, object]) -> None:
+def test_gradients_take_the_planned_bytes(gradients: str, masters: str, changes: dict[str, object]) -> None:
     config = settings(**{"dtype": "bfloat16", "gradient_dtype": gradients, "master_weights": masters, **changes})
     really = trainee(small(), config)
     batch = longest_batch(config)
     for _ in range(2):
         torch.autograd.backward(really.logprobs(batch)[0].sum())
-    standing = [parameter.grad for group in really.optimizer.param_groups for parameter in group["params"]]
-    standing += [parameter.grad for parameter in really.model.parameters()]
-    taken = {
-        grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in standing if grad is not None
-    }
-    assert part(plan_of(small(), config), "gradients") == sum(taken.values())
+    gradients_now = [parameter.grad for group in really.optimizer.param_groups for parameter in group["params"]]
+    gradients_now += [parameter.grad for parameter in really.model.parameters()]
+    assert part(plan_of(small(), config), "gradients") == storage_bytes(gradients_now)
 
 
 @pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
 @pytest.mark.parametrize("masters", ["float32", "stochastic_rounding"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_an_update_takes_what_the_plan_says(
+def test_an_update_takes_the_planned_bytes(
     optimizer: str, masters: str, gradients: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizers, "STEPPED_AT_ONCE", 1)  # these parameters are small
@@ -239,24 +245,19 @@ def test_an_8_bit_state_has_two_bytes_a_number_and_a_scale_for_each_block() -> N
     ],
     ids=str,
 )
-def test_a_layer_keeps_what_the_formula_says(kind: type[PreTrainedConfig], changes: dict[str, object]) -> None:
+def test_a_layer_saves_the_planned_bytes(kind: type[PreTrainedConfig], changes: dict[str, object]) -> None:
     config = settings(**{"dtype": "bfloat16", "seq_len": 33, "gradient_accumulation_steps": 1, **changes})
-    batch, saved, planned = longest_batch(config), [], []
-    for layers in (2, 3):
-        really = trainee(small(kind, layers=layers), config)
-        known = [*really.model.parameters(), *really.model.buffers()]
-        saved.append(saved_bytes(lambda really=really: really.logprobs(batch), known))
-        planned.append(part(plan_of(small(kind, layers=layers), config), "saved activations"))
+    models = [small(kind, layers=layers) for layers in (2, 3)]
+    saved = [saved_by(trainee(model, config)) for model in models]
+    planned = [part(plan_of(model, config), "saved activations") for model in models]
     assert planned[1] - planned[0] == saved[1] - saved[0]
     if not config.bridge.trains_adapter:
         assert planned[1] == pytest.approx(saved[1], rel=0.06)
 
 
-def test_layers_below_the_first_that_learns_keep_nothing() -> None:
+def test_layers_below_the_first_trained_one_save_nothing() -> None:
     config = settings(dtype="bfloat16", train_layer_indices="2-3", seq_len=33, gradient_accumulation_steps=1)
-    really = trainee(small(), config)
-    known = [*really.model.parameters(), *really.model.buffers()]
-    saved = saved_bytes(lambda: really.logprobs(longest_batch(config)), known)
+    saved = saved_by(trainee(small(), config))
     assert part(plan_of(small(), config), "saved activations") == pytest.approx(saved, rel=0.06)
 
 
@@ -278,7 +279,7 @@ FURTHER = pytest.mark.extended("each part of the plan is measured alone by the t
     ],
     ids=["all", "recompute", "bf16 gradients", "layers", "adapters", "merged", "merged and recompute"],
 )
-def test_a_step_peaks_where_the_plan_says(
+def test_a_step_peaks_at_the_planned_bytes(
     kind: type[PreTrainedConfig], changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 1024)  # a small part of a parameter, as of a large one
@@ -294,7 +295,7 @@ def test_a_step_peaks_where_the_plan_says(
     assert plan.allocated_bytes - before_it == pytest.approx(memory.peak_bytes, rel=0.15)
 
 
-def test_the_output_layer_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_layer_takes_the_planned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILES, "cuda", TILES["cpu"])  # the plan is for a GPU, the measurement is not
     config = settings(dtype="float32", batch_size=1, gradient_accumulation_steps=1, seq_len=4001)
     pretrained = small()

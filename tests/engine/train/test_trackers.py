@@ -27,8 +27,8 @@ from grpo_engine.train.recording.trackers import FaultTolerant, build_trackers, 
 STEPS = [{"train/loss": 0.5, "reward/mean": 0.25}, {"train/loss": 0.25, "reward/mean": 0.5}]
 
 
-class Flaky:
-    """Takes the first step and fails from then on, as a service whose network is gone."""
+class FailingTracker:
+    """Takes the first step and fails from then on, as without a network."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, Mapping[str, float]]] = []
@@ -56,7 +56,7 @@ def record(
 def test_a_tracker_that_fails_is_logged_once_gets_no_more_steps_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flaky, other = Flaky(), Flaky()
+    flaky, other = FailingTracker(), FailingTracker()
     with caplog.at_level(logging.ERROR):
         record(tmp_path, [FaultTolerant("wandb", flaky), FaultTolerant("trackio", other)], STEPS + STEPS)
     assert flaky.taken == other.taken == [(1, STEPS[0])]

@@ -80,12 +80,12 @@ def assert_same(one: Any, other: Any) -> None:
 
 @given(state=states, shard_bytes=st.sampled_from([1, 40, 10**9]))
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_nested_comes_back_as_it_was(tmp_path: Path, state: Any, shard_bytes: int) -> None:
+def test_any_nested_state_is_read_back_equal(tmp_path: Path, state: Any, shard_bytes: int) -> None:
     write_state(tmp_path, "state", state, shard_bytes=shard_bytes)
     assert_same(read_state(tmp_path, "state"), state)
 
 
-def test_memory_that_tensors_share_is_written_once_or_made_their_own(tmp_path: Path) -> None:
+def test_shared_memory_is_written_once_and_views_become_tensors_with_memory_of_their_own(tmp_path: Path) -> None:
     table = torch.arange(12.0)
     state = {"a": table, "b": table, "rows": list(table.view(3, 4)), "c": {"d": table[2:5]}, "c/d": torch.ones(2)}
     write_state(tmp_path, "state", state)
@@ -98,7 +98,7 @@ def test_memory_that_tensors_share_is_written_once_or_made_their_own(tmp_path: P
     assert back["a"].count_nonzero() == 11  # of a memory of its own
 
 
-def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_named_by_its_place(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"/state/0/hook: a function cannot be saved"):
         write_state(tmp_path, "state", {"state": [{"hook": lambda: None}]})
 
@@ -143,7 +143,7 @@ def test_a_restored_trainee_makes_the_next_step_of_the_one_that_was_saved(
         assert_same(getattr(one, kept).state_dict(), getattr(other, kept).state_dict())
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_every_random_generator_resumes_from_its_saved_state() -> None:
     import random
 
     import numpy as np
@@ -211,7 +211,7 @@ def test_a_killed_writer_leaves_the_checkpoint_before_or_the_new_one(
     assert seen == {1, new}
 
 
-def test_a_disk_that_refuses_anything_leaves_the_checkpoint_before_it_and_says_so(
+def test_a_full_disk_at_any_operation_leaves_the_previous_checkpoint_and_is_reported(
     tmp_path: Path, faults: DiskFaults
 ) -> None:
     subject = trainee(settings(keep_checkpoints=1))

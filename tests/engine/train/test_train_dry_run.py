@@ -1,4 +1,4 @@
-"""What is known beforehand: the dry run, and the rehearsal of the longest micro-batch, after which nothing differs."""
+"""Before training: the dry run, and the rehearsal of the longest micro-batch, which changes nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """Bound and not listened on: whoever connects is refused."""
+    """Bound and not listened on: connections are refused."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]

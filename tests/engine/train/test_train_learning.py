@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import attached, settings
+from training import attached, scored_group, settings
 
 from grpo_engine.data.batching import make_batch
 from grpo_engine.data.puzzles import make_item, score
@@ -62,12 +62,12 @@ def sampled_groups(trainee: Trainee, task: str, rng: random.Random, folder: Path
             completions.append(new[:end])
         texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
         groups.append(
-            ScoredGroup(
-                tokens=[prompt + c for c in completions],
-                masks=[[-100] * len(prompt) + c for c in completions],
+            scored_group(
+                prompt,
+                completions,
                 scores=[score(task, item.answer, text) for text in texts],
-                inference_logprobs=[
-                    [1.0] * len(prompt) + [float(logprobs[row, i, token]) for i, token in enumerate(c)]
+                logprobs=[
+                    [float(logprobs[row, i, token]) for i, token in enumerate(c)]
                     for row, c in zip(rows, completions, strict=True)
                 ],
                 generation_params={"temperature": 1.0, "logprobs_mode": "processed"},

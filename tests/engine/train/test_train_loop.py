@@ -16,6 +16,7 @@ from training import (
     ListeningBridge,
     made_up_groups,
     metrics_lines,
+    scored_group,
     settings,
     small_model,
     train_in,
@@ -88,7 +89,7 @@ class UnreachableBridge(ListeningBridge):
         super().publish(version, write)
 
 
-def test_a_server_that_does_not_come_back_loses_no_step_that_was_done(tmp_path: Path) -> None:
+def test_an_unreachable_server_at_a_weight_update_loses_no_step(tmp_path: Path) -> None:
     with pytest.raises(PeerUnavailable, match="no server"):
         run(tmp_path, settings(), bridge=UnreachableBridge(small_model()))
     assert checkpoints.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step_3"
@@ -146,15 +147,7 @@ def test_a_resumed_run_goes_on_after_its_last_step_and_gives_no_version_twice(tm
 def test_a_group_that_cannot_be_trained_on_is_left_out_and_an_error_only_when_alone(
     tokens: list[int], num_prompt: int, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    completion = tokens[num_prompt:]
-    group = made_up_groups(9)[0].model_copy(
-        update={
-            "tokens": [tokens] * 4,
-            "masks": [[-100] * num_prompt + completion] * 4,
-            "inference_logprobs": [[1.0] * num_prompt + [-1.0] * len(completion)] * 4,
-            "policy_versions": None,
-        }
-    )
+    group = scored_group(tokens[:num_prompt], [tokens[num_prompt:]] * 4)
     assert trainable_batch([*made_up_groups(8), group], 32, vocab_size=64).num_sequences == 8
     assert message in caplog.text
     with pytest.raises(DataError, match=re.escape(message)):
@@ -162,9 +155,7 @@ def test_a_group_that_cannot_be_trained_on_is_left_out_and_an_error_only_when_al
 
 
 def test_a_batch_without_a_trainable_group_is_acknowledged_and_not_kept_in_the_journal(tmp_path: Path) -> None:
-    strange = {"tokens": [[5, 99_999]] * 4, "masks": [[-100, 99_999]] * 4, "inference_logprobs": [[1.0, -1.0]] * 4}
-    groups = [group.model_copy(update={**strange, "policy_versions": None}) for group in made_up_groups(0)]
-    source = ListedSource([groups])
+    source = ListedSource([[scored_group([5], [[99_999]] * 4)] * 2])
     with pytest.raises(DataError, match="another tokenizer made it"):
         train_in(tmp_path, settings(), source)
     assert source.num_used == 1
@@ -191,7 +182,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
         run(tmp_path, settings(training_steps=8))
 
 
-def test_old_checkpoints_are_pruned_and_half_written_ones_are_none(tmp_path: Path) -> None:
+def test_old_checkpoints_are_pruned_and_incomplete_ones_are_ignored(tmp_path: Path) -> None:
     run(tmp_path, settings(checkpoint_interval=1, keep_checkpoints=2))
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step_5", "step_6"]

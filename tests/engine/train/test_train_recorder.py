@@ -50,7 +50,7 @@ def test_records_that_a_full_disk_refused_are_written_once_there_is_room(
     assert caplog.text.count("metrics.jsonl: not writable: File too large") == 1
 
 
-def test_a_file_that_is_deleted_under_a_run_is_made_anew_with_the_next_step(tmp_path: Path) -> None:
+def test_a_file_that_is_deleted_during_a_run_is_created_again_with_the_next_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Recorder(folder, total_steps=4, show_times=False) as recorder:
         recorder.step(1, 1, {"reward/mean": 0.5})
@@ -93,7 +93,7 @@ print("done", file=__import__("sys").stderr)
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_a_run_folder_that_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"file/run: not writable: Not a directory; choose another --run-folder"):
@@ -170,7 +170,7 @@ def test_a_second_trainer_on_the_same_save_path_is_refused_with_the_first_ones_p
         pass
 
 
-def test_a_save_path_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_save_path_that_cannot_be_created_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(CheckpointError, match=r"no checkpoints can be saved: .*; choose another --save-path"):

@@ -41,7 +41,7 @@ OF_TIME = re.compile(r"train/(\w+_time|tokens_per_second|gpu_memory_gb)")
 
 
 def batches(steps: int) -> list[ScoredGroup]:
-    """Groups of `steps` batches of two, sampled at version 0 as they say."""
+    """Groups of `steps` batches of two, sampled at version 0."""
     return [group for seed in range(steps) for group in made_up_groups(seed)]
 
 
@@ -169,7 +169,7 @@ FURTHER = pytest.mark.extended("the first case of each test: one trainer killed 
         pytest.param(3, {"checkpoint_interval": 1}, marks=FURTHER),
     ],
 )
-def test_a_trainer_killed_at_any_moment_goes_on_as_if_it_had_not_been(
+def test_a_trainer_killed_at_any_moment_resumes_with_the_same_records_and_weights(
     tmp_path: Path, saved_model: Path, faults: DiskFaults, share: int, more: dict[str, object]
 ) -> None:
     base = {

@@ -50,13 +50,13 @@ def falcon(**changes: object) -> PreTrainedModel:
     return FalconForCausalLM(FalconConfig(**sizes, **changes))
 
 
-def gemma3_with_eyes() -> PreTrainedModel:
+def gemma3_with_vision() -> PreTrainedModel:
     """The kind that Gemma 3 is from 4B on: settings of its language model stand one level down."""
     text = Gemma3TextConfig(**SIZES, **HEADS, **HEAD, sliding_window=4)
-    eyes = SiglipVisionConfig(
+    vision = SiglipVisionConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8, patch_size=4
     )
-    config = Gemma3Config(text_config=text.to_dict(), vision_config=eyes.to_dict(), mm_tokens_per_image=1)
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=1)
     config.image_token_id = VOCABULARY - 1
     return Gemma3ForConditionalGeneration(config)
 
@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             **SIZES, **HEADS, **HEAD, sliding_window=4, attn_logit_softcapping=0.5, final_logit_softcapping=3.0
         )
     ),
-    "gemma 3 with eyes": gemma3_with_eyes,
+    "gemma 3 with vision": gemma3_with_vision,
     "recurrent gemma": lambda: RecurrentGemmaForCausalLM(
         RecurrentGemmaConfig(**SIZES, **HEADS, lru_width=32, attention_window_size=8, logits_soft_cap=2.0)
     ),
@@ -122,16 +122,16 @@ def test_a_model_gets_the_log_probabilities_of_its_own_forward_pass(
     torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_whose_logits_are_made_in_a_way_of_its_own_is_refused() -> None:
-    class Louder(LlamaForCausalLM):
+def test_a_model_with_its_own_computation_of_logits_is_refused() -> None:
+    class ScaledLogits(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
             output.logits *= 4
             return output
 
-    with pytest.raises(ModelError, match=r"Louder .* another model"):
-        Scorer(Louder(small_model().config))
+    with pytest.raises(ModelError, match=r"ScaledLogits .* another model"):
+        Scorer(ScaledLogits(small_model().config))
 
 
-def test_masks_of_ours_go_only_to_models_that_attend_by_them_alone() -> None:
+def test_shared_prompts_are_used_only_for_models_whose_attention_depends_on_the_mask_alone() -> None:
     assert [name for name in MODELS if takes_any_mask(made(name))] == ["gpt2", "granite", "cohere"]

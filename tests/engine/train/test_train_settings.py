@@ -23,14 +23,14 @@ from grpo_engine.train.config import TrainConfig
         (["--seed", str(2**63)], "seed: input should be less than 9223372036854775808"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_before_anything_starts(
+def test_an_invalid_setting_is_refused_before_anything_starts(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--model", "local/tiny", *words]) == 2
     assert capsys.readouterr().err.startswith(f"grpo-engine train: {said}")
 
 
-def test_help_says_the_bridge_that_is_taken_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_default_bridge(capsys: pytest.CaptureFixture[str]) -> None:
     mode = parse_flags(TrainConfig, ["--model", "m"], prog="train", description="").bridge.mode
     with pytest.raises(SystemExit):
         parse_flags(TrainConfig, ["--help"], prog="train", description="")

@@ -388,7 +388,7 @@ def test_a_penalty_for_length_enters_the_advantages_and_not_the_metrics() -> Non
         assert shaped.metrics[name] == plain.metrics[name]
 
 
-def test_dropping_groups_of_equal_rewards_is_as_if_they_had_not_come() -> None:
+def test_dropping_groups_of_equal_rewards_equals_a_batch_without_them() -> None:
     first, second, equal = made_up_groups(20, groups=3)
     equal = equal.model_copy(update={"scores": [0.5] * 4})
     config = settings(drop_equal_groups=True, entropy_coef=0.1)
