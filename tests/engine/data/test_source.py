@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,113 +13,113 @@ from rollout_fakes import RUN, group, served_api
 
 from grpo_engine.data.source import RolloutSource
 from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.wire.rollouts import ScoredGroup
 
 
-def post(url: str, tag: int) -> None:
-    assert httpx.post(f"{url}/scored_data", json=group(4, tag=tag)).status_code == 200
+@pytest.fixture
+def api() -> Iterator[str]:
+    with served_api() as url:
+        yield url
 
 
-def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_next() -> None:
-    with served_api() as url, RolloutSource(url) as source:
+@pytest.fixture
+def source(api: str) -> Iterator[RolloutSource]:
+    with RolloutSource(api) as source:
         source.register(**RUN)
-        assert source.poll() is None
-        post(url, 10)
-        post(url, 11)
-        first = source.next_batch(timeout_s=10)
-        assert first is not None
-        assert [g.tokens for g in first] == [[[1, 2, 10, 3]] * 4]
-        assert first[0].inference_logprobs == [[1.0, 1.0, -0.5, -0.25]] * 4
-        assert httpx.get(f"{url}/status").json()["queue_size"] == 1
-        assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
-        second = source.next_batch(timeout_s=10)
-        assert second is not None
-        assert second[0].tokens[0][2] == 11
-        source.acknowledge()
-        assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
+        yield source
 
 
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "failed"])
-def test_the_batch_of_a_trainer_that_did_not_finish_comes_again(is_closed: bool) -> None:
-    with served_api() as url:
-        post(url, 42)
-        first = RolloutSource(url)
-        first.register(**RUN)
-        assert first.next_batch(timeout_s=10) is not None
-        if is_closed:
-            first.close()
-        else:
-            with pytest.raises(ZeroDivisionError), first:
-                _ = 1 / 0
-        assert "grpo_api_leases 1" in httpx.get(f"{url}/metrics").text
-        with RolloutSource(url) as second:
-            second.register(**RUN)
-            batch = second.next_batch(timeout_s=10)
-        assert batch is not None
-        assert batch[0].tokens[0][2] == 42
+def post(url: str, tag: int, **more: Any) -> None:
+    assert httpx.post(f"{url}/scored_data", json=group(4, tag=tag, **more)).status_code == 200
 
 
-def test_a_batch_that_was_fetched_and_not_trained_on_comes_again_also_after_a_clean_exit() -> None:
-    with served_api() as url:
-        post(url, 10)
-        post(url, 11)
-        with RolloutSource(url) as source:
-            source.register(**RUN)
-            source.next_batch(timeout_s=10)
-            source.mark_used()
-            source.next_batch(timeout_s=10)
-        with pytest.raises(PeerUnavailable), RolloutSource(url) as source:  # noqa: PT012
-            source.register(**RUN)
-            again = source.next_batch(timeout_s=10)
-            source.mark_used()
-            raise PeerUnavailable("the loop has saved the step")
-        assert again is not None
-        assert again[0].tokens[0][2] == 11
-        assert "grpo_api_leases 0" in httpx.get(f"{url}/metrics").text
+def tag_of(batch: list[ScoredGroup] | None) -> int:
+    assert batch is not None
+    return batch[0].tokens[0][2]
 
 
-def test_a_trainer_that_another_one_replaced_gets_an_error_and_no_batch() -> None:
-    with served_api() as url, RolloutSource(url) as first, RolloutSource(url) as second:
-        first.register(**RUN)
+def metrics_of(url: str) -> str:
+    return httpx.get(f"{url}/metrics").text
+
+
+def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_next(
+    api: str, source: RolloutSource
+) -> None:
+    assert source.poll() is None
+    post(api, 10)
+    post(api, 11)
+    first = source.next_batch(timeout_s=10)
+    assert first is not None
+    assert [g.tokens for g in first] == [[[1, 2, 10, 3]] * 4]
+    assert first[0].inference_logprobs == [[1.0, 1.0, -0.5, -0.25]] * 4
+    assert httpx.get(f"{api}/status").json()["queue_size"] == 1
+    assert "grpo_api_leases 1" in metrics_of(api)
+    assert tag_of(source.next_batch(timeout_s=10)) == 11
+    source.acknowledge()
+    assert "grpo_api_leases 0" in metrics_of(api)
+
+
+def test_the_batch_of_a_trainer_that_failed_comes_again(api: str, source: RolloutSource) -> None:
+    post(api, 42)
+    with pytest.raises(ZeroDivisionError), RolloutSource(api) as failing:  # noqa: PT012
+        failing.register(**RUN)
+        failing.next_batch(timeout_s=10)
+        _ = 1 / 0
+    assert "grpo_api_leases 1" in metrics_of(api)
+    source.register(**RUN)
+    assert tag_of(source.next_batch(timeout_s=10)) == 42
+
+
+def test_a_batch_that_was_fetched_and_not_trained_on_comes_again_also_after_a_clean_exit(api: str) -> None:
+    post(api, 10)
+    post(api, 11)
+    with RolloutSource(api) as source:
+        source.register(**RUN)
+        source.next_batch(timeout_s=10)
+        source.mark_used()
+        source.next_batch(timeout_s=10)
+    with pytest.raises(PeerUnavailable), RolloutSource(api) as source:  # noqa: PT012
+        source.register(**RUN)
+        again = source.next_batch(timeout_s=10)
+        source.mark_used()
+        raise PeerUnavailable("the loop has saved the step")
+    assert tag_of(again) == 11
+    assert "grpo_api_leases 0" in metrics_of(api)
+
+
+def test_a_trainer_that_another_one_replaced_gets_an_error_and_no_batch(api: str, source: RolloutSource) -> None:
+    with RolloutSource(api) as second:
         second.register(**{**RUN, "checkpoint_dir": "elsewhere"})
-        post(url, 10)
+        post(api, 10)
         with pytest.raises(PeerError, match="another trainer has registered since"):
-            first.next_batch(timeout_s=10)
+            source.next_batch(timeout_s=10)
         assert second.next_batch(timeout_s=10) is not None
 
 
-def test_groups_that_are_too_old_for_the_trainer_stay_at_the_api() -> None:
-    with served_api() as url, RolloutSource(url) as source:
-        source.register(**RUN, max_staleness=2)
-        for tag, version in ((10, 4), (11, 7), (12, 5)):
-            versions = [[0, 0, version, version + 1]] * 4
-            httpx.post(f"{url}/scored_data", json={**group(4, tag=tag), "policy_versions": versions})
-        batches = [source.next_batch(timeout_s=10, policy_version=7) for _ in range(2)]
-        assert [batch[0].tokens[0][2] for batch in batches if batch] == [11, 12]
-        assert "grpo_api_stale_groups_total 1" in httpx.get(f"{url}/metrics").text
+def test_groups_that_are_too_old_for_the_trainer_stay_at_the_api(api: str, source: RolloutSource) -> None:
+    source.register(**RUN, max_staleness=2)
+    for tag, version in ((10, 4), (11, 7), (12, 5)):
+        post(api, tag, policy_versions=[[0, 0, version, version + 1]] * 4)
+    assert [tag_of(source.next_batch(timeout_s=10, policy_version=7)) for _ in range(2)] == [11, 12]
+    assert "grpo_api_stale_groups_total 1" in metrics_of(api)
 
 
 @pytest.mark.slow
-def test_waiting_for_a_batch_ends_when_training_stops() -> None:
+def test_waiting_for_a_batch_ends_when_training_stops(source: RolloutSource) -> None:
     answers = iter([False, True])
-    with served_api() as url, RolloutSource(url) as source:
-        source.register(**RUN)
-        assert source.next_batch(timeout_s=60, stop=lambda: next(answers)) is None
+    assert source.next_batch(timeout_s=60, stop=lambda: next(answers)) is None
 
 
-def test_no_batch_in_time_is_an_error_that_says_where_to_look() -> None:
-    with served_api() as url, RolloutSource(url) as source:
-        source.register(**RUN)
-        with pytest.raises(PeerUnavailable, match=r"no batch from .* within 0\.05 s.*/status"):
-            source.next_batch(timeout_s=0.05)
+def test_no_batch_in_time_is_an_error_that_says_where_to_look(source: RolloutSource) -> None:
+    with pytest.raises(PeerUnavailable, match=r"no batch from .* within 0\.05 s.*/status"):
+        source.next_batch(timeout_s=0.05)
 
 
-def test_a_reset_api_is_registered_with_again() -> None:
-    with served_api() as url, RolloutSource(url) as source:
-        source.register(**RUN)
-        httpx.get(f"{url}/reset_data", params={"force": "true"})
-        post(url, 10)
-        assert source.next_batch(timeout_s=10) is not None
-        assert httpx.get(f"{url}/info").json()["batch_size"] == 4
+def test_a_reset_api_is_registered_with_again(api: str, source: RolloutSource) -> None:
+    httpx.get(f"{api}/reset_data", params={"force": "true"})
+    post(api, 10)
+    assert source.next_batch(timeout_s=10) is not None
+    assert httpx.get(f"{api}/info").json()["batch_size"] == 4
 
 
 @pytest.mark.slow
@@ -131,9 +133,7 @@ def test_an_api_that_restarts_is_awaited(tmp_path: Path) -> None:
     with pytest.raises(PeerUnavailable):
         source.poll()
     with served_api(database, port=port):
-        batch = source.next_batch(timeout_s=10)
-    assert batch is not None
-    assert batch[0].tokens[0][2] == 10
+        assert tag_of(source.next_batch(timeout_s=10)) == 10
     source.close()
 
 
