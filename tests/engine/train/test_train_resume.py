@@ -144,8 +144,9 @@ def run_killed_at(faults: DiskFaults, moment: int | None, folder: Path, config: 
     with served_api() as url:
         post(url, batches(steps))
         bridge = MortalBridge(faults, model_with_dropout())
+        recorder = MortalRecorder(faults, folder, total_steps=steps)
         with suppress(Killed), faults.failing(moment):
-            train_once(url, folder, bridge, config, MortalRecorder(faults, folder, total_steps=steps))
+            train_once(url, folder, bridge, config, recorder)
         moments = faults.count
         served = bridge.published[-1][0] if bridge.published else 0
         successor = ListeningBridge(bridge.model, serves=served)
