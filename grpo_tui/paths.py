@@ -44,6 +44,29 @@ def new_run_id(profile_name: str, now: float | None = None) -> str:
     return f"{profile_name}-{time.strftime('%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
+class ForeignFolder(GrpoError):
+    """A run folder that another user owns or may write to: it is only read."""
+
+
+def require_own(run_folder: Path) -> None:
+    """Refuse to act on a run whose plan somebody else may have written.
+
+    Raises:
+        ForeignFolder: another user owns the folder or may write to it.
+        FileNotFoundError: there is no such folder.
+    """
+    status = run_folder.stat()
+    if status.st_uid != os.getuid():
+        raise ForeignFolder(
+            f"{run_folder} belongs to user {status.st_uid}: it can be read only (`grpo-tui attach --read-only`)"
+        )
+    if status.st_mode & 0o022:
+        raise ForeignFolder(
+            f"{run_folder} has mode {status.st_mode & 0o777:04o}, so that other users may change what it runs: "
+            f"`chmod -R go-w {run_folder}` after you have checked it; until then it can be read only"
+        )
+
+
 def runtime_folder() -> Path:
     """The folder for sockets, created with mode 0700: `$XDG_RUNTIME_DIR/grpo-tui` or `/tmp/grpo-<uid>`.
 

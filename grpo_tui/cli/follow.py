@@ -17,6 +17,7 @@ import typer
 
 from grpo_engine.wire.run_folder import METRICS_FILE, logged_services, service_log
 from grpo_tui.cli.arguments import JsonOption, RunAndService, RunArgument, run_to_read, split
+from grpo_tui.cli.printing import say
 from grpo_tui.client.api import look_at
 from grpo_tui.run_files.log_file import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
 from grpo_tui.view.format import bytes_text
@@ -97,9 +98,9 @@ def metrics_command(
             _put_metrics(line, as_json, starts)
             sys.stdout.flush()
     elif last.lines and not num_shown:
-        print(f"no metric of {found.id} starts with {' or '.join(starts)}", file=sys.stderr)
+        say(f"no metric of {found.id} starts with {' or '.join(starts)}", to_stderr=True)
     elif not last.lines:
-        print(f"{found.id} has no metrics yet", file=sys.stderr)
+        say(f"{found.id} has no metrics yet", to_stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +248,13 @@ class _Printer:
 
 
 def _report_gap(num_bytes: int) -> None:
-    print(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", file=sys.stderr)
+    say(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", to_stderr=True)
 
 
 def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
     """Print the metrics of a step with these prefixes; returns whether there were any."""
     if as_json:
-        print(line.decode(errors="replace").rstrip("\n"))
+        say(line.decode(errors="replace").rstrip("\n"))
         return True
     from grpo_tui.view.metrics.names import printed
 
@@ -263,10 +264,10 @@ def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
         values = "  ".join(f"{name} {printed(name, value)}" for name, value in shown.items())
         text = f"step {record['step']}  {values}"
     except (ValueError, KeyError, TypeError):
-        print(f"not a valid line of metrics.jsonl: {line[:120]!r}", file=sys.stderr)
+        say(f"not a valid line of metrics.jsonl: {line[:120]!r}", to_stderr=True)
         return False
     if shown:
-        print(text)
+        say(text)
     return bool(shown)
 
 

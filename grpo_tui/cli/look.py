@@ -11,6 +11,7 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.metrics import HEALTHY_BANDS, Band, is_evaluated_score
 from grpo_engine.wire.supervisor import RunStatus
 from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
+from grpo_tui.cli.printing import say
 from grpo_tui.client.api import Run, run_status, runs
 from grpo_tui.client.local import age_words, stored_status
 
@@ -38,7 +39,7 @@ def ps_command(as_json: JsonOption = False) -> None:
     """List the runs of this folder, the newest first."""
     rows = [(run, _stored(run)) for run in runs()]
     if as_json:
-        print(json.dumps([_summary(run, status) for run, status in rows], indent=1))
+        say(json.dumps([_summary(run, status) for run, status in rows], indent=1))
         return
     lines = [("RUN", "STATE", "SERVICES", "AGE", "SUPERVISOR")]
     for run, status in rows:
@@ -49,7 +50,7 @@ def ps_command(as_json: JsonOption = False) -> None:
         supervisor = f"pid {status.supervisor.pid}" if run.has_daemon and status.supervisor else "none"
         age = age_words(status.started_at, status.ended_at)
         lines.append((run.id, status.state, f"{up}/{len(status.services)}", age, supervisor))
-    print(_table(lines))
+    say(_table(lines))
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:
@@ -57,10 +58,10 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
     found = run_to_read(run)
     status = _with_diagnosis(found, run_status(found))
     if as_json:
-        print(status.model_dump_json(indent=1))
+        say(status.model_dump_json(indent=1))
         return
     state = f"{status.state}, being taken down" if status.is_ending else status.state
-    print(f"{status.run}  {state}  {age_words(status.started_at, status.ended_at)}\n")
+    say(f"{status.run}  {state}  {age_words(status.started_at, status.ended_at)}\n")
     lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS")]
     for service in status.services:
         cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"
@@ -69,13 +70,13 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
             (service.name, service.state, service.health or "-", str(service.pid or "-"), str(service.restarts), cpu,
              _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports)
         )  # fmt: skip
-    print(_table(lines))
+    say(_table(lines))
     explained: list[str] = []
     for service in status.services:
         if service.why is not None:
             explained.append(f"{service.name}: {service.why}")
     if explained:
-        print("\n" + "\n".join(explained))
+        say("\n" + "\n".join(explained))
     _print_rest(status)
 
 
@@ -83,13 +84,13 @@ def _print_rest(status: RunStatus) -> None:
     for gpu in status.gpus:
         shares = ", ".join(f"{name} {_bytes(held)}" for name, held in gpu.by_service.items()) or "none of ours"
         used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
-        print(f"\nGPU {gpu.index} {gpu.name}: {used} of {total} ({shares})")
+        say(f"\nGPU {gpu.index} {gpu.name}: {used} of {total} ({shares})")
     if status.gpu_note is not None:
-        print(f"\nGPUs: {status.gpu_note}")
+        say(f"\nGPUs: {status.gpu_note}")
     if status.metrics:
-        print(f"\n{_table(_metric_lines(status.metrics))}")
+        say(f"\n{_table(_metric_lines(status.metrics))}")
     for warning in status.warnings:
-        print(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
+        say(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
 
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:

@@ -11,6 +11,7 @@ import typer
 
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
+from grpo_tui.cli.printing import say
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
 from grpo_tui.profile.loading import LoadedProfile, load
@@ -32,9 +33,9 @@ def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOp
     """Show what would start, without starting it. The order, and each command with its ports and GPUs."""
     loaded, plan = planned(profile, set_ or [])
     if as_json:
-        print(json.dumps(describe(plan, loaded), indent=1))
+        say(json.dumps(describe(plan, loaded), indent=1))
         return
-    print(plan_text(plan, loaded))
+    say(plan_text(plan, loaded))
 
 
 def doctor_command(
@@ -89,16 +90,16 @@ def doctor_command(
             {"check": each.id, "level": levels[each.severity], "text": each.text, "hint": each.hint or ""}
             for each in findings
         ]
-        print(json.dumps(rows, indent=1))
+        say(json.dumps(rows, indent=1))
     else:
         marks = {"ok": "✓", "warning": "·", "error": "✗"}
         for finding in findings:
             hint = f"\n  {'':14} → {finding.hint}" if finding.hint else ""
-            print(f"{marks[finding.severity]} {finding.id:<14} {finding.text}{hint}")
+            say(f"{marks[finding.severity]} {finding.id:<14} {finding.text}{hint}")
     problems = sum(finding.severity == "error" for finding in findings)
     if problems and not as_json:
         noun = "problem" if problems == 1 else "problems"
-        print(f"\n{problems} {noun} to fix" + ("" if profile is None else f" before {profile} can start here"))
+        say(f"\n{problems} {noun} to fix" + ("" if profile is None else f" before {profile} can start here"))
     if problems:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -112,11 +113,11 @@ def profiles_command(as_json: JsonOption = False) -> None:
         except ConfigError as error:
             rows.append((name, str(path), f"not valid: {str(error).splitlines()[0]}"))
     if as_json:
-        print(json.dumps([{"name": name, "file": file, "description": text} for name, file, text in rows], indent=1))
+        say(json.dumps([{"name": name, "file": file, "description": text} for name, file, text in rows], indent=1))
         return
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, _, text in rows:
-        print(f"{name:<{width}}  {text}")
+        say(f"{name:<{width}}  {text}")
 
 
 def planned(profile: str, overrides: list[str]) -> tuple[LoadedProfile, Plan]:

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 from grpo_engine.errors import ConfigError
+from grpo_tui.cli.printing import say
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.exit_codes import ExitCode
+from grpo_tui.paths import ForeignFolder
 
 
 def start_and_show(profile: str, overrides: list[str], *, theme: str | None = None, is_read_only: bool = False) -> int:
@@ -33,7 +35,7 @@ def start_and_show(profile: str, overrides: list[str], *, theme: str | None = No
 
         opened = open_run(profile, overrides, daemon=daemon)
     if opened.note is not None:
-        print(opened.note, file=sys.stderr)
+        say(opened.note, to_stderr=True)
     return open_screen(opened.folder, theme=theme)
 
 
@@ -50,7 +52,11 @@ def show(run_folder: Path, *, theme: str | None = None, is_read_only: bool = Fal
     from grpo_tui.ui.app import open_screen
 
     if not is_read_only:
-        ensure_daemon(run_folder)  # one that exited while its services run is replaced; a run that is over needs none
+        try:
+            ensure_daemon(run_folder)  # one that exited while its services run is replaced
+        except ForeignFolder as error:
+            say(error, to_stderr=True)
+            is_read_only = True
     return open_screen(run_folder, theme=theme, is_read_only=is_read_only)
 
 

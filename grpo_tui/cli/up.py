@@ -52,7 +52,7 @@ def up_command(
     say.opened(opened)
     if detach and wait is None:
         if not as_json:
-            print(opened.folder.name)
+            say(opened.folder.name)
         return
     goal: Goal | None = "ready" if wait == "ready" else "finished" if wait == "finished" else None
     owns = opened.is_new and not detach
@@ -64,5 +64,5 @@ def up_command(
         say.note(f"to check this machine for the profile: `{words}`")
     say.ended(watch, code)
     if not as_json and detach and code == ExitCode.OK:
-        print(opened.folder.name)
+        say(opened.folder.name)
     raise typer.Exit(code)

@@ -25,7 +25,7 @@ from grpo_engine.wire.supervisor import Hello
 from grpo_tui.client.local import NoSuchRun, Run, is_over, look_at, lost_runs, runs
 from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
-from grpo_tui.paths import LOGS, new_run_id, runtime_folder
+from grpo_tui.paths import LOGS, new_run_id, require_own, runtime_folder
 from grpo_tui.supervisor.keeper.client import end_of
 from grpo_tui.supervisor.keeper.proc import ProcessId, read_stat, send_signal
 from grpo_tui.supervisor.lock import has_daemon, listening_daemon
@@ -153,16 +153,21 @@ def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
     return folder
 
 
-def ensure_daemon(folder: Path) -> bool:
+def ensure_daemon(folder: Path, *, was_live: bool = False) -> bool:
     """Make sure that a live run has a supervisor that answers; returns whether the run is live.
 
+    A supervisor runs the commands of the folder's plan, so none is started on a folder that was only copied here: a
+    process of the run must be alive, or the caller must have seen the run alive.
+
     Raises:
+        ForeignFolder: another user owns the folder or may write to it.
         PeerUnavailable: its supervisor is suspended or hangs.
         StartFailed: it has none, and a new one did not start.
     """
-    if is_over(folder) and not has_daemon(folder):
-        return look_at(folder).has_services and start_daemon(folder)
-    return _answers(folder) or start_daemon(folder)
+    require_own(folder)
+    if has_daemon(folder) or (was_live and not is_over(folder)):
+        return _answers(folder) or start_daemon(folder)
+    return look_at(folder).has_services and start_daemon(folder)
 
 
 def _answers(folder: Path, *, any_version: bool = False) -> bool:
@@ -216,9 +221,11 @@ async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
         PeerUnavailable: the old supervisor is suspended or hangs; it is left alone.
         StartFailed: the new supervisor does not start; if the old one has exited, services run without one.
         NoSuchRun: the run was over before it could be handed over.
+        ForeignFolder: another user owns the folder or may write to it.
     """
     from grpo_tui.profile.plan_file import Plan
 
+    require_own(folder)
     Plan.from_json((folder / PLAN_FILE).read_text(), where=str(folder / PLAN_FILE))
     with NewDaemon() as successor:
         await asyncio.to_thread(_answers, folder, any_version=True)

@@ -55,17 +55,20 @@ class LocalRun:
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
         self._daemon = Daemon(run_folder)
+        self._was_live = False
 
-    def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
+    async def events(self) -> AsyncIterator[Snapshot | Event | Bye]:
         """See `RunConnection.events`; never starts a supervisor."""
-        return self._daemon.events()
+        async for message in self._daemon.events():
+            self._was_live = True
+            yield message
 
     async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
         """See `RunConnection.command`."""
         try:
             return await self._daemon.command(do, service, take_ports=take_ports)
         except PeerUnavailable:
-            if not await asyncio.to_thread(ensure_daemon, self._run_folder):
+            if not await asyncio.to_thread(ensure_daemon, self._run_folder, was_live=self._was_live):
                 raise PeerUnavailable(f"the run {self._run_folder.name} is over") from None
             return await self._daemon.command(do, service, take_ports=take_ports)
 

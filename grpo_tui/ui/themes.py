@@ -82,6 +82,8 @@ RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezter
 
 LAYOUT_LIMIT_S = 0.2
 """Longest wait for the layout of a new screen before it is painted."""
+REPAINT_AFTER_S = 0.2
+"""Between a frame that failed and the whole one after it: a fault that stays must not use a core."""
 LAST_ANSWER_S = 1.0
 """How long to wait for the terminal's answer before leaving."""
 
@@ -110,13 +112,16 @@ class ThemedApp(App[ReturnType]):
             if self._pace.is_full(time.monotonic()):
                 self._paint_later()
                 return
-            shown = ChangedCells(renderable, self._cells, self.size, self._pace)
+            shown = ChangedCells(renderable, self._cells, self.size, self._pace, on_error=self._paint_all_later)
         super()._display(screen, shown)
 
     def _paint_later(self) -> None:
         if not self._is_paint_due:
             self._is_paint_due = True
             self.set_timer(GIVE_UP_S, self._paint_without_answer)
+
+    def _paint_all_later(self) -> None:
+        self.set_timer(REPAINT_AFTER_S, self.action_redraw)
 
     def _paint_without_answer(self) -> None:
         self._paint_what_is_due()

@@ -33,7 +33,7 @@ from grpo_engine.wire.run_folder import (
 )
 from grpo_tui import keeper_process
 from grpo_tui.supervisor.keeper.orphans import own_children
-from grpo_tui.supervisor.keeper.proc import ProcessId, read_stat, send_signal
+from grpo_tui.supervisor.keeper.proc import ProcessId, marker, read_stat, send_signal
 
 if TYPE_CHECKING:
     from grpo_tui.services.base import Launch
@@ -200,10 +200,15 @@ def adopt_keeper(run_folder: Path, service: str, attempt: int) -> Keeper | ExitR
 
 
 def living_keepers(folder: Path) -> Iterator[KeeperState]:
-    """The keepers of a run that are alive."""
+    """The keepers of a run that are alive: processes of this user that were started for this very folder.
+
+    A state file alone proves nothing: in a folder that somebody sent it may name any process of this machine.
+    """
     for state in keeper_states(folder):
         if state.state != "gone" and state.keeper.identity().is_alive():
-            yield state
+            mark = marker(state.keeper.pid)
+            if mark is not None and mark.run_folder == str(folder.resolve()):
+                yield state
 
 
 def keeper_states(folder: Path) -> Iterator[KeeperState]:

@@ -6,15 +6,16 @@ Textual (8.2) paints a whole screen for every layout, and several when a key ope
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.color import Color, ColorSystem
 from rich.console import Console
 from rich.style import Style
@@ -22,8 +23,10 @@ from textual._compositor import ChopsUpdate, CompositorUpdate, LayoutUpdate
 from textual.geometry import Size
 from textual.strip import Strip
 
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.ui.terminal.line_pace import LinePace
 
+log = logging.getLogger(__name__)
 WORTH_A_MOVE = 5
 """Up to this many equal cells between two that differ are sent again: moving the cursor costs more."""
 
@@ -70,7 +73,7 @@ class TerminalCells:
         colours = console._color_system or ColorSystem.TRUECOLOR
         pieces: list[str] = []
         for y, x, strips in _painted(update):
-            if y < size.height:
+            if y < size.height and x < size.width:  # an update may still be of the size before a resize
                 pieces += _row_update(self._rows[y], _cells(strips, colours, size.width - x), x, y)
         return "".join(pieces)
 
@@ -78,12 +81,29 @@ class TerminalCells:
 class ChangedCells(CompositorUpdate):
     """An update of Textual, reduced to the cells that differ."""
 
-    def __init__(self, update: LayoutUpdate | ChopsUpdate, terminal: TerminalCells, size: Size, pace: LinePace) -> None:
+    def __init__(
+        self,
+        update: LayoutUpdate | ChopsUpdate,
+        terminal: TerminalCells,
+        size: Size,
+        pace: LinePace,
+        on_error: Callable[[], None],
+    ) -> None:
         self._update, self._terminal, self._size, self._pace = update, terminal, size, pace
+        self._on_error = on_error
 
     def render_segments(self, console: Console) -> str:
-        """The characters that Textual writes; called only when it writes."""
-        sent = self._terminal.sent_for(self._update, self._size, console)
+        """The characters that Textual writes; called only when it writes.
+
+        Textual ends the app on an exception here, so a frame that fails is left out and `on_error` paints a whole one.
+        """
+        try:
+            sent = self._terminal.sent_for(self._update, self._size, console)
+        except Exception:
+            log.exception("a frame of the screen could not be painted (bug); painting all of it")
+            self._terminal.forget()
+            self._on_error()
+            return ""
         return sent + self._pace.painted(len(sent), time.monotonic())
 
 
@@ -109,7 +129,9 @@ def _cells(strips: Iterable[Strip], colours: ColorSystem, width: int) -> Row:
 
 
 def _put(row: Row, text: str, pen: Pen) -> None:
-    """Append text to a row."""
+    """Append text to a row, without what the terminal would obey; as many cells as Textual counted."""
+    if not text.isprintable():
+        text = set_cell_size(printable(text), cell_len(text))
     if text.isascii() or all(cell_len(character) == 1 for character in text):
         row.texts += text
         if pen.attributes or not pen.foreground or " " not in text:

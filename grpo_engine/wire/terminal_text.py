@@ -1,0 +1,20 @@
+"""Text that a terminal shows and does not obey.
+
+Names, commands of other processes and text of models and services reach the screen and the commands from outside. A
+control character among them would be executed by the terminal: set its title, write the clipboard (OSC 52), clear it.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` without control characters (C0, C1), bidirectional controls and invisible characters.
+
+    Args:
+        keep: characters that stay, such as a line feed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each for each in text if each.isprintable() or each in keep or unicodedata.category(each) == "Zs")

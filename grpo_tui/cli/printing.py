@@ -1,0 +1,12 @@
+"""What the commands print: the one exit to the terminal, which removes what a terminal would obey."""
+
+from __future__ import annotations
+
+import sys
+
+from grpo_engine.wire.terminal_text import printable
+
+
+def say(text: object, *, to_stderr: bool = False, flush: bool = False) -> None:
+    """Print text to stdout, which is data, or to stderr, which is messages; without control characters."""
+    print(printable(str(text), keep="\n\t"), file=sys.stderr if to_stderr else sys.stdout, flush=flush)
