@@ -81,7 +81,7 @@ def pick_and_show(overrides: list[str], *, theme: str | None = None, is_read_onl
         is_ascii=wants_ascii(os.environ),
         is_read_only=is_read_only,
     )
-    choice = picker.run()
+    choice = picker.run_on_terminal()
     if choice is None:
         return picker.return_code or ExitCode.OK
     if isinstance(choice, ProfileChoice):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from textual.screen import Screen
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.run_folder import newest_crash_report
 from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.ui import messages, questions
@@ -51,7 +51,6 @@ from grpo_tui.view.timeline.past import displayed
 TICK_S = 1.0
 MIN_COLUMNS, MIN_ROWS = 40, 10
 """Smaller terminals show only that they are too small."""
-LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class GrpoScreen(ThemedApp[None]):
@@ -114,7 +113,6 @@ class GrpoScreen(ThemedApp[None]):
 
     def on_mount(self) -> None:
         """Create the other screens and start the workers that read the run."""
-        self._leave_on_signals()
         for place, screen in SCREENS.items():
             if place != MainScreen.PLACE:  # kept while another screen is shown
                 self._screens_of_run[place] = screen(self.state)
@@ -406,14 +404,6 @@ class GrpoScreen(ThemedApp[None]):
     def _show_message(self, severity: Literal["info", "warning", "error"], text: str) -> None:
         self._apply(view.MessageShown(severity=severity, text=text, time=self._clock()))
 
-    def _leave_on_signals(self) -> None:
-        """Leave as `q` does, with the terminal restored, when the terminal closes or on SIGTERM."""
-        if self.is_headless:
-            return
-        loop = asyncio.get_running_loop()
-        for number in LEAVING_SIGNALS:
-            loop.add_signal_handler(number, self.exit)
-
 
 def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:
     """Show a run until the user leaves; the run keeps running.
@@ -437,10 +427,10 @@ def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: boo
         preferences=preferences,
         remember=lambda changed: write_preferences(file, changed),
     )
-    app.run()
+    app.run_on_terminal()
     if app.return_code:
         return app.return_code
-    sys.stderr.write(exit_message(app.state) + "\n")
+    sys.stderr.write(printable(exit_message(app.state)) + "\n")
     has_failed = app.state.status is not None and app.state.status.state is RunState.FAILED
     return ExitCode.FAILED if has_failed else ExitCode.OK
 

@@ -40,6 +40,14 @@ class RunConnection(Protocol):
         """
         ...
 
+    async def replace_supervisor(self) -> bool:
+        """Make sure that the run has a supervisor that answers; False when the run is over.
+
+        Raises:
+            GrpoError: none answers, and none could be started.
+        """
+        ...
+
     def stored_status(self) -> RunStatus:
         """The run's status as its files have it; blocks while it reads.
 
@@ -68,9 +76,13 @@ class LocalRun:
         try:
             return await self._daemon.command(do, service, take_ports=take_ports)
         except PeerUnavailable:
-            if not await asyncio.to_thread(ensure_daemon, self._run_folder, was_live=self._was_live):
+            if not await self.replace_supervisor():
                 raise PeerUnavailable(f"the run {self._run_folder.name} is over") from None
             return await self._daemon.command(do, service, take_ports=take_ports)
+
+    async def replace_supervisor(self) -> bool:
+        """See `RunConnection.replace_supervisor`."""
+        return await asyncio.to_thread(ensure_daemon, self._run_folder, was_live=self._was_live)
 
     def stored_status(self) -> RunStatus:
         """See `RunConnection.stored_status`."""

@@ -24,6 +24,8 @@ from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.file import TimelineFile
 
 RECONNECT_S = 1.0
+REPLACE_AGAIN_S = 5.0
+"""Between two tries to start a supervisor."""
 METRICS_POLL_S = 0.5
 TIMELINE_POLL_S = 1.0
 LOG_POLL_BUSY_S = 0.1
@@ -74,17 +76,34 @@ class RunNews:
 
     async def _listen(self) -> None:
         """Receive the supervisor's events; while none answers, show the state file and reconnect every second."""
+        is_lost = False
         while True:
             note = "the supervisor closed the connection"
             try:
                 async for event in self._connection.events():
                     self._post(messages.EventReceived(event))
+                    is_lost = not isinstance(event, Bye)
                     if isinstance(event, Bye):
                         note = f"the run is over: {event.state}"
             except (GrpoError, OSError) as error:
                 note = str(error)
             await self._look_at_files(note)
+            if is_lost and not self._state().viewer.is_read_only and await self._replace_supervisor():
+                continue
             await asyncio.sleep(RECONNECT_S)
+
+    async def _replace_supervisor(self) -> bool:
+        """Start a supervisor in the place of one that exited during the run; returns whether one answers now."""
+        try:
+            is_replaced = await self._connection.replace_supervisor()
+        except (GrpoError, OSError) as error:
+            self._post(messages.SupervisorLost(view.ConnectionLost(note=f"no new supervisor: {error}")))
+            await asyncio.sleep(REPLACE_AGAIN_S)
+            return False
+        if is_replaced:
+            words = "the supervisor exited; a new one has taken the run over"
+            self._post(messages.StateChanged(view.MessageShown("warning", words, self._state().now)))
+        return is_replaced
 
     async def _look_at_files(self, note: str) -> None:
         """Read the status from the run's files, because no supervisor answers."""

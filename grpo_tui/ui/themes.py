@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rich.console import RenderableType
@@ -23,6 +23,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 from grpo_tui.ui.glyphs import AsciiOnly
 from grpo_tui.ui.terminal.changed_cells import ChangedCells, TerminalCells
 from grpo_tui.ui.terminal.line_pace import GIVE_UP_S, LinePace
+from grpo_tui.ui.terminal.terminal_watch import TerminalWatch
 from grpo_tui.ui.waiting import wait_at_most
 
 DARK, LIGHT, ANSI = "dark", "light", "ansi"
@@ -97,10 +98,22 @@ class ThemedApp(App[ReturnType]):
         self._pace = LinePace()
         self._is_paint_due = False
         self._leaves_with: tuple[ReturnType | None] | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         super().__init__()
         for own in OWN_THEMES:
             self.register_theme(own)
         self.theme = theme
+
+    def run_on_terminal(self) -> ReturnType | None:
+        """Run until the user leaves or the terminal is gone; returns the result."""
+        with TerminalWatch(self._leave_soon):
+            return self.run()
+
+    def _leave_soon(self) -> None:
+        """Exit, called from any thread."""
+        if self._event_loop is not None:
+            with suppress(RuntimeError):  # it has been closed: the app exits already
+                self._event_loop.call_soon_threadsafe(self.exit)
 
     def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
         """Send only cells that differ; Textual (8.2) sends the whole screen for every layout.
@@ -167,6 +180,7 @@ class ThemedApp(App[ReturnType]):
 
     def on_mount(self) -> None:
         """Repaint everything after another program used the terminal."""
+        self._event_loop = asyncio.get_running_loop()
         self.app_resume_signal.subscribe(self, lambda _: self._cells.forget())
 
     def on_ready(self) -> None:

@@ -74,6 +74,9 @@ class FakeConnection:
             raise PeerUnavailable("state.json: missing")
         return self.stored
 
+    async def replace_supervisor(self) -> bool:
+        return False
+
     async def command(self, do: Do, service: str | None = None, *, take_ports: bool = False) -> Reply:
         if not self.is_reachable:
             raise PeerUnavailable("no supervisor listens")

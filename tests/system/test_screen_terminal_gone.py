@@ -1,0 +1,81 @@
+"""A screen whose terminal is gone exits, whatever Textual's threads do."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from terminal import Terminal
+from workplace import POLITE, Workplace, open_workplace, service
+
+pytestmark = pytest.mark.slow
+EXIT_LIMIT_S = 20.0
+"""Far above the two seconds that are promised: a busy machine must not fail the test, and before it never exited."""
+STUCK_WRITER = (
+    "import sys, time; from textual.drivers._writer_thread import WriterThread;"
+    " WriterThread.run = lambda self: time.sleep(3600);"
+    " sys.argv[0] = 'grpo-tui'; from grpo_tui.cli import main; main()"
+)
+"""Textual never takes a text out of its queue, as after a write to a terminal that is gone."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path) as place:
+        place.profile(service("vllm", POLITE), service("trainer", POLITE))
+        place.up()
+        yield place
+        assert place.grpo("down").returncode == 0
+
+
+def open_terminal(place: Workplace, *argv: str) -> Terminal:
+    return Terminal(argv or place.argv("attach"), cwd=place.folder, environment=place.environment)
+
+
+def assert_exits(opened: Terminal) -> None:
+    try:
+        opened.process.wait(EXIT_LIMIT_S)
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("how", ["terminal closed", "SIGTERM"])
+def test_a_screen_exits_also_when_the_thread_that_writes_hangs(workplace: Workplace, how: str) -> None:
+    python = workplace.argv()[0]
+    opened = open_terminal(workplace, python, "-c", STUCK_WRITER, "attach")
+    time.sleep(3.0)  # nothing is written that could be waited for; until the queue is full
+    assert opened.process.poll() is None
+    settings = opened.settings_before
+    if how == "SIGTERM":
+        opened.process.send_signal(signal.SIGTERM)
+        opened.process.wait(EXIT_LIMIT_S)
+        assert opened.settings == settings
+    else:
+        opened.drop()
+    assert_exits(opened)
+
+
+def test_a_screen_exits_when_its_terminal_is_closed(workplace: Workplace) -> None:
+    opened = open_terminal(workplace)
+    opened.shows("no warnings")
+    opened.drop()
+    assert_exits(opened)
+
+
+@pytest.mark.extended("test_a_screen_exits_when_its_terminal_is_closed: once, and with a hanging writer")
+def test_screens_whose_terminals_close_at_random_moments_exit(workplace: Workplace) -> None:
+    moments = random.Random(8)
+    for _ in range(50):
+        four = [open_terminal(workplace) for _ in range(4)]
+        until = time.monotonic() + moments.uniform(0.0, 3.0)
+        while time.monotonic() < until:
+            for opened in four:
+                opened.listen(0.01)
+        for opened in four:
+            opened.drop()
+        for opened in four:
+            assert_exits(opened)
