@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from grpo_engine.errors import ConfigError, GrpoError
 from grpo_tui.cli.arguments import ReadOnlyOption, ThemeOption
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.exit_codes import ExitCode
 
 COMMANDS = {
@@ -122,7 +122,7 @@ def main() -> NoReturn:
         _check_current_folder()
         build_app()(prog_name="grpo-tui")
     except GrpoError as error:
-        say(error, to_stderr=True)
+        write_line(error, to_stderr=True)
         sys.exit(_exit_code(error))
     sys.exit(ExitCode.OK)
 

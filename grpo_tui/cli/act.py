@@ -12,7 +12,7 @@ from grpo_engine.errors import PeerUnavailable
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, Notice, Reply, RunState
 from grpo_tui.cli.arguments import RunAndService, RunArgument, TakePortsOption, run_to_act_on, split
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import (
     Daemon,
     NoSuchRun,
@@ -70,7 +70,7 @@ def down_command(
     take_ports: TakePortsOption = False,
 ) -> None:
     """End a run and all of its processes. Prints what it ended and how long each part took."""
-    if run is not None and asyncio.run(end_orphans(run, say)):
+    if run is not None and asyncio.run(end_orphans(run, write_line)):
         return
     targets = [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]
     if not targets:
@@ -88,7 +88,7 @@ def upgrade_command(
         old, new = asyncio.run(replace_daemon(target.folder))
         before = "none" if old is None else f"{old.program or 'an older version'} (pid {old.pid})"
         took = f"{time.monotonic() - started:.2f} s"
-        say(f"{target.id}: supervised by {new.program} (pid {new.pid}) instead of {before}, in {took}")
+        write_line(f"{target.id}: supervised by {new.program} (pid {new.pid}) instead of {before}, in {took}")
 
 
 def _act(
@@ -103,11 +103,11 @@ def _act(
     started = time.monotonic()
     reply = asyncio.run(daemon_of(run.folder).command(do, service, wait=wait, timeout_s=timeout, take_ports=take_ports))
     if not reply.ok:
-        say(reply.error, to_stderr=True)
+        write_line(reply.error, to_stderr=True)
         raise typer.Exit(reply.exit_code)
     state = _state_of(reply, service)
     took = f" in {time.monotonic() - started:.1f} s" if wait else ""
-    say(f"{service}: {do} {'done' if wait else 'requested'}{took}; it is {state}", to_stderr=True)
+    write_line(f"{service}: {do} {'done' if wait else 'requested'}{took}; it is {state}", to_stderr=True)
 
 
 def _state_of(reply: Reply, service: str) -> str:
@@ -130,16 +130,16 @@ async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
         run = await asyncio.to_thread(look_at, run.folder)
         if not run.is_live:
             break
-        say("the supervisor exited during the teardown; a new one continues it", to_stderr=True)
+        write_line("the supervisor exited during the teardown; a new one continues it", to_stderr=True)
     state = stored_status(run).state
     took = f"{time.monotonic() - started:.2f} s"
     if run.is_live:
-        say(
+        write_line(
             f"{run.id}: still live after {took}; see {run.folder / SUPERVISOR_LOG}, then run the command again",
             to_stderr=True,
         )
         raise typer.Exit(ExitCode.FAILED)
-    say(f"{run.id}: {state} in {took}; no process is left")
+    write_line(f"{run.id}: {state} in {took}; no process is left")
     if state not in ENDED_RUN_STATES:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -155,7 +155,7 @@ async def _send_down(run: Run, started: float, timeout_s: float | None, take_por
         await is_listening.wait()
         reply = await daemon.command("down", wait=True, timeout_s=timeout_s, take_ports=take_ports)
         if not reply.ok:
-            say(reply.error, to_stderr=True)
+            write_line(reply.error, to_stderr=True)
             raise typer.Exit(reply.exit_code)
         await listening
     except PeerUnavailable:
@@ -167,7 +167,7 @@ async def _print_notices(daemon: Daemon, started: float, is_listening: asyncio.E
         async for message in daemon.events():
             is_listening.set()
             if isinstance(message, Notice):
-                say(f"{time.monotonic() - started:6.2f} s  {message.text}")
+                write_line(f"{time.monotonic() - started:6.2f} s  {message.text}")
             elif isinstance(message, Bye):
                 return message.state
     except PeerUnavailable:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 
 if TYPE_CHECKING:
     from grpo_tui.client.local import Run
@@ -46,7 +46,7 @@ def run_to_read(prefix: str | None) -> Run:
 
     run = find_run(prefix, also_ended=True)
     if prefix is None and not run.is_live:
-        say(f"no live run here; showing {run.id}, which has ended", to_stderr=True)
+        write_line(f"no live run here; showing {run.id}, which has ended", to_stderr=True)
     return run
 
 
@@ -60,5 +60,5 @@ def run_to_act_on(prefix: str | None) -> Run:
     newest, *others = live
     if others:
         also = ", ".join(run.id for run in others)
-        say(f"using {newest.id}, the newest live run; others: {also}", to_stderr=True)
+        write_line(f"using {newest.id}, the newest live run; others: {also}", to_stderr=True)
     return newest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -17,9 +16,10 @@ import typer
 
 from grpo_engine.wire.run_folder import METRICS_FILE, logged_services, service_log
 from grpo_tui.cli.arguments import JsonOption, RunAndService, RunArgument, run_to_read, split
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import look_at
 from grpo_tui.run_files.log_file import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
+from grpo_tui.run_files.metrics import read_line
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs.tail import on_terminal, without_colours
 
@@ -98,9 +98,9 @@ def metrics_command(
             _put_metrics(line, as_json, starts)
             sys.stdout.flush()
     elif last.lines and not num_shown:
-        say(f"no metric of {found.id} starts with {' or '.join(starts)}", to_stderr=True)
+        write_line(f"no metric of {found.id} starts with {' or '.join(starts)}", to_stderr=True)
     elif not last.lines:
-        say(f"{found.id} has no metrics yet", to_stderr=True)
+        write_line(f"{found.id} has no metrics yet", to_stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,26 +248,25 @@ class _Printer:
 
 
 def _report_gap(num_bytes: int) -> None:
-    say(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", to_stderr=True)
+    write_line(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", to_stderr=True)
 
 
 def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
     """Print the metrics of a step with these prefixes; returns whether there were any."""
     if as_json:
-        say(line.decode(errors="replace").rstrip("\n"))
+        write_line(line.decode(errors="replace").rstrip("\n"))
         return True
     from grpo_tui.view.metrics.names import printed
 
-    try:
-        record = json.loads(line)
-        shown = {name: value for name, value in record["metrics"].items() if name.startswith(starts)}
-        values = "  ".join(f"{name} {printed(name, value)}" for name, value in shown.items())
-        text = f"step {record['step']}  {values}"
-    except (ValueError, KeyError, TypeError):
-        say(f"not a valid line of metrics.jsonl: {line[:120]!r}", to_stderr=True)
+    record = read_line(line)
+    if record is None:
+        write_line(f"not a valid line of metrics.jsonl: {line[:120]!r}", to_stderr=True)
         return False
+    shown = {name: value for name, value in record.metrics.items() if name.startswith(starts)}
     if shown:
-        say(text)
+        write_line(
+            f"step {record.step}  " + "  ".join(f"{name} {printed(name, value)}" for name, value in shown.items())
+        )
     return bool(shown)
 
 

@@ -11,7 +11,7 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.metrics import HEALTHY_BANDS, Band, is_evaluated_score
 from grpo_engine.wire.supervisor import RunStatus
 from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import Run, run_status, runs
 from grpo_tui.client.local import age_words, stored_status
 
@@ -39,7 +39,7 @@ def ps_command(as_json: JsonOption = False) -> None:
     """List the runs of this folder, the newest first."""
     rows = [(run, _stored(run)) for run in runs()]
     if as_json:
-        say(json.dumps([_summary(run, status) for run, status in rows], indent=1))
+        write_line(json.dumps([_summary(run, status) for run, status in rows], indent=1))
         return
     lines = [("RUN", "STATE", "SERVICES", "AGE", "SUPERVISOR")]
     for run, status in rows:
@@ -50,7 +50,7 @@ def ps_command(as_json: JsonOption = False) -> None:
         supervisor = f"pid {status.supervisor.pid}" if run.has_daemon and status.supervisor else "none"
         age = age_words(status.started_at, status.ended_at)
         lines.append((run.id, status.state, f"{up}/{len(status.services)}", age, supervisor))
-    say(_table(lines))
+    write_line(_table(lines))
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:
@@ -58,10 +58,10 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
     found = run_to_read(run)
     status = _with_diagnosis(found, run_status(found))
     if as_json:
-        say(status.model_dump_json(indent=1))
+        write_line(status.model_dump_json(indent=1))
         return
     state = f"{status.state}, being taken down" if status.is_ending else status.state
-    say(f"{status.run}  {state}  {age_words(status.started_at, status.ended_at)}\n")
+    write_line(f"{status.run}  {state}  {age_words(status.started_at, status.ended_at)}\n")
     lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS")]
     for service in status.services:
         cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"
@@ -70,13 +70,13 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
             (service.name, service.state, service.health or "-", str(service.pid or "-"), str(service.restarts), cpu,
              _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports)
         )  # fmt: skip
-    say(_table(lines))
+    write_line(_table(lines))
     explained: list[str] = []
     for service in status.services:
         if service.why is not None:
             explained.append(f"{service.name}: {service.why}")
     if explained:
-        say("\n" + "\n".join(explained))
+        write_line("\n" + "\n".join(explained))
     _print_rest(status)
 
 
@@ -84,13 +84,13 @@ def _print_rest(status: RunStatus) -> None:
     for gpu in status.gpus:
         shares = ", ".join(f"{name} {_bytes(held)}" for name, held in gpu.by_service.items()) or "none of ours"
         used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
-        say(f"\nGPU {gpu.index} {gpu.name}: {used} of {total} ({shares})")
+        write_line(f"\nGPU {gpu.index} {gpu.name}: {used} of {total} ({shares})")
     if status.gpu_note is not None:
-        say(f"\nGPUs: {status.gpu_note}")
+        write_line(f"\nGPUs: {status.gpu_note}")
     if status.metrics:
-        say(f"\n{_table(_metric_lines(status.metrics))}")
+        write_line(f"\n{_table(_metric_lines(status.metrics))}")
     for warning in status.warnings:
-        say(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
+        write_line(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
 
 
 def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import typer
 
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
 from grpo_tui.profile.loading import LoadedProfile, load
@@ -33,9 +33,9 @@ def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOp
     """Show what would start, without starting it. The order, and each command with its ports and GPUs."""
     loaded, plan = planned(profile, set_ or [])
     if as_json:
-        say(json.dumps(describe(plan, loaded), indent=1))
+        write_line(json.dumps(describe(plan, loaded), indent=1))
         return
-    say(plan_text(plan, loaded))
+    write_line(plan_text(plan, loaded))
 
 
 def doctor_command(
@@ -90,16 +90,16 @@ def doctor_command(
             {"check": each.id, "level": levels[each.severity], "text": each.text, "hint": each.hint or ""}
             for each in findings
         ]
-        say(json.dumps(rows, indent=1))
+        write_line(json.dumps(rows, indent=1))
     else:
         marks = {"ok": "✓", "warning": "·", "error": "✗"}
         for finding in findings:
             hint = f"\n  {'':14} → {finding.hint}" if finding.hint else ""
-            say(f"{marks[finding.severity]} {finding.id:<14} {finding.text}{hint}")
+            write_line(f"{marks[finding.severity]} {finding.id:<14} {finding.text}{hint}")
     problems = sum(finding.severity == "error" for finding in findings)
     if problems and not as_json:
         noun = "problem" if problems == 1 else "problems"
-        say(f"\n{problems} {noun} to fix" + ("" if profile is None else f" before {profile} can start here"))
+        write_line(f"\n{problems} {noun} to fix" + ("" if profile is None else f" before {profile} can start here"))
     if problems:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -113,11 +113,13 @@ def profiles_command(as_json: JsonOption = False) -> None:
         except ConfigError as error:
             rows.append((name, str(path), f"not valid: {str(error).splitlines()[0]}"))
     if as_json:
-        say(json.dumps([{"name": name, "file": file, "description": text} for name, file, text in rows], indent=1))
+        write_line(
+            json.dumps([{"name": name, "file": file, "description": text} for name, file, text in rows], indent=1)
+        )
         return
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, _, text in rows:
-        say(f"{name:<{width}}  {text}")
+        write_line(f"{name:<{width}}  {text}")
 
 
 def planned(profile: str, overrides: list[str]) -> tuple[LoadedProfile, Plan]:

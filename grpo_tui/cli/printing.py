@@ -7,6 +7,6 @@ import sys
 from grpo_engine.wire.terminal_text import printable
 
 
-def say(text: object, *, to_stderr: bool = False, flush: bool = False) -> None:
+def write_line(text: object, *, to_stderr: bool = False, flush: bool = False) -> None:
     """Print text to stdout, which is data, or to stderr, which is messages; without control characters."""
     print(printable(str(text), keep="\n\t"), file=sys.stderr if to_stderr else sys.stdout, flush=flush)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from grpo_engine.errors import ConfigError
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import ForeignFolder
@@ -35,7 +35,7 @@ def start_and_show(profile: str, overrides: list[str], *, theme: str | None = No
 
         opened = open_run(profile, overrides, daemon=daemon)
     if opened.note is not None:
-        say(opened.note, to_stderr=True)
+        write_line(opened.note, to_stderr=True)
     return open_screen(opened.folder, theme=theme)
 
 
@@ -55,7 +55,7 @@ def show(run_folder: Path, *, theme: str | None = None, is_read_only: bool = Fal
         try:
             ensure_daemon(run_folder)  # one that exited while its services run is replaced
         except ForeignFolder as error:
-            say(error, to_stderr=True)
+            write_line(error, to_stderr=True)
             is_read_only = True
     return open_screen(run_folder, theme=theme, is_read_only=is_read_only)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from grpo_tui.cli.arguments import TakePortsOption
+from grpo_tui.cli.printing import write_line
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.exit_codes import ExitCode
 
@@ -52,7 +53,7 @@ def up_command(
     say.opened(opened)
     if detach and wait is None:
         if not as_json:
-            say(opened.folder.name)
+            write_line(opened.folder.name)
         return
     goal: Goal | None = "ready" if wait == "ready" else "finished" if wait == "finished" else None
     owns = opened.is_new and not detach
@@ -64,5 +65,5 @@ def up_command(
         say.note(f"to check this machine for the profile: `{words}`")
     say.ended(watch, code)
     if not as_json and detach and code == ExitCode.OK:
-        say(opened.folder.name)
+        write_line(opened.folder.name)
     raise typer.Exit(code)

@@ -27,7 +27,7 @@ from grpo_engine.wire.supervisor import (
     Snapshot,
     UsageSampled,
 )
-from grpo_tui.cli.printing import say
+from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import Daemon, OpenedRun, ensure_daemon, look_at, stored_status, until_gone
 from grpo_tui.exit_codes import ExitCode
 
@@ -102,7 +102,7 @@ class ProgressPrinter:
         verb = "started" if opened.is_new else "joined"
         self._say(f"run {name} {verb}", event=verb, run=name, folder=str(opened.folder), note=opened.note)
         if opened.note is not None and not self.as_json:
-            say(opened.note, to_stderr=True)
+            write_line(opened.note, to_stderr=True)
 
     def event(self, message: Snapshot | Event | Bye) -> None:
         """Print an event."""
@@ -153,9 +153,9 @@ class ProgressPrinter:
     def _say(self, text: str, /, **fields: object) -> None:
         elapsed_s = time.monotonic() - self.began
         if self.as_json:
-            say(json.dumps({"time": time.time(), "elapsed_s": round(elapsed_s, 3), **fields}), flush=True)
+            write_line(json.dumps({"time": time.time(), "elapsed_s": round(elapsed_s, 3), **fields}), flush=True)
         else:
-            say(f"{elapsed_s:6.1f} s  {text}", to_stderr=True)
+            write_line(f"{elapsed_s:6.1f} s  {text}", to_stderr=True)
 
 
 async def stay(folder: Path, watch: Watch, say: ProgressPrinter, deadline: float | None, *, owns: bool) -> ExitCode:
