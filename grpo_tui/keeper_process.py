@@ -67,6 +67,8 @@ class Spec(NamedTuple):
     """Cores to run on; None: those of the keeper."""
     nice: int = 0
     """Priority; 0: that of the keeper."""
+    shown_argv: list[str] | None = None
+    """`argv` with its secrets masked, for the log; None: it has none."""
 
 
 class Stat(NamedTuple):
@@ -218,7 +220,7 @@ class Keeper:
         log = os.open(spec.log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._started_at))
         gap = "" if ends_with_newline(spec.log) else "\n"
-        write_line(log, f"{gap}{ATTEMPT_OPENING}{spec.attempt} · {when} · {on_one_line(spec.argv)}")
+        write_line(log, f"{gap}{ATTEMPT_OPENING}{spec.attempt} · {when} · {on_one_line(spec.shown_argv or spec.argv)}")
         self._log_offset = written_bytes(log)
         failure, failure_write = os.pipe2(os.O_CLOEXEC)
         self._main_pid = os.fork()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG, service_log
+from grpo_engine.wire.secrets import masked_text
 from grpo_engine.wire.supervisor import Notice, RunChanged, RunState, RunStatus, ServiceChanged
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.profile.plan_file import Plan
@@ -28,7 +30,7 @@ from grpo_tui.supervisor.keeper.client import ExitReport, Keeper
 from grpo_tui.supervisor.keeper.proc import ProcessId
 from grpo_tui.supervisor.machine import RUNNING, Event, LimitExceeded, RestartRequired, Service, Tick, step
 from grpo_tui.supervisor.report.broadcast import Broadcast
-from grpo_tui.supervisor.report.crash_report import write_report
+from grpo_tui.supervisor.report.crash_report import secrets, write_report
 from grpo_tui.supervisor.report.machine_facts import oom_kill_count
 from grpo_tui.supervisor.report.timeline import Timeline
 from grpo_tui.supervisor.service_runner import ServiceRunner
@@ -134,6 +136,7 @@ class Supervisor:
                 runner.abandon()
 
     def _start_runners(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        known = secrets(self._launches.values(), os.environ)
         for name, launch in self._launches.items():
             self._runners[name] = ServiceRunner(
                 launch,
@@ -144,6 +147,7 @@ class Supervisor:
                 notice=self.notice,
                 sampler=self._sampler,
                 prepare=lambda: self._temporary.restore(lambda text: self.notice("warning", text, None)),
+                mask=lambda text: masked_text(text, known),
             )
             self._runners[name].may_take_ports = self._plan.take_ports and self._is_new_run
         return [tasks.create_task(runner.run(), name=f"runner of {name}") for name, runner in self._runners.items()]

@@ -18,6 +18,7 @@ from pathlib import Path
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.environment_variables import HOOK_PREFIX
 from grpo_engine.wire.run_folder import last_attempt, service_log
+from grpo_engine.wire.secrets import masked_argv
 from grpo_engine.wire.supervisor import RunStatus, ServiceState, ServiceStatus
 from grpo_tui.keeper_process import ends_with_newline, on_one_line, write_line
 from grpo_tui.services.base import Place
@@ -215,7 +216,7 @@ class Occasion:
 
     def title(self, hook: Hook) -> str:
         """The hook and the event, as the subject of a message."""
-        command = on_one_line([*hook.argv])
+        command = on_one_line(masked_argv(hook.argv))
         shown = command if len(command) <= MAX_COMMAND_CHARS else f"{command[: MAX_COMMAND_CHARS - 1]}…"
         return f"hook {shown} on {self.event} of {self.name or 'the run'}"
 

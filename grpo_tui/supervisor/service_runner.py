@@ -64,6 +64,7 @@ class ServiceRunner:
         notice: Notice,
         sampler: Sampler,
         prepare: Callable[[], None],
+        mask: Callable[[str], str],
     ) -> None:
         self._launch = launch
         self._run = run
@@ -75,6 +76,8 @@ class ServiceRunner:
         self._sampler = sampler
         self._prepare = prepare
         """Called before each start: makes the temporary folder of the run again if it was removed."""
+        self._mask = mask
+        """Masks secrets in what the service printed or answered, before it becomes part of the state."""
         self._effects: asyncio.Queue[tuple[Effect, Service]] = asyncio.Queue()
         self._is_ready = False
         self._num_in_place_restarts = 0
@@ -256,7 +259,7 @@ class ServiceRunner:
             self._notice("error", f"{name}: {process} is still alive after SIGKILL: it hangs in the kernel", name)
         if report.keeper_lost or self._launch.ports or self._sampler.gpus:
             await self._sweep()
-        lines = await asyncio.to_thread(last_lines, self._log, log_offset)
+        lines = tuple(map(self._mask, await asyncio.to_thread(last_lines, self._log, log_offset)))
         self._post_event(Exited(code=report.code, error=report.error, last_lines=lines, jitter=random.random()))
 
     async def _sweep(self) -> None:
@@ -307,7 +310,7 @@ class ServiceRunner:
         movement = await asyncio.to_thread(progress.look, held_bytes, pids)
         if movement is not None:
             start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
-            self._post_event(Progressed(**start, phase=movement.phase))
+            self._post_event(Progressed(**start, phase=movement.phase and self._mask(movement.phase)))
 
     async def _read_console(self, attempt: int, log_offset: int, ended: asyncio.Event) -> None:
         """Record the metrics that the service prints, if it has a console table."""
@@ -337,7 +340,7 @@ class ServiceRunner:
 
     def _answered(self, keeper: Keeper, answer: Answer) -> ProbeAnswered:
         start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
-        return ProbeAnswered(**start, outcome=answer.kind, words=answer.words)
+        return ProbeAnswered(**start, outcome=answer.kind, words=self._mask(answer.words))
 
     # --- events and notices ------------------------------------------------------------------------------------------
 

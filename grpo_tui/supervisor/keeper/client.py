@@ -31,6 +31,7 @@ from grpo_engine.wire.run_folder import (
     keeper_state_files,
     service_log,
 )
+from grpo_engine.wire.secrets import masked_argv
 from grpo_tui import keeper_process
 from grpo_tui.supervisor.keeper.orphans import own_children
 from grpo_tui.supervisor.keeper.proc import ProcessId, marker, read_stat, send_signal
@@ -234,6 +235,7 @@ def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_process.Spec
         grace_s=launch.stop_grace_s,
         cpus=None if launch.cpus is None else list(launch.cpus),
         nice=launch.nice,
+        shown_argv=masked_argv(launch.argv),
     )
 
 
@@ -255,6 +257,7 @@ def _spawn(spec: keeper_process.Spec, environment: dict[str, str], report: int) 
     spec_file = keeper_spec_file(run_folder, spec.service, spec.attempt)
     spec_file.parent.mkdir(exist_ok=True)
     Path(spec.state).unlink(missing_ok=True)
+    spec_file.touch(mode=0o600)  # argv may hold secrets
     spec_file.write_text(json.dumps(spec._asdict()))
     if spec.attempt - KEPT_ATTEMPTS > 1:  # the first attempt is kept
         forget_attempt(run_folder, spec.service, spec.attempt - KEPT_ATTEMPTS)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE
+from grpo_engine.wire.secrets import masked_argv
 from grpo_tui.keeper_process import Stat, all_processes, below, read_stat, send_signal
 
 __all__ = ["ProcessId", "Stat", "all_processes", "below", "identify", "read_stat", "send_signal"]
@@ -110,12 +111,12 @@ def processes_of_run(run: str, service: str | None = None) -> list[Stat]:
 
 
 def command_line(pid: int) -> str:
-    """The command line in shell syntax; the name in brackets for a process that shows none."""
+    """The command line in shell syntax, secrets masked; the name in brackets for a process that shows none."""
     argv = _strings(pid, "cmdline")
     while argv and not argv[-1]:  # a process title shorter than the arguments leaves the rest empty
         argv.pop()
     if argv:
-        return shlex.join(argv)
+        return shlex.join(masked_argv(argv))
     stat = read_stat(pid)
     return "[gone]" if stat is None else f"[{stat.comm}]"
 

@@ -372,7 +372,7 @@ def write_report(
             oom_kills=oom_kills,
         )
         text = masked_text(text, secrets(launches.values(), os.environ))
-        write_atomically(path, text.encode(errors="replace"))
+        write_atomically(path, text.encode(errors="replace"), mode=0o600)
         _drop_surplus(run_folder, service)
     except OSError as error:
         log.error("%s: cannot write the crash report: %s; free some space", path, error.strerror or error)

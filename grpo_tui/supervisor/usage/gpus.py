@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from grpo_engine.wire.secrets import masked_argv
 from grpo_engine.wire.supervisor import GpuProcess, GpuStatus, MigInstance
 from grpo_tui.supervisor.keeper import proc
 
@@ -365,9 +364,7 @@ def _holder(pid: int, gpu_instance: int | None) -> _Holder:
 def _command(pid: int) -> str:
     line = proc.command_line(pid)
     argv = [line] if line.startswith("[") else shlex.split(line)
-    command = (
-        argv[0] if len(argv) == 1 else shlex.join(masked_argv(argv))
-    )  # the process title that vLLM sets is one word
+    command = argv[0] if len(argv) == 1 else line  # the process title that vLLM sets is one word
     return command if len(command) <= MAX_COMMAND_CHARS else command[: MAX_COMMAND_CHARS - 1] + "…"
 
 

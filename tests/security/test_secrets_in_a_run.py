@@ -1,0 +1,68 @@
+"""Secrets of a run are in none of the files and outputs that people share."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from workplace import Workplace, open_workplace, service
+
+IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL = "argv-Eb5tYqKx", "variable-8sTq0PzL", "file-Wm2Ra7Nc", "url-kJ4hVu6D"
+PROGRAM = "import os, sys; print(sys.argv, os.environ['DB_PASSWD'], os.environ['FROM_FILE'], flush=True); sys.exit(3)"
+MAY_HOLD_SECRETS = {"plan.json", "resolved.json"}
+"""They start the services again; readable by their owner only. A service's own log is what it printed."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path) as place:
+        yield place
+
+
+def failed_run(place: Workplace) -> Path:
+    """A run whose service prints all of its secrets, and fails."""
+    place.profile(
+        service(
+            "trainer", PROGRAM, "--api-token", IN_ARGV, f"https://user:{IN_URL}@host/", restart='"never"',
+            env=f'{{DB_PASSWD = "{IN_VARIABLE}"}}', env_files='["secrets.env"]',
+        ),
+        f'[[hooks]]\non = ["failed"]\nargv = ["true", "--password={IN_ARGV}"]\n',
+    )  # fmt: skip
+    (place.folder / "profiles" / "secrets.env").write_text(f"FROM_FILE={IN_FILE}\n")
+    failed = place.grpo("up", "--profile", "p", "--wait", "finished", "--detach")
+    assert failed.returncode == 1, failed.stderr
+    for secret in (IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL):
+        assert secret not in failed.stdout + failed.stderr
+    return place.run_folder()
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_shows_a_secret_but_the_plan_and_what_the_service_printed(workplace: Workplace) -> None:
+    folder = failed_run(workplace)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in MAY_HOLD_SECRETS]
+    assert {"state.json", "events.jsonl", "supervisor.log", "trainer.log", "crash-trainer-1.txt"} <= {
+        path.name for path in files
+    }
+    for path in files:
+        text = path.read_text(errors="replace")
+        if path.name == "trainer.log":
+            header, _, printed = text.partition("\n")
+            assert "--api-token" in header
+            assert IN_FILE in printed
+            text = header
+        if path.name.endswith(".spec.json"):  # the keeper needs the command as it is
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            continue
+        for secret in (IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL):
+            assert secret not in text, (path.name, secret)
+
+
+@pytest.mark.slow
+def test_no_command_shows_a_secret(workplace: Workplace) -> None:
+    failed_run(workplace)
+    for command in (("status",), ("status", "--json"), ("ps",), ("plan", "-p", "p"), ("plan", "-p", "p", "--json")):
+        done = workplace.grpo(*command)
+        for secret in (IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL):
+            assert secret not in done.stdout + done.stderr, (command, secret)
