@@ -15,6 +15,7 @@ from grpo_engine.wire.supervisor import Bye, Event, Reply, RunStatus, Snapshot
 from grpo_tui.client.launch import ensure_daemon
 from grpo_tui.client.local import look_at, stored_status
 from grpo_tui.client.socket import Daemon
+from grpo_tui.supervisor.lock import has_daemon
 from grpo_tui.view.state import Do
 
 
@@ -41,10 +42,10 @@ class RunConnection(Protocol):
         ...
 
     async def replace_supervisor(self) -> bool:
-        """Make sure that the run has a supervisor that answers; False when the run is over.
+        """Start a supervisor if the run is not over and has none; returns whether it did.
 
         Raises:
-            GrpoError: none answers, and none could be started.
+            GrpoError: it could not be started.
         """
         ...
 
@@ -76,13 +77,18 @@ class LocalRun:
         try:
             return await self._daemon.command(do, service, take_ports=take_ports)
         except PeerUnavailable:
-            if not await self.replace_supervisor():
+            if not await asyncio.to_thread(self._ensure_daemon):
                 raise PeerUnavailable(f"the run {self._run_folder.name} is over") from None
             return await self._daemon.command(do, service, take_ports=take_ports)
 
     async def replace_supervisor(self) -> bool:
         """See `RunConnection.replace_supervisor`."""
-        return await asyncio.to_thread(ensure_daemon, self._run_folder, was_live=self._was_live)
+        if await asyncio.to_thread(has_daemon, self._run_folder):
+            return False  # it closed this connection only, since we read too slowly
+        return await asyncio.to_thread(self._ensure_daemon)
+
+    def _ensure_daemon(self) -> bool:
+        return ensure_daemon(self._run_folder, was_live=self._was_live)
 
     def stored_status(self) -> RunStatus:
         """See `RunConnection.stored_status`."""

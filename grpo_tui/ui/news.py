@@ -102,7 +102,8 @@ class RunNews:
             return False
         if is_replaced:
             words = "the supervisor exited; a new one has taken the run over"
-            self._post(messages.StateChanged(view.MessageShown("warning", words, self._state().now)))
+            shown = view.MessageShown(severity="warning", text=words, time=self._state().now)
+            self._post(messages.StateChanged(shown))
         return is_replaced
 
     async def _look_at_files(self, note: str) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from test_clients import supervised
 from workplace import PYTHON
 
 from grpo_engine.wire.run_folder import PLAN_FILE
+from grpo_tui.supervisor.lock import take_lock
 from grpo_tui.supervisor.report.broadcast import MAX_WAITING_LINES
 
 pytestmark = pytest.mark.slow
@@ -33,7 +35,7 @@ async def test_a_viewer_that_is_stopped_holds_up_nobody_and_comes_back(tmp_path:
         argv = [PYTHON, "-P", "-m", "grpo_tui", "attach", "r"]
         return Terminal(argv, cwd=tmp_path, environment={**environment, "XDG_RUNTIME_DIR": str(tmp_path)})
 
-    with open_stage(folder) as stage:
+    with open_stage(folder) as stage, supervisor_lock(folder):
         async with supervised(stage) as supervisor:
             stopped, watching = viewer(), viewer()
             try:
@@ -59,6 +61,17 @@ async def test_a_viewer_that_is_stopped_holds_up_nobody_and_comes_back(tmp_path:
             finally:
                 stopped.close()
                 watching.close()
+
+
+@contextmanager
+def supervisor_lock(folder: Path) -> Iterator[None]:
+    """Held by a supervisor's process; without it a screen whose connection closes starts another one."""
+    lock = take_lock(folder)
+    assert lock is not None
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 async def both_until(is_so: Callable[[], bool], *terminals: Terminal) -> None:
