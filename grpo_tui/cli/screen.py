@@ -14,7 +14,6 @@ from grpo_engine.errors import ConfigError
 from grpo_tui.cli.printing import write_line
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.paths import ForeignFolder
 
 
 def start_and_show(profile: str, overrides: list[str], *, theme: str | None = None, is_read_only: bool = False) -> int:
@@ -49,6 +48,7 @@ def show(run_folder: Path, *, theme: str | None = None, is_read_only: bool = Fal
     require_theme(theme)
     _disable_gc()
     from grpo_tui.client.launch import ensure_daemon
+    from grpo_tui.paths import ForeignFolder
     from grpo_tui.ui.app import open_screen
 
     if not is_read_only:

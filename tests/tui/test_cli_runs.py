@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from launches import keeper_state
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
@@ -37,8 +41,10 @@ def service(name: str, state: ServiceState) -> ServiceStatus:
     return ServiceStatus(name=name, kind="command", state=state, pid=4, attempt=1, log=f"{name}.log")
 
 
-def make_keeper(folder: Path, name: str, *, is_alive: bool, exit_code: int | None = None) -> None:
-    me = read_stat(os.getpid())
+def make_keeper(
+    folder: Path, name: str, *, is_alive: bool, exit_code: int | None = None, pid: int | None = None
+) -> None:
+    me = read_stat(pid or os.getpid())
     assert me is not None
     process = ProcessEntry(pid=me.pid, start_ticks=me.start_ticks if is_alive else 1)
     state = "running" if is_alive else "gone"
@@ -124,10 +130,16 @@ def test_a_damaged_or_missing_state_file_is_named(tmp_path: Path) -> None:
 def test_a_command_on_the_newest_of_several_runs_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for born_at, name in enumerate(("older", "newer")):
-        make_keeper(make_run(tmp_path / "logs", name, float(born_at)), "a", is_alive=True)
     monkeypatch.chdir(tmp_path)
-    assert run_to_act_on(None).id == "newer"
-    assert capsys.readouterr().err == "using newer, the newest live run; others: older\n"
-    assert run_to_act_on("older").id == "older"
-    assert capsys.readouterr().err == ""
+    with ExitStack() as keepers:
+        for born_at, name in enumerate(("older", "newer")):
+            folder = make_run(tmp_path / "logs", name, float(born_at))
+            marks = {RUN_VARIABLE: name, RUN_FOLDER_VARIABLE: str(folder)}
+            waits = [sys.executable, "-I", "-S", "-c", "input()"]
+            keeper = keepers.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, **marks}))
+            keepers.callback(keeper.kill)
+            make_keeper(folder, "a", is_alive=True, pid=keeper.pid)
+        assert run_to_act_on(None).id == "newer"
+        assert capsys.readouterr().err == "using newer, the newest live run; others: older\n"
+        assert run_to_act_on("older").id == "older"
+        assert capsys.readouterr().err == ""
