@@ -53,27 +53,22 @@ def faults(table: dict[str, object]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_an_unknown_key_names_its_place_and_the_nearest_setting() -> None:
-    table = {"services": {"trainer": {"kind": "trainer", "model_name": "m", "leaning_rate": 1}}}
-    assert faults(table) == ["p.toml: services.trainer.leaning_rate: unknown setting (did you mean 'learning_rate'?)"]
-
-
-def test_two_names_of_one_setting_are_said_to_be_that() -> None:
-    table = {"services": {"trainer": {"kind": "trainer", "model_name": "m", "lr": 1, "learning_rate": 2}}}
-    assert faults(table) == [
-        "p.toml: services.trainer.learning_rate: another name of 'lr', which is also set: set only that"
-    ]
-
-
-def test_an_unknown_key_in_a_union_inside_a_union_names_its_place() -> None:
-    bridge = {"mode": "none", "evry_steps": 2}
-    table = {"services": {"t": {"kind": "trainer", "model_name": "m", "bridge": bridge}}}
-    assert faults(table) == ["p.toml: services.t.bridge.evry_steps: unknown setting (did you mean 'every_steps'?)"]
-
-
-def test_an_unknown_kind_lists_the_kinds() -> None:
-    [line] = faults({"services": {"t": {"kind": "trainr"}}})
-    assert line == "p.toml: services.t.kind: 'trainr' is not one of trainer, server (did you mean 'trainer'?)"
+@pytest.mark.parametrize(
+    ("service", "line"),
+    [
+        ({"leaning_rate": 1}, "leaning_rate: unknown setting (did you mean 'learning_rate'?)"),
+        ({"lr": 1, "learning_rate": 2}, "learning_rate: another name of 'lr', which is also set: set only that"),
+        (
+            {"bridge": {"mode": "none", "evry_steps": 2}},
+            "bridge.evry_steps: unknown setting (did you mean 'every_steps'?)",
+        ),
+        ({"kind": "trainr"}, "kind: 'trainr' is not one of trainer, server (did you mean 'trainer'?)"),
+    ],
+    ids=["unknown key", "two names of one setting", "unknown key in a union inside a union", "unknown kind"],
+)
+def test_a_wrong_setting_is_named_with_its_place_and_what_to_do(service: dict[str, object], line: str) -> None:
+    table = {"services": {"trainer": {"kind": "trainer", "model_name": "m", **service}}}
+    assert faults(table) == [f"p.toml: services.trainer.{line}"]
 
 
 def test_every_fault_has_a_line_of_its_own() -> None:
@@ -146,7 +141,7 @@ def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (["--learning-rat", "3"], r"t: --learning-rat: unknown flag \(did you mean '--learning-rate'\?\)"),
         (["--single-copy"], "always has one copy: leave it out"),
@@ -154,9 +149,9 @@ def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:
         (["serve", "--env.group_size=4"], "--env.group_size: a flag of Atropos environments; .*atropos-env"),
     ],
 )
-def test_a_flag_that_is_none_here_is_answered_in_one_line(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        parse_flags(Trainer, ["--model", "m", *words], prog="t", description="")
+def test_a_flag_that_is_none_here_is_answered_in_one_line(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_flags(Trainer, ["--model", "m", *argv], prog="t", description="")
     assert "\n" not in str(caught.value)
 
 

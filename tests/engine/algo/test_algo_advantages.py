@@ -116,19 +116,18 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
         group_advantages(**(arguments | changes))  # type: ignore[arg-type]
 
 
-def test_the_penalty_grows_along_the_buffer_and_stays_full_beyond_it() -> None:
-    lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 101, 500])
-    expected = [0, 0, 0, -0.05, -0.5, -0.95, -1, -1, -1]
-    assert overlong_penalty(lengths, max_length=100, buffer=20).tolist() == pytest.approx(expected)
-
-
-def test_the_papers_own_numbers_punish_between_16384_and_20480_tokens() -> None:
-    lengths = torch.tensor([16384, 18432, 20480])
-    assert overlong_penalty(lengths, max_length=20480, buffer=4096).tolist() == [0.0, -0.5, -1.0]
-
-
-def test_without_a_buffer_only_what_is_longer_is_punished() -> None:
-    assert overlong_penalty(torch.tensor([9, 10, 11]), max_length=10, buffer=0).tolist() == [0.0, 0.0, -1.0]
+@pytest.mark.parametrize(
+    ("max_length", "buffer", "penalties"),
+    [
+        (100, 20, {0: 0, 79: 0, 80: 0, 81: -0.05, 90: -0.5, 99: -0.95, 100: -1, 101: -1, 500: -1}),
+        (20480, 4096, {16384: 0, 18432: -0.5, 20480: -1}),
+        (10, 0, {9: 0, 10: 0, 11: -1}),
+    ],
+    ids=["full beyond the buffer", "the paper's numbers", "no buffer"],
+)
+def test_the_penalty_grows_along_the_buffer(max_length: int, buffer: int, penalties: dict[int, float]) -> None:
+    measured = overlong_penalty(torch.tensor(list(penalties)), max_length=max_length, buffer=buffer)
+    assert measured.tolist() == pytest.approx(list(penalties.values()))
 
 
 def test_the_penalty_is_of_a_float_dtype_and_never_a_negative_zero() -> None:

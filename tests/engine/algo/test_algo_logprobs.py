@@ -68,10 +68,8 @@ def test_values_and_gradients_are_those_of_the_plain_computation(
             )
             for o in (ours, theirs)
         )
-        for ours_grad, their_grad in zip(measured, expected, strict=True):
-            torch.testing.assert_close(ours_grad, their_grad)
-    for output, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(output, reference)
+        torch.testing.assert_close(measured, expected)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_gradcheck_holds_for_both_outputs() -> None:
@@ -173,8 +171,8 @@ def test_logits_far_from_zero_keep_their_digits(away: float) -> None:
     hidden, weight, bias, labels = problem(torch.float32)
     shifted = token_logprobs(hidden, weight, labels, bias=torch.full_like(bias, away))
     exact = plain(hidden.double(), weight.double(), labels)
-    for measured, expected in zip(shifted, exact, strict=True):
-        torch.testing.assert_close(measured.double(), expected, atol=5e-3, rtol=0)  # fp32 has steps of 1e-3 at 1e4
+    measured = tuple(each.double() for each in shifted)
+    torch.testing.assert_close(measured, exact, atol=5e-3, rtol=0)  # fp32 has steps of 1e-3 at 1e4
     shifted[0].sum().backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None
     expected_grad = torch.autograd.grad(exact[0].sum(), hidden)[0]
@@ -193,12 +191,10 @@ def test_a_bias_of_minus_infinity_takes_words_out_of_the_vocabulary(
     ours = token_logprobs(hidden, weight, labels, bias=closed)
     position = torch.zeros(150, dtype=torch.int64).index_copy(0, torch.tensor(kept), torch.arange(len(kept)))
     theirs = plain(hidden, weight[kept], position[labels], bias[kept])
-    for measured, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(measured, expected)
+    torch.testing.assert_close(ours, theirs)
     measured_grads = torch.autograd.grad(ours[0].sum() + ours[1].sum(), (hidden, weight, closed))
     expected_grads = torch.autograd.grad(theirs[0].sum() + theirs[1].sum(), (hidden, weight, bias))
-    for gradient, reference in zip(measured_grads, expected_grads, strict=True):
-        torch.testing.assert_close(gradient, reference)
+    torch.testing.assert_close(measured_grads, expected_grads)
 
 
 def test_a_blocked_word_has_a_log_probability_of_minus_infinity() -> None:
@@ -229,13 +225,11 @@ def test_inputs_may_have_any_strides() -> None:
     assert not tied.is_contiguous()
     wide = torch.stack((bias.detach(), bias.detach()), -1)[:, 0]
     measured = token_logprobs(strided, tied, labels.T.contiguous().T, bias=wide)
-    for ours, theirs in zip(measured, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(measured, expected)
     pull = torch.ones(()).double().expand(3, 4)  # a gradient without memory of its own
     gradients = torch.autograd.grad(measured, (strided, tied), (pull, pull))
     references = torch.autograd.grad(expected, (hidden, weight), (pull, pull))
-    for gradient, reference in zip(gradients, references, strict=True):
-        torch.testing.assert_close(gradient, reference)
+    torch.testing.assert_close(gradients, references)
 
 
 def test_a_weight_tied_to_the_embedding_gets_both_gradients() -> None:

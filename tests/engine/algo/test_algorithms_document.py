@@ -15,7 +15,7 @@ DOCUMENT = (ROOT / "docs" / "algorithms.md").read_text()
 PLACES = sorted(set(re.findall(r"([a-z_]+/[a-z_]+\.py)::([A-Za-z_][\w.]*\w)", DOCUMENT)))
 
 WITHOUT_A_FORMULA = {"check_shapes", "flat_temperature", "product", "add_product", "ks_up_to"}
-"""What the output layer is walked with, and which k are told."""
+"""Helpers of the output layer, and the choice of k."""
 
 
 def settings_named_in(column: int) -> set[str]:

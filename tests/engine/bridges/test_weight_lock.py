@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
+from forked import run_forked
 
 from grpo_engine.bridges.memory.weight_lock import PAGE_BYTES, SHARED_MEMORY, WeightLock
 from grpo_engine.errors import BridgeError, HalfWritten
@@ -19,10 +18,6 @@ def segment() -> Iterator[str]:
     name = f"grpo-test-{os.getpid()}-fence"
     yield name
     (SHARED_MEMORY / name).unlink(missing_ok=True)
-
-
-def run_python(code: str, *arguments: str) -> int:
-    return subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=60).returncode
 
 
 def test_readers_see_the_version_once_the_update_is_whole(segment: str) -> None:
@@ -59,14 +54,15 @@ def test_a_version_that_the_page_cannot_hold_leaves_the_update_given_up_and_not_
         lock.check()
 
 
+def write_and_exit(segment: str) -> None:
+    with WeightLock.attach(segment).writing(1):
+        os._exit(9)
+
+
 @pytest.mark.slow
 def test_a_writer_that_exits_during_an_update_is_detected(segment: str) -> None:
     lock = WeightLock.create(segment)
-    dies = (
-        "import os, sys; from grpo_engine.bridges.memory.weight_lock import WeightLock\n"
-        "with WeightLock.attach(sys.argv[1]).writing(1): os._exit(9)"
-    )
-    assert run_python(dies, segment) == 9
+    assert run_forked(write_and_exit, segment) == 9
     with pytest.raises(HalfWritten, match=r"process \d+ exited"):
         lock.check()
     with lock.writing(2):
@@ -74,17 +70,16 @@ def test_a_writer_that_exits_during_an_update_is_detected(segment: str) -> None:
     assert lock.check().policy_version == 2
 
 
+def write_as_second(segment: str) -> None:
+    with pytest.raises(BridgeError, match="is writing another one"), WeightLock.attach(segment).writing(2):
+        pass
+
+
 @pytest.mark.slow
 def test_two_running_writers_are_refused(segment: str) -> None:
     lock = WeightLock.create(segment)
-    tries = (
-        "import sys; from grpo_engine.bridges.memory.weight_lock import WeightLock\n"
-        "from grpo_engine.errors import BridgeError\n"
-        "try:\n  with WeightLock.attach(sys.argv[1]).writing(2): pass\n"
-        "except BridgeError as error: sys.exit(7 if 'is writing another one' in str(error) else 1)"
-    )
     with lock.writing(1):
-        assert run_python(tries, segment) == 7
+        assert run_forked(write_as_second, segment) == 0
     assert lock.check().policy_version == 1
 
 
