@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -18,6 +19,7 @@ from grpo_engine.models.config import LoraSettings
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recording.recorder import Recorder
+from grpo_engine.wire.bridge_file import CudaHandle
 from grpo_engine.wire.metrics import MetricsLine
 
 PROMPT = [10, 20, 30]
@@ -99,6 +101,10 @@ def bridge_to(server: Serving, settings: str | dict[str, object], run: Path, **m
 
 
 def make_bridge(settings: dict[str, object], model: Path, url: str, folder: Path, **more: object) -> Bridge:
+    return TypeAdapter(AnyBridge).validate_python(settings).build(bridge_context(model, url, folder, **more))
+
+
+def bridge_context(model: Path, url: str, folder: Path, **more: object) -> BridgeContext:
     context: dict[str, object] = {
         "model_name": str(model),
         "dtype": "float32",
@@ -109,7 +115,7 @@ def make_bridge(settings: dict[str, object], model: Path, url: str, folder: Path
         "patience_s": 60,
         **more,
     }
-    return TypeAdapter(AnyBridge).validate_python(settings).build(BridgeContext(**context))  # type: ignore[arg-type]
+    return BridgeContext(**context)  # type: ignore[arg-type]
 
 
 def served_logprobs(server: RunningServer, completion_tokens: int = 6) -> tuple[dict, list[int], torch.Tensor]:
@@ -148,6 +154,22 @@ def train_beside(
     bridge = bridge_to(server, config.bridge.mode, folder, lora=LoraSettings())
     with closing(bridge), Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
         return train(config, source, bridge, recorder, decode=str, save_path=folder / "checkpoints", **more)  # type: ignore[arg-type]
+
+
+def cuda_handle(name: str = "", *, device_index: int = 0, num_bytes: int = 4, offset: int = 0) -> CudaHandle:
+    """A handle of CUDA memory that exists nowhere; `name` can be read from it again."""
+    return CudaHandle(
+        device_index=device_index,
+        gpu_uuid="GPU-x",
+        ipc_handle_b64=base64.b64encode(name.encode()).decode(),
+        storage_size=num_bytes,
+        storage_offset_orig=512,
+        ref_counter_handle_b64="cmM=",
+        ref_counter_offset=3,
+        event_handle_b64="ZXY=",
+        event_sync_required=True,
+        tensor_storage_offset=offset,
+    )
 
 
 def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bridging import cuda_handle
 
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.shared_tensors import (
@@ -24,7 +25,7 @@ from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError
 from grpo_engine.server.exports import Adopted, Owner, adopt
 from grpo_engine.server.vllm.sharing import copy_adopted
-from grpo_engine.wire.bridge_file import BridgeFile, CudaHandle, PosixHandle, SharedTensor
+from grpo_engine.wire.bridge_file import BridgeFile, PosixHandle, SharedTensor
 
 
 @pytest.fixture
@@ -90,8 +91,8 @@ def test_a_bridge_file_that_names_memory_by_a_path_to_elsewhere_is_refused(tmp_p
     for lock, weights in (("../../tmp/x", "w"), ("f", "../x")):
         handle = {"kind": "posix", "segment": weights, "offset_bytes": 0}
         tensor = {"handle": handle, "shape": [1], "stride": [1], "dtype": "torch.float32"}
-        said = {"model": "m", "pid": 1, "pid_start_ticks": 1, "instance": "i"}
-        path.write_text(json.dumps({**said, "fence_segment": lock, "tensors": {"a": tensor}}))
+        owner = {"model": "m", "pid": 1, "pid_start_ticks": 1, "instance": "i"}
+        path.write_text(json.dumps({**owner, "fence_segment": lock, "tensors": {"a": tensor}}))
         with pytest.raises(BridgeError, match="segment: String should match"):
             read_bridge_file(path)
 
@@ -119,24 +120,12 @@ async def test_weights_that_a_trainer_still_writes_are_adopted_once_they_are_com
         unlink_segments([left, f"{left}-fence"])
 
 
-def test_a_server_that_follows_one_on_a_gpu_finds_no_weights_and_that_is_no_matter_for_a_warning(
+def test_weights_of_an_earlier_server_on_a_gpu_are_gone_without_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = Owner(instance="second", run=f"run-{os.getpid()}")
     lock = f"{owner.stem}first-fence"
-    handle = CudaHandle(
-        device_index=0,
-        gpu_uuid="GPU-x",
-        ipc_handle_b64="",
-        storage_size=4,
-        storage_offset_orig=0,
-        ref_counter_handle_b64="",
-        ref_counter_offset=0,
-        event_handle_b64="",
-        event_sync_required=True,
-        tensor_storage_offset=0,
-    )
-    weight = SharedTensor(handle=handle, shape=(1,), stride=(1,), dtype="torch.float32")
+    weight = SharedTensor(handle=cuda_handle(), shape=(1,), stride=(1,), dtype="torch.float32")
     file = BridgeFile(  # no process has begun at 1 tick
         model="m", pid=1, pid_start_ticks=1, instance="first", fence_segment=lock, tensors={"a": weight}
     )
@@ -158,7 +147,7 @@ def test_missing_space_is_an_error_and_leaves_no_file(segment: str) -> None:
     assert not Path("/dev/shm", segment).exists()
 
 
-def test_a_dtype_that_torch_has_not_is_refused() -> None:
+def test_a_dtype_unknown_to_torch_is_refused() -> None:
     assert dtype_from_text("torch.bfloat16") is torch.bfloat16
     with pytest.raises(BridgeError, match="not a dtype"):
         dtype_from_text("torch.nn")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bridging import bridge_context, cuda_handle
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +25,6 @@ from transformers import (
 )
 from vllm_fakes import Served
 
-from grpo_engine.bridges import BridgeContext
 from grpo_engine.bridges.memory import cuda_tensors
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.stock_bridge_file import (
@@ -38,7 +38,6 @@ from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.bridges.placement import mapped as mapped_model
 from grpo_engine.bridges.transport.stock_in_place import StockInPlaceBridge
 from grpo_engine.errors import BridgeError
-from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.shared import load_model_on_shared
 from grpo_engine.server.exports import Owner, write_bridge_file
 from grpo_engine.server.vllm.layout import fused_parameters
@@ -105,18 +104,7 @@ def exported(tensors: Mapping[str, Tensor], device_index: int = 0) -> dict[str, 
     """As the export of CUDA memory describes tensors; the handle is the name."""
     return {
         name: SharedTensor(
-            handle=CudaHandle(
-                device_index=device_index,
-                gpu_uuid="GPU-x",
-                ipc_handle_b64=base64.b64encode(name.encode()).decode(),
-                storage_size=(tensor.numel() + OFFSET) * 4,
-                storage_offset_orig=512,
-                ref_counter_handle_b64="cmM=",
-                ref_counter_offset=3,
-                event_handle_b64="ZXY=",
-                event_sync_required=True,
-                tensor_storage_offset=OFFSET,
-            ),
+            handle=cuda_handle(name, device_index=device_index, num_bytes=(tensor.numel() + OFFSET) * 4, offset=OFFSET),
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             dtype=str(tensor.dtype),
@@ -263,25 +251,25 @@ def test_vllms_own_names_stand_once_each_without_wrappers_and_padding(has_adapte
 
 
 class StockServer(http.server.BaseHTTPRequestHandler):
-    """Atropos's `/bridge/*` routes, as far as a trainer may ask them."""
+    """Those of Atropos's `/bridge/*` routes that a trainer calls."""
 
     can_pause = True
     model = "somebody/model"
-    asked: list[str]
-    loaded: Callable[[], object] = staticmethod(lambda: None)
-    """What it does before it answers at all."""
+    requests: list[str]
+    before_answer: Callable[[], object] = staticmethod(lambda: None)
+    """Called before it says which model it serves."""
 
     def do_GET(self) -> None:
-        self.loaded()
+        self.before_answer()
         self._answer({"model": self.model, "dtype": "torch.float32", "shared_weights_enabled": True})
 
     def do_POST(self) -> None:
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         done = {"/bridge/pause": "paused", "/bridge/resume": "resumed"}[self.path]
         self._answer({"status": done if self.can_pause else "not_supported"})
 
     def log_message(self, *_arguments: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def _answer(self, body: dict[str, object]) -> None:
         content = json.dumps(body).encode()
@@ -293,7 +281,7 @@ class StockServer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stock_server() -> Iterator[tuple[type[StockServer], str]]:
-    handler = type("Handler", (StockServer,), {"asked": []})
+    handler = type("Handler", (StockServer,), {"requests": []})
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -317,15 +305,7 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
     monkeypatch.setattr(cuda_tensors, "gpu_uuid", str)  # no GPU here: host memory stands for the server's
     path = tmp_path / "bridge.json"
     path.write_text(stock_form(handler.model, exported(fused)).model_dump_json())
-    context = BridgeContext(
-        model_name=str(tmp_path / "model"),
-        dtype="auto",
-        device="cpu",
-        server_url=url,
-        folder=tmp_path,
-        lora=LoraSettings(),
-        patience_s=5,
-    )
+    context = bridge_context(tmp_path / "model", url, tmp_path, dtype="auto", patience_s=5)
     with closing(StockInPlaceBridge(path, context)) as bridge:
         model = bridge.attach().model
 
@@ -334,7 +314,7 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
                 parameter.data.fill_(3)
 
         bridge.publish(1, write)
-        assert handler.asked == ["/bridge/pause", "/bridge/resume"]
+        assert handler.requests == ["/bridge/pause", "/bridge/resume"]
         assert memory["model.layers.0.self_attn.qkv_proj.bias"][OFFSET:].eq(3).all()
         assert memory["model.embed_tokens.weight"].isnan().sum() == 27 * 32
         bridge.ensure_current()
@@ -343,7 +323,7 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
         again = {name.removesuffix("'"): entry for name, entry in exported(restarted).items()}
         whole = stock_form(handler.model, again).model_dump_json()
         path.write_text(whole[:100])  # that server overwrites it while it starts
-        handler.loaded = staticmethod(lambda: path.write_text(whole))
+        handler.before_answer = staticmethod(lambda: path.write_text(whole))
         handler.can_pause = False
         with caplog.at_level(logging.WARNING):
             bridge.ensure_current()
