@@ -14,14 +14,13 @@ from pathlib import Path
 import httpx
 import psutil
 import torch
-from pydantic import TypeAdapter
+from bridging import make_bridge
 from serving import RunningServer, free_port, python_path
 from transformers import AutoModelForCausalLM
 
-from grpo_engine.bridges import ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
+from grpo_engine.bridges import ON_SHARED_MEMORY, Bridge
 from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
-from grpo_engine.models.config import LoraSettings
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.wire.inference import GenerateResponse
 
@@ -56,16 +55,7 @@ class Stack:
     def bridge(self, settings: dict[str, object]) -> Bridge:
         if settings["mode"] in ON_SHARED_MEMORY:
             settings = {**settings, "config_path": self.bridge_file}
-        context = BridgeContext(
-            model_name=str(self.model),
-            dtype=DTYPE,
-            device=DEVICE,
-            server_url=self.server.url,
-            folder=self.folder / "run",
-            lora=LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
-            patience_s=60,
-        )
-        return TypeAdapter(AnyBridge).validate_python(settings).build(context)
+        return make_bridge(settings, self.model, self.server.url, self.folder, dtype=DTYPE, device=DEVICE)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -32,21 +31,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(model_folder, tmp_path_factory.mktemp("server"), "--enable-lora") as server:
-        yield server
-
-
-@pytest.fixture
-def server(started: Serving) -> Serving:
-    started.reset()
-    return started
-
-
-@pytest.fixture
-def bridge(server: Serving, tmp_path: Path) -> Iterator[Bridge]:
-    with closing(bridge_to(server, "lora_only", tmp_path)) as bridge:
-        yield bridge
+def settings() -> dict[str, object]:
+    return {"mode": "lora_only"}
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from bridging import MODES, PROMPT, SERVER_FLAGS, Serving, assert_agreement, bridge_to, served_logprobs, serving
+from bridging import MODES, PROMPT, Serving, assert_agreement, bridge_to, served_logprobs, serving
 from serving import model_logprobs, save_tiny_model, shift
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,26 +20,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda settings: settings["mode"])
-def started(
-    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[dict[str, Any], Serving]]:
-    """The settings of each mode, and a server for it."""
-    flags = SERVER_FLAGS[request.param["mode"]]
-    with serving(model_folder, tmp_path_factory.mktemp("server"), *flags) as server:
-        yield request.param, server
-
-
-@pytest.fixture
-def server(started: tuple[dict[str, Any], Serving]) -> Serving:
-    started[1].reset()
-    return started[1]
-
-
-@pytest.fixture
-def bridge(started: tuple[dict[str, Any], Serving], server: Serving, tmp_path: Path) -> Iterator[Bridge]:
-    bridge = bridge_to(server, started[0], tmp_path)
-    yield bridge
-    bridge.close()
+def settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    return dict(request.param)
 
 
 def test_what_is_published_is_served(server: Serving, bridge: Bridge) -> None:
@@ -134,7 +115,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield server
 
 
-@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["mode"])
 def test_tied_embeddings_stay_tied(tied: Serving, tmp_path: Path, settings: dict[str, object]) -> None:
     tied.reset()
     with closing(bridge_to(tied, settings, tmp_path)) as bridge:

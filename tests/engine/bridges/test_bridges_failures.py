@@ -33,26 +33,6 @@ pytestmark = pytest.mark.slow
 HALF_WRITTEN_VERSION = 9
 
 
-@pytest.fixture(scope="module")
-def started(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(model_folder, tmp_path_factory.mktemp("server"), "--shared-weights") as server:
-        yield server
-
-
-@pytest.fixture
-def server(started: Serving) -> Serving:
-    """A server with shared weights of version 0."""
-    started.reset()
-    return started
-
-
-@pytest.fixture
-def bridge(server: Serving, tmp_path: Path) -> Iterator[Bridge]:
-    bridge = bridge_to(server, "shared_vllm", tmp_path)
-    yield bridge
-    bridge.close()
-
-
 @pytest.fixture
 def own_server(model_folder: Path, tmp_path: Path) -> Iterator[Serving]:
     """A server that the test may kill."""

@@ -37,19 +37,9 @@ from grpo_engine.models.config import LoraSettings
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["bfloat16"])
-def started(
-    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("server")
-    with serving(model_folder, folder, "--shared-weights", dtype=request.param) as server:
-        yield server
-
-
-@pytest.fixture
-def server(started: Serving) -> Serving:
-    started.reset()
-    return started
+@pytest.fixture(scope="module")
+def dtype() -> str:
+    return "bfloat16"
 
 
 @pytest.fixture
@@ -85,7 +75,7 @@ def test_the_server_reads_base_plus_adapter_rounded_once_and_nothing_else_has_ch
     assert all(torch.equal(served[name], values) for name, values in stored.items())
 
 
-@pytest.mark.parametrize(("started", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.03)], indirect=["started"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.03)], scope="module")
 def test_trainer_and_server_agree_on_what_was_published(server: Serving, bridge: Bridge, tolerance: float) -> None:
     model = bridge.attach().model.eval()
     differences = []

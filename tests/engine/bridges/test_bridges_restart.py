@@ -37,6 +37,11 @@ from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.fixture(scope="module")
+def settings() -> dict[str, object]:
+    return {"mode": "none"}
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that other processes bring about; the limit is the test's own."""
     while not condition():
@@ -261,34 +266,26 @@ def test_the_successor_of_a_crashed_server_serves_the_newest_checkpoint_at_once(
         assert not (tmp_path / "run" / "handover").exists()
 
 
-@pytest.fixture(scope="module")
-def plain_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(model_folder, tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-def test_a_checkpoint_is_sent_every_few_steps_only(plain_server: Serving, tmp_path: Path) -> None:
-    plain_server.reset()
-    with closing(bridge_to(plain_server, {"mode": "none", "every_steps": 3}, tmp_path)) as bridge:
+def test_a_checkpoint_is_sent_every_few_steps_only(server: Serving, tmp_path: Path) -> None:
+    with closing(bridge_to(server, {"mode": "none", "every_steps": 3}, tmp_path)) as bridge:
         model = bridge.attach().model.eval()
         served = []
         for version in range(5):
             bridge.publish(version, shift(model, version))
-            served.append(served_logprobs(plain_server.now)[0]["policy_version"])
+            served.append(served_logprobs(server.now)[0]["policy_version"])
             bridge.ensure_current()
         assert served == [0, 0, 0, 3, 3]
         assert sorted(path.name for path in (tmp_path / "run" / "handover").iterdir()) == ["current", "version-000003"]
     assert not (tmp_path / "run" / "handover").exists()
 
 
-def test_the_tensors_that_no_adapter_changes_are_written_once(plain_server: Serving, tmp_path: Path) -> None:
-    plain_server.reset()
-    with closing(bridge_to(plain_server, {"mode": "lora_restart", "every_steps": 1}, tmp_path)) as bridge:
+def test_the_tensors_that_no_adapter_changes_are_written_once(server: Serving, tmp_path: Path) -> None:
+    with closing(bridge_to(server, {"mode": "lora_restart", "every_steps": 1}, tmp_path)) as bridge:
         model = bridge.attach().model.eval()
         seen = []
         for version in (1, 2):
             bridge.publish(version, shift(model, version))
-            assert_agreement(plain_server.now, model, version)
+            assert_agreement(server.now, model, version)
             files = (tmp_path / "run" / "handover" / "current").glob("*.safetensors")
             seen.append({path.name: path.stat().st_ino for path in files})
         assert seen[0].keys() == seen[1].keys() == {"frozen-00001.safetensors", "merged.safetensors"}

@@ -22,7 +22,6 @@ from bridging import (
     curve,
     mapped_segments,
     served_logprobs,
-    serving,
     train_beside,
 )
 from forked import run_forked
@@ -41,13 +40,9 @@ from grpo_engine.wire.rollouts import ScoredGroup
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["bfloat16"])
-def started(
-    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("server")
-    with serving(model_folder, folder, "--shared-weights", dtype=request.param) as server:
-        yield server
+@pytest.fixture(scope="module")
+def dtype() -> str:
+    return "bfloat16"
 
 
 @pytest.fixture
@@ -109,9 +104,9 @@ def assert_same_training(one: Path, other: Path, model_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "started",
+    "dtype",
     ["bfloat16", pytest.param("float32", marks=pytest.mark.extended("the same in bfloat16, as vLLM serves"))],
-    indirect=True,
+    scope="module",
 )
 def test_a_restart_while_a_batch_is_awaited_changes_no_number(
     server: Serving, mode: str, undisturbed: Path, tmp_path: Path
