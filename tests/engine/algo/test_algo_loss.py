@@ -158,12 +158,6 @@ def test_each_aggregation_divides_by_its_own_normaliser() -> None:
     assert policy_loss(given, LossConfig(aggregation="constant")).loss.item() == pytest.approx(5 / 8)
 
 
-def test_token_advantages_count_token_by_token() -> None:
-    logprobs = torch.full((1, 2), -1.0, dtype=torch.float64)
-    inputs = LossInputs(logprobs, logprobs, doubles([[3.0, -1.0]]), torch.tensor([[True, True]]))
-    assert policy_loss(inputs, LossConfig()).loss.item() == pytest.approx(-1.0)
-
-
 def test_gspo_uses_the_geometric_mean_of_the_token_ratios() -> None:
     # Log-ratios 0.3 and 0.1: the sequence's ratio is exp(0.2), inside a clip of 0.25 though one token is not.
     rollout = doubles([[-1.0, -1.0, -9.0]])
@@ -181,12 +175,10 @@ def test_gspo_uses_the_geometric_mean_of_the_token_ratios() -> None:
 
 
 def test_gspo_clips_whole_sequences_at_the_papers_widths() -> None:
-    gspo = LossConfig.preset("gspo")
-    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
     rollout = torch.full((2, 4), -1.0, dtype=torch.float64)
     logprobs = (rollout + doubles([[1e-3], [2e-4]])).requires_grad_()
     mask = torch.ones(2, 4, dtype=torch.bool)
-    outputs = policy_loss(LossInputs(logprobs, rollout, doubles([1.0, 1.0]), mask), gspo)
+    outputs = policy_loss(LossInputs(logprobs, rollout, doubles([1.0, 1.0]), mask), LossConfig.preset("gspo"))
     outputs.loss.backward()
     assert outputs.loss.item() == pytest.approx(-(1 + 4e-4 + math.exp(2e-4)) / 2, abs=1e-12)
     assert outputs.metrics["clipped_fraction_acting"].item() == 0.5
@@ -195,17 +187,14 @@ def test_gspo_clips_whole_sequences_at_the_papers_widths() -> None:
     assert (logprobs.grad[1] < 0).all()
 
 
-def test_gspo_accepts_token_advantages() -> None:
+@pytest.mark.parametrize(("ratio_level", "log_ratio"), [("token", 0.0), ("sequence", 0.1)])
+def test_token_advantages_count_token_by_token(ratio_level: RatioLevel, log_ratio: float) -> None:
     rollout = doubles([[-1.0, -1.0]])
-    logprobs = doubles([[-0.9, -1.1]]).requires_grad_()  # the sequence's ratio is 1
-    config = LossConfig(ratio_level="sequence")
-    loss = policy_loss(
-        LossInputs(logprobs, rollout, doubles([[3.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)), config
-    )
-    loss.loss.backward()
-    assert loss.loss.item() == pytest.approx(-1.0)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist()[0] == pytest.approx([-1.5, 0.5])
+    logprobs = (rollout + doubles([[log_ratio, -log_ratio]])).requires_grad_()  # the sequence's ratio is 1
+    inputs = LossInputs(logprobs, rollout, doubles([[3.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool))
+    loss, gradient = loss_and_gradient(inputs, LossConfig(ratio_level=ratio_level))
+    assert loss.item() == pytest.approx(-1.0)
+    assert gradient.tolist()[0] == pytest.approx([-1.5, 0.5])
 
 
 @pytest.mark.parametrize(
