@@ -75,7 +75,8 @@ def test_the_server_reads_base_plus_adapter_rounded_once_and_nothing_else_has_ch
     assert all(torch.equal(served[name], values) for name, values in stored.items())
 
 
-def test_trainer_and_server_agree_on_what_was_published_in_bfloat16(server: Serving, bridge: Bridge) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.03)], scope="module")
+def test_trainer_and_server_agree_on_what_was_published(server: Serving, bridge: Bridge, tolerance: float) -> None:
     model = bridge.attach().model.eval()
     differences = []
     for version in range(1, 4):
@@ -85,7 +86,7 @@ def test_trainer_and_server_agree_on_what_was_published_in_bfloat16(server: Serv
         for tokens, entries in zip(answer["token_ids"], answer["logprobs"], strict=True):
             values = torch.tensor([next(iter(position[0].values())) for position in entries])
             differences.append((values - model_logprobs(model, PROMPT, tokens)).abs())
-    assert torch.cat(differences).mean() < 0.03
+    assert torch.cat(differences).mean() < tolerance
 
 
 def test_a_trainer_that_was_killed_leaves_nothing_that_the_next_takes_for_the_base(

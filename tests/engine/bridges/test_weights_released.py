@@ -137,7 +137,7 @@ def test_a_new_server_samples_nothing_before_the_trainer_has_written_its_weights
                 assert client.get("/bridge/is_paused").json() == {"paused": True}
             bridge.poll_server()
             answer, *_ = asked.result()
-    assert answer["policy_versions"] == [[41, 41]]
+    assert set(answer["policy_versions"][0]) == {41}
 
 
 def write_version(segment: str, version: int) -> None:
@@ -153,7 +153,7 @@ def test_a_new_server_does_not_wait_for_a_trainer_that_has_exited(server: Servin
     server.end(signal.SIGKILL)
     server.start()
     answer, *_ = served_logprobs(server.now, 2)
-    assert answer["policy_versions"] == [[0, 0]]
+    assert set(answer["policy_versions"][0]) == {0}
 
 
 def test_a_server_that_ends_in_mid_step_costs_nothing(
