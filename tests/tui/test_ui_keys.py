@@ -159,7 +159,7 @@ async def test_a_new_user_sees_three_keys_until_the_first_key_and_preferences_ar
 @slow
 async def test_the_layout_follows_the_size_of_the_terminal_down_to_one_that_is_too_small(tmp_path: Path) -> None:
     async with shown(tmp_path, LARGE, num_steps=40) as screen:
-        down = [(200 - 20 * step, 50 - 5 * step) for step in range(8)]
+        down = [(200 - 20 * step, 50 - 5 * step) for step in (0, 2, 4, 7)]
         for sizes in (down, down[::-1]):
             for size in sizes:
                 await screen.pilot.resize_terminal(*size)
