@@ -201,22 +201,16 @@ def test_late_values_return_the_whole_step_again() -> None:
          [(1, {"loss": 0.5, "ratio": 1.0}), (2, {"loss": 0.4, "ratio": 1.0})]),
         (["Step 1", "Step 2", "Loss: 1", "Step 3"], [(2, {"loss": 1.0})]),
         (["\x1b[1mStep 1\x1b[0m", "\x1b[2K\x1b[32mLoss: 0.5\x1b[0m"], [(1, {"loss": 0.5})]),
+        (["Step 1", "took 5 ms"], []),
+        (["Step 1", "took 5 ms, 3k/s"], [(1, {"rate": 3000.0})]),
     ],
-    ids=["the later of two values counts", "step and values on one line", "a step without values", "colours"],
+    ids=["the later of two values counts", "step and values on one line", "a step without values", "colours",
+         "an optional group that does not match", "a scale"],
 )  # fmt: skip
 def test_lines_become_steps(lines: list[str], steps: list[tuple[int, dict[str, float]]]) -> None:
-    assert steps_and_metrics(read_all(reader(), lines)) == steps
-
-
-def test_an_optional_group_that_does_not_match_is_no_value() -> None:
-    patterns = {"step": r"^Step (\d+)", "time": r"Loss: \S+(?:, Time: (\S+)s)?"}
-    assert read_all(reader(patterns), ["Step 1", "Loss: 0.5"]) == []
-
-
-def test_a_scale_converts_the_printed_number() -> None:
-    console = {"step": ConsoleMetric(pattern=r"^Step (\d+)"), "rate": ConsoleMetric(pattern=r"(\d+)k/s", scale=1000)}
-    records = read_all(StepReader(console, report=[].append), ["Step 1", "3k/s"])
-    assert steps_and_metrics(records) == [(1, {"rate": 3000})]
+    console = {name: ConsoleMetric(pattern=pattern) for name, pattern in LOSS_AND_RATIO.items()}
+    console["rate"] = ConsoleMetric(pattern=r"took \d+ ms(?:, (\d+)k/s)?", scale=1000)
+    assert steps_and_metrics(read_all(StepReader(console, report=[].append), lines)) == steps
 
 
 @pytest.mark.parametrize(

@@ -189,14 +189,6 @@ def test_every_typed_word_must_match_in_any_order_and_case() -> None:
     assert matching(CHOICES, "nothing like it") == []
 
 
-def test_every_profile_of_the_package_says_its_hardware_memory_and_when_to_choose_it() -> None:
-    for profile in profile_choices():
-        text = "\n".join(profile.words)
-        assert profile.error is None
-        for word in ("Hardware", "Memory", "Choose it"):
-            assert word in text, profile.name
-
-
 def test_without_a_terminal_the_usage_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(build_app(), [])
