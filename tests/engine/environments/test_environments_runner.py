@@ -283,7 +283,7 @@ async def test_a_game_becomes_a_group_for_every_seat_of_all_its_turns() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ahead", "num_queued"), [(1, 5), (2, 5), (6, 10)])
+@pytest.mark.parametrize(("num_ahead", "num_queued"), [(2, 5), (6, 10)])
 async def test_no_more_games_are_played_than_the_trainer_may_be_behind(num_ahead: int, num_queued: int) -> None:
     """Batches are of two groups: one game is always begun, a second one when all its groups are wanted."""
     fake = fake_inference(passing)

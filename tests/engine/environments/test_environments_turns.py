@@ -76,6 +76,9 @@ TEMPLATES: dict[str, tuple[Callable[[], PreTrainedTokenizerFast], str]] = {
 }
 
 
+REAL_TOKENIZER = [pytest.mark.slow, pytest.mark.extended("the same test with the other templates")]
+
+
 class ScriptedServer:
     """Answers with one text after the other, each with an end token unless its limit comes first."""
 
@@ -129,7 +132,7 @@ def asked(subject: Policy) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("system_prompt", [None, "You play."])
-@pytest.mark.parametrize("name", ["tiny", "chatml", "llama_3", pytest.param("smollm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tiny", "chatml", "llama_3", pytest.param("smollm2", marks=REAL_TOKENIZER)])
 async def test_a_conversation_of_turns_has_the_tokens_of_the_whole_conversation(
     name: str, system_prompt: str | None
 ) -> None:

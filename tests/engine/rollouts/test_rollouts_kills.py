@@ -192,6 +192,7 @@ async def test_an_explicit_client_gets_each_accepted_group_exactly_once(tmp_path
     assert len(load.accepted) > 20 * NUM_KILLS
 
 
+@pytest.mark.extended("test_rollouts_model.py has stock trainers and kills, and the test above kills real processes")
 async def test_a_stock_client_gets_groups_twice_only_after_a_kill(tmp_path: Path) -> None:
     with api_process(tmp_path) as api:
         load = Load(api.url, seed=2)

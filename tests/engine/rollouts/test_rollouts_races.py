@@ -135,7 +135,7 @@ def test_a_batch_left_unread_by_a_closed_connection_survives_a_kill_of_the_api(t
 def test_only_a_batch_whose_client_disconnected_early_is_delivered_again(tmp_path: Path) -> None:
     with api_process(tmp_path) as api, api.client() as http:
         http.post("/register", json=REGISTRATION)
-        for tag in range(10, 110):
+        for tag in range(10, 52):  # each combination of the remainders below
             http.post("/scored_data", json=group(4, tag=tag, generation_params={"text": "x" * (5_000 * (tag % 7))}))
             with api.connection() as impatient:
                 ask_for_a_batch(impatient, http)
