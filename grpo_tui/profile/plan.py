@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from grpo_engine.wire.secrets import masked_argv, masked_value, masked_variables
+from grpo_engine.wire.secrets import masked_argv, masked_value
 from grpo_tui.profile.loading import LoadedProfile, resolved
 from grpo_tui.profile.model import Profile
-from grpo_tui.profile.plan_file import Plan
+from grpo_tui.profile.plan_file import Plan, shown_command, shown_env
 from grpo_tui.services.base import Launch, Place
 
 __all__ = ["Plan", "describe", "make_plan", "plan_text"]
@@ -89,11 +89,6 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
     }
 
 
-def shown_env(launch: Launch) -> dict[str, str]:
-    """The environment variables of a launch without secrets, to which every value from a file counts."""
-    return masked_variables(launch.env, launch.env_from_files)
-
-
 def _masked(document: Mapping[str, Any]) -> dict[str, Any]:
     """A resolved profile without secrets."""
     return {key: _masked_setting(key, value) for key, value in document.items()}
@@ -127,17 +122,5 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
         ]
         rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
         rows += [f"   {variable}={shlex.quote(value)}" for variable, value in shown_env(launch).items()]
-        rows.append(f"   {_folded(masked_argv(launch.argv))}")
+        rows.append(f"   {shown_command(launch)}")
     return "\n".join(rows)
-
-
-def _folded(argv: Sequence[str]) -> str:
-    """A command that can be pasted into a shell, one flag per line."""
-    words = [shlex.quote(word) for word in argv]
-    lines = [words[0]]
-    for word in words[1:]:
-        if word.startswith("--"):
-            lines.append(f"      {word}")
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n".join(lines)

@@ -6,12 +6,14 @@ was edited in the meantime. Imports no engine settings, which keeps the supervis
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.secrets import masked_argv, masked_variables
 from grpo_tui.services.base import Launch
 from grpo_tui.services.hook import Hook
 
@@ -52,3 +54,20 @@ class Plan:
 
 
 _PLAN = TypeAdapter(Plan)
+
+
+def shown_env(launch: Launch) -> dict[str, str]:
+    """The environment variables of a launch without secrets, to which every value from a file counts."""
+    return masked_variables(launch.env, launch.env_from_files)
+
+
+def shown_command(launch: Launch) -> str:
+    """Its command without secrets, which can be pasted into a shell; one flag per line."""
+    words = [shlex.quote(word) for word in masked_argv(launch.argv)]
+    lines = [words[0]]
+    for word in words[1:]:
+        if word.startswith("--"):
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)

@@ -32,19 +32,21 @@ from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import wants_ascii
 from grpo_tui.ui.keys import EVERYWHERE, bindings
 from grpo_tui.ui.news import RunNews
+from grpo_tui.ui.pages import help_page, page_width, service_page, warnings_page
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.screens.confirm import ConfirmScreen, PortAnswer, TakePortScreen
 from grpo_tui.ui.screens.main import MainScreen
-from grpo_tui.ui.screens.reading import ReadingScreen, help_page, page_width, warnings_page
+from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.themes import DARK, ThemedApp, theme_to_open
 from grpo_tui.ui.widgets.frame.keys_bar import STOPPED_STATES
 from grpo_tui.ui.widgets.frame.travel_bar import TravelBar
 from grpo_tui.view import state as view
 from grpo_tui.view import viewer
 from grpo_tui.view.format import duration_text
+from grpo_tui.view.service_details import read_history
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.past import displayed
 
@@ -305,6 +307,16 @@ class GrpoScreen(ThemedApp[None]):
     def action_warnings(self) -> None:
         """Open every warning in full."""
         self.push_screen(ReadingScreen("warnings", warnings_page(displayed(self.state), page_width(self.size.width))))
+
+    async def action_details(self) -> None:
+        """Open all that is known of the selected service."""
+        state = displayed(self.state)
+        service = state.service(state.selected)
+        if service is None:
+            return
+        history = await asyncio.to_thread(read_history, state.run_folder, service.name, state.until)
+        page = service_page(service, state.launches.get(service.name), history, state, page_width(self.size.width))
+        self.push_screen(ReadingScreen(f"{service.name} of {state.run}", page))
 
     async def action_crash_report(self) -> None:
         """Open the newest crash report of the selected service, or report that there is none."""

@@ -106,6 +106,8 @@ ON_MAIN = (
         help="tag or untag the selected service; r, s and K act on all tagged ones"),
     Key(key="escape", shown="esc", action="app.clear_tags", label="untag", is_in_footer=False, changes_run=True,
         help="remove all tags"),
+    Key(key="d", shown="d", action="app.details", label="details", is_in_footer=False,
+        help="all about the selected service: command, environment, needs, probe and its answers, attempts, ports"),
     Key(key="c", shown="c", action="app.crash_report", label="crash", is_in_footer=False,
         help="newest crash report of the selected service: why it failed, and the run's state then"),
     Key(key="f", shown="f", action="app.follow", label="follow",

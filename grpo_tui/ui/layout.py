@@ -28,6 +28,8 @@ class Wanted:
     """Rows that each part could fill."""
 
     num_services: int
+    start_rows: int = 0
+    """What a starting run waits for."""
     gpu_rows: int
     num_primary_metrics: int
     num_metrics: int
@@ -44,6 +46,7 @@ class Layout:
     left_columns: int
     tabs_rows: int
     services_rows: int
+    start_rows: int
     gpu_rows: int
     metrics_rows: int
     metrics_columns: int
@@ -55,7 +58,7 @@ class Layout:
 def arrange(width: int, height: int, wanted: Wanted) -> Layout:
     """Divide `height` rows of `width` columns among the panels."""
     is_wide = width >= WIDE_COLUMNS
-    left = int(width * LEFT_SHARE) if is_wide else width
+    left = left_columns(width)
     metrics_columns = 2 if left >= TWO_COLUMN_METRICS and not is_wide else 1
     for_log = 0 if is_wide else max(MIN_LOG_ROWS, height // 4 - _rows_lent(wanted)) + 1
     gap = 1 if height >= ROOMY_ROWS else 0
@@ -64,6 +67,8 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
 
     services = min(wanted.num_services + 1, max(3, rows // 2))
     rows -= services
+    start = min(wanted.start_rows, max(0, rows - 2))
+    rows -= start
     gpu = min(wanted.gpu_rows, max(MIN_GPU_ROWS if rows >= 2 * MIN_GPU_ROWS else 0, rows // 3))
     rows -= gpu
     warnings = min(max(1, wanted.num_warnings), max(1, rows // 3))
@@ -83,12 +88,18 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
         left_columns=left,
         tabs_rows=tabs,
         services_rows=services,
+        start_rows=start,
         gpu_rows=gpu,
         metrics_rows=metrics,
         metrics_columns=metrics_columns,
         warning_rows=warnings,
         gap=gap,
     )
+
+
+def left_columns(width: int) -> int:
+    """Columns of all panels but the log."""
+    return int(width * LEFT_SHARE) if width >= WIDE_COLUMNS else width
 
 
 def _rows_lent(wanted: Wanted) -> int:

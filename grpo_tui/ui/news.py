@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_engine.errors import GrpoError
@@ -20,6 +21,7 @@ from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.view import state as view
 from grpo_tui.view.folder_watch import FolderWatch
 from grpo_tui.view.logs.tail import LogTail
+from grpo_tui.view.service_details import read_launches
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.file import TimelineFile
 
@@ -60,6 +62,7 @@ class RunNews:
         """The workers by name; each is to be run once."""
         return {
             "listen": self._listen(),
+            "plan": self._read_plan(),
             "metrics": self._read_metrics(),
             "log": self._read_log(),
             "past": self._read_past(),
@@ -123,6 +126,12 @@ class RunNews:
             else f"last known state, reconnecting: {note}"
         )
         self._post(messages.SupervisorLost(view.ConnectionLost(note=words, is_over=is_over)))
+
+    async def _read_plan(self) -> None:
+        """Read once what the plan says of each service; it does not change while the run lasts."""
+        with suppress(GrpoError):  # a run without one shows less
+            launches = await asyncio.to_thread(read_launches, self._state().run_folder)
+            self._post(messages.StateChanged(view.LaunchesRead(launches=launches)))
 
     # --- files that grow -------------------------------------------------------------------------------------------
 

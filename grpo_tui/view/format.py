@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grpo_engine.diagnosis.text import UNKNOWN as UNKNOWN
 from grpo_engine.diagnosis.text import count_text as count_text
 from grpo_engine.diagnosis.text import number_text as number_text
@@ -76,3 +78,9 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
     if len(text) <= width:
         return text
     return text[: max(0, width - len(ellipsis))] + ellipsis[:width]
+
+
+def names_text(names: Sequence[str]) -> str:
+    """`env`, `env and trainer`, `api, env and trainer`."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

@@ -6,6 +6,7 @@ a clock tick.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +29,7 @@ from grpo_engine.wire.supervisor import (
     Warning,
 )
 from grpo_tui.run_files.timeline import after_event
+from grpo_tui.services.base import Launch
 from grpo_tui.view import viewer
 from grpo_tui.view.alignment import state as alignment_view
 from grpo_tui.view.diagnosis import GRAVITY, diagnose
@@ -93,6 +95,8 @@ class ViewState:
     last_number: int = -1
     """Of the newest event."""
     status: RunStatus | None = None
+    launches: Mapping[str, Launch] = field(default_factory=lambda: MappingProxyType({}))
+    """What the plan says of each service: needs, probes, limits; empty until it is read."""
     transitions: Transitions = field(default_factory=lambda: MappingProxyType({}))
     """The latest states of each service, the newest last."""
     start_phases: StartPhases = field(default_factory=lambda: MappingProxyType({}))
@@ -202,6 +206,13 @@ class StatusRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchesRead:
+    """The plan of the run was read."""
+
+    launches: Mapping[str, Launch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRead:
     """Lines of `metrics.jsonl`."""
 
@@ -280,7 +291,7 @@ class MessageShown:
 
 Change = (
     Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
-    | Ticked | ConnectionLost | StatusRead | MetricsRead | FolderChecked | LogRead
+    | Ticked | ConnectionLost | StatusRead | LaunchesRead | MetricsRead | FolderChecked | LogRead
     | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | MessageShown
     | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
     | plot_view.PlotChange | log_view.LogChange | travel.TravelChange | viewer.ViewerChange
@@ -308,6 +319,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return _rediagnosed(replace(state, connection=connection, connection_note=change.note))
         case StatusRead():
             return _with_status(state, change.status)
+        case LaunchesRead():
+            return replace(state, launches=change.launches)
         case MetricsRead():
             return _with_metrics(state, change)
         case FolderChecked():

@@ -7,17 +7,18 @@ from textual.app import ComposeResult
 from textual.containers import Container, Vertical
 
 from grpo_tui.ui.keys import ON_MAIN, bindings
-from grpo_tui.ui.layout import Layout, Wanted, arrange
+from grpo_tui.ui.layout import Layout, Wanted, arrange, left_columns
 from grpo_tui.ui.screens.base import RunScreen
 from grpo_tui.ui.widgets.frame.header import TabsLine
 from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
 from grpo_tui.ui.widgets.frame.travel_bar import rows_taken
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.ui.widgets.main import gpu_panel, warnings_bar
+from grpo_tui.ui.widgets.main import gpu_panel, start_panel, warnings_bar
 from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
 from grpo_tui.ui.widgets.main.log_panel import LogLines, LogPanel, LogTitle
 from grpo_tui.ui.widgets.main.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
+from grpo_tui.ui.widgets.main.start_panel import StartPanel
 from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
 from grpo_tui.view.state import ViewState
 
@@ -42,6 +43,7 @@ class MainScreen(RunScreen):
         with Container(id="body"):
             with Vertical(id="left"):
                 yield ServicesTable()
+                yield StartPanel()
                 yield GpuPanel()
                 yield MetricsPanel()
                 yield WarningsBar()
@@ -78,12 +80,13 @@ class MainScreen(RunScreen):
         names = tuple(state.history.last.metrics) if state.history.last else ()
         num_gpus = len(state.status.gpus) if state.status else 0
         height -= rows_taken(state, height)
-        asked = (width, height, len(state.services), num_gpus, names, state.warnings)
+        left = left_columns(width) - PADDING
+        start_rows = start_panel.rows_wanted(state, left)
+        asked = (width, height, len(state.services), start_rows, num_gpus, names, state.warnings)
         if asked == self._arranged_for:
             return
         self._arranged_for = asked
-        left = arrange(width, height, _wanted(state, width)).left_columns
-        layout = arrange(width, height, _wanted(state, left - PADDING))
+        layout = arrange(width, height, _wanted(state, left))
         if layout == self._layout_now:
             return
         self._layout_now = layout
@@ -95,6 +98,7 @@ class MainScreen(RunScreen):
         self.query_one(KeysBar).lists_screens = not layout.tabs_rows
         for part, rows, gap in (
             (self.query_one(ServicesTable), layout.services_rows, 0),
+            (self.query_one(StartPanel), layout.start_rows, 0),
             (self.query_one(GpuPanel), layout.gpu_rows, layout.gap),
             (metrics, layout.metrics_rows, layout.gap),
             (self.query_one(WarningsBar), layout.warning_rows, layout.gap),
@@ -108,6 +112,7 @@ def _wanted(state: ViewState, width: int) -> Wanted:
     has_steps = state.history.last is not None
     return Wanted(
         num_services=max(1, len(state.services)),
+        start_rows=start_panel.rows_wanted(state, width),
         gpu_rows=gpu_panel.rows_wanted(state),
         num_primary_metrics=len(PRIMARY_METRICS) if has_steps else 1,
         num_metrics=len(shown_metrics(state)) if has_steps else 1,

@@ -17,8 +17,9 @@ from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line
-from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, percent_text
+from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, names_text, percent_text
 from grpo_tui.view.service_rules import reason
+from grpo_tui.view.starting import missing_needs
 from grpo_tui.view.state import ServiceSelected, ViewState
 
 STATE_STYLES = {
@@ -129,7 +130,7 @@ class ServicesTable(Lines, Wheel):
             (" " + fit(column.text(service, state), column.width, right=True), column.style or quiet)
             for column in columns
         ]
-        words, style = explanation(service)
+        words, style = explanation(service, state)
         cells.append(("  " + fit(words, note_width), style))
         row = line(*cells)
         return row.pad_right(max(0, self.size.width - row.cell_length)).stylize(".selected") if is_selected else row
@@ -160,19 +161,21 @@ def state_style(service: ServiceStatus) -> str:
     return ".error" if is_hanging else STATE_STYLES[service.state]
 
 
-def explanation(service: ServiceStatus) -> Styled:
-    """Why a service is in its state: start phase and probe answer, else the supervisor's reason.
+def explanation(service: ServiceStatus, state: ViewState) -> Styled:
+    """Why a service is in its state: start phase or probe answer, what it waits for, else the supervisor's reason.
 
     A service that is still ready but no longer answers shows that here first: `◌ hanging: /health: no answer in 10 s`.
     """
     match service.state:
         case ServiceState.STARTING if service.phase is not None:
-            return ", ".join(filter(None, (service.phase, service.health))), ".muted"
+            return service.phase, ".muted"
         case ServiceState.STARTING | ServiceState.READY if service.probe in PROBE_SIGNS:
             sign, word = PROBE_SIGNS[service.probe]
             return f"{sign} {word}: {service.health}", ".warning"
         case ServiceState.STARTING if service.health is not None:
             return service.health, ".muted"
+        case ServiceState.WAITING if missing := missing_needs(service, state):
+            return f"waits for {names_text(missing)}", ".muted"
         case ServiceState.UNHEALTHY if service.probe in PROBE_SIGNS and service.health:
             return service.health, ".warning"
         case ServiceState.UNHEALTHY:

@@ -1,0 +1,179 @@
+"""The pages that are read over a screen: help, warnings in full, and all that is known of a service. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from textual.content import Content
+
+from grpo_engine.wire.metrics import HEALTHY_BANDS
+from grpo_engine.wire.secrets import masked_argv, masked_text
+from grpo_engine.wire.supervisor import ServiceStatus
+from grpo_tui.profile.plan_file import shown_command, shown_env
+from grpo_tui.services.base import Launch, Probe
+from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
+from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
+from grpo_tui.ui.widgets.frame.travel_bar import MARKS_LEGEND
+from grpo_tui.ui.widgets.main.metrics_panel import band_text
+from grpo_tui.ui.widgets.main.services_table import state_text
+from grpo_tui.ui.widgets.main.warnings_bar import wrapped
+from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, duration_text, percent_text
+from grpo_tui.view.service_details import Attempt, ServiceHistory
+from grpo_tui.view.service_rules import reason
+from grpo_tui.view.state import ViewState
+from grpo_tui.view.timeline.state import clock_at
+
+KEY_WIDTH = 7
+FACT_WIDTH = 12
+PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
+BAND_NAME_WIDTH = 25
+MOUSE_TOLD = (
+    "Click tabs, keys in the last line, services, warnings, metrics, the timeline, log names, rows, tokens and "
+    "answers. The wheel scrolls what is under the pointer, and zooms a plot."
+)
+
+
+def page_width(columns: int) -> int:
+    """Columns for the text of a page: without frame, padding and scrollbar."""
+    return min(PAGE_COLUMNS, int(PAGE_SHARE * columns)) - 7
+
+
+def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
+    """The help: keys of this screen, keys of every screen, signs, healthy bands, mouse, files."""
+    rows: list[Content] = []
+    along_time = [key for key in ON_TRAVEL if key.label]
+    for heading, group in (
+        (f"keys of this screen ({place})", keys),
+        ("keys on every screen", EVERYWHERE),
+        ("keys of the timeline (t opens it)", along_time),
+    ):
+        rows += [_heading(heading)]
+        rows += [row for key in group for row in _key_rows(key, width)]
+        rows += [Content("")]
+    rows.pop()
+    rows += [Content(""), _heading("services")]
+    signs = [*((glyph, str(state)) for state, glyph in SERVICE_GLYPHS.items()), *PROBE_SIGNS.values()]
+    for start in range(0, len(signs), 3):
+        rows.append(Content("  " + "".join(f"{glyph} {word:<18}" for glyph, word in signs[start : start + 3])))
+    rows += [Content(""), _heading("signs on the timeline"), Content(f"  {MARKS_LEGEND}")]
+    rows += [
+        Content(""),
+        _heading("healthy bands: ✓ inside, ▲ above, ▼ below; a sparkline on a coloured background spans its band"),
+    ]
+    rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
+    rows += [Content("  nats: unit of log-probs, entropy and KL with the natural logarithm")]
+    rows += [Content(""), _heading("mouse"), *(Content(f"  {row}") for row in wrapped(MOUSE_TOLD, width - 2))]
+    rows += [
+        Content(""),
+        _heading("files"),
+        Content("  Logs, metrics.jsonl and state.json are in the run's folder; tail -f works on them."),
+    ]
+    return Content("\n").join(rows)
+
+
+def warnings_page(state: ViewState, width: int) -> Content:
+    """Every warning with its cause and hint."""
+    if not state.warnings:
+        return Content("No warnings: every service is healthy, every metric in its band.")
+    rows: list[Content] = []
+    for warning in state.warnings:
+        rows += _hanging((f"{SEVERITY_GLYPHS[warning.severity]} ", "bold"), warning.text, width, "bold")
+        rows += _hanging("  → ", warning.hint, width) if warning.hint else []
+        rows.append(Content(""))
+    return Content("\n").join(rows[:-1])
+
+
+def service_page(
+    service: ServiceStatus, launch: Launch | None, history: ServiceHistory, state: ViewState, width: int
+) -> Content:
+    """All that is known of a service; `launch` is None where the plan cannot be read. Secrets are masked."""
+    rows = [row for name, fact in _facts(service, launch, state) for row in _fact_rows(name, fact, width)]
+    rows += [Content(""), _heading("attempts")]
+    rows += [row for attempt in history.attempts for row in _attempt_rows(attempt, state.now, width)]
+    rows += [] if history.attempts else [Content("  none recorded")]
+    rows += [Content(""), _heading("last answers of its probe")]
+    rows += [row for each in history.answers for row in _hanging(f"  {clock_at(each.time)}  ", each.words, width)]
+    rows += [] if history.answers else [Content("  none recorded")]
+    if launch is not None:
+        rows += [Content(""), _heading("command")]
+        rows += [Content(f"  {row}") for row in shown_command(launch).splitlines()]
+        rows += [Content(""), _heading("environment besides the inherited one; values of secrets and files are masked")]
+        told = [f"{name}={value}" for name, value in shown_env(launch).items()]
+        rows += [row for each in told or ["none"] for row in _hanging("  ", each, width)]
+    return Content("\n").join(rows)
+
+
+def _facts(service: ServiceStatus, launch: Launch | None, state: ViewState) -> Iterator[tuple[str, str]]:
+    yield "state", f"{state_text(service, state)}, kind {service.kind}"
+    if why := reason(service) or service.health:
+        yield "why", why
+    if service.pid is not None:
+        up = UNKNOWN if service.started_at is None else clock_text(max(0.0, state.now - service.started_at))
+        yield "process", f"pid {service.pid}, attempt {service.attempt}, up {up}, restarted {service.restarts} times"
+    held = [f"CPU {percent_text(service.cpu_percent)} of one core", f"memory {bytes_text(service.rss_bytes)}"]
+    held += [f"GPU memory {bytes_text(service.gpu_memory_bytes)}"] if service.gpu_memory_bytes is not None else []
+    yield "uses", ", ".join(held)
+    yield "ports", ", ".join(map(str, service.ports)) or "none"
+    yield "GPUs", ", ".join(map(str, service.gpus)) or "none set"
+    yield "log", service.log
+    if launch is None:
+        yield "plan", "plan.json of the run cannot be read: needs, probes, command and environment are not known"
+        return
+    yield "needs", ", ".join(f"{name} {condition}" for name, condition in launch.needs.items()) or "nothing"
+    needed_by = [name for name, other in state.launches.items() if service.name in other.needs]
+    yield "needed by", ", ".join(needed_by) or "nothing"
+    yield "ready when", _probe_words(launch.ready) if launch.ready is not None else "its process runs (no probe)"
+    if launch.live is not None:
+        yield "alive while", _probe_words(launch.live)
+    yield "restart", f"{launch.restart}, at most {launch.max_restarts} in {clock_text(launch.restart_window_s)}"
+    yield "stop", f"{launch.stop_signal.name}, SIGKILL after {duration_text(launch.stop_grace_s)}"
+    yield "folder", str(launch.cwd)
+
+
+def _probe_words(probe: Probe) -> str:
+    """`GET http://127.0.0.1:9001/health answers 200, asked every 0.2s; limit 5m00s, longer while it makes progress`."""
+    if probe.http is not None:
+        answers = " or ".join(map(str, probe.status))
+        asked = f"GET {masked_text(probe.http)} answers {answers}"
+        asked += f", then GET {masked_text(probe.then_http)}" if probe.then_http is not None else ""
+    elif probe.command is not None:
+        asked = f"`{' '.join(masked_argv(probe.command))}` exits with 0"
+    elif probe.tcp is not None:
+        asked = f"{probe.tcp} accepts a connection"
+    elif probe.log is not None:
+        asked = f"a line of its log matches {probe.log!r}"
+    else:
+        asked = f"the file {probe.file} exists"
+    stalled = "" if probe.stalled_s is None else (
+        f", longer while it makes progress (until {duration_text(probe.stalled_s)} without any)"
+    )  # fmt: skip
+    return f"{asked}, asked every {duration_text(probe.interval_s)}; limit {clock_text(probe.within_s)}{stalled}"
+
+
+def _attempt_rows(attempt: Attempt, now: float, width: int) -> list[Content]:
+    start = f"  {attempt.number:>3}  {clock_at(attempt.started_at)}  "
+    lasted = duration_text((attempt.ended_at or now) - attempt.started_at)
+    if attempt.ended_at is None:
+        return _hanging(start, f"running for {lasted}", width)
+    code = "exit code unknown" if attempt.exit_code is None else f"exit code {attempt.exit_code}"
+    return _hanging(start, f"ran for {lasted}, {code}{f': {attempt.why}' if attempt.why else ''}", width)
+
+
+def _fact_rows(name: str, fact: str, width: int) -> list[Content]:
+    return _hanging((f"{name:<{FACT_WIDTH}}", "bold"), fact, width)
+
+
+def _key_rows(key: Key, width: int) -> list[Content]:
+    return _hanging((f"  {key.shown:<{KEY_WIDTH}}", "bold"), key.help, width)
+
+
+def _hanging(start: str | tuple[str, str], text: str, width: int, style: str = "") -> list[Content]:
+    """A paragraph with hanging indent."""
+    first = Content.assemble(start)
+    rows = wrapped(text, width - first.cell_length)
+    starts = [first, *(Content(" " * first.cell_length) for _ in rows[1:])]
+    return [begin + Content.styled(row, style) for begin, row in zip(starts, rows, strict=False)]
+
+
+def _heading(text: str) -> Content:
+    return Content.styled(text, "bold underline")

@@ -1,0 +1,60 @@
+"""What the run folder holds about a service: attempts, probe answers, and what a start waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from screen_fakes import NOW, changed, run_status, service
+from usual_plan import four_launches
+
+from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.supervisor import RunState, Snapshot
+from grpo_tui.view.service_details import Attempt, ProbeAnswer, read_history
+from grpo_tui.view.starting import awaited_services
+from grpo_tui.view.state import LaunchesRead, ViewState, reduce
+
+
+def test_attempts_have_their_exit_codes_and_equal_answers_in_a_row_are_one(tmp_path: Path) -> None:
+    events = [
+        changed(1, 10.0, service("vllm", state="starting", attempt=1, started_at=10.0, health="closed")),
+        changed(2, 11.0, service("vllm", state="starting", attempt=1, started_at=10.0, health="closed")),
+        changed(3, 12.0, service("env", state="starting", attempt=1, started_at=12.0, health="of another")),
+        changed(4, 20.0, service("vllm", state="failed", attempt=1, exit_code=-9, why="killed\nlast lines")),
+        changed(5, 30.0, service("vllm", state="starting", attempt=2, started_at=30.0, exit_code=-9, health="200")),
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(to_line, events)) + b'{"type":"service"')
+    history = read_history(tmp_path, "vllm")
+    assert history.attempts == (
+        Attempt(number=1, started_at=10.0, ended_at=20.0, exit_code=-9, why="killed"),
+        Attempt(number=2, started_at=30.0),
+    )
+    assert history.answers[0] == ProbeAnswer(time=10.0, words="closed")
+    assert history.answers[-1] == ProbeAnswer(time=30.0, words="200")
+    assert read_history(tmp_path, "vllm", until=15.0).attempts == (Attempt(number=1, started_at=10.0),)
+
+
+def test_a_run_without_a_timeline_has_no_history(tmp_path: Path) -> None:
+    assert read_history(tmp_path, "vllm").attempts == ()
+
+
+def test_what_most_services_wait_for_stands_first_and_only_while_the_run_starts() -> None:
+    late = {"state": "waiting", "pid": None, "started_at": None}
+    services = [
+        service("env", state="starting", started_at=NOW - 3),
+        service("api"),
+        service("vllm", state="starting", started_at=NOW - 9),
+        service("trainer", **late),
+    ]
+    status = run_status(state=RunState.STARTING, services=services)
+    launches = {launch.name: launch for launch in four_launches()}
+    del launches["env"]
+    state = ViewState(run_folder=Path("logs/x"), now=NOW)
+    state = reduce(reduce(state, Snapshot(number=0, status=status)), LaunchesRead(launches=launches))
+    assert [(each.service.name, each.waited_s, each.waiting) for each in awaited_services(state)] == [
+        ("env", 3.0, ("trainer",)),
+        ("vllm", 9.0, ("trainer",)),
+    ]
+    assert state.status is not None
+    up = replace(state, status=state.status.model_copy(update={"state": RunState.RUNNING}))
+    assert awaited_services(up) == ()
