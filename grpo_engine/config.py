@@ -101,7 +101,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[
     lines: list[str] = []
     for fault in error.errors():
         written, _ = _follow(model, fault["loc"])
-        key = ".".join(written)
+        key = ".".join(part if part.isprintable() else repr(part) for part in written)
         match fault["type"]:
             case "extra_forbidden":
                 _, owner = _follow(model, fault["loc"][:-1])

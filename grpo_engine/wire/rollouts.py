@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, FiniteFloat
+from pydantic import AfterValidator, Field, FiniteFloat
 
 from grpo_engine.wire.codec import Message
 
@@ -21,6 +21,16 @@ MASKED_LOGPROB = 1.0
 LARGEST_WHOLE = 2**53
 Whole = Annotated[int, Field(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE)]
 """An integer that JSON readers with double-precision numbers keep exact."""
+
+
+def _is_printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("a control character, which logs and screens would carry out: use printable characters")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_is_printable)]
+"""A name that is shown on terminals."""
 MAX_SEQUENCES = 2**20
 """Bound on a batch or group, far above practical sizes: forming a batch takes memory proportional to its size."""
 
@@ -32,8 +42,8 @@ Stock environments send none; ours send one post at a time, so the last number o
 class RegisterRequest(Message):
     """Body of `POST /register`: a trainer announces a run."""
 
-    wandb_group: str
-    wandb_project: str
+    wandb_group: Name
+    wandb_project: Name
     batch_size: int = Field(gt=0, le=MAX_SEQUENCES)
     """Sequences per batch."""
     max_token_len: Whole
@@ -52,7 +62,7 @@ class RegisterEnvironmentRequest(Message):
     """Body of `POST /register-env`."""
 
     max_token_length: Whole
-    desired_name: str
+    desired_name: Name
     weight: float = Field(ge=-1e6, le=1e6)
     """Stock environments send -1 for no weight."""
     group_size: int = Field(gt=0, le=MAX_SEQUENCES)
