@@ -217,7 +217,7 @@ class Keeper:
 
     def _start(self) -> None:
         spec = self._spec
-        log = os.open(spec.log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        log = os.open(spec.log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._started_at))
         gap = "" if ends_with_newline(spec.log) else "\n"
         write_line(log, f"{gap}{ATTEMPT_OPENING}{spec.attempt} · {when} · {on_one_line(spec.shown_argv or spec.argv)}")
@@ -336,7 +336,7 @@ class Keeper:
         path = self._spec.state
         beside = f"{path}.tmp"
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 write_all(descriptor, self._record(state, self._ended))
             finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ LOGS = Path("logs")
 PROFILES = Path("profiles")
 INSTALLED_PROFILES = Path(__file__).parent / "profiles"
 """Copies in the package, for machines without a checkout."""
+ALWAYS_SHORT = Path("/tmp")
+"""For sockets and temporary files where the path of the other folder is too long."""
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of a unix socket has 108 bytes, one for the terminating NUL."""
 
@@ -75,31 +78,37 @@ def runtime_folder() -> Path:
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK):
-        folder = Path(base) / "grpo-tui"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}"
+        return _own_folder(Path(base) / "grpo-tui")
+    return _own_folder(Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}")
+
+
+def socket_path(run_folder: Path) -> Path:
+    """The supervisor's socket for a run: named by a digest of the run folder, which may be longer than a socket's
+    path.
+
+    Raises:
+        GrpoError: its folder cannot be created, belongs to another user, or is open to others.
+    """
+    digest = hashlib.blake2b(str(run_folder.resolve()).encode(), digest_size=8).hexdigest()
+    path = runtime_folder() / f"{digest}.sock"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        path = _own_folder(ALWAYS_SHORT / f"grpo-{os.getuid()}") / f"{digest}.sock"
+    return path
+
+
+def _own_folder(folder: Path) -> Path:
+    """Create it with mode 0700, or check that it is so."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.stat()
+        status = folder.lstat()
     except OSError as error:
         raise GrpoError(
             f"{folder}, the folder for sockets, cannot be created: {error.strerror}; "
             "remove what is there or set XDG_RUNTIME_DIR to a folder of yours"
         ) from None
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise GrpoError(
             f"{folder}, the folder for sockets, has mode {status.st_mode & 0o777:04o} and belongs to user "
             f"{status.st_uid}; it must be yours with mode 0700: `chmod 700` or remove it, or set XDG_RUNTIME_DIR"
         )
     return folder
-
-
-def socket_path(run_folder: Path) -> Path:
-    """The supervisor's socket for a run: named by a digest of the run folder, which may be longer than a socket's
-    path."""
-    digest = hashlib.blake2b(str(run_folder.resolve()).encode(), digest_size=8).hexdigest()
-    path = runtime_folder() / f"{digest}.sock"
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        path = Path("/tmp") / f"grpo-{os.getuid()}" / f"{digest}.sock"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-    return path

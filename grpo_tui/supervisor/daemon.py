@@ -83,7 +83,7 @@ def _detach(log_file: Path) -> None:
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.umask(0o022)
+    os.umask(0o077)  # for services too: nobody else reads what a run writes, nor replaces it
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -128,7 +128,7 @@ class Hooks:
     def _write_title(self, number: int, occasion: Occasion) -> None:
         """Write the event to the log; the keeper's own line below it has time and command."""
         path = service_log(self._run_folder, HOOKS)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             gap = "" if ends_with_newline(str(path)) else "\n"
             write_line(descriptor, f"{gap}=== hook run {number}: {occasion.words}")

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from grpo_engine.models.local import cache_folder
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
+from grpo_tui.paths import ALWAYS_SHORT
 from grpo_tui.services.base import Launch
 
 FOLDER, COMPILED_CODE = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
 CHANCE_BYTES = len("-12345678")
-ALWAYS_SHORT = Path("/tmp")
 OF_TORCH = "torchinductor_{user}"
 OF_OTHERS = ("{user}", "data-gym-cache", "tiktoken-rs-cache")
 """The caches of CUTLASS and FlashAttention, of tiktoken and of its Rust port in the temporary folder."""

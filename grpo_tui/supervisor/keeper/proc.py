@@ -138,6 +138,19 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
+def lock_holder(inode: int) -> int | None:
+    """The process that took the lock (`flock`) of a file; None where that is not visible."""
+    with open("/proc/locks") as file:
+        for line in file:
+            fields = line.split()
+            if fields[1] != "FLOCK":  # "->" is one that waits
+                continue
+            pid, place = fields[4:6]
+            if int(place.rpartition(":")[2]) == inode and int(pid) > 0:
+                return int(pid)
+    return None
+
+
 def listening_sockets(ports: Iterable[int]) -> list[ListeningSocket]:
     """The TCP sockets, IPv4 and IPv6, that listen on one of these ports."""
     wanted = set(ports)

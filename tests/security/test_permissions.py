@@ -1,0 +1,92 @@
+"""What other users may do with the files of a run: nothing, whatever the umask of whoever starts it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from workplace import POLITE, open_workplace, service
+
+from grpo_engine.errors import GrpoError
+from grpo_tui import paths
+from grpo_tui.client import launch
+
+WRITES = "import os; open(os.environ['GRPO_TUI_RUN_FOLDER'] + '/written', 'w')\n" + POLITE
+
+
+def open_to_others(folder: Path) -> list[str]:
+    return [
+        str(path.relative_to(folder.parent))
+        for path in (folder, *folder.rglob("*"))
+        if stat.S_IMODE(path.lstat().st_mode) & 0o077 and not path.is_symlink()
+    ]
+
+
+@pytest.mark.slow
+def test_nothing_of_a_run_is_open_to_others_even_without_a_umask(tmp_path: Path) -> None:
+    with open_workplace(tmp_path) as place:
+        place.profile(service("a", WRITES, ready='{ log = "up" }'), '[[hooks]]\non = ["ready"]\nargv = ["true"]\n')
+        before = os.umask(0)
+        try:
+            with place.start("up", "--profile", "p", "--detach", "--wait", "ready") as up:
+                up.communicate(timeout=60)
+        finally:
+            os.umask(before)
+        folder = place.run_folder()
+        assert (folder / "written").exists()
+        assert (folder / "keepers" / "a.1.spec.json").exists()
+        assert open_to_others(folder) == []
+        assert stat.S_IMODE((folder.parent / ".start.lock").stat().st_mode) == 0o600
+        assert place.grpo("down").returncode == 0
+        assert open_to_others(folder) == []
+
+
+def test_a_start_does_not_wait_for_ever_for_a_lock_and_names_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".start.lock"
+    path.touch(mode=0o644)
+    holds = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", holds, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        monkeypatch.setattr(launch, "START_WITHIN_S", 0.0)
+        with (
+            pytest.raises(GrpoError, match=rf"locked .* by pid {holder.pid} \(user \w+\): .*fcntl"),
+            launch._starting(tmp_path),
+        ):
+            pass
+    finally:
+        holder.communicate(b"\n")
+    with launch._starting(tmp_path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with path.open() as again, pytest.raises(BlockingIOError):
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_folder_of_the_socket_is_ours_also_where_the_path_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, short = tmp_path / ("r" * 90), tmp_path / "s"
+    runtime.mkdir()
+    short.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(paths, "ALWAYS_SHORT", short)
+    path = paths.socket_path(tmp_path)
+    assert (path.parent, stat.S_IMODE(path.parent.stat().st_mode)) == (short / f"grpo-{os.getuid()}", 0o700)
+    path.parent.chmod(0o777)
+    with pytest.raises(GrpoError, match="has mode 0777"):
+        paths.socket_path(tmp_path)
+    path.parent.rmdir()
+    (short / "elsewhere").mkdir(mode=0o700)
+    path.parent.symlink_to(short / "elsewhere")
+    with pytest.raises(GrpoError, match="it must be yours"):
+        paths.socket_path(tmp_path)
