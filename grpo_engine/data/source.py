@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
+from grpo_engine.wire.access_token import authorization, find_token
 from grpo_engine.wire.codec import first_fault
-from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
 from grpo_engine.wire.rollouts import BatchResponse, EvaluationOrder, EvaluationState, RegisterRequest, ScoredGroup
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,12 @@ class RolloutSource:
         """Send no request yet.
 
         Args:
-            token: bearer token; absent: $GRPO_API_TOKEN, if set.
+            token: that of the API; absent: as `find_token` finds it.
             reach_timeout_s: how long to wait for the API at the start.
         """
         self.url = url.rstrip("/")
-        token = token or os.environ.get(TOKEN_VARIABLE)
         # Uncompressed: on loopback decompression costs more than sending.
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        headers = {"Accept-Encoding": "identity", **authorization(token or find_token(os.environ))}
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=_REQUEST_TIMEOUT_S, transport=transport, trust_env=False
         )

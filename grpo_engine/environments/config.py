@@ -50,7 +50,8 @@ class EnvironmentConfig(Config):
     inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
     """URL of the inference server; a `/v1` at its end is ignored."""
     api_token: str | None = None
-    """Bearer token of the rollout API; unset: $GRPO_API_TOKEN, else none."""
+    """Token of the rollout API; unset: from $GRPO_API_TOKEN or $GRPO_API_TOKEN_FILE, which a
+    supervisor sets, else none."""
 
     # How much
     max_batches_offpolicy: int = Field(3, ge=1)

@@ -17,7 +17,7 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.runner import Runner
 from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
-from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
+from grpo_engine.wire.access_token import authorization, find_token
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +42,15 @@ def run(config: EnvironmentConfig) -> int:
 
 async def work(config: EnvironmentConfig, tokenizer: Tokenizer) -> int:
     """Run until the end or a signal; returns the exit code."""
-    token = config.api_token or os.environ.get(TOKEN_VARIABLE)
     # Uncompressed answers: on loopback decompression costs more than sending. At most one connection per group, or per
     # sequence in multi-turn tasks, and as many again for an evaluation.
     plain = {"Accept-Encoding": "identity"}
     requests_a_group = config.group_size if isinstance(config.task, MultiTurnTask) else 1
     num_connections = 2 * config.max_workers * requests_a_group + 8
     limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
-    authorization = {"Authorization": f"Bearer {token}"} if token else {}
+    with_token = {**plain, **authorization(config.api_token or find_token(os.environ))}
     async with (
-        httpx.AsyncClient(
-            base_url=config.rollout_server_url, headers={**plain, **authorization}, trust_env=False
-        ) as api,
+        httpx.AsyncClient(base_url=config.rollout_server_url, headers=with_token, trust_env=False) as api,
         httpx.AsyncClient(base_url=config.inference_url, headers=plain, limits=limits, trust_env=False) as inference,
     ):
         runner = Runner(config, tokenizer, RolloutApi(api), InferenceServer(inference, timeout_s=config.worker_timeout))

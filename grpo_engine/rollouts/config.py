@@ -26,10 +26,13 @@ class ApiConfig(Config):
     fresh: bool = False
     """Delete the content of the store first."""
     token: str | None = None
-    """Bearer token that every request but `GET /` and `GET /info` must carry; unset: from token_file or
-    $GRPO_API_TOKEN, else none."""
+    """Token that requests must carry (`Authorization: Bearer …`), except those of /, /info, /health, /status and
+    /metrics; unset: from token_file, $GRPO_API_TOKEN or $GRPO_API_TOKEN_FILE, which a supervisor sets, else none."""
     token_file: Path | None = None
     """File with that token in its first line, which keeps it out of process listings."""
+    allow_without_token: bool = False
+    """Require no token, also under a supervisor: for stock clients. Every user of this machine can then add training
+    data and reset the run."""
 
     # Limits
     max_queued_sequences: int = Field(65536, ge=1)
@@ -64,4 +67,6 @@ class ApiConfig(Config):
     def _has_one_token(self) -> ApiConfig:
         if self.token and self.token_file:
             raise ValueError("token and token_file are both set: remove one")
+        if self.allow_without_token and (self.token or self.token_file):
+            raise ValueError("allow_without_token is set, and so is a token: remove one")
         return self

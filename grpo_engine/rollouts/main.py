@@ -19,11 +19,11 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.config import ApiConfig
-from grpo_engine.rollouts.http.access import LOOPBACK
 from grpo_engine.rollouts.http.app import make_app
 from grpo_engine.rollouts.stock.connections import WatchedProtocol
 from grpo_engine.rollouts.storage.store import IN_MEMORY, Store
-from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
+from grpo_engine.serving.access import is_loopback
+from grpo_engine.wire.access_token import find_token, read_token
 from grpo_engine.wire.run_folder import ROLLOUT_STORE
 
 _LINGER_S = 1
@@ -48,7 +48,7 @@ def run(config: ApiConfig) -> int:
     if config.fresh:
         store.commit([store.clear])
     _report_stored(store, path)
-    if config.token is None and config.host not in LOOPBACK:
+    if config.token is None and not is_loopback(config.host):
         _event(
             logging.WARNING,
             "every host that reaches this address can add training data or reset the run",
@@ -136,17 +136,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _token(config: ApiConfig) -> str | None:
-    """The token that requests must carry, from file, setting or environment."""
-    if config.token_file is None:
-        return config.token or os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        token = config.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--token-file {config.token_file}: cannot be read: {why}") from None
-    if not token:
-        raise ConfigError(f"--token-file {config.token_file}: the first line is empty: write the token there")
-    return token
+    """The token that requests must carry, from setting, file or environment."""
+    if config.allow_without_token:
+        return None
+    if config.token_file is not None:
+        return read_token(config.token_file, where="--token-file")
+    return config.token or find_token(os.environ)
 
 
 def _store_path(config: ApiConfig) -> Path:

@@ -27,7 +27,11 @@ class ServerConfig(Config):
     engine: Literal["torch", "vllm"] = "vllm"
     """What computes: vLLM, or plain torch (any device, no compiled kernels)."""
     host: str = "127.0.0.1"
-    """Address to listen on; the weight and adapter routes answer only this machine, whatever the address."""
+    """Address to listen on; the weight and adapter routes answer only this machine, whatever the address, and need the
+    token that $GRPO_API_TOKEN or $GRPO_API_TOKEN_FILE holds, if one is set, as it is under a supervisor."""
+    allow_without_token: bool = False
+    """Require no token, also under a supervisor: for stock trainers. Every user of this machine can then change the
+    served weights."""
     port: int = Field(9001, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
     dtype: DtypeName = "bfloat16"

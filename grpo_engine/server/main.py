@@ -25,6 +25,8 @@ from grpo_engine.server.engine import StartableEngine
 from grpo_engine.server.fork_server import ForkServer, die_with_fork_server
 from grpo_engine.server.http.app import Service, create_app
 from grpo_engine.server.vllm.sockets import socket_folder
+from grpo_engine.serving.connections import LimitedProtocol
+from grpo_engine.wire.access_token import find_token
 
 _VLLM_ENGINE = "grpo_engine.server.vllm.engine"
 
@@ -52,7 +54,8 @@ def serve(config: ServerConfig) -> int:
     """Serve in this process."""
     instance = uuid.uuid4().hex[:12]
     engine = make_engine(config, instance=instance)
-    app = create_app(Service(engine=engine, config=config, instance=instance))
+    token = None if config.allow_without_token else find_token(os.environ)
+    app = create_app(Service(engine=engine, config=config, instance=instance, token=token))
     return _Server(app, config, engine).run_to_end()
 
 
@@ -100,6 +103,7 @@ class _Server(uvicorn.Server):
                 log_level=config.log_level,
                 access_log=config.log_level == "debug",
                 lifespan="off",
+                http=LimitedProtocol,
                 timeout_graceful_shutdown=1,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,

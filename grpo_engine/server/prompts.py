@@ -8,6 +8,9 @@ from typing import Any
 from grpo_engine.errors import DataError
 from grpo_engine.wire.inference import GenerateRequest
 
+MAX_COMPLETIONS = 4096
+"""Of one prompt; several times the largest groups that are trained on."""
+
 
 class PromptCodec:
     """A model's tokenizer as the routes use it."""
@@ -36,12 +39,23 @@ class PromptCodec:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
+def check_num_completions(n: int) -> None:
+    """Refuse a request for more completions than could ever be a group.
+
+    Raises:
+        DataError: `n` is too large.
+    """
+    if n > MAX_COMPLETIONS:
+        raise DataError(f"n: {n} completions of one prompt; at most {MAX_COMPLETIONS} are made: send several requests")
+
+
 def max_new_tokens(prompt: Sequence[int], params: GenerateRequest, *, max_model_len: int, vocabulary: int) -> int:
     """How many tokens may follow the prompt.
 
     Raises:
         DataError: the prompt leaves no room, or the request names tokens that the model does not have.
     """
+    check_num_completions(params.n)
     if not prompt:
         raise DataError("prompt: no tokens; a model needs at least one")
     if len(prompt) >= max_model_len:

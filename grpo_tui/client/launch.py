@@ -13,12 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError, PeerUnavailable
+from grpo_engine.wire.access_token import write_token
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
 from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, START_LOCK_FILE
 from grpo_engine.wire.supervisor import Hello
@@ -27,7 +28,8 @@ from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
 from grpo_tui.paths import LOGS, new_run_id, require_own, runtime_folder
 from grpo_tui.supervisor.keeper.client import end_of
-from grpo_tui.supervisor.keeper.proc import ProcessId, read_stat, send_signal
+from grpo_tui.supervisor.keeper.owners import owner_of
+from grpo_tui.supervisor.keeper.proc import ProcessId, lock_holder, read_stat, send_signal
 from grpo_tui.supervisor.lock import has_daemon, listening_daemon
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 END_WITHIN_S, END_POLL_S = 60.0, 0.02
 """For a run that is being taken down, before another of its profile may start."""
 EXIT_WITHIN_S = 30.0
+START_WITHIN_S, START_POLL_S = 90.0, 0.02
+"""For another start in the same folder: it may wait for the end of a run, and then for its supervisor."""
 SUSPENDED = "tT"
 """States in /proc of a process that a signal or a debugger has stopped."""
 
@@ -79,20 +83,43 @@ def open_run(
 
 @contextmanager
 def _starting(logs: Path) -> Iterator[None]:
-    """Allow one start at a time in this folder, which is made if missing."""
+    """Allow one start at a time in this folder, which is made if missing.
+
+    Raises:
+        GrpoError: the folder cannot be used, or another start does not end.
+    """
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(logs / START_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(logs / START_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise GrpoError(
             f"{logs.resolve()}, the folder of runs, cannot be used: {error.strerror}; "
             "move the file away, or start in a folder that you can write to"
         ) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(PermissionError):  # another user's, in a folder of several users
+            os.fchmod(lock, 0o600)  # earlier versions let everybody open it, and so hold it
+        _take(lock, logs / START_LOCK_FILE)
         yield
     finally:
-        os.close(descriptor)
+        os.close(lock)
+
+
+def _take(lock: int, path: Path) -> None:
+    deadline = time.monotonic() + START_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                pid = lock_holder(os.fstat(lock).st_ino)
+                who = "a process that is not visible here" if pid is None else owner_of(pid).who()
+                raise GrpoError(
+                    f"{path} is locked since {START_WITHIN_S:g} s by {who}: wait for its start of a run, or end it"
+                ) from None
+            time.sleep(START_POLL_S)
+        else:
+            return
 
 
 def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
@@ -138,19 +165,27 @@ def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
     folder, number = logs.resolve() / base, 1
     while True:
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             break
         except FileExistsError:
             number += 1
             folder = logs.resolve() / f"{base}.{number}"  # not "-": shared memory is swept by the prefix "grpo-<run>-"
     try:
         plan = make_plan(loaded, run_folder=folder, python=sys.executable, take_ports=take_ports)
+        token = _own_token(loaded)
     except GrpoError:
         folder.rmdir()  # nothing will run in it
         raise
+    write_token(folder, token)
     write_json_atomically(folder / RESOLVED_FILE, resolved(loaded), mode=0o600)
     write_atomically(folder / PLAN_FILE, plan.to_json().encode(), mode=0o600)
     return folder
+
+
+def _own_token(loaded: LoadedProfile) -> str | None:
+    """The token that the profile sets, which all services then use."""
+    own = (service.own_token(loaded.path.parent) for service in loaded.profile.services.values())
+    return next((token for token in own if token), None)
 
 
 def ensure_daemon(folder: Path, *, was_live: bool = False) -> bool:

@@ -79,6 +79,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "cwd": str(launch.cwd),
                 "ports": list(launch.ports),
                 "gpus": list(launch.gpus),
+                "access": launch.access,
                 "ready": launch.ready.model_dump(mode="json", exclude_none=True) if launch.ready else None,
                 "restart": str(launch.restart),
                 "stop_grace_s": launch.stop_grace_s,
@@ -121,6 +122,7 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
             f"GPU {gpus}" if gpus else "",
         ]
         rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
+        rows += [f"   {launch.access}"] if launch.access else []
         rows += [f"   {variable}={shlex.quote(value)}" for variable, value in shown_env(launch).items()]
         rows.append(f"   {shown_command(launch)}")
     return "\n".join(rows)

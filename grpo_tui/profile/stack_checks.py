@@ -13,7 +13,6 @@ from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
-from grpo_tui.services.rollout_api import RolloutApi
 from grpo_tui.services.trainer import Trainer
 
 
@@ -90,12 +89,6 @@ def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
 def _environments_of_atropos_can_work(profile: Profile) -> Iterator[str]:
     services = profile.services
     of_atropos = {name: service for name, service in services.items() if isinstance(service, AtroposEnvironment)}
-    for api in services.values() if of_atropos else ():
-        if isinstance(api, RolloutApi) and (api.token or api.token_file):
-            yield (
-                f"services.{next(iter(of_atropos))}: environments of Atropos cannot send the token that the rollout "
-                f"API requires: remove its token and token_file"
-            )
     most = max((service.training_steps for service in services.values() if isinstance(service, Trainer)), default=0)
     for name, environment in of_atropos.items():
         if environment.total_steps is not None and 0 <= environment.total_steps < most:

@@ -238,6 +238,14 @@ class Service(Config):
         """What to start, where, and when it is ready."""
         raise NotImplementedError
 
+    def own_token(self, profile_folder: Path) -> str | None:
+        """The token that the profile sets for the whole run in this service.
+
+        Raises:
+            ConfigError: it names a file that cannot be read.
+        """
+        return None
+
     def _launch(self, name: str, kind: str, place: Place, **own: Any) -> Launch:
         """The part of a launch that all kinds share, overridden by `own`."""
         from_files: dict[str, str] = {}
@@ -276,6 +284,13 @@ class Service(Config):
             "ends_run": self.ends_run,
         }
         return Launch(**{**shared, **own})
+
+
+def access_text(*, allow_without_token: bool, routes: str) -> str:
+    """`Launch.access` of a service whose routes require the token of the run."""
+    if allow_without_token:
+        return f"{routes}: open to every user of this machine (allow_without_token)"
+    return f"{routes}: only with the token of the run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +336,8 @@ class Launch:
     """Of its start-up: (regular expression for a log line, text for what the service does from there on)."""
     restart_in_place: RestartInPlace | None = None
     """How it is restarted while its process stays; None: it is stopped and started."""
+    access: str | None = None
+    """Whom it answers, for `grpo-tui plan`; None where it is not known."""
     final_exit_codes: tuple[int, ...] = ()
     """Exit codes after which it has failed whatever `restart` says: it would fail the same way again."""
     gpu_memory_share: float | None = None

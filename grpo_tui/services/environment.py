@@ -6,6 +6,7 @@ from typing import Literal
 
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import to_flags
+from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
 from grpo_engine.wire.log_lines import ENVIRONMENT_READY
 from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
 
@@ -22,11 +23,12 @@ class Environment(Service, EnvironmentConfig):
         restarts."""
         learns = self.curriculum is not None or self.easy_threshold is not None or self.hard_threshold is not None
         file = self.state_file or (place.run_folder / f"{name}.items.json" if learns else None)
-        config = self.model_copy(update={"state_file": file})
+        config = self.model_copy(update={"state_file": file, "api_token": None})
         return self._launch(
             name,
             self.kind,
             place,
             argv=(place.python, "-m", "grpo_engine", "env", *to_flags(config, EnvironmentConfig)),
+            env={TOKEN_VARIABLE: self.api_token} if self.api_token else {},  # every user can read a command line
             ready=self.ready or Probe(log=ENVIRONMENT_READY.pattern, within_s=300),
         )

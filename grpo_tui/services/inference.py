@@ -16,7 +16,7 @@ from grpo_engine.wire.log_lines import (
     WEIGHTS_EXPORTED,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file
-from grpo_tui.services.base import Launch, Place, Probe, RestartInPlace, RestartPolicy, Service
+from grpo_tui.services.base import Launch, Place, Probe, RestartInPlace, RestartPolicy, Service, access_text
 
 READY_WITHIN_S = 300.0
 STALLED_S = 180.0
@@ -99,6 +99,7 @@ class Inference(Service, ServerConfig):
             argv=(place.python, "-m", "grpo_engine", "server", *to_flags(config, ServerConfig)),
             env=environment,
             restart_in_place=in_place,
+            access=access_text(allow_without_token=self.allow_without_token, routes="/bridge, /lora"),
             ports=(self.port, *self.ports),
             gpu_memory_share=self.demanded_share,
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),

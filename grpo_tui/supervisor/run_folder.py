@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_engine.wire.codec import write_atomically
-from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, RESOLVED_FILE, SUPERVISOR_LOG
+from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, RESOLVED_FILE, SUPERVISOR_LOG, TOKEN_FILE
 from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.lock import take_lock
 
@@ -27,6 +27,7 @@ class RunFolder:
         """Read the files that were written when the run was opened."""
         self.folder = folder
         self._plan = (folder / PLAN_FILE).read_bytes()
+        self._token = (folder / TOKEN_FILE).read_bytes() if (folder / TOKEN_FILE).exists() else None
         self._resolved = (folder / RESOLVED_FILE).read_bytes() if (folder / RESOLVED_FILE).exists() else b"{}\n"
 
     @property
@@ -40,18 +41,21 @@ class RunFolder:
         Raises:
             OSError: the disk is full, or the parent folder is gone and cannot be made.
         """
-        (self.folder / KEEPERS).mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / KEEPERS).mkdir(mode=0o700, exist_ok=True)
         take_lock(self.folder)  # a new file: the lock that we hold is on the deleted one
         log_to(self.folder / SUPERVISOR_LOG)
         for keeper in keepers:
             keeper.write_state()
+        if self._token is not None:
+            write_atomically(self.folder / TOKEN_FILE, self._token, mode=0o600)
         write_atomically(self.folder / RESOLVED_FILE, self._resolved, mode=0o600)
         write_atomically(self.folder / PLAN_FILE, self._plan, mode=0o600)  # last: it makes this a run folder again
 
 
 def log_to(log_file: Path) -> None:
     """Redirect stdout and stderr of this process to the supervisor's log."""
-    output = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    output = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

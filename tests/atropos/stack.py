@@ -15,6 +15,9 @@ import httpx
 from forked import Forked
 from serving import end_all, free_port, python_path
 
+from grpo_engine.wire.access_token import authorization
+from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
+
 ENVIRONMENT = Path(__file__).with_name("sorting_env.py")
 Process = subprocess.Popen[bytes] | Forked
 
@@ -22,12 +25,13 @@ Process = subprocess.Popen[bytes] | Forked
 class Stack:
     """Processes by name, each with a log in one folder; whatever still runs at the end is ended."""
 
-    def __init__(self, folder: Path, stock: Path) -> None:
+    def __init__(self, folder: Path, stock: Path, *, token: str | None = None) -> None:
         self.folder, self.stock = folder, stock
         self.api_port, self.server_port = free_port(), free_port()
         self.api_url = f"http://127.0.0.1:{self.api_port}"
         self.server_url = f"http://127.0.0.1:{self.server_port}"
         self.processes: dict[str, Process] = {}
+        self._headers = authorization(token)
         temporary = folder / "tmp"  # for what the stock environment's W&B leaves, and whoever is killed
         temporary.mkdir(exist_ok=True)
         self._environment = {
@@ -35,6 +39,7 @@ class Stack:
             "TMPDIR": str(temporary),
             **{"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"},
             "VLLM_BRIDGE_CONFIG_PATH": str(folder / "bridge.json"),
+            **({TOKEN_VARIABLE: token} if token else {}),
         }
 
     def start_api(self) -> None:
@@ -115,4 +120,6 @@ class Stack:
 
     def ask(self, method: str, path: str, **body: Any) -> httpx.Response:
         """A question to the API, with a JSON body, as stock clients ask."""
-        return httpx.request(method, f"{self.api_url}{path}", json=body or None, timeout=10, trust_env=False)
+        return httpx.request(
+            method, f"{self.api_url}{path}", json=body or None, headers=self._headers, timeout=10, trust_env=False
+        )

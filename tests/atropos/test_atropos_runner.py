@@ -139,7 +139,7 @@ def test_an_environment_does_not_outlive_a_killed_runner(stack: Stack, tmp_path:
         time.sleep(0.02)  # the limit is the test's own
 
 
-def test_an_api_that_requires_a_token_is_refused_with_the_reason(stack: Stack, tmp_path: Path) -> None:
+def test_an_api_that_requires_another_token_is_refused_with_the_reason(stack: Stack, tmp_path: Path) -> None:
     guarded = Stack(tmp_path, stack.stock)
     try:
         words = ("--port", str(guarded.api_port), "--store", ":memory:", "--token", "secret")
@@ -149,7 +149,7 @@ def test_an_api_that_requires_a_token_is_refused_with_the_reason(stack: Stack, t
     finally:
         guarded.end_all()
     assert code == 2
-    assert b"requires a token, which Atropos environments cannot send" in err
+    assert b"requires another token: set $GRPO_API_TOKEN" in err
 
 
 def test_an_environment_that_uses_another_server_is_reported_with_what_was_checked(stack: Stack) -> None:

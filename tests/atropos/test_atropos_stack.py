@@ -62,7 +62,7 @@ class Training(Stack):
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory, stock: Path, tiny_model_dir: Path) -> Iterator[Training]:
-    training = Training(tmp_path_factory.mktemp("stack"), stock)
+    training = Training(tmp_path_factory.mktemp("stack"), stock, token="of-this-run")
     try:
         training.begin(tiny_model_dir)
         training.go_on(3)

@@ -90,7 +90,7 @@ async def api_client(
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(
-                transport=httpx.ASGITransport(app=app), base_url="http://api.test", headers=headers
+                transport=httpx.ASGITransport(app=app), base_url="http://localhost", headers=headers
             ) as client,
         ):
             yield client

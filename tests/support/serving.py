@@ -18,6 +18,8 @@ from ports import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from grpo_engine.wire.access_token import authorization, find_token
+
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 _CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 VOCABULARY = 128
@@ -111,11 +113,12 @@ def running_server(
         folder=folder,
         environment={**os.environ, **(environment or {})},
     )
+    token = authorization(find_token({**os.environ, **(environment or {})}))
     server = RunningServer(process, f"http://127.0.0.1:{port}", log)
     try:
         wait_healthy(server)
         with server.client as client:
-            _INSTANCES.add(client.get("/bridge/info").json()["instance"])
+            _INSTANCES.add(client.get("/bridge/info", headers=token).json()["instance"])
         yield server
     finally:
         server.stop()

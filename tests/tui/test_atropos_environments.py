@@ -58,7 +58,7 @@ def test_model_and_urls_are_passed_on_and_settings_are_in_the_run_folder(profile
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("services.api.token=secret", "services.env: environments of Atropos cannot send the token"),
+        ("services.api.allow_without_token=true services.api.token=x", "allow_without_token is set, and so is a token"),
         ("services.env.total_steps=100", "services.env.total_steps: 100, but the trainer runs 120"),
         ("services.env.group_size=3", "not a multiple of the environment's group_size 3"),
         ("services.env.settings.wandb_name=x", "settings.wandb_name is name here: set name = 'x' instead"),
@@ -66,7 +66,7 @@ def test_model_and_urls_are_passed_on_and_settings_are_in_the_run_folder(profile
 )
 def test_settings_that_cannot_work_are_refused_before_a_start(profile: str, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(profile, [override])
+        load(profile, override.split())
     assert said in str(refusal.value)
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
+from grpo_engine.wire.access_token import authorization, find_token
 from grpo_engine.wire.codec import Message, first_fault
 from grpo_engine.wire.inference import (
     BridgeInfo,
@@ -69,7 +70,10 @@ class ServerClient:
         self._patience_s = patience_s
         self._is_stopping = is_stopping
         self._http = httpx.Client(
-            base_url=self.url, timeout=httpx.Timeout(_ANSWER_WITHIN_S, connect=5), trust_env=False
+            base_url=self.url,
+            headers=authorization(find_token(os.environ)),
+            timeout=httpx.Timeout(_ANSWER_WITHIN_S, connect=5),
+            trust_env=False,
         )
 
     def info(self) -> BridgeInfo:
@@ -113,7 +117,7 @@ class ServerClient:
         Raises:
             PeerUnavailable: no answer within `patience_s`.
             BridgeError: the server refused (4xx).
-            PeerError: it failed (5xx), or its answer does not fit.
+            PeerError: it failed (5xx), requires another token, or its answer does not fit.
         """
         content = None if body is None else body.model_dump_json(exclude_unset=True, exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
@@ -164,6 +168,8 @@ class ServerClient:
                 f"{where}: not an inference server of grpo-engine: correct --vllm-port, or start one (grpo-engine "
                 "server)"
             )
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise PeerError(f"{where}: refused: {_detail(response)}")
         if response.is_client_error:
             raise BridgeError(f"{where}: refused with {response.status_code}: {_detail(response)}")
         if not response.is_success:

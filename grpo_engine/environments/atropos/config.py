@@ -59,7 +59,7 @@ class AtroposEnvConfig(Config):
 
     # Addresses
     rollout_server_url: Url = "http://localhost:8000"
-    """URL of the rollout API, which must not require a token: these environments cannot send one."""
+    """URL of the rollout API."""
     inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
     """URL of the inference server; a `/v1` at its end is ignored."""
 

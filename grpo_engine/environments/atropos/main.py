@@ -25,6 +25,9 @@ from grpo_engine.environments.atropos.silence import Observation, SilenceDetecto
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
 from grpo_engine.processes import ProcessTree, die_with_parent, kill, terminate
+from grpo_engine.wire.access_token import authorization, find_token
+from grpo_engine.wire.codec import write_atomically
+from grpo_engine.wire.environment_variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +47,18 @@ def run(config: AtroposEnvConfig) -> int:
     """Run until the environment exits; returns its exit code.
 
     Raises:
-        ConfigError: its file, its Python or atroposlib is missing, or the rollout API requires a token.
+        ConfigError: its file, its Python or atroposlib is missing, or the rollout API requires another token.
         ModelError: a locally made model does not exist yet.
     """
     _check_files(config)
     tokenizer = _tokenizer(config.model_name)
     for warning in setting_warnings(config):
         log.warning("%s", warning)
-    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+    token = find_token(os.environ)
+    with httpx.Client(timeout=_TIMEOUT_S, headers=authorization(token), trust_env=False) as client:
         api = Api(client, config.rollout_server_url)
         _wait_for(api)
-        with _settings_file(config, tokenizer) as yaml_file:
+        with _settings_file(config, tokenizer, token) as yaml_file:
             code = _serve(config, yaml_file, api)
         if code == 0:
             _warn_if_ended_early(config, api)
@@ -108,12 +112,12 @@ def _tokenizer(model_name: str) -> str:
 
 
 @contextmanager
-def _settings_file(config: AtroposEnvConfig, tokenizer: str) -> Iterator[Path]:
-    """Write the environment's YAML file."""
+def _settings_file(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> Iterator[Path]:
+    """Write the environment's YAML file, which holds the token."""
     with tempfile.TemporaryDirectory(prefix="atropos-env-") as folder:
         path = config.yaml_file or Path(folder) / "serve.yaml"
         try:
-            path.write_text(serve_text(config, tokenizer))
+            write_atomically(path, serve_text(config, tokenizer, token).encode(), mode=0o600)
         except OSError as error:
             raise ConfigError(f"--yaml-file {path}: cannot be written: {error.strerror}: choose another path") from None
         yield path
@@ -122,15 +126,15 @@ def _settings_file(config: AtroposEnvConfig, tokenizer: str) -> Iterator[Path]:
 def _wait_for(api: Api) -> None:
     """Wait until the rollout API answers: the environment itself would exit within seconds."""
     has_logged = False
-    while (needs_token := api.requires_token()) is None:
+    while (is_refused := api.refuses_token()) is None:
         if not has_logged:
             log.info("waiting for the rollout API at %s", api.url)
             has_logged = True
         time.sleep(_CHECK_EVERY_S)
-    if needs_token:
+    if is_refused:
         raise ConfigError(
-            f"--rollout-server-url {api.url}: requires a token, which Atropos environments cannot send: start the API "
-            "without one (by default it listens on 127.0.0.1, which only this machine reaches)"
+            f"--rollout-server-url {api.url}: requires another token: set ${TOKEN_VARIABLE} to that of the API, or "
+            f"${TOKEN_FILE_VARIABLE} to the file that holds it"
         )
 
 

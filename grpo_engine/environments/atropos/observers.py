@@ -57,10 +57,10 @@ class Api:
     client: httpx.Client
     url: str
 
-    def requires_token(self) -> bool | None:
-        """Whether it refuses requests without a token; None when it does not answer."""
+    def refuses_token(self) -> bool | None:
+        """Whether it requires another token than the client's; None when it does not answer."""
         try:
-            return self.client.get(f"{self.url}/status").status_code == httpx.codes.UNAUTHORIZED
+            return self.client.get(f"{self.url}/wandb_info").status_code == httpx.codes.UNAUTHORIZED
         except httpx.HTTPError:
             return None
 

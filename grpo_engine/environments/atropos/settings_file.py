@@ -12,20 +12,25 @@ from typing import Any
 import yaml
 
 from grpo_engine.environments.atropos.config import OWN_SETTINGS, AtroposEnvConfig
+from grpo_engine.wire.access_token import url_with_token
 
 ENDLESS = 1_000_000_000
 """`total_steps` of an environment that runs until it is stopped: Atropos has no value for that."""
 TYPE_WITH_LOGPROBS = "vllm"
 
 
-def serve_text(config: AtroposEnvConfig, tokenizer: str) -> str:
-    """The file's text; `tokenizer` is the name for `AutoTokenizer.from_pretrained`."""
+def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> str:
+    """The file's text; `tokenizer` is the name for `AutoTokenizer.from_pretrained`.
+
+    Environments of Atropos send no token of their own; they do send the password of a URL.
+    """
     given = {theirs: getattr(config, ours) for ours, theirs in OWN_SETTINGS.items()}
     environment: dict[str, Any] = {
         "tokenizer_name": tokenizer,
         "use_wandb": False,
         **{name: value for name, value in given.items() if value is not None},
         **config.settings,
+        "rollout_server_url": url_with_token(config.rollout_server_url, token),
     }
     environment.setdefault("total_steps", ENDLESS)
     server = {

@@ -23,12 +23,13 @@ from starlette.requests import ClientDisconnect
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.coordinator import Coordinator
 from grpo_engine.rollouts.http import bodies
-from grpo_engine.rollouts.http.access import AccessControl
 from grpo_engine.rollouts.metrics import metrics_text
 from grpo_engine.rollouts.state.api_state import Placed
 from grpo_engine.rollouts.stock import responses
 from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.rollouts.validation import CheckedGroup, Refusal, read_group, read_groups
+from grpo_engine.serving.access import AccessControl
+from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.rollouts import (
     POST_HEADER,
     EnvironmentStatus,
@@ -43,6 +44,10 @@ from grpo_engine.wire.rollouts import (
 
 MAX_WAIT_S = 20.0
 """Longest time for which a request is held."""
+BODIES_AT_ONCE = 2
+"""Of the longest that are accepted; more wait, so that unfinished ones do not add up in memory."""
+OPEN_PATHS = frozenset({"/", "/info", "/health", "/status", "/metrics"})
+"""Answered without the token, for probes and observers: they neither change anything nor show data."""
 
 
 class EnvironmentId(BaseModel):
@@ -72,7 +77,10 @@ def make_app(config: ApiConfig, store: Store) -> FastAPI:
         await coordinator.close_store()
 
     app = FastAPI(title="Rollout API", lifespan=lifespan, responses=bodies.REFUSALS)
-    app.add_middleware(AccessControl, token=config.token, host=config.host)
+    app.add_middleware(BodyLimits, longest_bytes=config.max_body_bytes, num_at_once=BODIES_AT_ONCE)
+    app.add_middleware(
+        AccessControl, host=config.host, token=config.token, needs_token=lambda path: path not in OPEN_PATHS
+    )
 
     @app.exception_handler(RequestValidationError)
     async def refuse_query(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -35,7 +35,7 @@ class Refused(BaseModel):
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Refused} for status in (400, 401, 403, 404, 409, 413, 415, 422, 503)
+    status: {"model": Refused} for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 503)
 }
 """Error answers in the OpenAPI document."""
 

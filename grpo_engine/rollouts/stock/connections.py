@@ -18,9 +18,8 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
 from grpo_engine.rollouts.state.records import Lease
+from grpo_engine.serving.connections import LimitedProtocol
 
 _TCP_CLOSE = 7
 """Linux's state of a connection that was reset; one that the peer closed normally has another."""
@@ -65,8 +64,8 @@ class Deliveries:
         return self._sent.pop(connection)
 
 
-class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """uvicorn's protocol, which also reports to the coordinator how a connection with a batch ended."""
+class WatchedProtocol(LimitedProtocol):
+    """The protocol of all our services, which also reports to the coordinator how a connection with a batch ended."""
 
     _has_peer_closed = False
 

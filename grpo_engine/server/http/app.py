@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +21,31 @@ from grpo_engine.server.http.bridge_routes import bridge_routes
 from grpo_engine.server.http.lora_routes import lora_routes
 from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import (
+    MAX_BODY_BYTES,
     RefuseDuringShutdown,
     add_error_answers,
-    only_this_machine,
+    only_owner,
     read_body,
     unless_disconnected,
 )
+from grpo_engine.serving.access import AccessControl
+from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
 
+BODIES_AT_ONCE = 4
+"""Of the longest that are accepted; more wait, so that unfinished ones do not add up in memory."""
 VERSION_HEADER = b"x-policy-version"
 """Policy version in answers of the engine's own routes, when the answer, or the first chunk of a stream, was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What the routes use: the engine, its settings, and the id of this start of the server."""
+    """What the routes use: the engine, its settings, the id of this start of the server, and the token, if any."""
 
     engine: Engine
     config: ServerConfig
     instance: str
+    token: str | None = None
 
 
 def create_app(service: Service) -> FastAPI:
@@ -53,6 +59,15 @@ def create_app(service: Service) -> FastAPI:
     )
     add_error_answers(app)
     app.add_middleware(RefuseDuringShutdown)
+    app.add_middleware(BodyLimits, longest_bytes=MAX_BODY_BYTES, num_at_once=BODIES_AT_ONCE)
+    # `only_owner` asks for the token too, but runs after the body was read.
+    app.add_middleware(
+        AccessControl,
+        host=service.config.host,
+        token=service.token,
+        needs_token=lambda path: path.startswith(("/bridge/", "/lora/")),
+        allowed_origins=lambda: _allowed_origins(service.config),
+    )
     engine = service.engine
 
     @app.post("/generate")
@@ -88,15 +103,15 @@ def create_app(service: Service) -> FastAPI:
         await unless_disconnected(request, engine.generate(engine.encode("a"), params))
         return Response()
 
-    local = [Depends(only_this_machine)]
-    app.include_router(bridge_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=local)
-    app.include_router(lora_routes(engine, service.config), prefix="/lora", dependencies=local)
+    owner = [Depends(only_owner)]
+    app.include_router(bridge_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=owner)
+    app.include_router(lora_routes(engine, service.config), prefix="/lora", dependencies=owner)
     if service.config.engine == "vllm":
         _serve_stock_routes(app, engine)
     else:
         app.include_router(openai_routes(engine, service.config), prefix="/v1")
 
-    @app.get("/bridge/list_endpoints", dependencies=local)
+    @app.get("/bridge/list_endpoints", dependencies=owner)
     async def list_endpoints() -> JSONResponse:
         ours = {path: [method.upper() for method in methods] for path, methods in app.openapi()["paths"].items()}
         stock = engine.stock_app()
@@ -104,6 +119,16 @@ def create_app(service: Service) -> FastAPI:
         return JSONResponse({"endpoints": [{"path": path, "methods": paths[path]} for path in sorted(paths)]})
 
     return app
+
+
+def _allowed_origins(config: ServerConfig) -> Collection[str]:
+    """Origins whose web pages may use the server, by vLLM's argument of this name."""
+    if "allowed_origins" not in config.vllm:
+        return ()
+    from grpo_engine.server.vllm.flags import frontend_of
+
+    allowed: list[str] = frontend_of(config).allowed_origins
+    return allowed
 
 
 def _serve_stock_routes(app: FastAPI, engine: Engine) -> None:

@@ -1,9 +1,8 @@
-"""`/bridge/*`: requests of a trainer before, during and after a weight update. Only for this machine."""
+"""`/bridge/*`: requests of a trainer before, during and after a weight update. Only for the run's owner."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -11,6 +10,7 @@ from fastapi.responses import JSONResponse
 from grpo_engine.errors import ModelError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
+from grpo_engine.server.http.requests import read_path
 from grpo_engine.wire.environment_variables import LOG_FOLDER_VARIABLE
 from grpo_engine.wire.inference import BridgeInfo, PauseRequest, ReloadRequest, ResumeRequest
 
@@ -60,9 +60,11 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
 
     @router.post("/reload")
     async def reload(body: ReloadRequest) -> dict[str, str | int]:
-        path = Path(body.path)
-        if not path.is_absolute():
-            raise ModelError(f"{path}: a relative path; send an absolute one, because the server's folder is another")
+        path = read_path(body.path)
+        if not os.path.isabs(body.path):
+            raise ModelError(
+                f"{body.path}: a relative path; send an absolute one, because the server's folder is another"
+            )
         await engine.reload(path, body.policy_version)
         return {"status": "reloaded"} | version_info()
 

@@ -1,4 +1,4 @@
-"""`/lora/*`: the adapter of all requests, loaded and checked before it is served. Only for this machine."""
+"""`/lora/*`: the adapter of all requests, loaded and checked before it is served. Only for the run's owner."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter, HTTPException
 from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
+from grpo_engine.server.http.requests import read_path
 from grpo_engine.wire.environment_variables import LOG_FOLDER_VARIABLE
 from grpo_engine.wire.inference import LoraLoadRequest, LoraStatus
 
@@ -23,8 +24,8 @@ def lora_routes(engine: Engine, config: ServerConfig) -> APIRouter:
     router = APIRouter()
 
     def checked_adapter(text: str) -> Path:
-        path = Path(text).absolute()
-        if not (path / _ADAPTER_CONFIG).is_file():
+        path = read_path(text)
+        if not read_path(f"{path}/{_ADAPTER_CONFIG}").is_file():
             raise HTTPException(404, f"Adapter not found: {text}")  # stock clients expect exactly this text
         return path
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -19,6 +18,14 @@ from starlette.types import Message as StarletteMessage
 from grpo_engine.config import did_you_mean
 from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.server.engine import EngineUnavailable, WeightsBusy
+from grpo_engine.serving.access import (
+    TOKEN_HEADERS,
+    TOKEN_REQUIRED,
+    Token,
+    is_loopback,
+    is_name_of_this_machine,
+    token_of,
+)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -33,6 +40,7 @@ _STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
 )
 MAX_BODY_BYTES = 64 << 20
 """A prompt of a million tokens has 8 MB."""
+_PATH_SHOWN_CHARS = 100
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
@@ -86,45 +94,48 @@ async def read_body(request: Request, model: type[ModelT]) -> ModelT:
         raise HTTPException(422, "; ".join(dict.fromkeys(_fault_lines(error, model)))) from None
 
 
-def only_this_machine(request: Request) -> None:
-    """Refuse clients that are not programs on this machine: these routes read paths and change weights.
+def only_owner(request: Request) -> None:
+    """Refuse all but programs on this machine that have the token, if there is one: these routes steer the run.
 
-    A proxy may act for a remote client, and so may a web page in a local browser, even one whose own host name resolves
-    to loopback.
+    They read paths and change weights. A proxy may act for a remote client, and so may a web page in a local browser,
+    even one whose own host name resolves to loopback.
+
+    Raises:
+        HTTPException: 403, or 401 where only the token is wrong.
     """
     peer = request.client.host if request.client else "an unknown peer"
-    headers = request.headers
-    if not _is_loopback(peer):
+    headers, token = request.headers, token_of(request.scope)
+    if not is_loopback(peer):
         why = f"not {peer}"
     elif (header := next((name for name in _PROXY_HEADERS if name in headers), None)) is not None:
         why = f"not clients behind a proxy (the request has {header})"
     elif "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
         why = f"not web pages ({headers.get('origin', 'of another site')})"
-    elif not _is_name_of_this_machine(_without_port(headers.get("host", ""))):
+    elif token is not Token.RIGHT and not is_name_of_this_machine(headers.get("host", "")):
         why = f"under its own name, not as {headers['host']}"
+    elif token is Token.WRONG:
+        raise HTTPException(401, TOKEN_REQUIRED, TOKEN_HEADERS)
     else:
         return
     raise HTTPException(403, f"{request.url.path} answers only this machine, {why}")
 
 
-def _is_loopback(host: str) -> bool:
+def read_path(text: str) -> Path:
+    """An absolute path from a request, whether anything is there or not.
+
+    Raises:
+        DataError: no file can have this path, or this server may not look.
+    """
+    path = Path(text).absolute()
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_name_of_this_machine(host: str) -> bool:
-    """Whether a Host header is an IP address or this machine's name; a web page cannot have an IP address."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host.lower() in ("", "localhost", socket.gethostname().lower())
-    return True
-
-
-def _without_port(host: str) -> str:
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # too long, a loop of links, no permission; a NUL character
+        why = getattr(error, "strerror", None) or error
+        shown = text if len(text) <= _PATH_SHOWN_CHARS else f"{text[:_PATH_SHOWN_CHARS]}…"
+        raise DataError(f"{shown}: {why}: send the path of a folder that this server can read") from None
+    return path
 
 
 class RefuseDuringShutdown:

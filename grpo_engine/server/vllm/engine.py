@@ -35,7 +35,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
-from grpo_engine.server.prompts import PromptCodec, max_new_tokens
+from grpo_engine.server.prompts import PromptCodec, check_num_completions, max_new_tokens
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.arguments import (
@@ -338,9 +338,11 @@ class VllmEngine:
         """`AsyncLLM.generate` for vLLM's own routes, admitted like every other generation.
 
         Raises:
+            DataError: too many completions.
             EngineUnavailable, HalfWritten: not now.
         """
         llm = self._running()
+        check_num_completions(getattr(sampling_params, "n", 1))
         outputs = self._generated(llm, prompt, sampling_params, request_id, lora_request, **others)
         async with self._admitted(), aclosing(outputs):
             async for output in outputs:

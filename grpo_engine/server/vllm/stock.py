@@ -3,7 +3,7 @@
 Every generation of these routes goes through `VllmEngine.guarded`: it waits while weights change, its cache key is
 salted with their version, and it uses the served adapter. Changes of weights or caches without the weight lock are
 refused twice: by their path, naming our route, and by the method of vLLM that they call. All other routes except plain
-inference answer only this machine, whatever VLLM_SERVER_DEV_MODE is.
+inference answer only the run's owner on this machine, whatever VLLM_SERVER_DEV_MODE is.
 
 Written against vLLM 0.26 to 0.33.
 """
@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from grpo_engine.errors import GrpoError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import WeightsBusy
-from grpo_engine.server.http.requests import only_this_machine, status_of
+from grpo_engine.server.http.requests import only_owner, status_of
 from grpo_engine.server.vllm.flags import frontend_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class StockApp:
         """Answer one request.
 
         Raises:
-            HTTPException: the route answers only this machine.
+            HTTPException: the route answers only the run's owner.
         """
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if (ours := _ours(path)) is not None:
@@ -121,7 +121,7 @@ class StockApp:
             await JSONResponse(_error(text, 404), 404)(scope, receive, send)
             return
         if path not in _INFERENCE and not path.startswith(_RESPONSES):
-            only_this_machine(Request(scope))
+            only_owner(Request(scope))
         await self._app(dict(scope), receive, send)
 
     def endpoints(self) -> dict[str, list[str]]:

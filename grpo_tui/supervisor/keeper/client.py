@@ -23,8 +23,15 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import Message, write_json_atomically
-from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, RUN_FOLDER_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE
+from grpo_engine.wire.environment_variables import (
+    ATTEMPT_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+    RUN_VARIABLE,
+    SERVICE_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+)
 from grpo_engine.wire.run_folder import (
+    TOKEN_FILE,
     console_offset_file,
     keeper_spec_file,
     keeper_state_file,
@@ -240,7 +247,8 @@ def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_process.Spec
 
 
 def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> dict[str, str]:
-    """The supervisor's environment, then the service's, then the marker by which its processes are found."""
+    """The run's token, the supervisor's environment, the service's, and the marker by which its processes are found;
+    the later ones win."""
     marks = {
         RUN_VARIABLE: run,
         SERVICE_VARIABLE: launch.name,
@@ -248,20 +256,24 @@ def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> di
         RUN_FOLDER_VARIABLE: str(run_folder.resolve()),
     }
     # setproctitle, which vLLM calls, would overwrite the environment in /proc, and with it the marker.
-    return {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **launch.env, **marks}
+    own = {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+    token = run_folder.resolve() / TOKEN_FILE
+    # A run of an earlier version has none; a person may have set another.
+    found = {TOKEN_FILE_VARIABLE: str(token)} if token.exists() else {}
+    return {**found, **os.environ, **own, **launch.env, **marks}
 
 
 def _spawn(spec: keeper_process.Spec, environment: dict[str, str], report: int) -> int:
     """Write the spec and start the keeper, with its report on stdout and its own errors in the service's log."""
     run_folder = Path(spec.log).parent
     spec_file = keeper_spec_file(run_folder, spec.service, spec.attempt)
-    spec_file.parent.mkdir(exist_ok=True)
+    spec_file.parent.mkdir(mode=0o700, exist_ok=True)
     Path(spec.state).unlink(missing_ok=True)
     spec_file.touch(mode=0o600)  # argv may hold secrets
     spec_file.write_text(json.dumps(spec._asdict()))
     if spec.attempt - KEPT_ATTEMPTS > 1:  # the first attempt is kept
         forget_attempt(run_folder, spec.service, spec.attempt - KEPT_ATTEMPTS)
-    log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with own_children() as children:
             pid = os.posix_spawn(

@@ -66,7 +66,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def test_unset_settings_are_left_to_the_environment_and_it_runs_without_end() -> None:
-    document = yaml.safe_load(serve_text(config(), "tokenizer"))
+    document = yaml.safe_load(serve_text(config(), "tokenizer", None))
     assert document["env"] == {
         "tokenizer_name": "tokenizer",
         "use_wandb": False,
@@ -77,9 +77,12 @@ def test_unset_settings_are_left_to_the_environment_and_it_runs_without_end() ->
 
 def test_settings_reach_the_environment_under_their_atropos_names() -> None:
     said = {"name": "sums", "weight": 0.5, "min_batch_allocation": 0.25, "total_steps": -1, "worker_timeout": 60}
-    environment = yaml.safe_load(serve_text(config(**said, settings={"use_wandb": True, "lr": 1e-5}), "t"))["env"]
+    environment = yaml.safe_load(serve_text(config(**said, settings={"use_wandb": True, "lr": 1e-5}), "t", "a token"))[
+        "env"
+    ]
     assert (environment["wandb_name"], environment["inference_weight"]) == ("sums", 0.5)
     assert (environment["total_steps"], environment["use_wandb"]) == (-1, True)
+    assert environment["rollout_server_url"] == "http://run:a%20token@localhost:8000"
     assert environment["lr"] == 1e-5  # which YAML 1.1 reads as a text where it is not written as 1.0e-05
 
 
@@ -184,7 +187,7 @@ def test_the_warning_has_what_is_wrong_what_was_checked_and_what_to_do() -> None
 def test_our_api_reports_the_queue_and_groups_per_environment(client: httpx.Client) -> None:
     with served_api() as url:
         api = Api(client, url)
-        assert api.requires_token() is False
+        assert api.refuses_token() is False
         unregistered = api.run_status(2)
         assert unregistered is not None
         assert not unregistered.is_short_of_groups
@@ -205,7 +208,7 @@ def test_our_api_reports_the_queue_and_groups_per_environment(client: httpx.Clie
         assert full is not None
         assert (full.queued, full.is_short_of_groups) == (4, False)
     assert api.run_status(2) is None
-    assert api.requires_token() is None
+    assert api.refuses_token() is None
 
 
 @pytest.mark.slow

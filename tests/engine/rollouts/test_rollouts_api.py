@@ -305,8 +305,8 @@ async def test_a_request_may_be_held_for_its_answer() -> None:
 @pytest.mark.parametrize(
     "headers",
     [
-        {"Origin": "http://api.test"},  # a name of its own for this machine's loopback address
-        {"Sec-Fetch-Site": "same-origin"},
+        {"Origin": "http://api.test", "Host": "api.test"},  # a name of its own for this machine's loopback address
+        {"Sec-Fetch-Site": "same-origin", "Host": "api.test"},
     ],
 )
 async def test_a_page_under_another_name_of_loopback_is_refused(headers: dict[str, str]) -> None:

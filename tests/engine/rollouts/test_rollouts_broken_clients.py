@@ -47,7 +47,7 @@ def api(process: ApiProcess) -> Iterator[Api]:
 
 
 def post_head(length: int | str, *more: str) -> bytes:
-    lines = ["POST /scored_data HTTP/1.1", "Host: api", f"Content-Length: {length}", *more]
+    lines = ["POST /scored_data HTTP/1.1", "Host: localhost", f"Content-Length: {length}", *more]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
@@ -64,7 +64,7 @@ def test_a_batch_of_a_trainer_killed_while_reading_goes_to_the_next(
         http.post("/scored_data", json=large(tag))
     for times in range(3):
         with process.connection(receive_bytes=4096) as killed:
-            killed.sendall(b"GET /batch?ack= HTTP/1.1\r\nHost: api\r\n\r\n")
+            killed.sendall(b"GET /batch?ack= HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert killed.recv(1000).startswith(b"HTTP/1.1 200 ")
             if times == 1:  # reset in place of an orderly end
                 killed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -79,7 +79,7 @@ def test_a_trainer_killed_while_its_request_is_held_loses_no_batch(api: Api, que
     process, http = api
     for _ in range(5):
         with process.connection() as killed:
-            killed.sendall(f"GET /batch?{query} HTTP/1.1\r\nHost: api\r\nUser-Agent: other\r\n\r\n".encode())
+            killed.sendall(f"GET /batch?{query} HTTP/1.1\r\nHost: localhost\r\nUser-Agent: other\r\n\r\n".encode())
     http.post("/scored_data", json=group(4, tag=10))
     assert tags(http.get("/batch", params={"ack": "", "wait_s": 10}).json()["batch"]) == [10]
 
@@ -100,9 +100,9 @@ def test_a_reset_during_requests_causes_no_server_error(api: Api) -> None:
     http.post("/scored_data", json=group(4, tag=10))
     lease = http.get("/batch", params={"ack": ""}).json()["lease"]
     with process.connection() as trainer, process.connection() as environment, process.connection() as posting:
-        trainer.sendall(f"GET /batch?ack={lease}&wait_s=20 HTTP/1.1\r\nHost: api\r\n\r\n".encode())
+        trainer.sendall(f"GET /batch?ack={lease}&wait_s=20 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         question = json.dumps({"env_id": env_id, "wait_s": 20, "current_step": 1, "queue_size": 0}).encode()
-        environment.sendall(b"GET /status-env HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(question))
+        environment.sendall(b"GET /status-env HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(question))
         environment.sendall(question)
         posting.sendall(post_head(len(GOOD)) + GOOD[:50])
         assert http.get("/reset_data", params={"force": "true"}).status_code == 200
@@ -124,7 +124,7 @@ def test_concurrent_registrations_leave_one_run(api: Api) -> None:
     connections = [process.connection() for _ in range(20)]
     for number, connection in enumerate(connections):
         body = json.dumps({**REGISTRATION, "batch_size": 8, "wandb_group": f"number {number}"}).encode()
-        head = b"POST /register HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n" % len(body)
+        head = b"POST /register HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(body)
         connection.sendall(head + b"Content-Type: application/json\r\n\r\n" + body)
     assert [read_answer(connection)[0] for connection in connections] == [200] * 20
     for connection in connections:
@@ -152,7 +152,7 @@ def test_three_hundred_idle_connections_do_not_block_others(api: Api) -> None:
         for number in range(300):
             idle = stack.enter_context(process.connection())
             if number % 2:
-                assert answer_to(idle, b"GET /info HTTP/1.1\r\nHost: api\r\n\r\n")[0] == 200
+                assert answer_to(idle, b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
         assert http.post("/scored_data", json=group(4, tag=10)).status_code == 200
         assert tags(http.get("/batch").json()["batch"]) == [10]
     while process.num_files() > before + 10:  # until they are closed
@@ -181,7 +181,7 @@ def test_a_body_shorter_or_longer_than_its_content_length_is_refused(api: Api) -
 
 def test_chunked_bodies_are_read_and_broken_ones_refused(api: Api) -> None:
     process, http = api
-    head = b"POST /scored_data HTTP/1.1\r\nHost: api\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(GOOD[at : at + 9]), GOOD[at : at + 9]) for at in range(0, len(GOOD), 9))
     with process.connection() as connection:
         assert answer_to(connection, head + chunks + b"0\r\n\r\n")[0] == 200
@@ -242,7 +242,7 @@ def test_no_request_line_causes_a_server_error(api: Api, request_line: str) -> N
     with process.connection() as connection:
         connection.settimeout(3)
         with contextlib.suppress(TimeoutError):  # it may wait for more
-            status, _ = answer_to(connection, request_line.encode("latin-1") + b"\r\nHost: api\r\n\r\n")
+            status, _ = answer_to(connection, request_line.encode("latin-1") + b"\r\nHost: localhost\r\n\r\n")
             assert status < 500 or status == 505
 
 
@@ -268,7 +268,7 @@ def test_no_header_causes_a_server_error(api: Api, header: str) -> None:
     with process.connection() as connection:
         assert answer_to(connection, post_head(len(GOOD), header) + GOOD)[0] < 500
     with process.connection() as connection:
-        asking = b"GET /batch HTTP/1.1\r\nHost: api\r\n" + header.encode("latin-1") + b"\r\n\r\n"
+        asking = b"GET /batch HTTP/1.1\r\nHost: localhost\r\n" + header.encode("latin-1") + b"\r\n\r\n"
         assert answer_to(connection, asking)[0] < 500
 
 

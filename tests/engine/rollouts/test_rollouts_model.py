@@ -96,7 +96,7 @@ class AnyClients(RuleBasedStateMachine):
         app = self.application.enter_context(rollout_app(config))
         self.life = app.router.lifespan_context(app)
         self.loop.run_until_complete(self.life.__aenter__())
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://api.test")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
     def stop(self) -> None:
         self.loop.run_until_complete(self.http.aclose())

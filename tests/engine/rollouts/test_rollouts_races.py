@@ -60,7 +60,7 @@ def get_batch(http: httpx.Client) -> list[int] | None:
 
 def ask_for_a_batch(connection: socket.socket, http: httpx.Client, *more: str) -> None:
     """Send the request of a stock trainer with the user agent of `http`."""
-    lines = ["GET /batch HTTP/1.1", "Host: api", f"User-Agent: {http.headers['user-agent']}", *more]
+    lines = ["GET /batch HTTP/1.1", "Host: localhost", f"User-Agent: {http.headers['user-agent']}", *more]
     connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n")
 
 
@@ -171,7 +171,7 @@ def test_a_client_that_disconnected_while_its_request_was_held_leaves_no_state()
     with served_app() as (app, http, address):
         with socket.create_connection(address) as leaving:
             place = leaving.getsockname()
-            leaving.sendall(b"GET /batch?ack=&wait_s=20 HTTP/1.1\r\nHost: api\r\n\r\n")
+            leaving.sendall(b"GET /batch?ack=&wait_s=20 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         http.post("/scored_data", json=group(4, tag=10))
         batch = http.get("/batch", params={"ack": "", "wait_s": 10}).json()["batch"]
         assert tags(batch) == [10]
@@ -213,7 +213,7 @@ def test_a_held_post_is_not_accepted_once_its_sender_has_disconnected() -> None:
             http.post("/scored_data", json=group(4, tag=tag))
         body = json.dumps(group(4, tag=12)).encode()
         with socket.create_connection(address) as leaving:
-            leaving.sendall(b"POST /scored_data HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            leaving.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             while "grpo_api_held 1" not in http.get("/metrics").text:
                 pass
         assert get_batch(http) == [10]

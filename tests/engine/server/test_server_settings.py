@@ -11,7 +11,8 @@ from starlette.requests import Request
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags, to_flags
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.http.requests import only_this_machine
+from grpo_engine.server.http.requests import only_owner
+from grpo_engine.serving.access import Token
 
 
 def parsed(*argv: str) -> ServerConfig:
@@ -59,7 +60,8 @@ def test_half_a_certificate_is_refused() -> None:
 
 def send_request(*, peer: str = "127.0.0.1", **headers: str) -> None:
     encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    only_this_machine(Request({"type": "http", "path": "/bridge/pause", "client": (peer, 1), "headers": encoded}))
+    scope = {"type": "http", "path": "/bridge/pause", "client": (peer, 1), "headers": encoded}
+    only_owner(Request({**scope, "grpo_engine.token": Token.NONE_SET}))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9001", "localhost:9001", "[::1]:9001", "0.0.0.0:9001"])

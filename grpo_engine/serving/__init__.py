@@ -1,0 +1,1 @@
+"""What the HTTP services share: access control, and limits of connections and bodies."""
