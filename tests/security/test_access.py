@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from ports import free_port
 from rollout_fakes import REGISTRATION, api_client
-from serving import free_port, running_server, save_tiny_model
+from serving import running_server, save_tiny_model
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from rollout_fakes import ENVIRONMENT, REGISTRATION, served
 from rollout_processes import answer_to, api_process
 from serving import running_server, save_tiny_model
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -34,13 +34,16 @@ async def length(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
+def app() -> FastAPI:
+    return FastAPI(routes=[Route("/", length, methods=["GET", "POST"])])
+
+
 def limited(**settings: int) -> BodyLimits:
-    app = Starlette(routes=[Route("/", length, methods=["GET", "POST"])])
-    return BodyLimits(app, **{"longest_bytes": 100, "num_at_once": 2, **settings})
+    return BodyLimits(app(), **{"longest_bytes": 100, "num_at_once": 2, **settings})
 
 
-def client_of(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+def client_of(limits: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(limits), base_url="http://localhost")
 
 
 class Parts:
@@ -135,11 +138,10 @@ def connected(url: str) -> Iterator[socket.socket]:
 def test_a_connection_whose_headers_do_not_end_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.1)
     monkeypatch.setattr(connections, "_LOOK_AGAIN_S", 0.01)
-    app = Starlette(routes=[Route("/", length, methods=["GET", "POST"])])
-    with served(app, http=LimitedProtocol) as url, connected(url) as connection:
+    with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
         connection.sendall(sent)
         assert connection.recv(100) == b""
-    with served(app, http=LimitedProtocol) as url, connected(url) as connection:
+    with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
         assert answer_to(connection, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == (200, b"0")
         connection.sendall(sent or b"G")  # the second request of a connection
         assert connection.recv(100) == b""
@@ -148,16 +150,14 @@ def test_a_connection_whose_headers_do_not_end_is_closed(monkeypatch: pytest.Mon
 def test_a_body_may_take_longer_than_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.05)
     monkeypatch.setattr(connections, "_LOOK_AGAIN_S", 0.01)
-    app = Starlette(routes=[Route("/", length, methods=["GET", "POST"])])
-    with served(app, http=LimitedProtocol) as url, connected(url) as connection:
+    with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\na")
         time.sleep(0.2)  # several times the limit of headers
         assert answer_to(connection, b"b") == (200, b"2")
 
 
 def test_headers_without_end_are_not_collected() -> None:
-    app = Starlette(routes=[Route("/", length, methods=["GET", "POST"])])
-    with served(app, http=LimitedProtocol) as url, connected(url) as connection:
+    with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
         with pytest.raises(ConnectionError):
             connection.sendall(bytes(64 * MIB))

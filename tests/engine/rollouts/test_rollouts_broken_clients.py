@@ -102,7 +102,9 @@ def test_a_reset_during_requests_causes_no_server_error(api: Api) -> None:
     with process.connection() as trainer, process.connection() as environment, process.connection() as posting:
         trainer.sendall(f"GET /batch?ack={lease}&wait_s=20 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         question = json.dumps({"env_id": env_id, "wait_s": 20, "current_step": 1, "queue_size": 0}).encode()
-        environment.sendall(b"GET /status-env HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(question))
+        environment.sendall(
+            b"GET /status-env HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(question)
+        )
         environment.sendall(question)
         posting.sendall(post_head(len(GOOD)) + GOOD[:50])
         assert http.get("/reset_data", params={"force": "true"}).status_code == 200

@@ -213,7 +213,9 @@ def test_a_held_post_is_not_accepted_once_its_sender_has_disconnected() -> None:
             http.post("/scored_data", json=group(4, tag=tag))
         body = json.dumps(group(4, tag=12)).encode()
         with socket.create_connection(address) as leaving:
-            leaving.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            leaving.sendall(
+                b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
             while "grpo_api_held 1" not in http.get("/metrics").text:
                 pass
         assert get_batch(http) == [10]
