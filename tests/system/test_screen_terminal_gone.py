@@ -69,13 +69,13 @@ def test_a_screen_exits_when_its_terminal_is_closed(workplace: Workplace) -> Non
 @pytest.mark.extended("test_a_screen_exits_when_its_terminal_is_closed: once, and with a hanging writer")
 def test_screens_whose_terminals_close_at_random_moments_exit(workplace: Workplace) -> None:
     moments = random.Random(8)
-    for _ in range(50):
-        four = [open_terminal(workplace) for _ in range(4)]
-        until = time.monotonic() + moments.uniform(0.0, 3.0)
+    for _ in range(25):
+        eight = [open_terminal(workplace) for _ in range(8)]
+        until = time.monotonic() + moments.uniform(0.0, 4.0)
         while time.monotonic() < until:
-            for opened in four:
+            for opened in eight:
                 opened.listen(0.01)
-        for opened in four:
+        for opened in eight:
             opened.drop()
-        for opened in four:
+        for opened in eight:
             assert_exits(opened)
