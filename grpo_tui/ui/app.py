@@ -32,7 +32,7 @@ from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import wants_ascii
 from grpo_tui.ui.keys import EVERYWHERE, bindings
 from grpo_tui.ui.news import RunNews
-from grpo_tui.ui.pages import help_page, page_width, service_page, warnings_page
+from grpo_tui.ui.pages import help_page, messages_page, page_width, service_page, warnings_page
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
@@ -66,14 +66,8 @@ class GrpoScreen(ThemedApp[None]):
     VERTICAL_BREAKPOINTS = [(0, "-too-low"), (MIN_ROWS, "-has-rows")]
     BINDINGS = [
         *bindings(EVERYWHERE),
-        Binding(
-            "ctrl+c,ctrl+q",
-            "detach",
-            "detach",
-            show=False,
-            priority=True,
-            tooltip="leave the screen; the run keeps running",
-        ),
+        Binding("ctrl+q", "detach", "detach", show=False, priority=True, tooltip="leave; the run keeps running"),
+        Binding("ctrl+c", "copy_or_leave", "copy", show=False, priority=True, tooltip="copy the selection, or leave"),
     ]
 
     def __init__(
@@ -182,14 +176,21 @@ class GrpoScreen(ThemedApp[None]):
             self._draw()
 
     def action_restart_inference(self) -> None:
-        """Restart the inference server without asking."""
+        """Restart the inference server; without asking only where the main screen shows what happens."""
         if self._refuses_actions():
             return
         service = view.inference_service(self.state)
         if service is None:
             self._show_message("warning", "this run has no inference server; r restarts the selected service")
             return
-        self._start_or_restart("restart", service)
+        if self.shown is None or self.shown is self.main:
+            self._start_or_restart("restart", service)
+            return
+        question = questions.about_restarting(service, self.state)
+        self.push_screen(
+            ConfirmScreen(question.text, question.named),
+            lambda is_yes: self._start_or_restart("restart", service) if is_yes else None,
+        )
 
     def action_restart_chosen(self) -> None:
         """Restart the tagged services, or the selected one."""
@@ -261,6 +262,17 @@ class GrpoScreen(ThemedApp[None]):
         """Leave the screen; the run keeps running."""
         self.leave()
 
+    def action_copy_or_leave(self) -> None:
+        """Copy the selected text; without any close what is in front of the screens, or leave."""
+        screen = self.screen
+        if isinstance(screen, RunScreen):
+            if not screen.copy_selection():
+                self.action_detach()
+        elif isinstance(screen, ReadingScreen) and screen.get_selected_text():
+            screen.action_copy()
+        else:
+            screen.dismiss()
+
     async def action_quit(self) -> None:
         """Detach: the palette's quit command must not end the run."""
         self.action_detach()
@@ -307,6 +319,10 @@ class GrpoScreen(ThemedApp[None]):
     def action_warnings(self) -> None:
         """Open every warning in full."""
         self.push_screen(ReadingScreen("warnings", warnings_page(displayed(self.state), page_width(self.size.width))))
+
+    def action_messages(self) -> None:
+        """Open the past messages in full."""
+        self.push_screen(ReadingScreen("messages", messages_page(displayed(self.state), page_width(self.size.width))))
 
     async def action_details(self) -> None:
         """Open all that is known of the selected service."""

@@ -41,7 +41,7 @@ PLACE_WORDS = {
 
 FIRST_EVERYWHERE = (
     Key(key="v", shown="v", action="app.restart_inference", label="restart vLLM", changes_run=True,
-        help="restart the inference server; each phase shows its seconds"),
+        help="restart the inference server; each phase shows its seconds (screens 2 to 6 ask first)"),
 )  # fmt: skip
 """The most used key is the first in the last line."""
 
@@ -53,10 +53,17 @@ LAST_EVERYWHERE = (
     ),
     Key(key="t", shown="t", action="app.travel", label="past",
         help="go back in time: every screen shows the run as it was then"),
+    Key(key="w", shown="w", action="app.warnings", label="warnings", is_in_footer=False,
+        help="every warning in full: what is wrong, and what to change"),
+    Key(key="M", shown="M", action="app.messages", label="messages", is_in_footer=False,
+        help="past messages in full: answers to keys, refusals, and notices of the supervisor"),
+    Key(key="y", shown="y", action="screen.copy", label="copy", is_in_footer=False,
+        help="copy what was selected with the mouse (ctrl+c too) to the terminal's clipboard; on screen 6 without a "
+        "selection the marked lines, on a page all of it"),
     Key(key="question_mark", shown="?", action="app.help", label="help",
         help="every key, sign and healthy band explained"),
     Key(key="q", shown="q", action="app.detach", label="detach",
-        help="leave the screen; the run keeps running (ctrl+c does the same)"),
+        help="leave the screen; the run keeps running (ctrl+c does the same where nothing is selected)"),
     Key(key="ctrl+p", shown="^p", action="app.command_palette", label="all", is_in_footer=False,
         help="search all actions, services, screens and themes"),
     Key(key="ctrl+l", shown="^l", action="app.redraw", label="redraw", is_in_footer=False,
@@ -114,8 +121,6 @@ ON_MAIN = (
         help="follow the end of the log, or pause to read"),
     Key(key="z", shown="z", action="app.zoom", label="zoom",
         help="show the log on the whole screen, and back"),
-    Key(key="w", shown="w", action="app.warnings", label="warnings", is_in_footer=False,
-        help="every warning in full: what is wrong, and what to change"),
     Key(key="up,k", shown="↑ k", action="app.select(-1)", label="up", is_in_footer=False,
         help="select the service above; its log is shown"),
     Key(key="down,j", shown="↓ j", action="app.select(1)", label="down", is_in_footer=False,

@@ -1,4 +1,4 @@
-"""The pages that are read over a screen: help, warnings in full, and all that is known of a service. Pure."""
+"""The pages that are read over a screen: help, warnings, messages, and all that is known of a service. Pure."""
 
 from __future__ import annotations
 
@@ -81,6 +81,17 @@ def warnings_page(state: ViewState, width: int) -> Content:
         rows += _hanging("  → ", warning.hint, width) if warning.hint else []
         rows.append(Content(""))
     return Content("\n").join(rows[:-1])
+
+
+def messages_page(state: ViewState, width: int) -> Content:
+    """Every message that is kept, the newest first."""
+    if not state.messages:
+        return Content("No messages yet: answers to keys and notices of the supervisor will stand here.")
+    rows: list[Content] = []
+    for message in reversed(state.messages):
+        start = f"{clock_at(message.time)}  {SEVERITY_GLYPHS[message.severity]} "
+        rows += _hanging(start, message.text, width, "" if message.severity == "info" else "bold")
+    return Content("\n").join(rows)
 
 
 def service_page(

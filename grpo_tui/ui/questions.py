@@ -33,6 +33,13 @@ def about_stopping(services: Sequence[ServiceStatus], state: ViewState) -> Quest
     return Question(text=f"Stop {_several(services)}?", named=(*named, "training stops until it is started again"))
 
 
+def about_restarting(name: str, state: ViewState) -> Question:
+    """The confirmation for restarting the inference server from a screen that does not show the services."""
+    service = state.service(name)
+    named = (_described(service),) if service is not None else (name,)
+    return Question(text=f"Restart {name}?", named=(*named, "on screen 1 v restarts it without asking"))
+
+
 def about_killing(services: Sequence[ServiceStatus], state: ViewState) -> Question:
     """The confirmation for killing services."""
     is_one = len(services) == 1

@@ -45,7 +45,7 @@ from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.state import Known
 
 MAX_LOG_LINES = 5000
-MAX_NOTICES = 100
+MAX_MESSAGES = 100
 VISIBLE_MEMORY_SHARE = 0.002
 """Smaller changes of host memory are not visible in a bar, and are not redrawn."""
 INFERENCE_KIND = "inference"
@@ -74,7 +74,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The latest command, answer or notice, for the line above the keys."""
+    """A command, an answer or a notice; the newest stands in the line above the keys."""
 
     severity: Literal["info", "warning", "error"]
     text: str
@@ -110,8 +110,8 @@ class ViewState:
     is_following: bool = True
     log: LogView = field(default_factory=LogView)
     host_memory: HostMemory | None = None
-    notices: tuple[Notice, ...] = ()
-    outcome: Outcome | None = None
+    messages: tuple[Outcome, ...] = ()
+    """The newest last."""
     metric_warnings: tuple[Warning, ...] = ()
     """Warnings from metrics alone; recomputed after each step, not each second."""
     warnings: tuple[Warning, ...] = ()
@@ -134,6 +134,11 @@ class ViewState:
     def services(self) -> tuple[ServiceStatus, ...]:
         """In the order of the plan."""
         return tuple(self.status.services) if self.status else ()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The newest message."""
+        return self.messages[-1] if self.messages else None
 
     @property
     def until(self) -> float | None:
@@ -335,12 +340,14 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return replace(state, is_following=change.is_following)
         case CommandSent():
             taking = ", ending the process on its port" if change.takes_ports else ""
-            return _with_outcome(state, "info", f"{_asked(change.do, change.service)}{taking} …", change.time)
+            text = f"{_asked(change.do, change.service)}{taking} …"
+            return _told(state, Outcome(severity="info", text=text, time=change.time))
         case CommandRefused():
             text = f"{_asked(change.do, change.service)} refused: {change.error}"
-            return _with_answer(state, "error", text, change.time)
+            return _told(state, Outcome(severity="error", text=text, time=change.time, is_answer=True))
         case MessageShown():
-            return _with_answer(state, change.severity, change.text, change.time)
+            answer = Outcome(severity=change.severity, text=change.text, time=change.time, is_answer=True)
+            return _told(state, answer)
         case gpu_view.GpuChange():
             return replace(state, gpus=gpu_view.after(state.gpus, change))
         case alignment_view.AlignmentChange():
@@ -364,6 +371,12 @@ def phases_of_restart(state: ViewState, service: str) -> tuple[Transition, ...]:
     return last_restart(state.transitions.get(service, ()))
 
 
+def outcome_of(notice: Notice) -> Outcome:
+    """A notice as a message."""
+    subject = f"{notice.service}: " if notice.service else ""
+    return Outcome(severity=notice.severity, text=subject + notice.text, time=notice.time)
+
+
 def inference_service(state: ViewState) -> str | None:
     """The service that `v` restarts: the selected inference server, else the first one."""
     servers = [service.name for service in state.services if service.kind == INFERENCE_KIND]
@@ -385,9 +398,7 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
                 return state
             return _after_status_event(replace(state, gpus=gpu_view.sampled(state.gpus, event)), event)
         case Notice():
-            noted = replace(state, notices=(*state.notices, event)[-MAX_NOTICES:])
-            subject = f"{event.service}: " if event.service else ""
-            return _with_outcome(noted, event.severity, subject + event.text, event.time)
+            return _told(state, outcome_of(event))
         case _:
             assert_never(event)
 
@@ -492,9 +503,5 @@ def _asked(do: Do, service: str | None) -> str:
     return f"{do} {service}" if service else {"down": "ending the run"}.get(do, do)
 
 
-def _with_outcome(state: ViewState, severity: Literal["info", "warning", "error"], text: str, time: float) -> ViewState:
-    return replace(state, outcome=Outcome(severity=severity, text=text, time=time))
-
-
-def _with_answer(state: ViewState, severity: Literal["info", "warning", "error"], text: str, time: float) -> ViewState:
-    return replace(state, outcome=Outcome(severity=severity, text=text, time=time, is_answer=True))
+def _told(state: ViewState, outcome: Outcome) -> ViewState:
+    return replace(state, messages=(*state.messages, outcome)[-MAX_MESSAGES:])

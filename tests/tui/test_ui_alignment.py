@@ -79,7 +79,7 @@ async def test_the_verdict_the_charts_and_the_chosen_steps_are_shown(tmp_path: P
     async with alignment(tmp_path, healthy(), SMALL) as screen:
         await screen.until_body("trainer and inference agree")
         assert "steps 3–12 of 12 · 10 groups · 800 tokens" in screen.rows[0]
-        assert "w: last 10 steps" in screen.rows[0]
+        assert "h: last 10 steps" in screen.rows[0]
         for words in ("trainer − inference", "ratio", "clip 0.9 – 1.4", "outside:", "└"):
             assert words in screen.body, words
         assert "assumed" not in screen.body
@@ -125,11 +125,11 @@ async def test_what_is_measured_first_is_for_the_current_metrics(tmp_path: Path)
 async def test_a_narrow_screen_turns_pages(tmp_path: Path) -> None:
     async with alignment(tmp_path, scaled(), SMALL) as screen:
         await screen.until_body("[charts]")
-        await screen.press("p")
+        await screen.press("tab")
         await screen.until_body("[worst tokens]")
         assert "infer→train" in screen.body
         assert "[w" in screen.body  # the token itself, in its text
-        await screen.press("p")
+        await screen.press("tab")
         await screen.until_body("by age of the sampling weights")
         assert screen.app.state.alignment.page is Page.PLACES
         y = next(number for number, row in enumerate(screen.rows) if row.startswith(" p: "))
@@ -141,13 +141,13 @@ async def test_a_narrow_screen_turns_pages(tmp_path: Path) -> None:
 async def test_keys_choose_the_steps_that_are_measured_and_new_groups_are_followed(tmp_path: Path) -> None:
     async with alignment(tmp_path, healthy()) as screen:
         await screen.until_body("steps 3–12 of 12")
-        await screen.press("w")
+        await screen.press("h")
         await screen.until_body("─ step 12 of 12 ·")
         await screen.press("left", "left")
         await screen.until_body("─ step 10 of 12 ·")
         await screen.press("right")
         await screen.until_body("─ step 11 of 12 ·")
-        await screen.press("w")
+        await screen.press("h")
         await screen.until_body("steps 1–11 of 12 ·")
         assert screen.app.state.alignment.window is Window.ALL
         await screen.press("end")

@@ -219,7 +219,7 @@ async def test_keys_choose_the_span_of_the_history_and_whole_command_lines(tmp_p
     async with shown(tmp_path, SMALL, run_status(run=tmp_path.name)) as screen:
         part = await open_report(screen, *samples(lambda place: [one]))
         assert "--flag-11" not in text_of(part)
-        await screen.press("w")
+        await screen.press("W")
         await screen.until(lambda: "--flag-11 11" in " ".join(text_of(part).split()))
         for words in ("the last hour:", "the last 10 minutes:", "the last minute:", "the whole run:"):
             await screen.press("h")

@@ -124,7 +124,7 @@ async def test_a_search_goes_to_the_nearest_match_and_counts_all_of_the_chosen_l
         await logs.type("o")
         await logs.press("enter")
         await logs.until(lambda: logs.view.chosen == "trainer" and "of 2 lines" in logs.text(LogNarrowing))
-        await logs.press("a")
+        await logs.press("0")
         await logs.until(lambda: logs.view.chosen is None and f"{NUM_LINES + 2:,} lines" in logs.text(LogNarrowing))
         await logs.press("tab")
         await logs.until(lambda: logs.view.chosen == "api" and f"{NUM_LINES:,} lines" in logs.text(LogNarrowing))
@@ -183,7 +183,7 @@ async def test_long_lines_are_cut_with_a_sign_shifted_or_folded_to_the_height_of
         await logs.until(lambda: logs.cursor_line.endswith("a…"))
         await logs.press("right")
         await logs.until(lambda: logs.cursor_line.endswith("aEND") and logs.cursor_line.startswith("▌…a"))
-        await logs.press("w")
+        await logs.press("W")
         await logs.until(lambda: logs.page[-1].startswith("▌aaaaEND") or logs.page[-1].endswith("END"))
         assert len(logs.page[-2]) == 98
         append(tmp_path / "api.log", "b" * 5000 + "END\n")

@@ -72,7 +72,7 @@ async def test_the_selected_metric_is_drawn_with_axes_and_figures(tmp_path: Path
 async def test_before_the_first_step_the_plot_says_so_and_every_key_is_accepted(tmp_path: Path) -> None:
     async with metrics(tmp_path, num_steps=0) as screen:
         assert "no step yet" in screen.plot
-        await screen.press("space", "left", "plus", "0", "minus", "x", "y", "s", "l", "b", "u", "down", "escape", "z")
+        await screen.press("space", "left", "plus", "0", "minus", "X", "Y", "S", "L", "b", "x", "down", "escape", "z")
         await screen.until(lambda: screen.view.is_wide)
 
 
@@ -121,10 +121,10 @@ async def test_marked_metrics_are_drawn_together_on_the_axis_that_is_named(tmp_p
         assert " + ".join(screen.view.marked) in screen.title
         axes = []
         for _ in YAxis:
-            await screen.press("y")
+            await screen.press("Y")
             axes.append(screen.title.strip("─ ").rpartition("─ ")[2])
         assert axes[:3] == ["one axis for all", "one pane each", "each over its own range"]
-        await screen.press("u")
+        await screen.press("x")
         assert screen.view.marked == ()
         await screen.press(*["space", "down"] * (MAX_MARKED + 1))
         assert screen.app.state.outcome is not None
@@ -139,11 +139,11 @@ async def test_the_cursor_shows_step_time_and_values_and_the_plot_is_zoomed_arou
         await screen.press("left")
         for words in ("step 39", "policy 39", f"{metrics_line(39).metrics['reward/mean']:.4f}"):
             assert words in screen.plot
-        await screen.press("x")
+        await screen.press("X")
         assert (screen.view.x, screen.view.cursor) == (XAxis.TIME, None)
         assert "elapsed" in screen.plot
 
-        await screen.press(*["x"] * (len(XAxis) - 1))
+        await screen.press(*["X"] * (len(XAxis) - 1))
         assert screen.view.x is XAxis.STEP
         panel = screen.part(PlotPanel)
         await screen.press("plus")
@@ -179,7 +179,7 @@ async def test_another_run_is_drawn_beside_this_one(tmp_path: Path) -> None:
     (other / "state.json").write_text('{"profile": "tiny", "state": "finished"}')
 
     async def choose_run(screen: Metrics, num_options: int) -> None:
-        await screen.press("c")
+        await screen.press("a")
         await screen.until_screen(ChooseRunScreen)
         await screen.until(lambda: screen.app.screen.query_one(OptionList).option_count == num_options)
 

@@ -101,7 +101,7 @@ async def test_a_wide_screen_has_list_and_group_colours_tokens_and_compares_two_
         assert "─ step 5 · environment 0 ─" in screen.group
         assert "coloured by ratio" in screen.group
         assert "ratio: <0.8 · 0.8–0.95 · 0.95–1.05 · 1.05–1.2 · >1.2" in screen.group
-        await screen.press("right", "c", "c")
+        await screen.press("right", "C", "C")
         await screen.until_group("coloured by entropy")
         assert '─ token 2 of 6 "wer" ─' in screen.group
         assert "ratio 1.499, " in screen.group

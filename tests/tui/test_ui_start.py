@@ -13,6 +13,7 @@ from usual_plan import write_plan
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import RunChanged, RunState, RunStatus, ServiceState
 from grpo_tui.ui.screens.reading import ReadingScreen
+from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.main.start_panel import StartPanel
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,10 @@ LOADING = service(
 def starting_run(run: str) -> RunStatus:
     waiting = [service(name, **NOT_YET, why=LONG_REASON) for name in ("env", "trainer")]
     return run_status(run=run, state=RunState.STARTING, services=[service("api"), LOADING, *waiting])
+
+
+def row(screen: Shown, name: str) -> str:
+    return next(line for line in screen.lines(ServicesTable) if name in line.split()[:2])
 
 
 async def plan_read(screen: Shown) -> None:
@@ -58,16 +63,16 @@ async def test_a_waiting_service_names_what_it_waits_for_and_is_not_cut(tmp_path
     write_plan(tmp_path)
     async with shown(tmp_path, size, starting_run(tmp_path.name)) as screen:
         await plan_read(screen)
-        await screen.until(lambda: screen.row("env").rstrip().endswith("waits for vllm"))
-        assert "waits for vllm a" in screen.row("trainer")
+        await screen.until(lambda: row(screen, "env").rstrip().endswith("waits for vllm"))
+        assert "waits for vllm a" in row(screen, "trainer")
 
 
 async def test_the_rows_of_a_start_go_once_the_run_is_up(tmp_path: Path) -> None:
     write_plan(tmp_path)
     async with shown(tmp_path, status=starting_run(tmp_path.name)) as screen:
-        await screen.until(lambda: screen.app.main.query_one(StartPanel).display)
-        screen.connection.say(changed(2, NOW, service("vllm")), RunChanged(number=3, time=NOW, state=RunState.RUNNING))
-        await screen.until(lambda: not screen.app.main.query_one(StartPanel).display)
+        await screen.until(lambda: screen.part(StartPanel).display)
+        screen.connection.send(changed(2, NOW, service("vllm")), RunChanged(number=3, time=NOW, state=RunState.RUNNING))
+        await screen.until(lambda: not screen.part(StartPanel).display)
 
 
 async def test_a_start_without_a_plan_still_tells_phase_and_time(tmp_path: Path) -> None:
@@ -87,8 +92,8 @@ async def test_d_tells_all_about_the_selected_service_and_masks_its_secrets(tmp_
     async with shown(tmp_path, (120, 60), starting_run(tmp_path.name)) as screen:
         await plan_read(screen)
         screen.app.select("vllm")
-        await screen.pilot.press("d")
-        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
+        await screen.press("d")
+        await screen.until_screen(ReadingScreen)
         for told in (
             "api ready",
             "env, trainer",
@@ -104,12 +109,12 @@ async def test_d_tells_all_about_the_selected_service_and_masks_its_secrets(tmp_
             assert told in screen.picture, told
         for secret in ("sk-in-the-command", "hf-in-the-environment", "of-a-file"):
             assert secret not in screen.picture
-        await screen.pilot.press("escape")
+        await screen.press("escape")
         await screen.until(lambda: screen.app.screen is screen.app.main)
 
 
 async def test_d_without_a_plan_says_what_is_missing(tmp_path: Path) -> None:
     async with shown(tmp_path, (120, 40)) as screen:
-        await screen.pilot.press("d")
-        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
+        await screen.press("d")
+        await screen.until_screen(ReadingScreen)
         assert "plan.json of the run cannot be read" in screen.picture

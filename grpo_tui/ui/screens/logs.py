@@ -40,7 +40,7 @@ from grpo_tui.view.logs.search import ERRORS_ALONE, LineTest, line_test
 from grpo_tui.view.logs.state import LogChange, LogsView, Prompt, Side
 from grpo_tui.view.logs.tail import without_colours
 from grpo_tui.view.logs.timestamps import InvalidTime, typed_time
-from grpo_tui.view.state import MessageShown, ViewState
+from grpo_tui.view.state import ViewState
 
 SUPERVISOR = "supervisor"
 """The supervisor's own log in the run folder, listed after those of the services."""
@@ -67,19 +67,17 @@ KEYS = (
         help="next log; the first is all logs merged by time"),
     Key(key="shift+tab", shown="⇧tab", action="screen.step(-1)", label="previous log", is_in_footer=False,
         help="previous log"),
-    Key(key="a", shown="a", action="screen.choose(None)", label="all", is_in_footer=False,
+    Key(key="0", shown="0", action="screen.choose(None)", label="all", is_in_footer=False,
         help="all logs merged by time"),
     Key(key="colon", shown=":", action="screen.prompt(':')", label="time",
         help="go to a time: 14:03:05, 14:03, or -10m"),
     Key(key="f", shown="f", action="screen.follow", label="follow",
         help="follow the end, or pause to read"),
-    Key(key="w", shown="w", action="screen.wrap", label="wrap", is_in_footer=False,
+    Key(key="W", shown="W", action="screen.wrap", label="wrap", is_in_footer=False,
         help="wrap long lines, or cut them at the edge"),
     Key(key="m", shown="m", action="screen.mark", label="mark", is_in_footer=False,
         help="start to select lines at the cursor, or cancel that"),
-    Key(key="y", shown="y", action="screen.copy", label="copy",
-        help="copy the selected lines to the terminal's clipboard"),
-    Key(key="o", shown="o", action="screen.open_pager", label="pager", is_in_footer=False,
+    Key(key="o", shown="o", action="screen.open_pager", label="open in full", is_in_footer=False,
         help="open the log at this line in $PAGER (less)"),
     Key(key="up,k", shown="↑ k", action="screen.move(-1)", label="up", is_in_footer=False,
         help="line above; stops following"),
@@ -247,7 +245,7 @@ class LogsScreen(RunScreen):
         """Go to the next match."""
         searched = self._state.logs.searched
         if not searched:
-            self._show_message("nothing to search for yet: / starts a search")
+            self.show_message("nothing to search for yet: / starts a search")
             return
         self._find(line_test(searched), f"“{searched}”", direction)
 
@@ -282,7 +280,7 @@ class LogsScreen(RunScreen):
         elif then_above:
             await self._go_to_found(test, words, -1, False)
         else:
-            self._show_message(f"{words} not found {'below' if direction > 0 else 'above'}")
+            self.show_message(f"{words} not found {'below' if direction > 0 else 'above'}")
 
     def _go_to(self, line: LogLine) -> None:
         for place, each in enumerate(self._state.logs.lines):
@@ -447,11 +445,13 @@ class LogsScreen(RunScreen):
         self._post(log_view.Shifted(by=by))
 
     def action_copy(self) -> None:
-        """Copy the selected lines as they are read, without colours."""
+        """Copy the text selected with the mouse, else the marked lines, as they are read and without colours."""
+        if self.copy_selection():
+            return
         logs = self._state.logs
         lines = [logs.lines[place] for place in logs.selection]
         if not lines:
-            self._show_message("no line to copy")
+            self.show_message("no line to copy")
             return
         names = logs.shown_services
         prefixed = [f"{names[line.source]}: " if len(names) > 1 else "" for line in lines]
@@ -459,13 +459,13 @@ class LogsScreen(RunScreen):
         self.app.copy_to_clipboard(text)
         if logs.mark is not None:
             self._post(log_view.MarkChanged())
-        self._show_message(f"copied {len(lines)} line{'s' * (len(lines) != 1)} ({len(text):,} characters)")
+        self.show_message(f"copied {len(lines)} line{'s' * (len(lines) != 1)} ({len(text):,} characters)")
 
     def action_open_pager(self) -> None:
         """Suspend the screen, and run a pager at this line."""
         line = self._state.logs.line
         if line is None:
-            self._show_message("no line to open")
+            self.show_message("no line to open")
             return
         file = self._reader_for(self._state).files[line.source]
         extent = LogReader((file,)).extent()
@@ -474,16 +474,13 @@ class LogsScreen(RunScreen):
             with self.app.suspend():
                 subprocess.run(command, check=False)
         except SuspendNotSupported:
-            self._show_message("cannot open a pager: this terminal cannot be suspended")
+            self.show_message("cannot open a pager: this terminal cannot be suspended")
         except OSError as error:
-            self._show_message(f"{command[0]} cannot be started: {error.strerror}. Set PAGER to another program")
+            self.show_message(f"{command[0]} cannot be started: {error.strerror}. Set PAGER to another program")
         self.refresh()
 
     def _post(self, change: LogChange) -> None:
         self.post_message(StateChanged(change))
-
-    def _show_message(self, words: str) -> None:
-        self.post_message(StateChanged(MessageShown(severity="info", text=words, time=self._state.now)))
 
 
 def pager_command(pager: str, path: Path, offset: int) -> list[str]:

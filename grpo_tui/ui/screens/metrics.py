@@ -31,29 +31,29 @@ KEYS = (
         help=f"mark the selected metric (at most {MAX_MARKED}); marked metrics share one plot"),
     Key(key="slash", shown="/", action="screen.search", label="search",
         help="search by part of a name, or by the name in TRL, verl, prime-rl or OpenRLHF"),
-    Key(key="x", shown="x", action="screen.turn('XAxisTurned')", label="axis",
+    Key(key="X", shown="X", action="screen.turn('XAxisTurned')", label="axis",
         help="x axis: steps, time since the first step, or policy versions"),
-    Key(key="y", shown="y", action="screen.turn('YAxisTurned')", label="axis",
+    Key(key="Y", shown="Y", action="screen.turn('YAxisTurned')", label="axis",
         help="y axis of several metrics: automatic, shared, a pane each, or each over its own range"),
-    Key(key="s", shown="s", action="screen.turn('SmoothingTurned')", label="smooth",
+    Key(key="S", shown="S", action="screen.turn('SmoothingTurned')", label="smooth",
         help="exponential moving average (0.6, 0.9, 0.98); the raw curve stays behind it"),
-    Key(key="l", shown="l", action="screen.turn('LogScaleTurned')", label="log",
+    Key(key="L", shown="L", action="screen.turn('LogScaleTurned')", label="log",
         help="logarithmic y axis; values of 0 and below are not drawn"),
-    Key(key="c", shown="c", action="screen.compare", label="compare",
+    Key(key="a", shown="a", action="screen.compare", label="another run",
         help="draw another run of the same folder as dashed curves"),
-    Key(key="z", shown="z", action="screen.turn('WidthTurned')", label="wide", is_in_footer=False,
+    Key(key="z", shown="z", action="screen.turn('WidthTurned')", label="zoom", is_in_footer=False,
         help="show the plot over the whole width, and back"),
     Key(key="b", shown="b", action="screen.turn('BandTurned')", label="band", is_in_footer=False,
         help="extend the y axis to the whole healthy band"),
-    Key(key="u", shown="u", action="screen.turn('MarksCleared')", label="unmark", is_in_footer=False,
+    Key(key="x", shown="x", action="screen.turn('MarksCleared')", label="clear", is_in_footer=False,
         help="remove all marks"),
     Key(key="up,k", shown="↑ k", action="screen.select(-1)", label="up", is_in_footer=False,
         help="select the metric above; it is plotted if none is marked"),
     Key(key="down,j", shown="↓ j", action="screen.select(1)", label="down", is_in_footer=False,
         help="select the metric below"),
-    Key(key="left,p", shown="← p", action="screen.move(-1)", label="cursor left", is_in_footer=False,
+    Key(key="left,p", shown="← p", action="screen.move(-1)", label="previous", is_in_footer=False,
         help="move the cursor to an earlier measurement; the first press shows it"),
-    Key(key="right,n", shown="→ n", action="screen.move(1)", label="cursor right", is_in_footer=False,
+    Key(key="right,n", shown="→ n", action="screen.move(1)", label="next", is_in_footer=False,
         help="move the cursor to a later measurement"),
     Key(key="pageup", shown="PgUp", action=f"screen.move({-CURSOR_JUMP})", label="back", is_in_footer=False,
         help=f"move the cursor back by {CURSOR_JUMP} columns"),
@@ -65,10 +65,10 @@ KEYS = (
         help="zoom out by 2"),
     Key(key="0", shown="0", action="screen.whole", label="all", is_in_footer=False,
         help="show the whole run"),
-    Key(key="shift+left,less_than_sign", shown="⇧← <", action="screen.pan(-1)", label="earlier", is_in_footer=False,
-        help="move a zoomed plot to earlier times (shift and wheel too)"),
-    Key(key="shift+right,greater_than_sign", shown="⇧→ >", action="screen.pan(1)", label="later", is_in_footer=False,
-        help="move a zoomed plot to later times"),
+    Key(key="shift+left,ctrl+left", shown="⇧←", action="screen.pan(-1)", label="earlier", is_in_footer=False,
+        help="move a zoomed plot to earlier times (ctrl+←, shift and wheel too)"),
+    Key(key="shift+right,ctrl+right", shown="⇧→", action="screen.pan(1)", label="later", is_in_footer=False,
+        help="move a zoomed plot to later times (ctrl+→ too)"),
     Key(key="escape", shown="esc", action="screen.leave", label="leave", is_in_footer=False,
         help="clear the search, then the cursor, then the zoom"),
 )  # fmt: skip
@@ -152,7 +152,7 @@ class MetricsScreen(RunScreen):
         if name is None:
             return
         if len(plots.marked) == MAX_MARKED and name not in plots.marked:
-            text = f"{MAX_MARKED} metrics are marked already; space or u removes marks"
+            text = f"{MAX_MARKED} metrics are marked already; space or x removes marks"
             self.post_message(StateChanged(MessageShown(severity="info", text=text, time=self._state.now)))
             return
         self._post(plot_view.MetricMarked(name=name))

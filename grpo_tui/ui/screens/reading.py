@@ -10,12 +10,15 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from grpo_tui.view.format import count_text
+
 
 class ReadingScreen(ModalScreen[None]):
     """A titled page."""
 
     BINDINGS = [
-        Binding("escape,q,enter,w,c,question_mark,ctrl+c", "dismiss", "close", tooltip="go back to the main screen"),
+        Binding("escape,q,enter,w,c,d,M,question_mark", "dismiss", "close", tooltip="go back to the main screen"),
+        Binding("y", "copy", "copy", tooltip="copy the selection, or the whole page"),
         Binding("down,j", "scroll(1)", "on", tooltip="read on"),
         Binding("up,k", "scroll(-1)", "back", tooltip="read back"),
     ]
@@ -44,13 +47,20 @@ class ReadingScreen(ModalScreen[None]):
         """The page in its frame."""
         frame = VerticalScroll(Static(self._page))
         frame.border_title = self._page_title
-        frame.border_subtitle = "esc closes"
+        frame.border_subtitle = "y copies · esc closes"
         yield frame
 
     def on_click(self, event: events.Click) -> None:
         """Close on a click beside the page."""
         if not self.query_one(VerticalScroll).region.contains(event.screen_x, event.screen_y):
             self.dismiss()
+
+    def action_copy(self) -> None:
+        """Copy the selected text, or the whole page, to the terminal's clipboard."""
+        text = self.get_selected_text() or self._page.plain
+        self.app.copy_to_clipboard(text)
+        frame = self.query_one(VerticalScroll)
+        frame.border_subtitle = f"copied {count_text(len(text), 'character')} · esc closes"
 
     def action_scroll(self, by: int) -> None:
         """Move by a line."""

@@ -37,7 +37,7 @@ from grpo_tui.view.rollouts.state import (
     TokenMoved,
     TokenSet,
 )
-from grpo_tui.view.state import MessageShown, ViewState
+from grpo_tui.view.state import ViewState
 
 LOOK_PAUSE_S = 0.5
 """Between two looks at the file, while the screen is in sight."""
@@ -64,9 +64,9 @@ ON_ROLLOUTS = (
         help="completion above (in the list of a narrow screen: group above)"),
     Key(key="down,j", shown="↓ j", action="screen.move(1)", label="down", is_in_footer=False,
         help="completion below"),
-    Key(key="left,h", shown="←", action="screen.move_token(-1)", label="token back", is_in_footer=False,
+    Key(key="left", shown="←", action="screen.move_token(-1)", label="token back", is_in_footer=False,
         help="previous token; its details are below the text"),
-    Key(key="right,l", shown="→", action="screen.move_token(1)", label="token on", is_in_footer=False,
+    Key(key="right", shown="→", action="screen.move_token(1)", label="token on", is_in_footer=False,
         help="next token"),
     Key(key="pageup", shown="PgUp", action="screen.page(-1)", label="up", is_in_footer=False,
         help="one page up in the text"),
@@ -76,25 +76,25 @@ ON_ROLLOUTS = (
         help="the first token"),
     Key(key="end", shown="End", action="screen.to_token(-1)", label="end", is_in_footer=False,
         help="the last token"),
-    Key(key="c", shown="c", action="screen.turn_tint", label="colour",
+    Key(key="C", shown="C", action="screen.turn_tint", label="colour",
         help="colour tokens by ratio (trainer over inference), advantage or entropy"),
-    Key(key="s", shown="s", action="screen.same_prompt", label="same prompt",
+    Key(key="P", shown="P", action="screen.same_prompt", label="same prompt",
         help="all recorded groups of this prompt, from the first step on; again: back"),
     Key(key="m", shown="m", action="screen.mark", label="mark",
         help="keep this completion in view to compare others with it (120 columns); again: remove it"),
-    Key(key="r", shown="r", action="screen.turn_rewards", label="rewards",
+    Key(key="R", shown="R", action="screen.turn_rewards", label="rewards",
         help="filter by rewards: all right (≥ 1), all wrong (≤ 0), mixed, any"),
     Key(key="greater_than_sign", shown=">", action="screen.ask('above')", label="above", is_in_footer=False,
         help="only groups whose mean reward is above a number"),
     Key(key="less_than_sign", shown="<", action="screen.ask('below')", label="below", is_in_footer=False,
         help="only groups whose mean reward is below a number"),
-    Key(key="e", shown="e", action="screen.turn_environment", label="env", is_in_footer=False,
-        help="filter by environment: the next one, or all"),
+    Key(key="ampersand", shown="&", action="screen.turn_environment", label="filter", is_in_footer=False,
+        help="only groups of one environment: the next one, or all again"),
     Key(key="slash", shown="/", action="screen.ask('text')", label="find",
         help="only groups whose prompt or completions contain a text, in any case"),
-    Key(key="x", shown="x", action="screen.clear", label="all", is_in_footer=False,
+    Key(key="x", shown="x", action="screen.clear", label="clear", is_in_footer=False,
         help="remove all filters"),
-    Key(key="o", shown="o", action="screen.show_prompt", label="prompt", is_in_footer=False,
+    Key(key="o", shown="o", action="screen.show_prompt", label="open in full", is_in_footer=False,
         help="whole prompt in place of the completion; again: back"),
     Key(key="f", shown="f", action="screen.follow", label="follow", is_in_footer=False,
         help="go to the newest group, and follow new ones"),
@@ -235,7 +235,7 @@ class RolloutsScreen(FileScreen):
     def action_mark(self) -> None:
         """Pin this completion for comparison, or unpin it."""
         if self.size.width < WIDE_COLUMNS and self._state.rollouts.marked is None:
-            self._show_message(
+            self.show_message(
                 f"comparing two completions needs {WIDE_COLUMNS} columns; this terminal has {self.size.width}"
             )
             return
@@ -283,13 +283,10 @@ class RolloutsScreen(FileScreen):
         else:
             number = _number(text)
             if number is None:
-                self._show_message(f"{text!r} is not a number: type one such as 0.5")
+                self.show_message(f"{text!r} is not a number: type one such as 0.5")
                 return
             self._change(Narrowed(by=self._asked, number=number))
         self.action_drop_question()
-
-    def _show_message(self, text: str) -> None:
-        self.app.post_message(StateChanged(MessageShown(severity="info", text=text, time=self._state.now)))
 
 
 def _number(text: str) -> float | None:

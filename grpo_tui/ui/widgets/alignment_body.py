@@ -98,7 +98,7 @@ def _one_page(
     head = _window_line(view, measured, width)
     told = verdict_lines(measured.findings, width, max(4, min(7, height // 3)))
     turn = Content("   ").join([_page_name(page, is_here=page is view.page) for page in Page])
-    turn = (Content(" p: ") + turn).stylize_before(".muted").truncate(width, ellipsis=True)
+    turn = (Content(" tab: ") + turn).stylize_before(".muted").truncate(width, ellipsis=True)
     rest = height - len(told) - 2
     match view.page:
         case Page.CHARTS:
@@ -159,7 +159,7 @@ def _window_line(view: AlignmentView, measured: Measured, width: int) -> Content
     if numbers.num_without:
         told += f" · {numbers.num_without:,} tokens without a log-prob"
     newest = "" if view.until_step is None else " · end: newest"
-    return rule(width, told, f"w: {view.window}{newest}")
+    return rule(width, told, f"h: {view.window}{newest}")
 
 
 def verdict_lines(findings: Sequence[Finding], width: int, height: int) -> list[Content]:

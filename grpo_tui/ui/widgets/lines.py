@@ -18,6 +18,7 @@ from textual.style import Style
 from textual.visual import Visual
 from textual.widget import Widget
 
+from grpo_tui.ui.widgets.selectable import Selectable
 from grpo_tui.view.state import ViewState
 
 Styled = tuple[str, str]
@@ -30,11 +31,10 @@ STYLES = frozenset(
 )
 
 
-class Lines(Widget):
+class Lines(Selectable):
     """Base of the parts; a part says its lines for a state and a size."""
 
     COMPONENT_CLASSES = set(STYLES)
-    ALLOW_SELECT = False
     DEFAULT_CSS = """
     Lines { height: auto; width: 1fr; text-wrap: nowrap; }
     Lines > .ok { color: $text-success; }
@@ -121,7 +121,18 @@ class Lines(Widget):
             return Strip.blank(width, self.visual_style.rich_style)
         strips = Visual.to_strips(self, self._lines[y], width, 1, self.visual_style, pad=True)
         style = self.visual_style.rich_style
-        return strips[0].adjust_cell_length(width, style) if strips else Strip.blank(width, style)
+        if not strips:
+            return Strip.blank(width, style)
+        return self.with_selection(strips[0].adjust_cell_length(width, style), y)
+
+    @property
+    def num_text_rows(self) -> int:
+        """See `Selectable`."""
+        return len(self._lines)
+
+    def text_row(self, row: int) -> str:
+        """See `Selectable`."""
+        return self._lines[row].plain
 
     @property
     def plain_lines(self) -> list[str]:

@@ -20,7 +20,7 @@ from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs.folding import beginning, fold
 from grpo_tui.view.logs.reader import LogLine
 from grpo_tui.view.logs.search import Level, marker
-from grpo_tui.view.logs.state import CursorSet, LogsView, Prompt, Resized, Scrolled, cut_at, num_rows
+from grpo_tui.view.logs.state import CursorSet, Followed, LogsView, Prompt, Resized, Scrolled, cut_at, num_rows
 from grpo_tui.view.state import ViewState
 
 ALL_WORD = "all by time"
@@ -123,6 +123,11 @@ class LogPage(Lines):
         """On by some lines."""
         event.stop()
         self.post_message(StateChanged(Scrolled(by=WHEEL_LINES)))
+
+    def on_mouse_down(self) -> None:
+        """Hold still while text is selected."""
+        if self._state is not None and self._state.logs.is_following:
+            self.post_message(StateChanged(Followed(is_following=False)))
 
     def on_click(self, event: events.Click) -> None:
         """Put the cursor on the line."""

@@ -124,7 +124,7 @@ def _note(view: RolloutView, width: int) -> str:
     if view.read.is_searching:
         parts.append(f"searched {view.read.num_looked_at:,}")
     elif view.found and view.filter.prompt_key is not None:
-        parts.append("oldest first; s: back")
+        parts.append("oldest first; P: back")
     elif view.found:
         parts += ["newest first", "following" if view.is_following else "paused: f follows"]
     while len(parts) > 1 and cell_len(" · ".join(parts)) > width:

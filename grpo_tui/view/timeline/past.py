@@ -9,7 +9,7 @@ from grpo_engine.wire.supervisor import Warning
 from grpo_tui.view.diagnosis import diagnose
 from grpo_tui.view.logs.tail import LogView
 from grpo_tui.view.metrics.history import MetricHistory, extremes_until
-from grpo_tui.view.state import Connection, Outcome, ViewState, merged_warnings
+from grpo_tui.view.state import Connection, Outcome, ViewState, merged_warnings, outcome_of
 from grpo_tui.view.timeline import state as travel
 
 
@@ -36,24 +36,20 @@ def displayed(state: ViewState) -> ViewState:
         history=cut.history,
         metric_warnings=cut.metric_warnings,
         warnings=(*state.folder_warnings, *(cut.warnings if past.status is not None else cut.metric_warnings)),
-        notices=past.notices,
-        outcome=_outcome(state, past),
+        messages=_messages(state, past),
         host_memory=None,
         log=past.log if past.log.service == state.selected else LogView(service=state.selected),
         travel=replace(state.travel, begins=begin, ends=end, marks=cut.marks, is_run_over=state.has_ended),
     )
 
 
-def _outcome(state: ViewState, past: travel.Past) -> Outcome | None:
-    """What a key was just answered, else what was said last at that time."""
+def _messages(state: ViewState, past: travel.Past) -> tuple[Outcome, ...]:
+    """What had been said by then, and what a key was just answered."""
+    told = tuple(outcome_of(notice) for notice in past.notices)
     now = state.outcome
-    if now is not None and now.is_answer:
-        return replace(now, time=past.moment - (state.now - now.time))
-    if not past.notices:
-        return None
-    last = past.notices[-1]
-    subject = f"{last.service}: " if last.service else ""
-    return Outcome(severity=last.severity, text=subject + last.text, time=last.time)
+    if now is None or not now.is_answer:
+        return told
+    return (*told, replace(now, time=past.moment - (state.now - now.time)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from textual.content import Content
+from textual.style import Style
 
 from grpo_engine.wire.supervisor import ServiceState
 from grpo_tui.ui.glyphs import SERVICE_GLYPHS, SEVERITY_GLYPHS
-from grpo_tui.ui.widgets.lines import Lines, Styled, line
+from grpo_tui.ui.widgets.lines import Lines, Styled, line, spread
 from grpo_tui.ui.widgets.main.services_table import PASSING_STATES, STATE_STYLES
 from grpo_tui.ui.widgets.main.warnings_bar import SEVERITY_STYLES
 from grpo_tui.view.format import clock_text, duration_text
@@ -31,6 +32,7 @@ TRAVEL_WORDS = "⇧← ⇧→ ten steps · click or drag on the timeline · ? he
 FIRST_WORDS = "New here? v restarts vLLM · ? explains every key · q leaves, the run keeps running"
 FIRST_WATCHING_WORDS = "New here? 1 to 6 are the screens · ? explains every key · q leaves, the run keeps running"
 """Shown until a new user presses the first key."""
+OPENS_MESSAGES = Style.from_meta({"@click": "app.messages"})
 
 
 class ActivityLine(Lines):
@@ -80,8 +82,12 @@ class ActivityLine(Lines):
 
 
 def _said(outcome: Outcome, width: int) -> Content:
+    """The message; one that does not fit names the key that opens it, and a click opens it."""
     words = f"{SEVERITY_GLYPHS[outcome.severity]} {outcome.text}"
-    return line((words, SEVERITY_STYLES[outcome.severity])).truncate(width, ellipsis=True)
+    told = line((words, SEVERITY_STYLES[outcome.severity]))
+    if told.cell_length > width:
+        told = spread(width, [(words, SEVERITY_STYLES[outcome.severity])], [(" M: all of it", ".muted")])
+    return told.stylize(OPENS_MESSAGES)
 
 
 def _restart_in_view(state: ViewState) -> list[str | Styled]:

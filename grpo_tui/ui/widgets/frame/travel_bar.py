@@ -51,6 +51,7 @@ AT_THE_END_S = 0.05
 class TravelBar(Lines, Wheel):
     """Two or three lines."""
 
+    ALLOW_SELECT = False  # dragging moves the moment
     ON_WHEEL = ("screen.travel_move(-1)", "screen.travel_move(1)")
 
     DEFAULT_CSS = """

@@ -14,6 +14,7 @@ from textual.strip import Strip
 
 from grpo_tui.ui.messages import FollowingChanged
 from grpo_tui.ui.widgets.lines import Lines, rule
+from grpo_tui.ui.widgets.selectable import Selectable
 from grpo_tui.view.logs.tail import LogView, without_colours
 from grpo_tui.view.state import FollowChanged, ViewState
 from grpo_tui.view.timeline.state import clock_at
@@ -46,7 +47,7 @@ class LogTitle(Lines):
         return [rule(width, f"log {state.selected}", note)]
 
 
-class LogLines(ScrollView, can_focus=False):
+class LogLines(ScrollView, Selectable, can_focus=False):
     """The lines in memory, painted only where they are in sight."""
 
     DEFAULT_CSS = """
@@ -65,9 +66,10 @@ class LogLines(ScrollView, can_focus=False):
         before, self._log = self._log, state.log
         was_following, self._is_following = self._is_following, state.is_following
         if before is not state.log:
+            if self.text_selection is not None and not _are_rows_kept(before, self._log):
+                self.screen.clear_selection()
             self._measure(before)
-            num_lines = len(self._log.lines) + bool(self._log.open_line)
-            self.virtual_size = Size(self._longest, num_lines)
+            self.virtual_size = Size(self._longest, self.num_text_rows)
             self.refresh()
         if self._is_following and (before is not state.log or not was_following):
             self._to_end()
@@ -113,9 +115,18 @@ class LogLines(ScrollView, can_focus=False):
         strip = Strip(text.render(self.app.console), cell_len(text.plain))
         left, right = self.scroll_offset.x, self.scroll_offset.x + width
         if strip.cell_length <= right:
-            return strip.crop_extend(left, right, style)
+            return self.with_selection(strip.crop_extend(left, right, style), place, left)
         cut_sign = Strip([Segment("…", style)], 1)
-        return Strip.join([strip.crop_extend(left, right - 1, style), cut_sign])
+        return self.with_selection(Strip.join([strip.crop_extend(left, right - 1, style), cut_sign]), place, left)
+
+    @property
+    def num_text_rows(self) -> int:
+        """See `Selectable`."""
+        return len(self._log.lines) + bool(self._log.open_line)
+
+    def text_row(self, row: int) -> str:
+        """See `Selectable`."""
+        return without_colours(self._line(row) or "")
 
     @property
     def plain_lines(self) -> list[str]:
@@ -140,6 +151,11 @@ class LogLines(ScrollView, can_focus=False):
         fresh = self._log.lines[max(0, known) :] if is_same_file else self._log.lines
         longest = max((len(text if "\x1b" not in text else without_colours(text)) for text in fresh), default=0)
         self._longest = max(self._longest if is_same_file else 0, longest, len(self._log.open_line))
+
+
+def _are_rows_kept(before: LogView, now: LogView) -> bool:
+    """Whether every line stands in the same row as before."""
+    return before.service == now.service and before.num_dropped == now.num_dropped
 
 
 class LogPanel(Vertical):
