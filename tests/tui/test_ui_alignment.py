@@ -132,7 +132,7 @@ async def test_a_narrow_screen_turns_pages(tmp_path: Path) -> None:
         await screen.press("tab")
         await screen.until_body("by age of the sampling weights")
         assert screen.app.state.alignment.page is Page.PLACES
-        y = next(number for number, row in enumerate(screen.rows) if row.startswith(" p: "))
+        y = next(number for number, row in enumerate(screen.rows) if row.startswith(" tab: "))
         await screen.pilot.click(screen.part(AlignmentBody), offset=(screen.rows[y].index("charts") + 2, y))
         await screen.until_body("[charts]")
 
