@@ -98,7 +98,7 @@ ON_TRAVEL = (
     Key(key="colon", shown=":", action="screen.travel_type", label="type",
         help="type a time (14:03:05), a step (120), or how long ago (-5m)"),
     Key(key="t", shown="t", action="screen.travel_close", label="now",
-        help="back to the present"),
+        help="back to the present; of a run that is over, to its end"),
 )  # fmt: skip
 """Keys of the timeline while it is open; the first key of a pair explains both."""
 

@@ -59,7 +59,7 @@ async def test_w_and_m_open_warnings_and_messages_on_every_screen(tmp_path: Path
         for key, words in (("w", "No warnings"), ("M", "No messages yet")):
             await screen.press(key)
             await screen.until_screen(ReadingScreen)
-            await screen.until(lambda words=words: words in screen.picture)
+            await screen.until(lambda words=words: words in screen.picture)  # type: ignore[misc]
             await screen.press("escape")
             await screen.until(lambda: screen.app.screen is screen.app.shown)
 

@@ -122,7 +122,9 @@ class RunScreen(Screen[None]):
         self.post_message(MovedInTime(TypingBegan()))
 
     def action_travel_close(self) -> None:
-        """Back to the present."""
+        """Back to the present, or to the end of a run that is over."""
+        if self._state.travel.is_run_over:
+            self.show_message("the run is over: this is its end; ← and [ go back from here, q leaves")
         self.post_message(MovedInTime(Closed()))
 
     def on_resize(self, event: events.Resize) -> None:

@@ -23,6 +23,8 @@ from grpo_tui.view.state import ViewState
 
 BAR_WIDTH = 8
 ENVIRONMENT_WIDTH = 7
+NUM_FIGURE_COLUMNS = 31
+"""Of a row, before the prompt."""
 NUM_HEADINGS = 2
 NOTE_MARGIN = 14
 """Cells of a title beside its note."""
@@ -66,7 +68,9 @@ class RolloutList(Lines, Wheel):
         look = Look(
             width=width,
             scale=_scale(known),
-            words={head.index: versions_text(head) for head in known} if is_same_prompt else _telling_starts(known),
+            words={head.index: versions_text(head) for head in known}
+            if is_same_prompt
+            else _telling_starts(known, width - NUM_FIGURE_COLUMNS),
             environment_width=ENVIRONMENT_WIDTH if len(view.read.environments) > 1 else 0,
         )
         environment = f"{'env':<{look.environment_width}} " if look.environment_width else ""
@@ -173,8 +177,10 @@ def reward_bars(rewards: Sequence[float], width: int, scale: tuple[float, float]
     )
 
 
-def _telling_starts(heads: Sequence[GroupHead]) -> dict[int, str]:
-    """The prompts without the beginning that all prompts of an environment share."""
+def _telling_starts(heads: Sequence[GroupHead], room: int) -> dict[int, str]:
+    """The prompts; those that do not fit, without the beginning that all prompts of an environment share."""
+    if all(cell_len(head.prompt_start) <= room for head in heads):
+        return {head.index: head.prompt_start for head in heads}
     starts: dict[int, str] = {}
     for environment in {head.environment for head in heads}:
         of_it = [head for head in heads if head.environment == environment]

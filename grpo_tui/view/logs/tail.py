@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_tui.run_files.log_file import HEADER_START, place, read_part
 from grpo_tui.view.format import bytes_text
+from grpo_tui.view.logs.structured import readable
 
 FIRST_BYTES = 256 * 1024
 """How much of an existing log is shown at first."""
@@ -146,8 +147,10 @@ def on_terminal(line: bytes) -> str:
 
 
 def as_text(line: bytes) -> str:
-    """The same, cut where it is too long for a screen, and without tabs."""
+    """The same, cut where it is too long for a screen, without tabs, and readable where it is a JSON object."""
     text = on_terminal(line.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_LINE_CHARACTERS])
+    if text.startswith("{"):
+        text = _CONTROL.sub("", _NOT_A_COLOUR.sub("", readable(text)))  # JSON may hold escaped control characters
     if "\t" in text:
         text = _with_tabs_expanded(text)
     return text if len(text) <= MAX_LINE_CHARACTERS else text[:MAX_LINE_CHARACTERS] + "…"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -31,6 +32,20 @@ PROMPT_START_CHARACTERS = 800
 NUMBER_LISTS = ("inference_logprobs", "training_logprobs", "entropies")
 
 
+_USER_TURN = re.compile(
+    r"(?:<\|im_start\|>u(?:ser)?|<\|start_header_id\|>user<\|end_header_id\|>|<start_of_turn>user|<\|user\|>|\[INST\])\s*"
+    r"(.*?)\s*(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end\|>|<\|assistant\|>|\[/INST\]|$)",
+    re.DOTALL,
+)
+"""In the templates of ChatML (and the tiny model's, whose role is `u`), Llama, Gemma, Phi and Mistral."""
+
+
+def user_part(prompt: str) -> str:
+    """What the user said last; the whole prompt where it has no turns of a chat that we know."""
+    turns: list[str] = _USER_TURN.findall(prompt)
+    return next((turn for turn in reversed(turns) if turn), prompt)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHead:
     """What a list shows of a group."""
@@ -42,6 +57,7 @@ class GroupHead:
     step: int
     environment: str | None
     prompt_start: str
+    """The beginning of what the user says in it, without the markup of a chat."""
     prompt_key: int
     """Equal for equal prompts; of this process alone."""
     rewards: tuple[float, ...]
@@ -219,7 +235,7 @@ def _head_of(index: int, line: bytes) -> GroupHead | None:
             time=float(record["time"]),
             step=int(record["step"]),
             environment=record.get("environment") and str(record["environment"]),
-            prompt_start=record["prompt"][:PROMPT_START_CHARACTERS],
+            prompt_start=user_part(record["prompt"])[:PROMPT_START_CHARACTERS],
             prompt_key=hash(record["prompt"]),
             rewards=tuple(_number(one.get("reward")) for one in completions),
             policy_versions=(int(min(map(min, versions))), int(max(map(max, versions)))) if versions else None,

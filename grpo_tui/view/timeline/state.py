@@ -102,7 +102,7 @@ class Opened(TravelChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(TravelChange):
-    """Back to the present."""
+    """Back to the present; of a run that is over, to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +172,8 @@ def after(travel: Travel, change: TravelChange, known: Known) -> Travel:
     match change:
         case Opened():
             return replace(travel, is_open=True, moment=extent(travel, known)[1], past=None, note="")
+        case Closed() if known.is_over:  # there is no present to go back to
+            return replace(_at(travel, extent(travel, known)[1], known), is_typing=False)
         case Closed():
             return replace(travel, is_open=False, is_typing=False, past=None)
         case WentTo():

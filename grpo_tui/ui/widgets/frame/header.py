@@ -6,11 +6,13 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.style import Style
 
-from grpo_engine.wire.supervisor import RunState
-from grpo_tui.ui.glyphs import RUN_GLYPHS
+from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState
+from grpo_tui.ui.glyphs import RUN_GLYPHS, SERVICE_GLYPHS
 from grpo_tui.ui.keys import PLACES
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, spread
 from grpo_tui.view.format import clock_text
+from grpo_tui.view.phases import is_restart_by_request
+from grpo_tui.view.starting import UP_STATES
 from grpo_tui.view.state import Connection, ViewState
 from grpo_tui.view.timeline.state import clock_at
 
@@ -61,8 +63,7 @@ class HeaderLine(Lines):
         profile = ""
         if state.status is not None:
             profile = f"  {state.status.profile}"
-            word = f"  {RUN_GLYPHS[state.status.state]} {state.status.state}"
-            stands.insert(0, (word, RUN_STYLES[state.status.state]))
+            stands.insert(0, _run_words(state.status, state))
             right = [*_step(state), (f"  up {clock_text(_age_s(state))}", ".muted")]
         room = width - line(*stands, *right).cell_length - 1
         run = state.run if cell_len(state.run) <= room else fit(state.run, room)
@@ -98,6 +99,16 @@ class TabsLine(Lines):
             gap = Content("   " if number > 1 else "")
             row = row + gap + tab.stylize(Style.from_meta({"@click": f"app.show('{place}')"}))
         return [row.truncate(width, ellipsis=True)]
+
+
+def _run_words(status: RunStatus, state: ViewState) -> Styled:
+    """`● running`; a restart that was asked for is one, and not a degraded run."""
+    moving = [service for service in status.services if service.state not in UP_STATES]
+    asked = [is_restart_by_request(state.transitions.get(service.name, ())) for service in moving]
+    if status.state is RunState.DEGRADED and moving and all(asked):
+        is_stop = all(service.state is ServiceState.STOPPING for service in moving)
+        return (f"  {SERVICE_GLYPHS[ServiceState.STOPPING]} stopping" if is_stop else "  ↻ restarting"), ".busy"
+    return f"  {RUN_GLYPHS[status.state]} {status.state}", RUN_STYLES[status.state]
 
 
 def _moment_words(state: ViewState) -> str:
