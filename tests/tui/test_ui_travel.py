@@ -13,7 +13,7 @@ from textual.message import Message
 from grpo_engine.wire.supervisor import RunState
 from grpo_tui.ui import messages
 from grpo_tui.ui.keys import ON_MAIN
-from grpo_tui.ui.screens.reading import help_page
+from grpo_tui.ui.pages import help_page
 from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
 from grpo_tui.ui.widgets.frame.header import HeaderLine
 from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
