@@ -291,7 +291,8 @@ class MessageShown:
 
     severity: Literal["info", "warning", "error"]
     text: str
-    time: float
+    time: float | None = None
+    """None: now."""
 
 
 Change = (
@@ -346,7 +347,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             text = f"{_asked(change.do, change.service)} refused: {change.error}"
             return _told(state, Outcome(severity="error", text=text, time=change.time, is_answer=True))
         case MessageShown():
-            answer = Outcome(severity=change.severity, text=change.text, time=change.time, is_answer=True)
+            at = state.now if change.time is None else change.time
+            answer = Outcome(severity=change.severity, text=change.text, time=at, is_answer=True)
             return _told(state, answer)
         case gpu_view.GpuChange():
             return replace(state, gpus=gpu_view.after(state.gpus, change))

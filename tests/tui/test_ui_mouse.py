@@ -98,7 +98,7 @@ async def test_on_a_narrow_screen_two_clicks_open_a_group_and_clicks_choose_and_
     write_groups(tmp_path, *(group(step, (1.0, 0.0)) for step in range(1, 4)))
     async with shown(tmp_path) as screen:
         await screen.go_to("rollouts")
-        await screen.until_text(RolloutList, "…")
+        await screen.until_text(RolloutList, "You sort")
         await screen.pilot.double_click(screen.part(RolloutList), offset=(10, 4))
         await screen.until(lambda: screen.app.state.rollouts.is_in_group and screen.app.state.rollouts.chosen == 0)
 

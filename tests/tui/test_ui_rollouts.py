@@ -62,8 +62,8 @@ async def test_a_narrow_screen_goes_from_the_list_to_the_group_and_back(tmp_path
         rows = screen.lines(RolloutList)
         assert "2 recorded · newest first · following" in rows[0]
         assert rows[1].split() == ["step", "mean", "spread", "rewards", "prompt"]
-        assert rows[2].split() == ["▌", "2", "0.500", "0.000", "▅▅", "…000002"]
-        assert rows[3].split() == ["1", "0.500", "1.000", "█▁", "…000001"]
+        assert rows[2].split() == ["▌", "2", "0.500", "0.000", "▅▅", *["You", "sort", "digits.", "sort", "000002"]]
+        assert rows[3].split() == ["1", "0.500", "1.000", "█▁", *["You", "sort", "digits.", "sort", "000001"]]
         await screen.press("down", "enter")
         await screen.until_group("group 2 of 2")
         for words in (

@@ -86,7 +86,7 @@ class RunScreen(Screen[None]):
 
     def show_message(self, text: str) -> None:
         """Answer a key."""
-        self.post_message(StateChanged(MessageShown(severity="info", text=text, time=self._state.now)))
+        self.post_message(StateChanged(MessageShown(severity="info", text=text)))
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
         """The widget at a cell of the screen, and the place in its text."""

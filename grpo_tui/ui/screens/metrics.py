@@ -153,7 +153,7 @@ class MetricsScreen(RunScreen):
             return
         if len(plots.marked) == MAX_MARKED and name not in plots.marked:
             text = f"{MAX_MARKED} metrics are marked already; space or x removes marks"
-            self.post_message(StateChanged(MessageShown(severity="info", text=text, time=self._state.now)))
+            self.post_message(StateChanged(MessageShown(severity="info", text=text)))
             return
         self._post(plot_view.MetricMarked(name=name))
 
@@ -222,7 +222,7 @@ class MetricsScreen(RunScreen):
         except OSError as error:
             self._post(plot_view.ComparisonRead(compared=None))
             text = f"the metrics of {run} cannot be read: {error}"
-            self.post_message(StateChanged(MessageShown(severity="error", text=text, time=self._state.now)))
+            self.post_message(StateChanged(MessageShown(severity="error", text=text)))
             return
         self._post(plot_view.ComparisonRead(compared=ComparedRun(run=run, history=history)))
 
