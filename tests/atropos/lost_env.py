@@ -1,4 +1,4 @@
-"""An environment that hands on only the first of its servers: Atropos then asks ports 9004 to 9007 in its place."""
+"""An environment that passes on only the first of its servers: Atropos then uses ports 9004 to 9007 instead."""
 
 from sorting_env import SortingEnv
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -20,10 +21,11 @@ from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
 
 ENVIRONMENT = Path(__file__).with_name("sorting_env.py")
 Process = subprocess.Popen[bytes] | Forked
+NO_RESTARTS: Mapping[str, Callable[[], None]] = MappingProxyType({})
 
 
 class Stack:
-    """Processes by name, each with a log in one folder; whatever still runs at the end is ended."""
+    """Processes by name, each with a log in one folder."""
 
     def __init__(self, folder: Path, stock: Path, *, token: str | None = None) -> None:
         self.folder, self.stock = folder, stock
@@ -32,7 +34,7 @@ class Stack:
         self.server_url = f"http://127.0.0.1:{self.server_port}"
         self.processes: dict[str, Process] = {}
         self._headers = authorization(token)
-        temporary = folder / "tmp"  # for what the stock environment's W&B leaves, and whoever is killed
+        temporary = folder / "tmp"  # W&B of the stock environment and killed processes leave files
         temporary.mkdir(exist_ok=True)
         self._environment = {
             **os.environ,
@@ -43,26 +45,16 @@ class Stack:
         }
 
     def start_api(self) -> None:
-        """Our rollout API; started again it goes on with what it had."""
+        """Our rollout API; started again it continues with its stored state."""
         flags = ("--port", str(self.api_port), "--store", str(self.folder / "rollouts.sqlite"))
         self.start_ours("api", "api", *flags)
         self.wait_until(lambda: self.answers(f"{self.api_url}/info"))
 
     def start_server(self, model: Path, *flags: str) -> None:
         """Our inference server, on torch and one core."""
-        shape = (
-            "--engine",
-            "torch",
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--threads",
-            "1",
-            "--max-model-len",
-            "64",
-        )
-        self.start_ours("server", "server", "--model-name", str(model), *shape, "--port", str(self.server_port), *flags)
+        shape = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--max-model-len", "64")
+        server = ("--engine", "torch", "--model-name", str(model), "--port", str(self.server_port))
+        self.start_ours("server", "server", *server, *shape, *flags)
         self.wait_until(lambda: self.answers(f"{self.server_url}/health"))
 
     def start_env(self, model: str, *flags: str, file: Path = ENVIRONMENT) -> None:
@@ -72,12 +64,12 @@ class Stack:
         self.start("env", sys.executable, "-m", "grpo_engine", "atropos-env", *words, *urls, *flags)
 
     def start_ours(self, name: str, *words: str) -> None:
-        """A command of ours, without the seconds of its imports."""
+        """Start a command of ours without its import time."""
         log = self.folder / f"{name}.log"
         self.processes[name] = Forked(*words, log=log, folder=self.folder, environment=self._environment)
 
     def start(self, name: str, *argv: str) -> None:
-        """Any command."""
+        """Start any command."""
         environment = self._environment
         if argv[0] != sys.executable:  # stock Atropos does not see this checkout
             environment = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
@@ -87,7 +79,7 @@ class Stack:
             )
 
     def end(self, name: str, number: int = signal.SIGTERM) -> int:
-        """End one by a signal; its exit code."""
+        """End a process by a signal; its exit code."""
         process = self.processes.pop(name)
         process.send_signal(number)
         return process.wait(30)
@@ -99,17 +91,19 @@ class Stack:
         path = self.folder / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
-    def wait_until(self, is_so: Callable[[], bool], *, but_for: Mapping[str, Callable[[], None]] | None = None) -> None:
-        """Wait for something, for as long as nobody has failed; the limit is the test's own.
+    def wait_until(
+        self, holds: Callable[[], bool], *, restarts: Mapping[str, Callable[[], None]] = NO_RESTARTS
+    ) -> None:
+        """Wait until a condition holds, while no process fails; the limit is that of the test.
 
         Args:
-            but_for: how to start those again that may fail meanwhile, as a supervisor would.
+            restarts: processes that may fail, and how to start them again, as a supervisor would.
         """
-        while not is_so():
+        while not holds():
             for name, process in list(self.processes.items()):
                 if process.poll() not in (None, 0):
-                    assert name in (but_for or {}), f"{name}: {self.log(name)[-4000:]}"
-                    but_for[name]()
+                    assert name in restarts, f"{name}: {self.log(name)[-4000:]}"
+                    restarts[name]()
             time.sleep(0.05)  # the interval of a probe
 
     def answers(self, url: str) -> bool:
@@ -119,7 +113,7 @@ class Stack:
             return False
 
     def ask(self, method: str, path: str, **body: Any) -> httpx.Response:
-        """A question to the API, with a JSON body, as stock clients ask."""
+        """Send a request to the API with a JSON body, as stock clients do."""
         return httpx.request(
             method, f"{self.api_url}{path}", json=body or None, headers=self._headers, timeout=10, trust_env=False
         )

@@ -1,4 +1,4 @@
-"""A profile with a stock environment, through the command line: it ends by itself, and nothing of it is left."""
+"""A profile with a stock environment, through the command line: the run finishes, and no process is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,12 +59,6 @@ needs = {{ api = "ready", vllm = "ready" }}
 """
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as workplace:
-        yield workplace
-
-
 def num_steps(place: Workplace) -> int:
     path = place.run_folder() / "metrics.jsonl"
     return len(path.read_bytes().splitlines()) if path.exists() else 0
@@ -73,25 +66,22 @@ def num_steps(place: Workplace) -> int:
 
 @pytest.mark.extended("test_atropos_stack.py kills the API under a stock environment")
 def test_a_run_with_a_stock_environment_survives_its_api_and_leaves_nothing(
-    place: Workplace, stock: Path, tiny_model_dir: Path
+    tmp_path: Path, stock: Path, tiny_model_dir: Path
 ) -> None:
-    api, vllm = place.ports = free_ports(2)
-    place.profile(PROFILE.format(api=api, vllm=vllm, file=ENVIRONMENT, python=stock / "python", steps=STEPS))
-    place.up()
-    while num_steps(place) < 3:
-        time.sleep(0.05)  # the limit is the test's own
-    os.kill(place.pid("api"), signal.SIGKILL)
-    done = place.grpo("up", "--profile", "p", "--wait", "finished", limit_s=120)
-    assert done.returncode == 0, done.stderr
-    status = place.status()
-    services = {each.name: each for each in status.services}
-    assert status.state is RunState.FINISHED
-    assert services["api"].restarts == 1
-    assert services["trainer"].restarts == 0
-    assert (services["trainer"].state, services["env"].state) == (ServiceState.FINISHED, ServiceState.STOPPED)
-    steps = [json.loads(line)["step"] for line in (place.run_folder() / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, STEPS + 1))
-    written = yaml.safe_load((place.run_folder() / "env.yaml").read_text())
-    assert written["env"]["tokenizer_name"] == str(tiny_model_dir)
-    assert [server["base_url"] for server in written["openai"]] == [f"http://127.0.0.1:{vllm}/v1"] * 2
-    assert place.survivors() == []
+    with open_workplace(tmp_path) as place:
+        api, vllm = place.ports = free_ports(2)
+        place.up(PROFILE.format(api=api, vllm=vllm, file=ENVIRONMENT, python=stock / "python", steps=STEPS))
+        while num_steps(place) < 3:
+            time.sleep(0.05)  # the limit is that of the test
+        os.kill(place.pid("api"), signal.SIGKILL)
+        place.succeed("up", "--profile", "p", "--wait", "finished", limit_s=120)
+        assert place.status().state is RunState.FINISHED
+        assert (place.service("api").restarts, place.service("trainer").restarts) == (1, 0)
+        assert place.service("trainer").state is ServiceState.FINISHED
+        assert place.service("env").state is ServiceState.STOPPED
+        steps = [json.loads(line)["step"] for line in (place.run_folder() / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, STEPS + 1))
+        written = yaml.safe_load((place.run_folder() / "env.yaml").read_text())
+        assert written["env"]["tokenizer_name"] == str(tiny_model_dir)
+        assert [server["base_url"] for server in written["openai"]] == [f"http://127.0.0.1:{vllm}/v1"] * 2
+        assert place.survivors() == []

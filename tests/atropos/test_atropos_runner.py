@@ -1,4 +1,4 @@
-"""The runner of stock environments: their process, their settings file, and what it says when they are lost."""
+"""The runner of stock environments: their process, their settings file, and the report of an idle one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from grpo_tui.supervisor.keeper.proc import identify
 
 pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(120)]
 
-TELLS = """
+WRITES_SETTINGS = """
 import json, os, sys, yaml
 os.write(1, b"out \\xff\\x00 no newline")
 os.write(2, b"err\\n")
 with open(sys.argv[3]) as file:
-    told = {"argv": sys.argv[1:3], "unbuffered": os.environ["PYTHONUNBUFFERED"], **yaml.safe_load(file)}
-with open("told.json", "w") as file:
-    json.dump(told, file)
+    settings = {"argv": sys.argv[1:3], "unbuffered": os.environ["PYTHONUNBUFFERED"], **yaml.safe_load(file)}
+with open("settings.json", "w") as file:
+    json.dump(settings, file)
 sys.exit(7)
 """
-TRAPS = """
+HANDLES_SIGNALS = """
 import signal, sys
 def leave(number, frame):
     print("got", number, flush=True)
@@ -38,7 +38,7 @@ for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, leave)
 print("up", flush=True)
 while True: signal.pause()
 """
-LEAVES_SOMEBODY = """
+LEAVES_A_PROCESS = """
 import subprocess, sys
 print(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid, flush=True)
 """
@@ -46,7 +46,7 @@ print(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, stock: Path, tiny_model_dir: Path) -> Iterator[Stack]:
-    """With a run whose trainer waits, and an environment that is lost: it takes long to start, beside the tests."""
+    """A run whose trainer waits, and an environment with a wrong server: it takes long to start, beside the tests."""
     stack = Stack(tmp_path_factory.mktemp("runner"), stock)
     run = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": 0}
     try:
@@ -61,7 +61,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, stock: Path, tiny_model_dir:
 
 
 class Runner:
-    """The runner with a program in an environment's place, its output in pipes."""
+    """The runner with a program as its environment, and pipes for the output."""
 
     def __init__(self, stack: Stack, folder: Path, program: str, *flags: str) -> None:
         file = folder / "program.py"
@@ -69,7 +69,11 @@ class Runner:
         argv = [sys.executable, "-m", "grpo_engine", "atropos-env", "--file", str(file), "--model-name", "some/model"]
         argv += ["--python", str(stack.stock / "python"), "--rollout-server-url", stack.api_url, *flags]
         pipe = subprocess.PIPE
-        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(folder)}  # a killed one leaves its file
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.getcwd(),
+            "TMPDIR": str(folder),
+        }
         self.process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=pipe, stderr=pipe)
 
     def line(self) -> str:
@@ -86,19 +90,19 @@ def is_gone(pid: int) -> bool:
 
 
 def test_output_and_exit_code_are_those_of_the_environment(stack: Stack, tmp_path: Path) -> None:
-    code, out, err = Runner(stack, tmp_path, TELLS).end()
+    code, out, err = Runner(stack, tmp_path, WRITES_SETTINGS).end()
     assert code == 7
     assert out == b"out \xff\x00 no newline"
     assert b"\nerr\n" in err
 
 
-def test_an_environment_finds_its_settings_in_a_file_that_names_our_server_twice(stack: Stack, tmp_path: Path) -> None:
+def test_the_settings_file_of_an_environment_names_our_server_twice(stack: Stack, tmp_path: Path) -> None:
     flags = ("--inference-url", "http://127.0.0.1:9/v1", "--group-size", "4", "--yaml-file", "kept.yaml")
-    Runner(stack, tmp_path, TELLS, *flags, "--set", "settings.lr=1e-5", "--set", "server.timeout=60").end()
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told["argv"] == ["serve", "--config"]
-    assert told["unbuffered"] == "1"
-    assert told["env"] == {
+    Runner(stack, tmp_path, WRITES_SETTINGS, *flags, "--set", "settings.lr=1e-5", "--set", "server.timeout=60").end()
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["argv"] == ["serve", "--config"]
+    assert settings["unbuffered"] == "1"
+    assert settings["env"] == {
         **{"tokenizer_name": "some/model", "use_wandb": False, "group_size": 4, "lr": 1e-5},
         **{"rollout_server_url": stack.api_url, "total_steps": 1_000_000_000},
     }
@@ -106,15 +110,15 @@ def test_an_environment_finds_its_settings_in_a_file_that_names_our_server_twice
         **{"model_name": "some/model", "tokenizer_name": "some/model", "base_url": "http://127.0.0.1:9/v1"},
         **{"server_type": "vllm", "api_key": "x", "timeout": 60},
     }
-    assert told["openai"] == [server, server]
+    assert settings["openai"] == [server, server]
     assert (tmp_path / "kept.yaml").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_and_the_exit_code_comes_back(
+def test_a_signal_is_passed_on_and_the_exit_code_is_returned(
     stack: Stack, tmp_path: Path, number: signal.Signals
 ) -> None:
-    runner = Runner(stack, tmp_path, TRAPS)
+    runner = Runner(stack, tmp_path, HANDLES_SIGNALS)
     assert runner.line() == "up"
     runner.process.send_signal(number)
     code, out, _ = runner.end()
@@ -123,7 +127,7 @@ def test_a_signal_is_passed_on_and_the_exit_code_comes_back(
 
 
 def test_processes_that_an_environment_leaves_behind_are_ended(stack: Stack, tmp_path: Path) -> None:
-    runner = Runner(stack, tmp_path, LEAVES_SOMEBODY)
+    runner = Runner(stack, tmp_path, LEAVES_A_PROCESS)
     left = int(runner.line())
     code, _, _ = runner.end()
     assert code == 0
@@ -136,24 +140,24 @@ def test_an_environment_does_not_outlive_a_killed_runner(stack: Stack, tmp_path:
     runner.process.kill()
     runner.process.communicate(timeout=30)
     while not is_gone(environment):
-        time.sleep(0.02)  # the limit is the test's own
+        time.sleep(0.02)  # the limit is that of the test
 
 
-def test_an_api_that_requires_another_token_is_refused_with_the_reason(stack: Stack, tmp_path: Path) -> None:
+def test_an_api_that_requires_another_token_is_an_error(stack: Stack, tmp_path: Path) -> None:
     guarded = Stack(tmp_path, stack.stock)
     try:
         words = ("--port", str(guarded.api_port), "--store", ":memory:", "--token", "secret")
         guarded.start_ours("api", "api", *words)
         guarded.wait_until(lambda: guarded.answers(f"{guarded.api_url}/info"))
-        code, _, err = Runner(guarded, tmp_path, TELLS).end()
+        code, _, err = Runner(guarded, tmp_path, WRITES_SETTINGS).end()
     finally:
         guarded.end_all()
     assert code == 2
     assert b"requires another token: set $GRPO_API_TOKEN" in err
 
 
-def test_an_environment_that_uses_another_server_is_reported_with_what_was_checked(stack: Stack) -> None:
-    """It registers, waits for groups of its own, and says nothing at all: ports 9004 to 9007 do not answer."""
+def test_an_environment_that_uses_another_server_is_reported_with_the_state_of_the_queue(stack: Stack) -> None:
+    """It registers and then waits without a line of output: ports 9004 to 9007 do not answer."""
     stack.wait_until(lambda: "no request has reached" in stack.log("env"))
     (said,) = [line for line in stack.log("env").splitlines() if "no request has reached" in line]
     assert re.search(rf"the inference server {stack.server_url} for [3-9] s, while the trainer waits for groups", said)

@@ -1,4 +1,4 @@
-"""The stock trainer, really run, against our API and our inference server, with a stock environment."""
+"""The stock trainer against our API and our inference server, with a stock environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stack(tmp_path: Path, stock: Path) -> Iterator[Stack]:
         stack.end_all()
 
 
-def test_the_stock_trainer_goes_on_after_our_api_was_killed(stack: Stack, tiny_model_dir: Path) -> None:
+def test_the_stock_trainer_continues_after_our_api_was_killed(stack: Stack, tiny_model_dir: Path) -> None:
     stack.start_api()
     stack.start_server(tiny_model_dir, "--enable-lora")
     flags = ("--group-size", "4", "--max-batches-offpolicy", "2", "--max-token-length", "64")
@@ -42,11 +42,11 @@ def test_the_stock_trainer_goes_on_after_our_api_was_killed(stack: Stack, tiny_m
     stack.end("api", 9)
     stack.start_api()
     trainer = stack.processes["trainer"]
-    stack.wait_until(lambda: trainer.poll() is not None, but_for={"env": start_env})
-    said = stack.log("trainer")
-    assert trainer.wait() == 0, said
-    assert [int(step) for step in re.findall(rf"^Step (\d+)/{STEPS}$", said, re.MULTILINE)] == list(range(1, STEPS + 1))
-    assert said.count("[LORA] ✓ Hot-swapped adapter via custom API") >= STEPS // 2
-    assert "✗" not in said
-    assert "WARNING] ref_logprobs" not in said  # every group brought its log-probabilities
-    assert "Training finished." in said
+    stack.wait_until(lambda: trainer.poll() is not None, restarts={"env": start_env})
+    log = stack.log("trainer")
+    assert trainer.wait() == 0, log
+    assert [int(step) for step in re.findall(rf"^Step (\d+)/{STEPS}$", log, re.MULTILINE)] == list(range(1, STEPS + 1))
+    assert log.count("[LORA] ✓ Hot-swapped adapter via custom API") >= STEPS // 2
+    assert "✗" not in log
+    assert "WARNING] ref_logprobs" not in log  # every group brought its log-probabilities
+    assert "Training finished." in log

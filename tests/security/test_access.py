@@ -191,7 +191,7 @@ def test_a_run_has_a_token_that_survives_restarts_of_services_and_of_the_supervi
     assert len(token) >= 43
     assert token in (folder / "tells.log").read_text()
     assert (register(port), register(port, token)) == (401, 200)
-    place.lose_daemon()
+    place.kill_supervisor()
     assert place.grpo("restart", "api", "--wait").returncode == 0
     assert (register(port), register(port, token)) == (401, 200)
     assert place.grpo("upgrade").returncode == 0

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from workplace import POLITE, open_workplace, service
+from workplace import IDLE, open_workplace, service
 
 from grpo_engine.errors import GrpoError
 from grpo_tui import paths
 from grpo_tui.client import launch
 
-WRITES = "import os; open(os.environ['GRPO_TUI_RUN_FOLDER'] + '/written', 'w')\n" + POLITE
+WRITES = "import os; open(os.environ['GRPO_TUI_RUN_FOLDER'] + '/written', 'w')\n" + IDLE
 
 
 def open_to_others(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from terminal import Terminal
-from workplace import POLITE, Workplace, open_workplace, service
+from workplace import IDLE, Workplace, open_workplace, service
 
 from grpo_engine.wire.run_folder import KEEPERS, METRICS_FILE, STATE_FILE
 from grpo_tui.supervisor.keeper.proc import identify
@@ -81,7 +81,7 @@ def test_a_state_file_that_names_a_living_process_starts_no_supervisor(workplace
 
 @pytest.mark.slow
 def test_a_folder_that_others_may_write_to_is_only_read(workplace: Workplace) -> None:
-    workplace.profile(service("trainer", POLITE))
+    workplace.profile(service("trainer", IDLE))
     workplace.up()
     folder = workplace.run_folder()
     folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Services as processes without their import time: forked from a process that has imported everything.
+"""Services in processes without their import time: forked from a process that has imported everything.
 
 Each is a real process with its own PID, environment, folder and log, and reacts to signals. It is not started by the
 command line: `test_train_processes.py` and the system tests do that.

@@ -1,6 +1,6 @@
-"""A program in a pseudo-terminal, as a person has it before them: what stands on the screen, and keys.
+"""A program in a pseudo-terminal: the characters that its screen shows, and keys.
 
-pyte says what the terminal shows. It knows no alternate screen: that one was left is seen in what was written.
+pyte emulates the terminal. It has no alternate screen: whether that was left is read from the output.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -26,7 +27,7 @@ UP, DOWN, CTRL_L = "\x1b[A", "\x1b[B", "\x0c"
 
 
 class Terminal:
-    """One program on a terminal of its own, which is its controlling one."""
+    """One program, and its controlling terminal."""
 
     def __init__(
         self,
@@ -39,12 +40,12 @@ class Terminal:
     ) -> None:
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
-        self._ours, self._theirs = pty.openpty()  # theirs stays open: its settings are read after they have gone
+        self._ours, self._theirs = pty.openpty()  # theirs stays open: its settings are read at the end
         self._set_size(columns, rows)
         self.settings_before = self.settings
         self._is_open = True
         self.written = bytearray()
-        """All that the program wrote."""
+        """All output of the program."""
         self.last_heard_at = self.started_at = time.monotonic()
         self.process = subprocess.Popen(
             list(argv),
@@ -54,12 +55,12 @@ class Terminal:
             stdout=self._theirs,
             stderr=self._theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
 
     @property
     def rows(self) -> list[str]:
-        """What stands on the screen."""
+        """The lines of the screen."""
         return self._screen.display
 
     @property
@@ -69,11 +70,11 @@ class Terminal:
 
     @property
     def settings(self) -> list[Any]:
-        """How the terminal is set: echo, line by line or key by key."""
+        """The settings of the terminal, such as echo."""
         return termios.tcgetattr(self._theirs)
 
     def take(self, limit_s: float) -> bytes:
-        """What the program writes within the limit, as soon as there is something; it is not on the screen yet."""
+        """Read what the program writes within the limit, as soon as there is something; it is not on the screen yet."""
         if not select.select([self._ours], [], [], max(0.0, limit_s))[0]:
             return b""
         data = os.read(self._ours, 1 << 16)
@@ -82,24 +83,24 @@ class Terminal:
         return data
 
     def put(self, data: bytes) -> None:
-        """Put on the screen what was taken."""
+        """Write to the screen."""
         self._stream.feed(data)
 
     def listen(self, limit_s: float) -> bytes:
-        """Put on the screen what the program writes within the limit; returns as soon as there is something."""
+        """Show what the program writes within the limit; returns as soon as there is something."""
         data = self.take(limit_s)
         self.put(data)
         return data
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Take in what is written until the screen has come so far."""
+        """Show what is written until a condition holds."""
         deadline = time.monotonic() + DEADLINE_S
         while not is_so():
-            assert time.monotonic() < deadline, f"it never came true; the screen says:\n{self.text}"
+            assert time.monotonic() < deadline, f"the condition did not become true; the screen shows:\n{self.text}"
             self.listen(0.05)
 
     def shows(self, *words: str) -> None:
-        """Wait until all of these stand on the screen."""
+        """Wait until the screen shows all of these."""
         self.until(lambda: all(word in self.text for word in words))
 
     def press(self, keys: str) -> None:
@@ -107,12 +108,12 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     def resize(self, columns: int, rows: int) -> None:
-        """Drag the window's corner."""
+        """Change the size of the terminal, which sends SIGWINCH."""
         self._screen.resize(rows, columns)
         self._set_size(columns, rows)
 
     def ends(self) -> int:
-        """Wait until the program has gone and all that it wrote was taken in; its exit code."""
+        """Wait until the program has ended and its output is shown; its exit code."""
         self.until(lambda: self.process.poll() is not None)
         while self.listen(0.0):
             pass
@@ -120,13 +121,13 @@ class Terminal:
         return self.process.returncode
 
     def drop(self) -> None:
-        """Take the terminal away under the program, as a line that drops does."""
+        """Close the terminal under the program, as a dropped connection does."""
         os.close(self._theirs)
         os.close(self._ours)
         self._is_open = False
 
     def close(self) -> None:
-        """Put the terminal away, and end the program where it still runs."""
+        """Close the terminal, and kill the program if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -135,3 +136,8 @@ class Terminal:
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup

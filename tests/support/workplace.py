@@ -1,4 +1,4 @@
-"""A folder with profiles where the command line is used as a person would, and the proof that nothing is left of it."""
+"""A folder with profiles in which tests use the command line, and the check that nothing is left of its runs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forked_commands import run_command
+from ports import free_port
 from stage import is_open
 
-from grpo_engine.wire.supervisor import RunStatus
+from grpo_engine.wire.supervisor import RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.keeper_process import Stat
 from grpo_tui.supervisor.keeper.proc import command_line, living, marker, send_signal
 
 DEADLINE_S = 30.0
-PYTHON = f"{sys.executable}"
+PYTHON = sys.executable
 
 SERVER = """
 import http.server, sys, time
@@ -44,10 +45,11 @@ Server(("127.0.0.1", int(sys.argv[1])), Page).serve_forever()
 """
 """Answers 503 for a while, then 200. (The plain HTTPServer asks for the machine's name, which may take seconds.)"""
 
-DEAF = (
-    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\nwhile 1: signal.pause()"
-)
-POLITE = "import signal; print('up', flush=True); signal.pause()"
+IDLE = "import signal; print('up', flush=True); signal.pause()"
+IGNORES_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{IDLE}"
+RECORDS_START = f"import os, sys; open(sys.argv[1], 'a').write(f'{{sys.argv[2]}} {{os.getpid()}}\\n')\n{IDLE}"
+UP = "{ log = '^up$', interval_s = 0.02 }"
+"""The readiness probe of these three."""
 
 
 def service(name: str, program: str, *arguments: object, **settings: object) -> str:
@@ -58,16 +60,16 @@ def service(name: str, program: str, *arguments: object, **settings: object) -> 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other processes bring about."""
+    """Wait for something that other processes cause."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.01)
 
 
 @dataclass(kw_only=True)
 class Workplace:
-    """The folder, and what is done in it."""
+    """The folder, and the commands that are run in it."""
 
     folder: Path
     runtime: Path
@@ -75,13 +77,13 @@ class Workplace:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What commands run in: sockets and what is temporary in folders of this test's own."""
+        """The environment of commands: sockets and temporary files go to folders of this test."""
         own = {"XDG_RUNTIME_DIR": str(self.runtime), "TMPDIR": str(self.temporary)}
         return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 
     @property
     def temporary(self) -> Path:
-        """Where whatever is started here puts what is temporary."""
+        """TMPDIR of all that is started here."""
         return self.runtime / "tmp"
 
     def profile(self, *services: str, name: str = "p") -> None:
@@ -89,13 +91,40 @@ class Workplace:
         (self.folder / "profiles").mkdir(exist_ok=True)
         (self.folder / "profiles" / f"{name}.toml").write_text("\n".join(services))
 
+    def recorded(self, name: str = "a", **settings: object) -> str:
+        """A service whose starts `starts` lists."""
+        return service(name, RECORDS_START, self.folder / "starts", name, **{"ready": UP, **settings})
+
+    def server(self, *, loads_s: float = 0.0, within_s: float = 60, **settings: object) -> str:
+        """A service `a` that answers 200 to its probe after `loads_s`, on a port that is appended to `ports`."""
+        port = free_port()
+        self.ports.append(port)
+        ready = f"{{ http = 'http://127.0.0.1:{port}/health', interval_s = 0.05, within_s = {within_s} }}"
+        return service("a", SERVER, port, loads_s, **{"ports": [port], "ready": ready, **settings})
+
+    def starts(self) -> list[tuple[str, int]]:
+        """Name and PID of every process that recorded services have started."""
+        lines = (self.folder / "starts").read_text().splitlines()
+        return [(name, int(pid)) for name, pid in map(str.split, lines)]
+
     def grpo(self, *arguments: object, limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run `grpo-tui` and wait."""
         return run_command([*map(str, arguments)], cwd=self.folder, env=self.environment, timeout_s=limit_s)
 
+    def succeed(self, *arguments: object, limit_s: float = 60.0) -> str:
+        """Run `grpo-tui`, which must exit with 0; its output."""
+        done = self.grpo(*arguments, limit_s=limit_s)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         """Run `grpo-tui` beside the test."""
         return subprocess.Popen(self.argv(*arguments), **self._how())
+
+    def python(self, program: str) -> subprocess.CompletedProcess[str]:
+        """Run a Python program that imports ours."""
+        argv = [PYTHON, "-P", "-c", program]
+        return subprocess.run(argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
 
     def argv(self, *arguments: object) -> list[str]:
         """The command line of a command."""
@@ -105,39 +134,69 @@ class Workplace:
         pipe = subprocess.PIPE
         return {"cwd": self.folder, "env": self.environment, "text": True, "stdout": pipe, "stderr": pipe}
 
-    def up(self, *arguments: object) -> str:
-        """Bring the profile `p` up until it is ready; the id of the run."""
-        done = self.grpo("up", "--profile", "p", "--detach", "--wait", "ready", *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    def launch(self, *services: str) -> None:
+        """Start a run of these services, without waiting until they are ready."""
+        self.profile(*services)
+        self.succeed("up", "--profile", "p", "--detach")
 
-    def status(self, *arguments: object) -> RunStatus:
+    def up(self, *services: str, flags: Sequence[str] = ()) -> str:
+        """Start a run of these services, or of the profile as it is, and wait until it is ready; the id of the run."""
+        if services:
+            self.profile(*services)
+        return self.succeed("up", "--profile", "p", "--detach", "--wait", "ready", *flags).strip()
+
+    def status(self) -> RunStatus:
         """The status document of the run."""
-        done = self.grpo("status", *arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return RunStatus.model_validate_json(done.stdout)
+        return RunStatus.model_validate_json(self.succeed("status", "--json"))
 
-    def pid(self, name: str) -> int:
+    def service(self, name: str = "a") -> ServiceStatus:
+        """The status of a service."""
+        return next(each for each in self.status().services if each.name == name)
+
+    def until_state(self, state: ServiceState, name: str = "a", *, attempt: int | None = None) -> None:
+        """Wait until a service is in this state, in this attempt if one is given."""
+
+        def is_reached() -> bool:
+            now = self.service(name)
+            return now.state is state and attempt in (None, now.attempt)
+
+        until(is_reached)
+
+    def pid(self, name: str = "a") -> int:
         """The main process of a service."""
-        pid = next(each.pid for each in self.status().services if each.name == name)
+        pid = self.service(name).pid
         assert pid is not None
         return pid
+
+    def supervisor(self) -> SupervisorInfo:
+        """The supervisor of the run, which must have one."""
+        supervisor = self.status().supervisor
+        assert supervisor is not None
+        return supervisor
 
     def run_folder(self) -> Path:
         """The folder of the only run."""
         (found,) = [path for path in (self.folder / "logs").iterdir() if path.is_dir()]
         return found
 
-    def lose_daemon(self) -> None:
-        """SIGKILL to the run's daemon, and wait until it is gone."""
-        supervisor = self.status().supervisor
-        assert supervisor is not None
-        os.kill(supervisor.pid, signal.SIGKILL)
-        until(lambda: all(each.pid != supervisor.pid for each in living()))
+    def log(self, name: str = "supervisor") -> str:
+        """The log of a service, or of the supervisor."""
+        return (self.run_folder() / f"{name}.log").read_text(errors="replace")
+
+    def kill_supervisor(self) -> None:
+        """SIGKILL to the run's supervisor, and wait until it is gone."""
+        pid = self.supervisor().pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: all(each.pid != pid for each in living()))
 
     def survivors(self) -> list[Stat]:
-        """Everybody alive who was started for a run below this folder, or supervises one."""
+        """All processes that were started for a run below this folder, without their supervisors."""
         return [each for each in living() if each.pid != os.getpid() and self._is_ours(each.pid)]
+
+    def supervisors(self) -> list[Stat]:
+        """All supervisors of runs of this test, even one that is about to exit."""
+        folder = f"XDG_RUNTIME_DIR={self.runtime}".encode()
+        return [each for each in living() if each.pid != os.getpid() and folder in _environment(each.pid)]
 
     def _is_ours(self, pid: int) -> bool:
         mark = marker(pid)
@@ -145,19 +204,29 @@ class Workplace:
         return (mark is not None and (mark.run_folder or "").startswith(folder)) or folder in command_line(pid)
 
 
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has exited, or is of another user
+        return []
+
+
 @contextmanager
 def open_workplace(folder: Path) -> Iterator[Workplace]:
-    """A workplace of which nothing may be left; a survivor fails the test, and is ended by its pid."""
+    """A workplace of which nothing may be left; a process that is left fails the test, and is killed by its PID."""
     runtime = Path(tempfile.mkdtemp(prefix="grpo-test-"))
     place = Workplace(folder=folder, runtime=runtime)
     place.temporary.mkdir()
     shared_before = set(os.listdir("/dev/shm"))
     try:
         yield place
+        if place.survivors() or place.supervisors():
+            done = place.grpo("down")
+            assert done.returncode in (0, 5), done.stderr  # 5: the run has ended meanwhile
     finally:
         left = place.survivors()
         names = [command_line(each.pid)[-160:] for each in left]
-        for each in left:
+        for each in [*left, *place.supervisors()]:
             send_signal(each, signal.SIGKILL)
         sockets = [path.name for path in runtime.rglob("*.sock")]
         temporary = os.listdir(place.temporary)

@@ -1,30 +1,25 @@
-"""What any supervised program may ask for, asked for and then looked up in the program's own process."""
+"""Settings of any service: cores, priority, environment, stop signal and memory limit, observed in its process."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pickle
 import re
-import signal
 import stat as modes
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage import Stage, open_stage, python, until
-from workplace import POLITE, Workplace, open_workplace, service
+from stage import Stage, python, until
+from workplace import IDLE, UP, Workplace, service
 
 from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.services.base import read_env_file
-from grpo_tui.supervisor.report.broadcast import Broadcast
 from grpo_tui.supervisor.usage.cpu_memory import MemoryLimits, UsageReader
-from grpo_tui.supervisor.usage.sampling import Sampler
 
 WRITES_ENVIRONMENT = """
 import json, os, sys
@@ -38,13 +33,6 @@ held = bytearray(b"1") * int(sys.argv[1])
 print("grown", flush=True)
 signal.pause()
 """
-GROWS_WHEN_ASKED = f"""
-import signal
-signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})
-print("small", flush=True)
-signal.sigwait({{signal.SIGUSR1}})
-{GROWS}
-"""
 SHARES = """
 import os, signal, sys
 held = bytearray(b"1") * int(sys.argv[1])
@@ -53,13 +41,13 @@ for _ in range(4):
 print("grown", flush=True)
 signal.pause()
 """
-"""Five processes that hold the same memory, as the workers of a data loader do."""
-TELLS_SIGNAL = """
+"""Five processes that share memory, as the workers of a data loader do."""
+PRINTS_SIGNAL = """
 import signal, sys
-def tell(number, _):
+def print_and_exit(number, _):
     print("got", signal.Signals(number).name, flush=True)
     sys.exit(0)
-for name in ("SIGTERM", "SIGINT", "SIGUSR2"): signal.signal(getattr(signal, name), tell)
+for name in ("SIGTERM", "SIGINT", "SIGUSR2"): signal.signal(getattr(signal, name), print_and_exit)
 print("up", flush=True)
 while True: signal.pause()
 """
@@ -75,19 +63,7 @@ async def main():
     print((await keeper.exited()).error)
 asyncio.run(main())
 """
-"""Starts a service as somebody who may not be impolite, even where that is root."""
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with open_stage(tmp_path) as opened:
-        yield opened
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as workplace:
-        yield workplace
+"""Starts a service without the privilege to raise priorities, even as root."""
 
 
 def profile(folder: Path, settings: str) -> Path:
@@ -112,7 +88,7 @@ def planned_env(folder: Path, settings: str) -> dict[str, str]:
 # --- cores and priority ----------------------------------------------------------------------------------------------
 
 
-async def test_a_service_runs_on_its_cores_at_its_priority_and_so_does_what_it_starts(stage: Stage) -> None:
+async def test_a_service_and_its_children_run_on_its_cores_at_its_priority(stage: Stage) -> None:
     core = max(os.sched_getaffinity(0))
     starts_child = f"import subprocess; subprocess.run({python(SHOW_STATUS)!r}); import signal; signal.pause()"
     keeper = await stage.start(*python(starts_child, stage.token), cpus=(core,), nice=7)
@@ -126,22 +102,22 @@ async def test_a_service_runs_on_its_cores_at_its_priority_and_so_does_what_it_s
     await keeper.exited()
 
 
-@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not weigh sessions")
-async def test_a_priority_counts_between_services_where_the_kernel_weighs_sessions(stage: Stage) -> None:
-    keeper = await stage.start(*python(POLITE, stage.token), nice=7)
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel has no autogroups")
+async def test_a_priority_is_that_of_the_autogroup_too(stage: Stage) -> None:
+    keeper = await stage.start(*python(IDLE, stage.token), nice=7)
     assert contents(keeper.main_pid, "autogroup").endswith(" nice 7\n")
     keeper.kill()
     await keeper.exited()
 
 
-async def test_a_service_that_asks_for_nothing_has_the_cores_and_the_priority_of_its_supervisor(stage: Stage) -> None:
+async def test_a_service_without_settings_has_the_cores_and_the_priority_of_its_supervisor(stage: Stage) -> None:
     keeper = await stage.start(*python(SHOW_STATUS, stage.token))
     await keeper.exited()
     assert f"cores {sorted(os.sched_getaffinity(0))} nice {os.nice(0)}" in stage.log().splitlines()
 
 
-@pytest.mark.parametrize("others", [(), (0,)], ids=["none is there", "one is there"])
-async def test_a_core_that_does_not_exist_fails_the_start_and_is_named(stage: Stage, others: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("others", [(), (0,)], ids=["none exists", "one exists"])
+async def test_a_core_that_does_not_exist_fails_the_start(stage: Stage, others: tuple[int, ...]) -> None:
     keeper = await stage.start(*python(SHOW_STATUS, stage.token), cpus=(*others, 8000))
     report = await keeper.exited()
     assert report.code == 126
@@ -151,8 +127,8 @@ async def test_a_core_that_does_not_exist_fails_the_start_and_is_named(stage: St
     assert keeper.main_pid is None
 
 
-def test_a_priority_above_ones_privileges_fails_the_start_in_words(stage: Stage) -> None:
-    launch = stage.launch(*python(POLITE, stage.token), nice=-5)
+def test_a_priority_without_the_privilege_fails_the_start(stage: Stage) -> None:
+    launch = stage.launch(*python(IDLE, stage.token), nice=-5)
     done = subprocess.run(
         [sys.executable, "-c", UNPRIVILEGED, str(stage.folder), stage.run],
         input=pickle.dumps(launch),
@@ -169,7 +145,7 @@ def test_a_priority_above_ones_privileges_fails_the_start_in_words(stage: Stage)
 
 
 @pytest.mark.slow
-def test_env_files_reach_the_service_and_neither_a_readable_file_nor_the_plan_as_shown(place: Workplace) -> None:
+def test_values_of_env_files_reach_the_service_and_are_in_no_readable_file_or_shown_plan(place: Workplace) -> None:
     names, written = ("FIRST", "LATER", "OWN", "SPACED", "BARE"), place.folder / "environment"
     files = {"env_files": ["one.env", "more/two.env"], "env": "{ OWN = 'mine' }"}
     place.profile(service("a", WRITES_ENVIRONMENT, written, *names, **files))
@@ -177,8 +153,7 @@ def test_env_files_reach_the_service_and_neither_a_readable_file_nor_the_plan_as
     (folder / "more").mkdir()
     (folder / "one.env").write_text("# 1\nexport FIRST=pa$s${HOME}w#rd\nLATER=one-s3cret\nOWN=not-mine\n\nBARE\n")
     (folder / "more/two.env").write_text("LATER='two s3cret' # later wins\nSPACED=\"a\\nb\"\n")
-    done = place.grpo("up", "--profile", "p", "--wait", "finished")
-    assert done.returncode == 0, done.stderr
+    place.succeed("up", "--profile", "p", "--wait", "finished")
     assert json.loads(written.read_text()) == {
         "FIRST": "pa$s${HOME}w#rd", "LATER": "two s3cret", "OWN": "mine", "SPACED": "a\nb", "BARE": None,
     }  # fmt: skip
@@ -192,15 +167,6 @@ def test_env_files_reach_the_service_and_neither_a_readable_file_nor_the_plan_as
     assert "s3cret" not in place.grpo("plan", "--profile", "p").stdout
 
 
-@pytest.mark.slow
-def test_an_env_file_that_is_missing_refuses_the_start_and_leaves_no_run(place: Workplace) -> None:
-    place.profile(service("a", POLITE, env_files=["absent.env"]))
-    done = place.grpo("up", "--profile", "p", "--detach")
-    assert done.returncode == 2
-    assert "services.a.env_files: " in done.stderr
-    assert [path for path in (place.folder / "logs").glob("*") if path.is_dir()] == []
-
-
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -209,9 +175,9 @@ def test_an_env_file_that_is_missing_refuses_the_start_and_leaves_no_run(place: 
         (b"A=1\nB=x\0y\n", r"/a\.env, line 2: a NUL character, which no variable can hold: take it out"),
         (b"A=\xff\n", r"/a\.env: not UTF-8 text: invalid start byte at byte 2"),
     ],
-    ids=["missing", "a quote left open", "a NUL character", "not text"],
+    ids=["missing", "an open quote", "a NUL character", "not text"],
 )
-def test_an_env_file_that_cannot_be_read_is_named_with_its_setting_and_never_quoted(
+def test_an_env_file_that_cannot_be_read_is_an_error_without_its_content(
     tmp_path: Path, content: bytes | None, fault: str
 ) -> None:
     if content is not None:
@@ -220,7 +186,7 @@ def test_an_env_file_that_cannot_be_read_is_named_with_its_setting_and_never_quo
         planned_env(tmp_path, 'env_files = ["a.env"]')
 
 
-def test_a_byte_order_mark_and_the_line_ends_of_another_system_are_no_part_of_a_name_or_value(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_carriage_returns_are_not_part_of_a_name_or_value(tmp_path: Path) -> None:
     (tmp_path / "a.env").write_bytes(b"\xef\xbb\xbfA=1\r\nB=\r\n")
     assert read_env_file(tmp_path / "a.env", where="here") == {"A": "1", "B": ""}
 
@@ -235,7 +201,7 @@ def test_a_byte_order_mark_and_the_line_ends_of_another_system_are_no_part_of_a_
         ("", None, None),
     ],
 )
-def test_gpus_are_counted_as_nvidia_smi_counts_them_unless_the_profile_says_otherwise(
+def test_gpus_have_the_numbers_of_nvidia_smi_unless_the_profile_sets_another_order(
     tmp_path: Path, settings: str, devices: str | None, order: str | None
 ) -> None:
     (tmp_path / "a.env").write_text("CUDA_DEVICE_ORDER=FASTEST_FIRST\nCUDA_VISIBLE_DEVICES=7\n")
@@ -248,20 +214,18 @@ def test_gpus_are_counted_as_nvidia_smi_counts_them_unless_the_profile_says_othe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.extended("SIGUSR2 here")), "SIGUSR2"])
-def test_a_service_is_stopped_with_the_signal_it_asked_for(place: Workplace, name: str) -> None:
-    place.profile(service("a", TELLS_SIGNAL, stop_signal=json.dumps(name), ready="{ log = '^up$', interval_s = 0.02 }"))
-    place.up()
+def test_a_service_is_stopped_with_its_stop_signal(place: Workplace, name: str) -> None:
+    place.up(service("a", PRINTS_SIGNAL, stop_signal=json.dumps(name), ready=UP))
     assert place.grpo("stop", "a", "--wait").returncode == 0
-    assert (place.run_folder() / "a.log").read_text().splitlines()[-1] == f"got {name}"
-    assert place.grpo("down").returncode == 0
+    assert place.log("a").splitlines()[-1] == f"got {name}"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_service_over_its_memory_limit_is_told_once_in_each_attempt(stage: Stage) -> None:
-    told: list[tuple[str, int]] = []
-    limits = MemoryLimits({"a": 60_000_000}, lambda *over: told.append(over))
+async def test_a_memory_limit_is_reported_once_in_each_attempt(stage: Stage) -> None:
+    reported: list[tuple[str, int]] = []
+    limits = MemoryLimits({"a": 60_000_000}, lambda *over: reported.append(over))
     for attempt in (1, 2):
         (stage.folder / "a.log").unlink(missing_ok=True)
         keeper = await stage.start(*python(GROWS, 100_000_000, stage.token), attempt=attempt)
@@ -271,53 +235,28 @@ async def test_a_service_over_its_memory_limit_is_told_once_in_each_attempt(stag
             await limits.check(usage, {"a": keeper.identity.pid})
         keeper.kill()
         await keeper.exited()
-        assert [service for service, _ in told] == ["a"] * attempt
-    assert all(100_000_000 < held_bytes < 130_000_000 for _, held_bytes in told)
+        assert [service for service, _ in reported] == ["a"] * attempt
+    assert all(100_000_000 < held_bytes < 130_000_000 for _, held_bytes in reported)
 
 
-async def test_memory_that_the_processes_of_a_service_share_counts_once(stage: Stage) -> None:
-    told: list[tuple[str, int]] = []
+async def test_shared_memory_of_a_service_counts_once(stage: Stage) -> None:
+    reported: list[tuple[str, int]] = []
     keeper = await stage.start(*python(SHARES, 100_000_000, stage.token))
     await stage.says("grown")
     keepers = {"a": keeper.identity.pid}
     await until(lambda: len(UsageReader().sample(keepers)["a"].processes) == 5)
     usage = UsageReader().sample(keepers)
-    await MemoryLimits({"a": 200_000_000}, lambda *over: told.append(over)).check(usage, keepers)
+    await MemoryLimits({"a": 200_000_000}, lambda *over: reported.append(over)).check(usage, keepers)
     assert usage["a"].rss_bytes > 500_000_000
-    assert told == []
-    await MemoryLimits({"a": 90_000_000}, lambda *over: told.append(over)).check(usage, keepers)
-    [(_, held_bytes)] = told
+    assert reported == []
+    await MemoryLimits({"a": 90_000_000}, lambda *over: reported.append(over)).check(usage, keepers)
+    [(_, held_bytes)] = reported
     assert 100_000_000 < held_bytes < 150_000_000
     keeper.kill()
     await keeper.exited()
 
 
-@pytest.mark.slow
-async def test_the_sampler_tells_of_a_service_that_outgrows_its_limit_though_nobody_watches(stage: Stage) -> None:
-    over: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    keeper = await stage.start(*python(GROWS_WHEN_ASKED, 100_000_000, stage.token))
-    await stage.says("small")
-    sampler = Sampler(
-        Broadcast(),
-        lambda: {"a": keeper.identity.pid},
-        sampled=lambda: None,
-        ledger_changed=lambda: None,
-        limits={"a": 60_000_000},
-        over_limit=lambda *told: over.set_result(told),
-    )
-    sampling = asyncio.create_task(sampler.run())
-    await until(lambda: "a" in sampler.usage)
-    assert not over.done()
-    assert keeper.main_pid is not None
-    os.kill(keeper.main_pid, signal.SIGUSR1)
-    service, held_bytes = await over
-    assert (service, held_bytes > 100_000_000) == ("a", True)
-    sampling.cancel()
-    keeper.kill()
-    await keeper.exited()
-
-
-# --- values that cannot be -------------------------------------------------------------------------------------------
+# --- invalid values -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,7 +276,7 @@ async def test_the_sampler_tells_of_a_service_that_outgrows_its_limit_though_nob
         ),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_in_words(tmp_path: Path, settings: str, fault: str) -> None:
+def test_an_invalid_value_is_refused(tmp_path: Path, settings: str, fault: str) -> None:
     path = profile(tmp_path, settings)
     with pytest.raises(ConfigError) as refused:
         load(str(path))

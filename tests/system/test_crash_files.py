@@ -1,15 +1,15 @@
-"""Crash reports on disk, of services that really failed."""
+"""Crash reports of real services that failed."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from stage import Stage, open_stage, python
+from stage import Stage, python
 
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus
 from grpo_tui.services.base import Launch
@@ -23,13 +23,7 @@ print("key is", os.environ.get("MY_API_KEY"), flush=True)
 print(*range(2000), sep="\\n", flush=True)
 raise LookupError("the needle")
 """
-"""Tells a secret, prints a lot, leaves a child behind and fails."""
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with open_stage(tmp_path) as opened:
-        yield opened
+"""Prints a secret and many lines, starts a child and fails."""
 
 
 def status(stage: Stage, *names: str) -> RunStatus:
@@ -74,13 +68,11 @@ async def test_a_report_has_the_last_output_and_the_leftover_processes(stage: St
     assert "abcdefgh-secret" not in text
 
 
-async def test_a_secret_that_a_log_repeats_is_masked(stage: Stage) -> None:
-    launch = stage.launch(
-        *python("import os; print('key is', os.environ['MY_API_KEY'])"), env={"MY_API_KEY": "abcdefgh-secret"}
-    )
+async def test_a_secret_in_a_log_is_masked(stage: Stage) -> None:
+    program = python("import os; print('key is', os.environ['MY_API_KEY'])")
+    launch = stage.launch(*program, env={"MY_API_KEY": "abcdefgh-secret"})
     await (await stage.start(*launch.argv, env=launch.env)).exited()
-    lines = written(stage, {"a": launch}).read_text().splitlines()
-    assert "key is ***" in lines
+    assert "key is ***" in written(stage, {"a": launch}).read_text().splitlines()
 
 
 def test_a_service_that_never_started_has_a_report_too(stage: Stage) -> None:
@@ -126,8 +118,8 @@ def test_machine_facts_import_none_of_the_packages(stage: Stage) -> None:
     assert 0 < facts.memory.free_bytes < facts.memory.total_bytes
 
 
-@pytest.mark.skipif("oom_kill " not in Path("/proc/vmstat").read_text(), reason="this kernel does not count")
-def test_the_kernels_count_of_oom_kills_is_read() -> None:
+@pytest.mark.skipif("oom_kill " not in Path("/proc/vmstat").read_text(), reason="this kernel does not count them")
+def test_the_kernel_counts_oom_kills() -> None:
     count = oom_kill_count()
     assert count is not None
     assert count >= 0

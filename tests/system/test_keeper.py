@@ -1,4 +1,4 @@
-"""Keepers with real processes that do what services should not."""
+"""Keepers of real processes: stop, kill, exit codes, logs and state files."""
 
 from __future__ import annotations
 
@@ -11,30 +11,24 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage import HOLDER, Stage, free_ports, is_open, open_stage, python, until
+from stage import HOLDER, Stage, free_ports, is_open, python, until
+from workplace import IGNORES_SIGTERM
 
 from grpo_engine.errors import GrpoError
 from grpo_tui.keeper_process import read_stat
 from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, adopt_keeper, start_keeper
 from grpo_tui.supervisor.keeper.proc import descendants, identify
 
-POLITE = """
+EXITS_WITH_5 = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 print("up", flush=True)
 while True: signal.pause()
 """
-IGNORES_SIGTERM = """
-import signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("up", flush=True)
-while True: signal.pause()
-"""
-DAEMON = """
+SUPERVISOR = """
 import asyncio, os, pickle, signal, sys
 from pathlib import Path
 from grpo_tui.supervisor.keeper.client import start_keeper
@@ -44,62 +38,43 @@ async def main():
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
-"""A daemon that starts services and is killed."""
+"""Starts services and is killed."""
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with open_stage(tmp_path) as opened:
-        yield opened
-
-
-async def test_a_service_that_handles_the_stop_signal_keeps_its_exit_code(stage: Stage) -> None:
-    keeper = await stage.start(*python(POLITE, stage.token))
+async def up(stage: Stage, program: str, **changes: object) -> Keeper:
+    """Start a program as service `a` and wait for its line `up`."""
+    keeper = await stage.start(*python(program, stage.token), **changes)  # type: ignore[arg-type]
     await stage.says("up")
+    return keeper
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+async def test_a_service_that_handles_the_stop_signal_keeps_its_exit_code(stage: Stage, is_suspended: bool) -> None:
+    keeper = await up(stage, EXITS_WITH_5, stop_grace_s=3600)
+    if is_suspended:
+        assert keeper.main_pid is not None
+        os.kill(keeper.main_pid, signal.SIGSTOP)
     keeper.stop()
     report = await keeper.exited()
     assert (report.code, report.ended, report.error, report.keeper_lost) == (5, (), None, False)
 
 
-async def test_the_stop_signal_is_the_declared_one(stage: Stage) -> None:
-    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_signal=signal.SIGINT)
-    await stage.says("up")
-    keeper.stop()
-    assert (await keeper.exited()).code in (-signal.SIGINT, 1)  # 1: Python turns it into KeyboardInterrupt
-
-
 @pytest.mark.slow
 async def test_a_stop_escalates_to_kill_after_the_grace_period(stage: Stage) -> None:
-    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_grace_s=0.2)
-    await stage.says("up")
+    keeper = await up(stage, IGNORES_SIGTERM, stop_grace_s=0.2)
     keeper.stop()
     report = await keeper.exited()
     assert report.code == -signal.SIGKILL
-    assert [words.split()[-1] for words in report.ended] == ["SIGKILL"]
+    assert [each.split()[-1] for each in report.ended] == ["SIGKILL"]
 
 
-async def test_a_kill_does_not_wait_for_the_grace_period(stage: Stage) -> None:
-    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_grace_s=3600)
-    await stage.says("up")
+@pytest.mark.parametrize("is_stopping", [False, True])
+async def test_a_kill_does_not_wait_for_the_grace_period(stage: Stage, is_stopping: bool) -> None:
+    keeper = await up(stage, IGNORES_SIGTERM, stop_grace_s=3600)
+    if is_stopping:
+        keeper.stop()
     keeper.kill()
     assert (await keeper.exited()).code == -signal.SIGKILL
-
-
-async def test_a_kill_ends_the_grace_period_of_a_stop(stage: Stage) -> None:
-    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token), stop_grace_s=3600)
-    await stage.says("up")
-    keeper.stop()
-    keeper.kill()
-    assert (await keeper.exited()).code == -signal.SIGKILL
-
-
-async def test_a_suspended_service_receives_the_stop_signal(stage: Stage) -> None:
-    keeper = await stage.start(*python(POLITE, stage.token), stop_grace_s=3600)
-    await stage.says("up")
-    assert keeper.main_pid is not None
-    os.kill(keeper.main_pid, signal.SIGSTOP)
-    keeper.stop()
-    assert (await keeper.exited()).code == 5
 
 
 @pytest.mark.slow
@@ -113,7 +88,7 @@ async def test_a_stop_ends_children_that_ignore_signals_in_own_groups_sessions_a
     keeper.stop()
     report = await keeper.exited()
     assert report.code == -signal.SIGTERM
-    assert sum("by SIGKILL" in words for words in report.ended) == 5
+    assert sum("by SIGKILL" in each for each in report.ended) == 5
     assert not stage.survivors()
     assert not any(map(is_open, stage.ports))
 
@@ -166,43 +141,38 @@ print("up", flush=True)
 input_end, _ = os.pipe()
 os.read(input_end, 1)
 """
-    keeper = await stage.start(*python(orphans, stage.token))
-    await stage.says("up")
+    keeper = await up(stage, orphans)
     await until(lambda: [each.pid for each in descendants(keeper.identity.pid)] == [keeper.main_pid])
     keeper.stop()
     assert (await keeper.exited()).ended == ()
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "words"),
+    ("program", "changes", "code", "words"),
     [
-        ("no-such-command", 127, "cannot start no-such-command: not found in PATH"),
-        ("./absent", 127, "cannot start ./absent: no such file"),
-        ("./plain", 126, "cannot start ./plain: Permission denied"),
-        ("./orphaned", 126, "cannot start ./orphaned: the interpreter in its first line does not exist"),
+        ("no-such-command", {}, 127, "cannot start no-such-command: not found in PATH"),
+        ("./absent", {}, 127, "cannot start ./absent: no such file"),
+        ("./plain", {}, 126, "cannot start ./plain: Permission denied"),
+        ("./script", {}, 126, "cannot start ./script: the interpreter in its first line does not exist"),
+        (
+            *("true", {"cwd": Path("/no/such/folder")}, 126),
+            "cannot enter the working directory /no/such/folder: No such file or directory",
+        ),
     ],
 )
 async def test_a_program_that_cannot_be_executed_is_reported_with_its_reason(
-    stage: Stage, program: str, code: int, words: str
+    stage: Stage, program: str, changes: dict[str, object], code: int, words: str
 ) -> None:
     (stage.folder / "plain").write_text("text")
-    script = stage.folder / "orphaned"
+    script = stage.folder / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    keeper = await stage.start(program)
+    keeper = await stage.start(program, **changes)  # type: ignore[arg-type]
     report = await keeper.exited()
-    assert keeper.main_pid is None
-    assert report.code == code
-    assert report.error is not None
-    assert report.error.startswith(words)
+    assert (keeper.main_pid, report.code) == (None, code)
+    assert (report.error or "").startswith(words)
     assert f"grpo-tui: {words}" in stage.log()
     assert "Traceback" not in stage.log()
-
-
-async def test_a_missing_working_directory_is_named(stage: Stage) -> None:
-    report = await (await stage.start("true", cwd=Path("/no/such/folder"))).exited()
-    assert report.code == 126
-    assert report.error == "cannot enter the working directory /no/such/folder: No such file or directory"
 
 
 async def test_a_keeper_that_cannot_be_started_is_an_error_that_names_the_folder(stage: Stage) -> None:
@@ -224,7 +194,7 @@ async def test_each_attempt_starts_with_its_own_line_in_the_log(stage: Stage) ->
 
 
 async def test_the_service_leads_its_group_in_the_session_of_its_keeper_with_nothing_on_stdin(stage: Stage) -> None:
-    keeper = await stage.start(*python(POLITE, stage.token))
+    keeper = await stage.start(*python(EXITS_WITH_5, stage.token))
     assert keeper.main_pid is not None
     service, kept_by = read_stat(keeper.main_pid), read_stat(keeper.identity.pid)
     assert service is not None
@@ -263,21 +233,18 @@ async def test_the_environment_reaches_the_service_and_is_never_written_to_disk(
 
 @pytest.mark.slow
 async def test_services_survive_a_killed_supervisor_and_the_next_one_reads_their_exit_codes(stage: Stage) -> None:
-    told_to_go = stage.folder / "go"
-    waiting = f"while [ ! -e {told_to_go} ]; do sleep 0.02; done; exit 7"
-    launches = [
-        stage.launch("sh", "-c", waiting),
-        stage.launch("sh", "-c", "exit 3", name="b"),
-    ]
-    daemon = subprocess.run(  # noqa: ASYNC221 - nothing else is to happen meanwhile
-        [sys.executable, "-c", DAEMON, str(stage.folder)], input=pickle.dumps(launches), timeout=60, check=False
+    go = stage.folder / "go"
+    waiting = f"while [ ! -e {go} ]; do sleep 0.02; done; exit 7"
+    launches = [stage.launch("sh", "-c", waiting), stage.launch("sh", "-c", "exit 3", name="b")]
+    supervisor = subprocess.run(  # noqa: ASYNC221 - nothing else is to happen meanwhile
+        [sys.executable, "-c", SUPERVISOR, str(stage.folder)], input=pickle.dumps(launches), timeout=60, check=False
     )
-    assert daemon.returncode == -signal.SIGKILL
+    assert supervisor.returncode == -signal.SIGKILL
     kept = adopt_keeper(stage.folder, "a", 1)
     assert isinstance(kept, Keeper)
     os.kill(kept.identity.pid, signal.SIGHUP)
     assert kept.identity.is_alive()
-    told_to_go.touch()
+    go.touch()
     assert (await kept.exited()).code == 7
     assert adopt_keeper(stage.folder, "a", 1) == await kept.exited()
     ended = adopt_keeper(stage.folder, "b", 1)
@@ -289,9 +256,7 @@ async def test_services_survive_a_killed_supervisor_and_the_next_one_reads_their
 
 async def test_state_files_of_the_first_and_the_latest_attempts_are_kept(stage: Stage) -> None:
     for attempt in (1, 2, 3, 22, 23):
-        await (
-            await start_keeper(stage.launch("true"), run=stage.run, attempt=attempt, run_folder=stage.folder)
-        ).exited()
+        await (await stage.start("true", attempt=attempt)).exited()
     names = {path.name for path in (stage.folder / "keepers").iterdir()}
     assert names == {f"a.{attempt}.{ending}" for attempt in (1, 22, 23) for ending in ("json", "spec.json")}
 
@@ -311,8 +276,7 @@ async def test_a_cancelled_start_leaves_no_process(stage: Stage) -> None:
 
 
 async def test_when_files_cannot_be_replaced_the_state_is_overwritten_in_place(stage: Stage) -> None:
-    keeper = await stage.start(*python(POLITE, stage.token))
-    await stage.says("up")
+    keeper = await up(stage, EXITS_WITH_5)
     (stage.folder / "keepers" / "a.1.json.tmp").mkdir()  # as good as a full disk: no new file can be written
     keeper.stop()
     report = await keeper.exited()
@@ -320,29 +284,25 @@ async def test_when_files_cannot_be_replaced_the_state_is_overwritten_in_place(s
 
 
 async def test_a_service_whose_run_folder_was_deleted_can_be_stopped_and_reported(stage: Stage) -> None:
-    keeper = await stage.start(*python(POLITE, stage.token), cwd=Path("/"))
-    await stage.says("up")
+    keeper = await up(stage, EXITS_WITH_5, cwd=Path("/"))
     shutil.rmtree(stage.folder)
     keeper.stop()
     report = await keeper.exited()
-    assert report.code is None
-    assert report.keeper_lost
-    assert report.error is not None
-    assert "missing or damaged" in report.error
+    assert (report.code, report.keeper_lost) == (None, True)
+    assert "missing or damaged" in (report.error or "")
     stage.folder.mkdir()
 
 
 async def test_a_reused_pid_is_neither_adopted_nor_signalled(stage: Stage) -> None:
-    keeper = await stage.start(*python(IGNORES_SIGTERM, stage.token))
-    await stage.says("up")
+    keeper = await up(stage, IGNORES_SIGTERM)
     assert keeper.main_pid is not None
     state_file = stage.folder / "keepers" / "a.1.json"
     state = json.loads(state_file.read_text())
     other = identify(keeper.main_pid)
     assert other is not None
     state["keeper"] = {"pid": other.pid, "start_ticks": other.start_ticks - 1}
-    real, faked = state_file.read_bytes(), json.dumps(state)
-    state_file.write_text(faked)
+    real = state_file.read_bytes()
+    state_file.write_text(json.dumps(state))
     adopted = adopt_keeper(stage.folder, "a", 1)
     assert isinstance(adopted, ExitReport)
     assert adopted.keeper_lost
@@ -361,8 +321,7 @@ async def test_a_damaged_state_file_counts_as_a_lost_keeper(stage: Stage) -> Non
     report = adopt_keeper(stage.folder, "a", 1)
     assert isinstance(report, ExitReport)
     assert report.keeper_lost
-    assert report.error is not None
-    assert report.error.endswith("a.1.json is missing or damaged: how this attempt ended is unknown")
+    assert (report.error or "").endswith("a.1.json is missing or damaged: how this attempt ended is unknown")
 
 
 @pytest.mark.slow
@@ -371,8 +330,7 @@ async def test_a_keeper_is_small_and_sleeps_while_nothing_happens(stage: Stage) 
         lines = Path(f"/proc/{keeper.identity.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-    keeper = await stage.start(*python(POLITE, stage.token))
-    await stage.says("up")
+    keeper = await up(stage, EXITS_WITH_5)
     await until(lambda: read_stat(keeper.identity.pid).state == "S")  # type: ignore[union-attr]
     before = counted("voluntary_ctxt_switches")
     await asyncio.sleep(1.0)  # what is measured: a second in which nothing happens

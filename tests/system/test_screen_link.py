@@ -1,4 +1,4 @@
-"""What a screen sends over a line: every frame stands as it was painted, and a key costs what it changes."""
+"""What a screen sends to a terminal: only the cells that change, with the same result as a whole frame."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CONSOLE = Console(color_system="truecolor", force_terminal=True)
 RED, BOLD, ON_BLUE = Style(color="#ff0000"), Style(bold=True), Style(bgcolor="#0000ff")
 
 
-class Sight:
-    """A terminal that is sent only what differs, beside one that is sent everything."""
+class TwoTerminals:
+    """A terminal that gets only the cells that differ, and one that gets everything."""
 
     def __init__(self) -> None:
         self.cells = TerminalCells()
@@ -29,7 +29,7 @@ class Sight:
         self._streams = [pyte.Stream(screen) for screen in self.screens]
 
     def paint(self, update: LayoutUpdate | ChopsUpdate) -> str:
-        """What was sent; both must show the same."""
+        """Paint both, which must show the same; the characters sent to the first."""
         sent = self.cells.sent_for(update, Size(COLUMNS, ROWS), CONSOLE)
         self._streams[0].feed(sent)
         self._streams[1].feed(update.render_segments(CONSOLE))
@@ -39,7 +39,7 @@ class Sight:
 
 
 def _seen(character: pyte.screens.Char) -> tuple[object, ...]:
-    """A character as the eye has it: a space has no colour of its own."""
+    """A character as it is seen: a space has no foreground colour."""
     is_blank = character.data == " " and not (character.reverse or character.underscore or character.strikethrough)
     return (character.data, character.bg) if is_blank else tuple(character)
 
@@ -63,34 +63,34 @@ FRAMES = {
 }
 
 
-def test_whatever_follows_whatever_the_terminal_shows_what_was_painted() -> None:
+def test_after_any_two_frames_the_terminal_shows_the_second() -> None:
     for first in FRAMES.values():
         for second in FRAMES.values():
-            sight = Sight()
-            sight.paint(first)
-            sight.paint(second)
-            assert sight.paint(second) == ""
+            terminals = TwoTerminals()
+            terminals.paint(first)
+            terminals.paint(second)
+            assert terminals.paint(second) == ""
 
 
-def test_a_letter_that_changes_is_all_that_is_sent() -> None:
-    sight = Sight()
-    sight.paint(FRAMES["plain"])
-    assert sight.paint(whole([("hello World ", None)], [BLANK], [BLANK])) == "\x1b[1;7HW"
+def test_only_a_letter_that_changes_is_sent() -> None:
+    terminals = TwoTerminals()
+    terminals.paint(FRAMES["plain"])
+    assert terminals.paint(whole([("hello World ", None)], [BLANK], [BLANK])) == "\x1b[1;7HW"
 
 
-def test_a_terminal_that_was_changed_by_others_is_painted_anew() -> None:
-    sight = Sight()
-    sight.paint(FRAMES["plain"])
-    sight.cells.forget()
-    assert "hello world" in sight.paint(FRAMES["plain"])
+def test_after_forget_every_cell_is_sent_again() -> None:
+    terminals = TwoTerminals()
+    terminals.paint(FRAMES["plain"])
+    terminals.cells.forget()
+    assert "hello world" in terminals.paint(FRAMES["plain"])
 
 
 @pytest.mark.parametrize("span", [(0, 12), (4, 8), (6, 7)])
-def test_a_part_of_a_row_is_painted_where_it_lies(span: tuple[int, int]) -> None:
-    sight = Sight()
-    sight.paint(FRAMES["plain"])
+def test_a_part_of_a_row_is_painted_in_its_place(span: tuple[int, int]) -> None:
+    terminals = TwoTerminals()
+    terminals.paint(FRAMES["plain"])
     begin, end = span
     text = "hello world "[begin:end].upper()
     strip = Strip([Segment("hello world "[:begin] + text + "hello world "[end:], None)])
-    sight.paint(ChopsUpdate([{0: strip}], [(0, begin, end)], [[COLUMNS]]))
-    assert sight.screens[0].display[0][begin:end] == text
+    terminals.paint(ChopsUpdate([{0: strip}], [(0, begin, end)], [[COLUMNS]]))
+    assert terminals.screens[0].display[0][begin:end] == text

@@ -1,4 +1,4 @@
-"""Two people watch a run whose daemon has much to say, and one of them is stopped: nobody else notices."""
+"""Two screens on one run with many events: one is suspended and later quits, and the other is not affected."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from grpo_tui.supervisor.report.broadcast import MAX_WAITING_LINES
 
 pytestmark = pytest.mark.slow
 MOST_NOTICES = 20 * MAX_WAITING_LINES
-A_TURN = 200
+NOTICES_IN_A_ROUND = 200
 
 
-async def test_a_viewer_that_is_stopped_holds_up_nobody_and_comes_back(tmp_path: Path) -> None:
+async def test_a_suspended_viewer_delays_no_other_and_catches_up_and_one_may_quit(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "r"
     folder.mkdir(parents=True)
     (folder / PLAN_FILE).write_text("{}")  # by which runs are known
@@ -43,12 +43,12 @@ async def test_a_viewer_that_is_stopped_holds_up_nobody_and_comes_back(tmp_path:
                 await both_until(lambda: "ready" in stopped.text and "ready" in watching.text, stopped, watching)
                 assert sum(each.is_watching for each in clients) == 2
                 stopped.process.send_signal(signal.SIGSTOP)
-                told = 0
+                sent = 0
                 while sum(each.is_watching for each in clients) == 2:
-                    assert told < MOST_NOTICES, "a viewer that does not read was never let go"
-                    for told in range(told + 1, told + 1 + A_TURN):  # noqa: B020 - it goes on where it stood
-                        supervisor.notice("info", f"news {told} {'x' * 400}", None)
-                    await both_until(lambda: f"news {told} " in watching.text, watching)  # noqa: B023 - awaited at once
+                    assert sent < MOST_NOTICES, "a viewer that does not read was not dropped"
+                    for sent in range(sent + 1, sent + 1 + NOTICES_IN_A_ROUND):  # noqa: B020 - it continues its own count
+                        supervisor.notice("info", f"news {sent} {'x' * 400}", None)
+                    await both_until(lambda: f"news {sent} " in watching.text, watching)  # noqa: B023 - awaited at once
                     assert all(each.lines.qsize() <= MAX_WAITING_LINES for each in clients)
                 supervisor.notice("info", "the last news", None)
                 await both_until(lambda: "the last news" in watching.text, watching)
@@ -58,6 +58,11 @@ async def test_a_viewer_that_is_stopped_holds_up_nobody_and_comes_back(tmp_path:
                 await both_until(
                     lambda: all("news for both" in each.text for each in (stopped, watching)), stopped, watching
                 )
+                watching.press("q")
+                await both_until(lambda: watching.process.poll() is not None, stopped, watching)
+                assert watching.process.returncode == 0
+                supervisor.notice("info", "news for one", None)
+                await both_until(lambda: "news for one" in stopped.text, stopped)
             finally:
                 stopped.close()
                 watching.close()
@@ -75,10 +80,12 @@ def supervisor_lock(folder: Path) -> Iterator[None]:
 
 
 async def both_until(is_so: Callable[[], bool], *terminals: Terminal) -> None:
-    """Take in what is written while the supervisor goes on, until the screens have come so far."""
+    """Show what is written, while the supervisor runs, until a condition holds."""
     deadline = time.monotonic() + 2 * DEADLINE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it never came true:\n" + "\n".join(each.text for each in terminals)
+        assert time.monotonic() < deadline, "the condition did not become true:\n" + "\n".join(
+            each.text for each in terminals
+        )
         for terminal in terminals:
             terminal.listen(0.0)
         await asyncio.sleep(0.005)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from terminal import Terminal
-from workplace import POLITE, Workplace, open_workplace, service
+from workplace import IDLE, Workplace, service
 
 pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("GRPO_FUZZ_SEED", "1"))
@@ -18,13 +16,9 @@ BETWEEN_RESIZES_S = 0.1
 SCREENS = "123456"
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as place:
-        place.profile(service("vllm", POLITE), service("trainer", POLITE))
-        place.up()
-        yield place
-        assert place.grpo("down").returncode == 0
+@pytest.fixture(autouse=True)
+def _run(place: Workplace) -> None:
+    place.up(service("vllm", IDLE), service("trainer", IDLE))
 
 
 def resize_on_every_screen(place: Workplace, num_resizes: int) -> None:
@@ -50,10 +44,10 @@ def resize_on_every_screen(place: Workplace, num_resizes: int) -> None:
         opened.close()
 
 
-def test_resizes_end_no_screen(workplace: Workplace) -> None:
-    resize_on_every_screen(workplace, 8)
+def test_resizes_end_no_screen(place: Workplace) -> None:
+    resize_on_every_screen(place, 8)
 
 
 @pytest.mark.extended("test_resizes_end_no_screen: 48 resizes")
-def test_many_resizes_end_no_screen(workplace: Workplace) -> None:
-    resize_on_every_screen(workplace, 80)
+def test_many_resizes_end_no_screen(place: Workplace) -> None:
+    resize_on_every_screen(place, 80)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from terminal import Terminal
-from workplace import POLITE, Workplace, open_workplace, service
+from workplace import IDLE, Workplace, service
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as place:
-        place.profile(service("vllm", POLITE), service("trainer", POLITE))
-        place.up()
-        yield place
-        assert place.grpo("down").returncode == 0
+@pytest.fixture(autouse=True)
+def _run(place: Workplace) -> None:
+    place.up(service("vllm", IDLE), service("trainer", IDLE))
 
 
 @contextmanager
@@ -34,18 +29,18 @@ def attached(place: Workplace, *options: str) -> Iterator[Terminal]:
         opened.close()
 
 
-def test_the_screen_replaces_a_killed_supervisor_and_its_keys_work(workplace: Workplace) -> None:
-    with attached(workplace) as opened:
-        pids = [workplace.pid(name) for name in ("vllm", "trainer")]
-        workplace.lose_daemon()
+def test_the_screen_replaces_a_killed_supervisor_and_its_keys_work(place: Workplace) -> None:
+    with attached(place) as opened:
+        pids = [place.pid(name) for name in ("vllm", "trainer")]
+        place.kill_supervisor()
         opened.shows("a new one has taken the run over")
-        assert [workplace.pid(name) for name in ("vllm", "trainer")] == pids
+        assert [place.pid(name) for name in ("vllm", "trainer")] == pids
         opened.press("v")
-        opened.until(lambda: workplace.status().services[0].pid not in (None, pids[0]))
+        opened.until(lambda: place.service("vllm").pid not in (None, pids[0]))
 
 
-def test_a_read_only_screen_starts_no_supervisor(workplace: Workplace) -> None:
-    with attached(workplace, "--read-only") as opened:
-        workplace.lose_daemon()
+def test_a_read_only_screen_starts_no_supervisor(place: Workplace) -> None:
+    with attached(place, "--read-only") as opened:
+        place.kill_supervisor()
         opened.shows("last known state")
-        assert workplace.status().supervisor is None
+        assert place.status().supervisor is None

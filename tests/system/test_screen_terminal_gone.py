@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from terminal import Terminal
-from workplace import POLITE, Workplace, open_workplace, service
+from workplace import IDLE, Workplace, service
 
 pytestmark = pytest.mark.slow
 EXIT_LIMIT_S = 20.0
@@ -23,13 +21,9 @@ STUCK_WRITER = (
 """Textual never takes a text out of its queue, as after a write to a terminal that is gone."""
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as place:
-        place.profile(service("vllm", POLITE), service("trainer", POLITE))
-        place.up()
-        yield place
-        assert place.grpo("down").returncode == 0
+@pytest.fixture(autouse=True)
+def _run(place: Workplace) -> None:
+    place.up(service("vllm", IDLE), service("trainer", IDLE))
 
 
 def open_terminal(place: Workplace, *argv: str) -> Terminal:
@@ -44,9 +38,9 @@ def assert_exits(opened: Terminal) -> None:
 
 
 @pytest.mark.parametrize("how", ["terminal closed", "SIGTERM"])
-def test_a_screen_exits_also_when_the_thread_that_writes_hangs(workplace: Workplace, how: str) -> None:
-    python = workplace.argv()[0]
-    opened = open_terminal(workplace, python, "-c", STUCK_WRITER, "attach")
+def test_a_screen_exits_also_when_the_thread_that_writes_hangs(place: Workplace, how: str) -> None:
+    python = place.argv()[0]
+    opened = open_terminal(place, python, "-c", STUCK_WRITER, "attach")
     time.sleep(3.0)  # nothing is written that could be waited for; until the queue is full
     assert opened.process.poll() is None
     settings = opened.settings_before
@@ -59,18 +53,18 @@ def test_a_screen_exits_also_when_the_thread_that_writes_hangs(workplace: Workpl
     assert_exits(opened)
 
 
-def test_a_screen_exits_when_its_terminal_is_closed(workplace: Workplace) -> None:
-    opened = open_terminal(workplace)
+def test_a_screen_exits_when_its_terminal_is_closed(place: Workplace) -> None:
+    opened = open_terminal(place)
     opened.shows("no warnings")
     opened.drop()
     assert_exits(opened)
 
 
 @pytest.mark.extended("test_a_screen_exits_when_its_terminal_is_closed: once, and with a hanging writer")
-def test_screens_whose_terminals_close_at_random_moments_exit(workplace: Workplace) -> None:
+def test_screens_whose_terminals_close_at_random_moments_exit(place: Workplace) -> None:
     moments = random.Random(8)
     for _ in range(25):
-        eight = [open_terminal(workplace) for _ in range(8)]
+        eight = [open_terminal(place) for _ in range(8)]
         until = time.monotonic() + moments.uniform(0.0, 4.0)
         while time.monotonic() < until:
             for opened in eight:

@@ -1,4 +1,4 @@
-"""A start-up that says nothing: what its processes read and write, as the kernel counts it."""
+"""Progress of a start without output: the bytes that its processes read and write, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ with open(sys.argv[1], "wb", buffering=0) as file:
         while left: left -= file.write(bytes(min(left, 2**20)))
         print("written", flush=True)
 """
-"""Writes as many bytes as it is told, line by line, and answers."""
+"""Writes as many bytes as each line of its input says, and answers."""
 
 
-def test_a_silent_download_moves_and_a_process_that_merely_polls_does_not(tmp_path: Path) -> None:
+def test_a_download_without_output_is_progress_and_polling_is_not(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("Starting to load model m\n")
     start_up = Progress(log, 0, [("Starting to load model", "fetching the model")])
@@ -44,7 +44,7 @@ def test_a_silent_download_moves_and_a_process_that_merely_polls_does_not(tmp_pa
     assert start_up.look(pids=[process.pid]) is None
 
 
-def test_a_process_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+def test_a_process_that_has_exited_is_ignored(tmp_path: Path) -> None:
     with subprocess.Popen(python("")) as process:
         process.wait()
     assert Progress(tmp_path / "absent.log", 0, ()).look(pids=[process.pid]) is None

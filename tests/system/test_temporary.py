@@ -1,4 +1,4 @@
-"""What services leave in the temporary folder goes with their run, however they and the supervisor ended."""
+"""Temporary files of services are removed with their run, however they and the supervisor ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workplace import Workplace, open_workplace, service, until
+from workplace import Workplace, service, until
 
 from grpo_tui.paths import MAX_SOCKET_PATH_BYTES
 from grpo_tui.supervisor import temporary
@@ -21,21 +21,15 @@ socket.socket(socket.AF_UNIX).bind(path)
 print("left", path, flush=True)
 signal.pause()
 """
-SAYS_WHERE = "import os, signal; print('left', os.environ['TMPDIR'], flush=True); signal.pause()"
+PRINTS_TMPDIR = "import os, signal; print('left', os.environ['TMPDIR'], flush=True); signal.pause()"
 READY = "{ log = '^left ', interval_s = 0.02 }"
 SOCKET_OF_VLLM = "v-12345678/123e4567-e89b-12d3-a456-426614174000"
 RUN = "tiny-cpu-1122-130216-c584"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as workplace:
-        yield workplace
-
-
-@pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """What is temporary for us, and a home."""
+    """The temporary folder of this process; caches are below `tmp_path`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.delenv(temporary.COMPILED_CODE, raising=False)
     with tempfile.TemporaryDirectory(prefix="g") as name:
@@ -44,55 +38,48 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def left(place: Workplace, name: str) -> list[Path]:
-    """The sockets that a service says it has left."""
-    log = (place.run_folder() / f"{name}.log").read_text()
-    return [Path(line.split()[1]) for line in log.splitlines() if line.startswith("left ")]
+    """The paths that a service printed."""
+    return [Path(line.split()[1]) for line in place.log(name).splitlines() if line.startswith("left ")]
 
 
 @pytest.mark.slow
-def test_what_services_leave_goes_with_the_run_though_they_and_the_supervisor_were_killed(place: Workplace) -> None:
-    place.profile(
+def test_temporary_files_are_removed_with_the_run_after_services_and_supervisor_were_killed(place: Workplace) -> None:
+    place.up(
         service("server", LEAVES_A_SOCKET, ready=READY, restart="'on-failure'", backoff_s=0.05),
         service("other", LEAVES_A_SOCKET, ready=READY),
     )
-    place.up()
     os.kill(place.pid("server"), signal.SIGKILL)
     until(lambda: len(left(place, "server")) == 2)
-    place.lose_daemon()
-    assert place.grpo("restart", "other", "--wait").returncode == 0
+    place.kill_supervisor()
+    place.succeed("restart", "other", "--wait")
     sockets = left(place, "server") + left(place, "other")
     (folder,) = place.temporary.glob("grpo-*-*")
-    assert [path.parents[1] for path in sockets] == [folder] * 4  # also of the supervisor that took over
+    assert [path.parents[1] for path in sockets] == [folder] * 4  # also after the supervisor was replaced
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.is_socket() for path in sockets)
-    done = place.grpo("down")
-    assert done.returncode == 0, done.stderr
-    assert f"removed files that its services left in {folder}" in done.stdout
+    assert f"removed files that its services left in {folder}" in place.succeed("down")
     assert os.listdir(place.temporary) == []
 
 
 @pytest.mark.slow
-def test_a_temporary_folder_that_the_profile_names_is_used_and_left(place: Workplace) -> None:
+def test_a_temporary_folder_that_the_profile_names_is_used_and_kept(place: Workplace) -> None:
     own = place.folder / "own"
     own.mkdir()
-    place.profile(service("a", LEAVES_A_SOCKET, ready=READY, env=f'{{ TMPDIR = "{own}" }}'))
-    place.up()
-    assert place.grpo("down").returncode == 0
+    place.up(service("a", LEAVES_A_SOCKET, ready=READY, env=f'{{ TMPDIR = "{own}" }}'))
+    place.succeed("down")
     (socket,) = left(place, "a")
     assert socket.parents[1] == own
     assert socket.is_socket()
 
 
 @pytest.mark.slow
-def test_a_temporary_folder_that_a_cleaner_removed_is_there_again_for_the_next_start(place: Workplace) -> None:
-    place.profile(service("a", SAYS_WHERE, ready=READY))
-    place.up()
+def test_a_temporary_folder_that_was_removed_is_made_again_for_the_next_start(place: Workplace) -> None:
+    place.up(service("a", PRINTS_TMPDIR, ready=READY))
     (folder,) = left(place, "a")
     temporary.remove_folders(place.run_folder().name, folder)
     assert place.grpo("restart", "a", "--wait").returncode == 0
     assert left(place, "a") == [folder, folder]
     assert folder.is_dir()
-    assert place.grpo("down").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +93,7 @@ def test_sockets_of_vllm_fit_below_the_folder_of_any_run(outside: Path, run: str
     assert os.listdir(outside) == []
 
 
-def test_where_what_is_temporary_lies_too_deep_for_sockets_the_folder_lies_in_tmp(
+def test_below_a_temporary_folder_too_deep_for_sockets_the_folder_is_in_tmp(
     outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = outside / ("deep" * 20)
@@ -126,7 +113,7 @@ def test_only_the_folders_of_this_run_are_removed(outside: Path) -> None:
     assert list(outside.iterdir()) == [others]
 
 
-def test_what_cannot_be_removed_is_named(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_cannot_be_removed_is_named(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = temporary.make_folder(RUN)
 
     def refuse(path: Path) -> None:
@@ -152,6 +139,6 @@ def test_compiled_code_and_vocabularies_are_kept_from_run_to_run(outside: Path, 
     assert os.listdir(outside) == ["data-gym-cache"]
 
 
-def test_where_compiled_code_is_kept_by_hand_it_stays(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_for_compiled_code_that_the_user_sets_is_kept(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(temporary.COMPILED_CODE, "/elsewhere")
     assert temporary.variables(outside) == {"TMPDIR": str(outside)}

@@ -1,14 +1,13 @@
-"""The daemon's timeline in the run folder: whole over several daemons, small over weeks, and never in the way."""
+"""The timeline in the run folder: complete across supervisors, bounded over weeks, and safe on a full disk."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workplace import POLITE, Workplace, open_workplace, service, until
+from workplace import IDLE, Workplace, service, until
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.run_folder import TIMELINE_FILE
@@ -30,12 +29,6 @@ from grpo_tui.run_files.timeline import after_event
 from grpo_tui.supervisor.report.timeline import Timeline, shorten
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as workplace:
-        yield workplace
-
-
 def recorded(folder: Path) -> list[Snapshot | Event]:
     lines = (folder / TIMELINE_FILE).read_bytes().splitlines(keepends=True)
     messages = [read_from_daemon(line) for line in lines if line.endswith(b"}\n")]
@@ -50,17 +43,16 @@ def states(folder: Path, name: str) -> list[ServiceState]:
 
 @pytest.mark.slow
 def test_a_timeline_continues_after_a_killed_supervisor_to_the_end_of_the_run(place: Workplace) -> None:
-    place.profile(service("a", POLITE), service("b", POLITE, ends_run="false"))
-    place.up()
+    place.up(service("a", IDLE), service("b", IDLE, ends_run="false"))
     folder = place.run_folder()
     until(lambda: any(isinstance(each, UsageSampled) and each.log_bytes.get("a") for each in recorded(folder)))
-    place.lose_daemon()
+    place.kill_supervisor()
     with (folder / TIMELINE_FILE).open("ab") as file:
-        file.write(b'{"type":"notice","number":9')  # as one that is killed while it writes leaves it
+        file.write(b'{"type":"notice","number":9')  # as left by a supervisor that was killed while it wrote
     os.kill(place.pid("b"), signal.SIGKILL)
-    assert place.grpo("start", "b", "--wait").returncode == 0
+    place.succeed("start", "b", "--wait")
     until(lambda: states(folder, "b").count(ServiceState.READY) == 2)
-    assert place.grpo("down").returncode == 0
+    place.succeed("down")
     events = recorded(folder)
     first, second = (each for each in events if isinstance(each, Snapshot))
     assert first.time is not None and second.time is not None  # noqa: PT018
@@ -104,7 +96,7 @@ async def written(folder: Path, *events: Event) -> list[Snapshot | Event]:
     return recorded(folder)
 
 
-async def test_an_event_that_only_counts_seconds_is_not_repeated(tmp_path: Path) -> None:
+async def test_an_event_of_which_only_the_seconds_differ_is_not_repeated(tmp_path: Path) -> None:
     waits = [changed(n, of_service(ServiceState.STARTING, why=f"starting for {n} s")) for n in range(5)]
     moves = changed(5, of_service(ServiceState.STARTING, why="starting for 5 s", phase="loading weights"))
     assert (await written(tmp_path, *waits, moves))[1:] == [waits[0], moves]
@@ -117,7 +109,7 @@ async def test_a_sample_is_kept_every_few_seconds_and_when_memory_moved_or_a_sta
     assert kept[1:] == [first, moved, crash, of_crash, late]
 
 
-async def test_lines_lost_to_a_full_disk_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
+async def test_lines_that_were_not_written_on_a_full_disk_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
     now = of_service(ServiceState.WAITING)
     timeline = Timeline(tmp_path, lambda: status_of(now))
     timeline.begin()
