@@ -18,6 +18,7 @@ from grpo_tui.ui.widgets.main.metrics_panel import band_text
 from grpo_tui.ui.widgets.main.services_table import state_text
 from grpo_tui.ui.widgets.main.warnings_bar import wrapped
 from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, duration_text, percent_text
+from grpo_tui.view.metrics.names import MEANINGS, meaning_of
 from grpo_tui.view.service_details import Attempt, ServiceHistory
 from grpo_tui.view.service_rules import reason
 from grpo_tui.view.state import ViewState
@@ -27,6 +28,7 @@ KEY_WIDTH = 7
 FACT_WIDTH = 12
 PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
 BAND_NAME_WIDTH = 25
+METRIC_NAME_WIDTH = 28
 MOUSE_TOLD = (
     "Click tabs, keys in the last line, services, warnings, metrics, the timeline, log names, rows, tokens and "
     "answers. The wheel scrolls what is under the pointer, and zooms a plot."
@@ -58,10 +60,14 @@ def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
     rows += [Content(""), _heading("signs on the timeline"), Content(f"  {MARKS_LEGEND}")]
     rows += [
         Content(""),
-        _heading("healthy bands: ✓ inside, ▲ above, ▼ below; a sparkline on a coloured background spans its band"),
+        _heading("healthy bands: ✓ inside, ▲ above, ▼ below"),
+        Content("  Bars on a coloured background are scaled from the lower to the upper end of the band."),
     ]
     rows += [Content(f"  {name:<{BAND_NAME_WIDTH}}{band_text(band)}") for name, band in HEALTHY_BANDS.items()]
-    rows += [Content("  nats: unit of log-probs, entropy and KL with the natural logarithm")]
+    rows += [Content(""), _heading("metrics in words")]
+    words = {**MEANINGS, "eval/avg@4": meaning_of("eval/avg@4"), "eval/pass@4": meaning_of("eval/pass@4")}
+    rows += [row for name, told in words.items() for row in _hanging(f"  {name:<{METRIC_NAME_WIDTH}}", told, width)]
+    rows += [Content(f"  {'policy version':<{METRIC_NAME_WIDTH}}number of optimizer steps in the weights")]
     rows += [Content(""), _heading("mouse"), *(Content(f"  {row}") for row in wrapped(MOUSE_TOLD, width - 2))]
     rows += [
         Content(""),

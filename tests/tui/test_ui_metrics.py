@@ -137,7 +137,7 @@ async def test_the_cursor_shows_step_time_and_values_and_the_plot_is_zoomed_arou
         await screen.press("left")
         assert "step 40" in screen.plot
         await screen.press("left")
-        for words in ("step 39", "policy 39", f"{metrics_line(39).metrics['reward/mean']:.4f}"):
+        for words in ("step 39", "policy version 39", f"{metrics_line(39).metrics['reward/mean']:.4f}"):
             assert words in screen.plot
         await screen.press("X")
         assert (screen.view.x, screen.view.cursor) == (XAxis.TIME, None)

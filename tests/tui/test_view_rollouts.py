@@ -278,10 +278,10 @@ def test_a_token_is_described_with_its_numbers() -> None:
     one = completion("abcd\n", version=7)
     assert token_name(one, 1) == r'token 2 of 3 "d\n"'
     assert token_words(one, 1) == (
-        "ratio 1.499, log-prob -0.500 inference, -0.095 trainer, entropy 0.250 nats, advantage +1.000, policy 7"
+        "ratio 1.499, log-prob -0.500 inference, -0.095 trainer, entropy 0.250 nats, advantage +1.000, policy version 7"
     )
     untrained = completion("abc", training_logprobs=[], entropies=[])
-    assert token_words(untrained, 0) == "log-prob -0.500 inference, advantage +1.000, policy 3, not trained on"
+    assert token_words(untrained, 0) == "log-prob -0.500 inference, advantage +1.000, policy version 3, not trained on"
     assert (
         token_name(completion("", token_texts=["", "é"], token_ids=[1, 2]), 0) == "token 1 of 2 (part of a character)"
     )

@@ -16,7 +16,7 @@ from grpo_tui.ui.widgets.plot_drawing import Drawn, Geometry, axis_rows, column_
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.metrics.curves import Curve, curve_of, plotted, x_range
 from grpo_tui.view.metrics.history import MetricHistory
-from grpo_tui.view.metrics.names import band_of, value_text
+from grpo_tui.view.metrics.names import band_of, meaning_of, value_text
 from grpo_tui.view.metrics.state import CursorSet, PlotView, WindowSet
 from grpo_tui.view.state import ViewState
 
@@ -26,6 +26,8 @@ DASHES = "┄"
 """Before what is of another run."""
 VALUE_WIDTH = 9
 MIN_NAME_WIDTH = 18
+ROWS_WITH_MEANING = 16
+"""Rows from which a line says what the metric is."""
 NOT_YET = "no step yet: metrics appear after the trainer's first step"
 
 
@@ -67,7 +69,9 @@ class PlotPanel(Lines):
         own = [curve for curve in curves if curve.run is None]
         rows = table(curves, plots, plots.window or whole, width)[: max(2, height // 3)]
         told = [cursor_line(own, plots)] if plots.cursor is not None else []
-        num_rows = max(3, height - len(rows) - len(told) - 3)
+        meaning = meaning_of(names[0]) if len(names) == 1 and height >= ROWS_WITH_MEANING else ""
+        meant = [line((f"  {meaning}", ".muted")).truncate(width, ellipsis=True)] if meaning else []
+        num_rows = max(3, height - len(rows) - len(told) - len(meant) - 3)
         drawn = self._drawn_for(curves, plots, whole, width, num_rows)
         self.geometry = drawn.geometry
         cursor = None if plots.cursor is None else column_of(plots.cursor, drawn.geometry)
@@ -75,6 +79,7 @@ class PlotPanel(Lines):
             _title(names, plots, drawn.how, width),
             *(row.with_cursor(cursor) for row in drawn.rows),
             *axis_rows(drawn.geometry, plots, width),
+            *meant,
             *told,
             *rows,
         ]
@@ -204,7 +209,7 @@ def _title(names: Sequence[str], plots: PlotView, how: str, width: int) -> Conte
 
 
 def cursor_line(own: Sequence[Curve], plots: PlotView) -> Content:
-    """`at step 120 · 04:15:33 · 4m48s since the first step · policy 118`."""
+    """`at step 120 · 04:15:33 · 4m48s since the first step · policy version 118`."""
     assert plots.cursor is not None
     points = [point for curve in own for point in curve.points if point.y is not None]
     if not points:
@@ -215,7 +220,7 @@ def cursor_line(own: Sequence[Curve], plots: PlotView) -> Content:
     return line(
         ("▲ ", ".accent"),
         (f"step {point.step:,}", ".strong"),
-        (f" · {clock} · {duration_text(point.time - began)} in · policy {point.policy_version:,}", ".muted"),
+        (f" · {clock} · {duration_text(point.time - began)} in · policy version {point.policy_version:,}", ".muted"),
     )
 
 

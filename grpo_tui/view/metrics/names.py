@@ -60,6 +60,32 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 """Our name, and what others write for it, the closest first."""
 
+MEANINGS: Mapping[str, str] = MappingProxyType({
+    "train/loss": "the policy-gradient loss; near 0 by construction, so its trend says little about learning",
+    "train/grad_norm": "length of the gradient before it is clipped",
+    "train/sync_time": "seconds in which new weights are handed to inference",
+    "train/data_fetch_time": "seconds in which the trainer waits for a batch",
+    "grpo/mean_ratio": "probability of sampled tokens under the trained weights over that when sampled; 1 is equal",
+    "grpo/clipped_fraction": "share of tokens whose ratio is outside the clip: they give no gradient",
+    "grpo/ess": "effective sample size: share of the tokens that count after weighting by their ratio; 1 is all",
+    "grpo/entropy": "how undecided the policy is per token, in nats (natural logarithm); 0 is certain",
+    "grpo/kl": "distance from the reference model per token, in nats (natural logarithm)",
+    "alignment/diff_mean": "log-prob of the trainer minus that of inference for the same tokens, in nats; 0 is equal",
+    "alignment/diff_abs_mean": "size of that difference per token, in nats (natural logarithm); 0 is equal",
+    "alignment/diff_max": "the largest of these differences in the batch, in nats (natural logarithm)",
+    "reward/mean": "mean reward of all completions of the batch",
+    "reward/std": "spread of rewards within a group; 0 gives no gradient",
+    "reward/frac_zero_std": "share of groups whose rewards are all equal: they give no gradient",
+    "rollout/length_mean": "tokens of a completion",
+    "rollout/truncated_fraction": "share of completions that were cut at the longest allowed length",
+    "rollout/staleness_mean": "optimizer steps between the weights that sampled a token and those that train on it",
+    "rollout/staleness_max": "the same, of the oldest token of the batch",
+    "logprobs/training_mean": "mean log-prob of sampled tokens under the trainer's weights, in nats",
+    "logprobs/inference_mean": "mean log-prob of sampled tokens as inference reported it, in nats",
+})  # fmt: skip
+"""What a metric is, in a line, where its name does not say it."""
+_AT = re.compile(r"eval/(?:[^/]+/)?(avg|pass)@(\d+)(_se)?$")
+
 _EVALUATION_STARTS = ("eval/", "eval_", "val-", "val/test_score")
 _UNITS: tuple[tuple[str, str], ...] = (
     (r"(tokens_per_second|throughput)(_per_gpu)?$", "tokens/s"),
@@ -78,6 +104,19 @@ _COUNTS = re.compile(
 )
 """Names of what is counted: steps, prompts, groups, tokens, versions; and the most and the least of such."""
 _WORDS = re.compile(r"[^a-z0-9@]+")
+
+
+def meaning_of(name: str) -> str:
+    """What a metric is, in a line; empty where its name says it.
+
+    >>> meaning_of("eval/avg@4")
+    'mean score of 4 answers to each held-out prompt'
+    """
+    if found := _AT.match(name):
+        what = "mean score of {} answers to each" if found[1] == "avg" else "share solved by one of {} answers, of each"
+        se = "standard error of the " if found[3] else ""
+        return se + what.format(found[2]) + " held-out prompt"
+    return MEANINGS.get(our_name(name) or "", "")
 
 
 def is_evaluation(name: str) -> bool:

@@ -217,7 +217,7 @@ def token_words(completion: SampledCompletion, token: int) -> str:
         known.append(f"entropy {entropy:.3f} nats")
     known.append(f"advantage {completion.advantage:+.3f}")
     if version is not None and version >= 0:
-        known.append(f"policy {version:,}")
+        known.append(f"policy version {version:,}")
     if trainer is None:
         known.append("not trained on")
     return ", ".join(known)

@@ -198,11 +198,11 @@ def _joined(cells: list[Content]) -> Content:
 
 
 def _pace(state: ViewState) -> str:
-    """How the newest step went: `policy 12 · 2.3s a step`."""
+    """How the newest step went: `policy version 12 · 2.3s a step`."""
     last = state.history.last
     if last is None:
         return ""
-    parts = [f"step {last.step:,}", f"policy {last.policy_version:,}"]
+    parts = [f"step {last.step:,}", f"policy version {last.policy_version:,}"]
     if "train/step_time" in last.metrics:
         parts.append(f"{duration_text(last.metrics['train/step_time'])} a step")
     if state.num_bad_metric_lines:
