@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError, PeerError
@@ -19,6 +20,8 @@ from grpo_tui.client.local import Run, age_words, runs, stored_status
 from grpo_tui.paths import LOGS, PROFILES, available_profiles, new_run_id
 
 MAX_ENDED_RUNS = 5
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Is there while the driver is loaded, in containers with a GPU too."""
 EDITORS = ("nano", "vim", "vi")
 """Where neither VISUAL nor EDITOR names one."""
 
@@ -51,6 +54,8 @@ class ProfileChoice:
     """The comment that opens the file: hardware, memory, when to choose it."""
     error: str | None = None
     """Why it cannot be read."""
+    lack: str | None = None
+    """What this machine lacks for it."""
 
 
 Choice = RunChoice | ProfileChoice
@@ -65,8 +70,9 @@ def run_choices(logs: Path = LOGS) -> list[RunChoice]:
 
 
 def profile_choices() -> list[ProfileChoice]:
-    """Every profile that can be started by name. Blocks while it reads."""
-    return [_profile_choice(name, path) for name, path in available_profiles().items()]
+    """Every profile that can be started by name, those that can run on this machine first. Blocks while it reads."""
+    choices = [_profile_choice(name, path) for name, path in available_profiles().items()]
+    return sorted(choices, key=lambda choice: (choice.error is not None, choice.lack is not None))
 
 
 def matching(choices: Sequence[Choice], typed: str) -> list[Choice]:
@@ -136,11 +142,20 @@ def _profile_choice(name: str, path: Path) -> ProfileChoice:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = itertools.takewhile(lambda line: line.startswith("#"), file)
             words = tuple(_paragraphs(line.removeprefix("#").removeprefix(" ").rstrip() for line in head))
-        description = str(read_table(path).get("description", ""))
+        table = read_table(path)
+        description = str(table.get("description", ""))
     except (OSError, ConfigError) as error:
         reason = str(error).splitlines()[0]
         return ProfileChoice(name=name, path=path, description="cannot be read", words=(reason,), error=reason)
-    return ProfileChoice(name=name, path=path, description=description, words=words)
+    return ProfileChoice(name=name, path=path, description=description, words=words, lack=_lack(table))
+
+
+def _lack(table: Mapping[str, Any]) -> str | None:
+    """What this machine lacks for a profile, as far as that is seen without starting anything; `doctor` checks all."""
+    model = table.get("model")
+    if isinstance(model, dict) and model.get("device") == "cuda" and not NVIDIA_DRIVER.exists():
+        return "needs an NVIDIA GPU, and this machine has no driver"
+    return None
 
 
 def _paragraphs(lines: Iterable[str]) -> list[str]:

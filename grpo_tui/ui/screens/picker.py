@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 
+from textual import events
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
@@ -27,7 +28,37 @@ from grpo_tui.ui.widgets.main.warnings_bar import wrapped
 MAX_NAME_WIDTH = 36
 ABOUT_SHARE = 0.35
 """Share of the rows for the description."""
-KEYS = (("enter", "start or attach"), ("^e", "plan"), ("^o", "edit"), ("↑↓", "select"), ("esc", "leave"))
+KEYS = (
+    ("enter", "start or attach"),
+    ("^e", "plan"),
+    ("^o", "edit"),
+    ("↑↓", "select"),
+    ("/", "filter"),
+    ("?", "help"),
+    ("esc", "leave"),
+)
+HELP = """\
+Type to filter; a row stays if it has every word (/ goes to the filter, esc clears it).
+
+enter   attach to the selected run, open an ended one, or start the selected profile
+^e      the plan of the selected profile: services, commands, ports, GPUs
+^o      open the selected profile in $VISUAL or $EDITOR; an installed one is copied into ./profiles first
+↑ ↓     select
+esc     clear the filter, then leave (ctrl+c leaves)
+
+Profiles that can run here are listed first; beside another stands what this machine lacks for it.
+grpo-tui doctor --profile NAME checks everything that a profile needs."""
+
+
+class Filter(Input):
+    """What is typed, but for the keys of all screens that no name has: `?` opens the help, `/` is the filter itself."""
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key in ("question_mark", "slash"):
+            event.stop()
+            event.prevent_default()
+            if event.key == "question_mark":
+                await self.run_action("app.help")
 
 
 class PickerApp(ThemedApp[Choice]):
@@ -86,7 +117,7 @@ class PickerApp(ThemedApp[Choice]):
         """A title, the filter, the list, what is marked, and the keys."""
         asked = "choose a run to view" if self._is_read_only else "attach to a run, or start a profile"
         yield Static(Content.assemble(("grpo-tui", "bold"), f"  {asked}"), classes="bar")
-        yield Input(placeholder="type to filter", id="filter")
+        yield Filter(placeholder="type to filter", id="filter")
         yield OptionList(id="list")
         yield Static(id="about")
         keys = [part for key, word in KEYS for part in ((key, "bold"), f" {word}   ")]
@@ -138,6 +169,10 @@ class PickerApp(ThemedApp[Choice]):
             text = f"{choice.name} cannot start:\n\n{error}"
         page = "\n".join((*choice.words, "", text))
         self.push_screen(ReadingScreen(f"plan of {choice.name}", Content(page), is_wide=True))
+
+    def action_help(self) -> None:
+        """Open the help."""
+        self.push_screen(ReadingScreen("grpo-tui", Content(HELP)))
 
     def action_edit(self) -> None:
         """Open the marked profile in an editor; one that is installed is copied into `./profiles` first."""
@@ -223,7 +258,8 @@ def _row(choice: Choice, width: int) -> Content:
     name = fit(choice.name, width)
     if isinstance(choice, ProfileChoice):
         sign = "✗" if choice.error else " "
-        return Content(f"{sign} {name}  {choice.description}")
+        lack = Content.styled(f"{choice.lack} · ", "dim") if choice.lack else Content("")
+        return Content(f"{sign} {name}  ") + lack + Content(choice.description)
     sign, state = (RUN_GLYPHS[choice.state], str(choice.state)) if choice.state else ("·", "unknown")
     return Content(f"{sign} {name}  {state}, {choice.words[1] if len(choice.words) > 1 else choice.words[0]}")
 
