@@ -63,8 +63,9 @@ def quit_screen(opened: Terminal) -> str:
 
 def states(opened: Terminal) -> list[str]:
     """The states of vllm and the trainer in the table."""
-    rows = [row.lstrip(" ▌").split() for row in opened.rows]
-    return [row[2] for name in ("vllm", "trainer") for row in rows if row[:1] == [name] and len(row) > 2]
+    rows = [row.lstrip(" ▌").split() for row in reversed(opened.rows)]  # messages about services are below the table
+    shown = {row[0]: row[2] for row in rows if len(row) > 2}
+    return [shown[name] for name in ("vllm", "trainer") if name in shown]
 
 
 def assert_restored(opened: Terminal) -> None:
