@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -106,6 +108,9 @@ class ThemedApp(App[ReturnType]):
 
     def run_on_terminal(self) -> ReturnType | None:
         """Run until the user leaves or the terminal is gone; returns the result."""
+        if sys.stdout.isatty():
+            for name in ("COLUMNS", "LINES"):  # Textual would take them for the size, also after a resize
+                os.environ.pop(name, None)
         with TerminalWatch(self._leave_soon):
             return self.run()
 

@@ -44,6 +44,20 @@ def resize_on_every_screen(place: Workplace, num_resizes: int) -> None:
         opened.close()
 
 
+def test_a_resize_is_followed_where_the_environment_has_columns_and_lines(place: Workplace) -> None:
+    """As with `docker exec -e COLUMNS=…`, and in programs that GNU readline was loaded into."""
+    environment = {**place.environment, "COLUMNS": "80", "LINES": "24"}
+    opened = Terminal(place.argv("attach"), cwd=place.folder, environment=environment, columns=100, rows=30)
+    try:
+        opened.until(lambda: "q detach" in opened.rows[29])
+        opened.resize(120, 36)
+        opened.until(lambda: "q detach" in opened.rows[35])
+        opened.press("q")
+        assert opened.ends() == 0
+    finally:
+        opened.close()
+
+
 def test_resizes_end_no_screen(place: Workplace) -> None:
     resize_on_every_screen(place, 8)
 
