@@ -96,6 +96,15 @@ def socket_path(run_folder: Path) -> Path:
     return path
 
 
+def registration_path(run_folder: Path) -> Path:
+    """The file that shows, outside the run folder, that a supervisor of this user started the run; holds the boot id.
+
+    Raises:
+        GrpoError: as `socket_path`.
+    """
+    return socket_path(run_folder).with_suffix(".run")
+
+
 def _own_folder(folder: Path) -> Path:
     """Create it with mode 0700, or check that it is so."""
     try:

@@ -13,7 +13,7 @@ from grpo_engine.wire.supervisor import RunStatus
 from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
 from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import Run, run_status, runs
-from grpo_tui.client.local import age_words, stored_status
+from grpo_tui.client.local import age_words, left_out_runs, stored_status
 
 FIRST_METRICS = (
     "reward/mean",
@@ -51,6 +51,8 @@ def ps_command(as_json: JsonOption = False) -> None:
         age = age_words(status.started_at, status.ended_at)
         lines.append((run.id, status.state, f"{up}/{len(status.services)}", age, supervisor))
     write_line(_table(lines))
+    for path in left_out_runs():
+        write_line(f"{path.parent}: left out, since {path.name} is not a regular file", to_stderr=True)
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:

@@ -5,15 +5,17 @@ Reads only. The state that a dead supervisor left in `state.json` is checked aga
 
 from __future__ import annotations
 
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError, PeerError
-from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE, SUPERVISOR_LOG
+from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, STATE_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
-from grpo_tui.paths import LOGS
+from grpo_tui.paths import LOGS, registration_path
 from grpo_tui.run_files.metrics import latest_metrics as latest_metrics
 from grpo_tui.supervisor.keeper.client import KeeperState, keeper_states, living_keepers
 from grpo_tui.supervisor.lock import has_daemon
@@ -21,6 +23,8 @@ from grpo_tui.supervisor.lock import has_daemon
 if TYPE_CHECKING:
     from grpo_tui.supervisor.state_file import StateDocument
 
+READ_SUFFIXES = {".json", ".jsonl", ".log", ".txt"}
+"""Of the files that commands and the screen read; services may put others, such as sockets, into the run folder."""
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
@@ -50,8 +54,27 @@ class Run:
 
 def runs(logs: Path = LOGS) -> list[Run]:
     """All runs below a folder, the newest first."""
-    folders = [path.parent for path in logs.glob(f"*/{PLAN_FILE}")] if logs.is_dir() else []
+    folders = [folder for folder in _run_folders(logs) if unreadable_file(folder) is None]
     return [look_at(folder) for folder in sorted(folders, key=_started_at, reverse=True)]
+
+
+def unreadable_file(folder: Path) -> Path | None:
+    """A file of a run folder that would hang or flood its reader: a pipe, a device, a socket; None in a proper one."""
+    for path in (*folder.iterdir(), *folder.glob(f"{KEEPERS}/*")):
+        if path.suffix in READ_SUFFIXES:
+            with suppress(OSError):  # a link to nothing, a file that was removed meanwhile
+                if not stat.S_ISREG(path.stat().st_mode):
+                    return path
+    return None
+
+
+def left_out_runs(logs: Path = LOGS) -> list[Path]:
+    """The first such file of each folder that `runs` leaves out."""
+    return [path for path in map(unreadable_file, _run_folders(logs)) if path is not None]
+
+
+def _run_folders(logs: Path) -> list[Path]:
+    return [path.parent for path in logs.glob(f"*/{PLAN_FILE}")] if logs.is_dir() else []
 
 
 def look_at(folder: Path) -> Run:
@@ -62,7 +85,10 @@ def look_at(folder: Path) -> Run:
 
 
 def has_orphans(folder: Path) -> bool:
-    """Whether processes are alive of a run that lost its supervisor and its keepers, by marker and ledger."""
+    """Whether processes are alive of a run that lost its supervisor and its keepers, by marker and ledger.
+
+    The ledger counts only for a run that is registered: in a folder from elsewhere it may name any process.
+    """
     from grpo_tui.supervisor.keeper import proc
     from grpo_tui.supervisor.state_file import boot_id, read_state
 
@@ -70,8 +96,10 @@ def has_orphans(folder: Path) -> bool:
     if any(mark is not None and mark.run_folder == str(folder.resolve()) for mark in marks):
         return True
     try:
+        if registration_path(folder).read_text() != boot_id():
+            return False
         document = read_state(folder)
-    except PeerError:
+    except (PeerError, GrpoError, OSError):
         return False
     if document is None or document.ledger is None or document.ledger.boot_id != boot_id():
         return False

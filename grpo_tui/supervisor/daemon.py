@@ -19,17 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from grpo_engine.errors import GrpoError, PeerError
-from grpo_engine.wire.codec import MAX_LINE_BYTES
+from grpo_engine.wire.codec import MAX_LINE_BYTES, write_atomically
 from grpo_engine.wire.run_folder import ADDRESS_FILE, PLAN_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
-from grpo_tui.paths import socket_path
+from grpo_tui.paths import registration_path, socket_path
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
 from grpo_tui.supervisor.keeper.orphans import become_reaper
 from grpo_tui.supervisor.lock import LOADED, read_address, take_lock, write_address
 from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
-from grpo_tui.supervisor.state_file import StateDocument, read_state
+from grpo_tui.supervisor.state_file import StateDocument, boot_id, read_state
 
 FILES_CHECK_S = 2.0
 """Between two checks of the socket and the run folder: log-outs, cleaners of /tmp and people remove them."""
@@ -160,6 +160,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                         log.warning("the socket or its address file was removed: listening again on %s", path)
                         before.close()
                     write_address(run_folder, path)
+                    write_atomically(registration_path(run_folder), boot_id().encode(), mode=0o600)
                     is_found, fault = True, ""
             except (OSError, GrpoError) as error:  # a full disk, a runtime folder that went with a log-out
                 if server is None:
@@ -174,6 +175,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         if supervisor.state in ENDED_RUN_STATES:
+            path.with_suffix(".run").unlink(missing_ok=True)
             supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
         await _close(conversations)
 

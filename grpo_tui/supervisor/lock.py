@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def take_lock(run_folder: Path) -> int | None:
 
     `has_daemon` in another process takes the lock for a moment, so one failure does not prove that there is one.
     """
-    descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline = time.monotonic() + TAKE_LIMIT_S
     while True:
         try:
@@ -39,12 +40,15 @@ def take_lock(run_folder: Path) -> int | None:
 
 
 def has_daemon(run_folder: Path) -> bool:
-    """Whether a supervisor holds the run's lock."""
+    """Whether a supervisor of this user holds the run's lock; a file that others could open proves nothing."""
     try:
-        descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # none yet, another user's, or no file at all
+        descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # none yet, another user's, a link, or no file at all
         return False
     try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            return False
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -114,7 +114,7 @@ def _ledger_version(content: bytes) -> object:
     """The version of the ledger in a state file; None where there is none, or the file is damaged."""
     try:
         return json.loads(content)["ledger"]["version"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

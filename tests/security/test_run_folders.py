@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -12,8 +13,9 @@ import pytest
 from terminal import Terminal
 from workplace import IDLE, Workplace, open_workplace, service
 
-from grpo_engine.wire.run_folder import KEEPERS, METRICS_FILE, STATE_FILE
+from grpo_engine.wire.run_folder import KEEPERS, LOCK_FILE, METRICS_FILE, STATE_FILE, TIMELINE_FILE
 from grpo_tui.supervisor.keeper.proc import identify
+from grpo_tui.supervisor.state_file import boot_id
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); print('up', flush=True)"
 TITLE, CLIPBOARD, C1, REVERSED, INVISIBLE = "\x1b]0;owned\x07", "\x1b]52;c;b3duZWQ=\x07", "\x9b2J", "\u202e", "\u200b"
@@ -80,6 +82,72 @@ def test_a_state_file_that_names_a_living_process_starts_no_supervisor(workplace
 
 
 @pytest.mark.slow
+def test_a_ledger_that_names_a_living_process_starts_no_supervisor(workplace: Workplace) -> None:
+    made = workplace.folder / "made"
+    workplace.profile(service("trainer", TOUCH, made, restart='"never"'))
+    workplace.grpo("up", "--profile", "p", "--wait", "finished", "--detach")
+    made.unlink()
+    folder = workplace.run_folder()
+    shutil.rmtree(folder / KEEPERS)
+    state = json.loads((folder / STATE_FILE).read_text())
+    init = identify(1)
+    assert init is not None
+    state |= {"state": "running", "ended_at": None}
+    state["ledger"] |= {"boot_id": boot_id(), "ending": None}
+    state["ledger"]["services"]["trainer"] |= {"state": "starting", "processes": [[init.pid, init.start_ticks]]}
+    (folder / STATE_FILE).write_text(json.dumps(state))
+    for command in (("start", "trainer"), ("restart", "trainer"), ("down",), ("upgrade",)):
+        assert workplace.grpo(command[0], folder.name, *command[1:]).returncode != 0
+    assert not made.exists()
+    assert not workplace.survivors()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_linked", [True, False], ids=["a link", "a file that others may open"])
+def test_a_lock_that_another_program_holds_starts_no_supervisor(workplace: Workplace, is_linked: bool) -> None:
+    folder, made = sent_run(workplace)
+    lock = workplace.folder / "lock" if is_linked else folder / LOCK_FILE
+    (folder / LOCK_FILE).unlink()
+    lock.touch()
+    lock.chmod(0o666)
+    if is_linked:
+        (folder / LOCK_FILE).symlink_to(lock)
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused = workplace.grpo("start", folder.name, "trainer")
+    assert refused.returncode == 5
+    assert not made.exists()
+    assert not workplace.survivors()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [STATE_FILE, METRICS_FILE, f"{KEEPERS}/a.1.json", "trainer.log"])
+def test_a_folder_with_a_pipe_or_a_device_is_left_out_and_hangs_no_command(workplace: Workplace, name: str) -> None:
+    folder, _ = sent_run(workplace)
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    if name == STATE_FILE:
+        file.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(file)
+    listed = workplace.grpo("ps")
+    assert listed.returncode == 0
+    assert folder.name not in listed.stdout
+    assert f"left out, since {file.name} is not a regular file" in listed.stderr
+    assert workplace.grpo("status", folder.name).returncode == 5
+
+
+@pytest.mark.slow
+def test_a_state_file_of_nested_brackets_is_one_row_of_the_list(workplace: Workplace) -> None:
+    folder, _ = sent_run(workplace)
+    (folder / STATE_FILE).write_text('{"ledger":' + "[" * 200_000)
+    listed = workplace.grpo("ps")
+    assert listed.returncode == 0
+    assert f"{folder.name}  unknown" in listed.stdout
+
+
+@pytest.mark.slow
 def test_a_folder_that_others_may_write_to_is_only_read(workplace: Workplace) -> None:
     workplace.profile(service("trainer", IDLE))
     workplace.up()
@@ -108,6 +176,7 @@ def test_control_characters_in_a_run_folder_do_not_reach_the_terminal(workplace:
     (folder / STATE_FILE).write_text(json.dumps(state))
     line = {"step": 1, "time": 1.0, "metrics": {"reward/mean": 0.5, f"reward/{HOSTILE}/mean": 0.5}}
     (folder / METRICS_FILE).write_text(json.dumps(line) + "\n")
+    (folder / TIMELINE_FILE).unlink()  # so that the screen shows the state file
     for command in ("status", "ps", "metrics"):
         printed = workplace.grpo(command)
         assert not [each for each in (printed.stdout + printed.stderr) if each in "\x1b\x07\x9b\u202e\u200b"], command
