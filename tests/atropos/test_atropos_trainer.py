@@ -22,6 +22,7 @@ def stack(tmp_path: Path, stock: Path) -> Iterator[Stack]:
         stack.end_all()
 
 
+@pytest.mark.extended("test_atropos_stack: a restarted API")
 def test_the_stock_trainer_continues_after_our_api_was_killed(stack: Stack, tiny_model_dir: Path) -> None:
     stack.start_api()
     stack.start_server(tiny_model_dir, "--enable-lora")

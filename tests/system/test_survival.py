@@ -217,6 +217,7 @@ def test_down_all_ends_every_run_of_the_folder(place: Workplace) -> None:
     assert place.survivors() == []
 
 
+@pytest.mark.extended("test_odd_files: a supervisor that cannot listen")
 def test_a_supervisor_without_file_descriptors_logs_it_and_keeps_running(place: Workplace) -> None:
     place.up(service("a", IDLE))
     supervisor, a = place.supervisor(), place.pid()
@@ -229,6 +230,7 @@ def test_a_supervisor_without_file_descriptors_logs_it_and_keeps_running(place: 
     assert place.pid() == a
 
 
+@pytest.mark.extended("test_services_without_supervisor_and_keepers_are_reported_ended_and_not_started_twice")
 def test_a_start_that_its_supervisor_did_not_finish_is_repeated_and_is_no_failure(place: Workplace) -> None:
     place.up(service("a", IDLE, ready=UP), service("b", IDLE))
     a, keeper = place.pid(), keeper_pid(place, "a")
@@ -295,6 +297,7 @@ def test_down_continues_when_the_supervisor_is_killed_meanwhile(place: Workplace
     assert place.survivors() == []
 
 
+@pytest.mark.extended("test_down_continues_when_the_supervisor_is_killed_meanwhile")
 def test_an_up_during_a_down_waits_for_its_end_and_starts_another_run(place: Workplace) -> None:
     run = place.up(service("a", IGNORES_SIGTERM, stop_grace_s=1.5, ready=UP))
     ending = place.start("down")
@@ -305,6 +308,7 @@ def test_an_up_during_a_down_waits_for_its_end_and_starts_another_run(place: Wor
     place.succeed("down", "--timeout", 0.1)
 
 
+@pytest.mark.extended("test_probes; test_after_both_supervisor_and_keeper_were_killed_every_process_is_ended")
 def test_what_a_command_probe_leaves_behind_is_ended_with_its_answer(place: Workplace) -> None:
     leaves = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-I', '-S', '-c', sys.argv[1]], "
     leaves += "start_new_session=True, env={}); open(sys.argv[2])"

@@ -52,6 +52,7 @@ def test_every_command_to_a_suspended_supervisor_reports_it_and_how_to_resume_it
     assert place.supervisor() == supervisor
 
 
+@pytest.mark.extended("test_every_command_to_a_suspended_supervisor_reports_it_and_how_to_resume_it")
 def test_a_supervisor_that_hangs_is_reported_with_what_ends_it_and_then_replaced(place: Workplace) -> None:
     run = place.up(service("a", IDLE))
     supervisor, pid = place.supervisor(), place.pid()

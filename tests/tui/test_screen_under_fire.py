@@ -78,6 +78,7 @@ async def test_a_machine_without_a_driver_is_shown_on_every_screen(tmp_path: Pat
         await visit_every_screen(screen)
 
 
+@pytest.mark.extended("test_ui_arrangement; the accepted pictures")
 async def test_eight_gpus_and_twelve_services_fit_at_every_size(tmp_path: Path) -> None:
     states, why = list(ServiceState), "exit code 3: RuntimeError: CUDA error while gathering 漢字 on rank 3 of 8; " * 3
     names = ["模型服务器", "évaluation-très-longue-nom", *(f"worker-{place}" for place in range(9))]

@@ -22,6 +22,7 @@ runs_kernels = pytest.mark.skipif(
 )
 
 
+@pytest.mark.extended("test_algo_logprobs, of the eager arithmetic")
 @pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED or torch.cuda.is_available(), reason="they run in this process")
 def test_the_kernels_agree_with_the_eager_arithmetic_when_interpreted() -> None:

@@ -458,6 +458,7 @@ def test_a_killed_trainer_leaves_no_server(port: int, tmp_path: Path) -> None:
     assert not is_listening(f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.extended("test_bridge_restart, under the supervisor")
 def test_a_trainer_without_supervisor_owns_its_server_and_requests_wait_while_it_restarts(
     port: int, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def stack(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield stack
 
 
+@pytest.mark.extended("test_check, with the torch engine; test_vllm_engine, with a real vLLM")
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_a_real_vllm_passes_every_check(
     stack: vllm_serving.Stack, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def run_of(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Callable[..., Engin
         yield start
 
 
+@pytest.mark.extended("test_evaluation and test_environments_evaluating")
 def test_the_evaluations_of_a_policy_that_learns_rise_and_are_of_exactly_the_published_weights(
     run_of: Callable[..., EngineProcesses],
 ) -> None:

@@ -54,6 +54,7 @@ def services(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Ite
         services.end_all()
 
 
+@pytest.mark.extended("test_rollouts_kills, and test_atropos_stack: a restarted API")
 @pytest.mark.parametrize("services", ["command line"], indirect=True)
 def test_a_killed_api_ends_no_other_service_and_no_group_is_lost_or_trained_twice(
     services: EngineProcesses, model: Path

@@ -391,6 +391,7 @@ def is_saving(run: EngineProcesses) -> bool:
     return any((run.run_folder / "checkpoints").glob(".step_*.partial"))
 
 
+@pytest.mark.extended("test_a_trainer_killed_at_any_moment_resumes_with_the_same_records_and_weights")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -441,6 +442,7 @@ def waits_for_a_batch(run: EngineProcesses) -> bool:
     return log.count("trainer ready") > log.count("a restart resumes there") and run.num_steps() >= STEPS // 2
 
 
+@pytest.mark.extended("test_a_trainer_whose_server_was_killed_still_saves_its_steps_and_exits_with_0")
 @pytest.mark.slow
 def test_sigterm_at_any_time_saves_the_steps_done_and_exits_with_0(tmp_path: Path) -> None:
     moments: list[Callable[[EngineProcesses], bool]] = [
