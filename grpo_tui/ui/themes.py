@@ -21,6 +21,7 @@ from textual.app import App, ReturnType
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
+from textual.timer import Timer, TimerCallback
 
 from grpo_tui.ui.glyphs import AsciiOnly
 from grpo_tui.ui.terminal.changed_cells import ChangedCells, TerminalCells
@@ -193,6 +194,19 @@ class ThemedApp(App[ReturnType]):
         if not gc.isenabled():
             gc.freeze()
             gc.enable()
+
+    def set_timer(
+        self, delay: float, callback: TimerCallback | None = None, *, name: str | None = None, pause: bool = False
+    ) -> Timer:
+        """Textual's, for timers that always run.
+
+        Textual (8.2.8, `Timer._run`) skips a call that is late already when its task begins: of a timer that runs once,
+        the only one. The app waits for such a timer of 1/120 s after a resize, and on a busy machine would follow no
+        later resize either.
+        """
+        timer = super().set_timer(delay, callback, name=name, pause=pause)
+        timer._skip = False
+        return timer
 
     def on_resize(self) -> None:
         """Repaint everything: terminals move their content when resized."""

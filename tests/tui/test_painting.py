@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from pathlib import Path
+
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment
+from shown_screen import shown
+from textual import timer
 from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.geometry import Region, Size
 from textual.strip import Strip
@@ -64,3 +70,15 @@ def test_a_frame_that_cannot_be_painted_is_left_out_and_a_whole_one_is_asked_for
     assert asked == ["whole frame"]
     assert cells.num_forgotten == 1
     assert "could not be painted" in caplog.text
+
+
+async def test_a_timer_whose_time_has_passed_when_it_begins_runs_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shown(tmp_path) as screen:
+        has_run = asyncio.Event()
+        late = itertools.count(timer._time.get_time(), 0.1)
+        monkeypatch.setattr(timer._time, "get_time", lambda: next(late))
+        screen.app.set_timer(1 / 120, has_run.set)
+        async with asyncio.timeout(5):
+            await has_run.wait()

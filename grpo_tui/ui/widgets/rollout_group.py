@@ -218,7 +218,7 @@ class RolloutGroup(Lines, Wheel):
         at = line_of(lines, view.token)
         first = max(0, min(at - self._num_body_lines // 2, len(lines) - self._num_body_lines))
         note = _lines_note(first, self._num_body_lines, len(lines))
-        title = rule(width, f"completion {subject.place + 1}", f"{note}coloured by {view.tint}, c: next")
+        title = rule(width, f"completion {subject.place + 1}", f"{note}coloured by {view.tint}, C: next")
         if not completion.text and not any(completion.token_texts):
             return title, [line(("empty: the model ended without any text", ".warning"))], []
         texts = lines[first : first + self._num_body_lines]
