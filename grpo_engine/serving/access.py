@@ -115,7 +115,7 @@ class AccessControl:
 
     def _refusal(self, path: str, headers: Headers, token: Token) -> JSONResponse | None:
         origin, site, hosts = headers.get("origin"), headers.get("sec-fetch-site"), headers.getlist("host")
-        is_own = origin is None or origin.partition("://")[2] in hosts
+        is_own = origin is None or origin in {f"{scheme}://{host}" for scheme in ("http", "https") for host in hosts}
         is_foreign = not is_own or site not in (None, "none", "same-origin")
         if is_foreign and not {origin, "*"}.intersection(self._allowed_origins()):
             return JSONResponse({"detail": f"requests from web pages of {origin or 'another site'} are refused"}, 403)

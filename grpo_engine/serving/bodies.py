@@ -1,85 +1,123 @@
-"""Limits of the request bodies of an HTTP service: the memory of all that are being received, and the wait for a part.
+"""Limits of the request bodies of an HTTP service: the memory of all that are being received, and how slow one may be.
 
-What a body may contain, and how long one may be, is decided by the routes.
+What a body may contain, and how long one may be, is decided by the routes. Requests with the service's token have room
+of their own, which requests without it cannot fill.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from grpo_engine.serving.access import Token, token_of
+
 ROOM_WITHIN_S = 20.0
 """Wait for room until other bodies have been received; stock clients retry the 503 that follows."""
-PART_WITHIN_S = 60.0
-"""Wait for the next part of a body."""
+BEHIND_S = 60.0
+"""Longest time without a part of a body, and how far one may fall behind `LEAST_BYTES_PER_S`."""
+LEAST_BYTES_PER_S = 64 << 10
+"""Rate of a slow network. Without it, a byte a minute would hold what was received for ever."""
+SHORT_BYTES = 1 << 20
+"""Bodies declared to be this short never wait for longer ones."""
+SHORT_ROOM_BYTES = 64 << 20
+"""Room for them beyond that of all bodies."""
 _RETRY_AFTER = {"Retry-After": "5"}
 
 
 class BodyLimits:
-    """ASGI middleware: a request with a body waits until there is room for all of it, and is refused if none comes."""
+    """ASGI middleware, inside of `AccessControl`: a body is read while there is room, and refused if none comes."""
 
-    def __init__(self, app: ASGIApp, *, longest_bytes: int, num_at_once: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, longest_bytes: int, num_at_once: int, longest_without_token_bytes: int = SHORT_BYTES
+    ) -> None:
         """
         Args:
-            longest_bytes: longest body that a route accepts; a body of unknown length counts as that long.
+            longest_bytes: longest body that a route accepts.
             num_at_once: how many of the longest there is room for.
+            longest_without_token_bytes: the same of requests without the token, where the service has one.
         """
         self._app = app
-        self._longest_bytes = longest_bytes
-        self._free_bytes = longest_bytes * num_at_once
-        self._waiting: list[asyncio.Future[None]] = []
+        self._longest_without_token_bytes = longest_without_token_bytes
+        self._room = _Room(longest_bytes, num_at_once)
+        self._room_without_token = _Room(longest_without_token_bytes, num_at_once)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request when there is room for its body."""
-        num_bytes = self._num_bytes(scope)
-        if num_bytes == 0:
+        """Forward a request; its body is limited while the application reads it."""
+        if scope["type"] != "http" or not _has_body(headers := Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        if not await self._has_taken(num_bytes):
-            detail = f"the bodies of other requests are being received, without room for {num_bytes:,} bytes: retry"
-            await JSONResponse({"detail": detail}, 503, _RETRY_AFTER)(scope, receive, send)
-            return
-        body = _Body(receive, send, on_end=lambda: self._give_back(num_bytes))
+        declared = headers.get("content-length", "")
+        num_declared = int(declared) if declared.isdecimal() and "transfer-encoding" not in headers else None
+        is_short = num_declared is not None and num_declared <= SHORT_BYTES
+        if token_of(scope) is Token.WRONG:
+            body = _Body(
+                receive, send, self._room_without_token, is_short=is_short, most_bytes=self._longest_without_token_bytes
+            )
+            if num_declared is not None:
+                body.check_length(num_declared)
+        else:
+            body = _Body(receive, send, self._room, is_short=is_short)
         try:
-            await self._app(scope, body.receive, body.send)
+            if body.refusal is None:
+                await self._app(scope, body.receive, body.send)
         except ClientDisconnect:
-            if not body.is_stalled:
+            if body.refusal is None:
                 raise
         finally:
             body.end()
-        if body.is_stalled and not body.is_answered:
-            detail = f"no part of the body has come for {PART_WITHIN_S:g} s"
-            await JSONResponse({"detail": detail}, 408, {"Connection": "close"})(scope, receive, send)
+        if body.refusal is not None and not body.is_answered:
+            await body.refusal(scope, receive, send)
 
-    def _num_bytes(self, scope: Scope) -> int:
-        """Bytes of the body, as far as a route would read it."""
-        if scope["type"] != "http":
-            return 0
-        headers = Headers(scope=scope)
-        length = headers.get("content-length", "")
-        if length.isdecimal():
-            return min(int(length), self._longest_bytes)
-        return self._longest_bytes if length or "transfer-encoding" in headers else 0
 
-    async def _has_taken(self, num_bytes: int) -> bool:
+def _has_body(headers: Headers) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+class _Room:
+    """Memory for bodies that are being received.
+
+    The longer body that began first always has room, so that several which are half received do not wait for each
+    other.
+    """
+
+    def __init__(self, longest_bytes: int, num_at_once: int) -> None:
+        self._num_bytes = longest_bytes * num_at_once
+        self._num_shared_bytes = longest_bytes * (num_at_once - 1)
+        self._num_received = 0
+        self._long: dict[_Body, None] = {}
+        """In the order in which they began."""
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def has_room(self, body: _Body) -> bool:
+        """Whether there is room for another part of it, or comes within `ROOM_WITHIN_S`."""
+        if not body.is_short:
+            self._long[body] = None
         try:
             async with asyncio.timeout(ROOM_WITHIN_S):
-                while self._free_bytes < num_bytes:
+                while not self._has_room(body):
                     freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                     self._waiting.append(freed)
                     await freed
         except TimeoutError:
             return False
-        self._free_bytes -= num_bytes
         return True
 
-    def _give_back(self, num_bytes: int) -> None:
-        self._free_bytes += num_bytes
+    def _has_room(self, body: _Body) -> bool:
+        if body.is_short:
+            return self._num_received < self._num_bytes + SHORT_ROOM_BYTES
+        first = next(iter(self._long))
+        return body is first or self._num_received - first.num_received < self._num_shared_bytes
+
+    def add(self, num_bytes: int) -> None:
+        self._num_received += num_bytes
+
+    def remove(self, body: _Body) -> None:
+        self._num_received -= body.num_received
+        self._long.pop(body, None)
         waiting, self._waiting = self._waiting, []
         for freed in waiting:
             if not freed.done():
@@ -87,35 +125,64 @@ class BodyLimits:
 
 
 class _Body:
-    """The body of one request; one that stalls is to the application as if its client had disconnected."""
+    """The body of one request; one that is refused is to the application as if its client had disconnected."""
 
-    def __init__(self, receive: Receive, send: Send, *, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, room: _Room, *, is_short: bool, most_bytes: int | None = None
+    ) -> None:
         self._receive = receive
         self._send = send
-        self._on_end: Callable[[], None] | None = on_end
-        self.is_stalled = False
+        self._room = room
+        self._most_bytes = most_bytes
+        self._left_s = BEHIND_S
+        self._has_ended = False
+        self.is_short = is_short
+        self.num_received = 0
+        self.refusal: JSONResponse | None = None
         self.is_answered = False
 
+    def check_length(self, num_bytes: int) -> None:
+        if self._most_bytes is not None and num_bytes > self._most_bytes:
+            detail = f"the body is longer than {self._most_bytes:,} bytes, the limit without the token"
+            self._refuse(detail, 413)
+
     async def receive(self) -> Message:
-        if self._on_end is None:
-            return {"type": "http.disconnect"} if self.is_stalled else await self._receive()
+        if self.refusal is not None:
+            return {"type": "http.disconnect"}
+        if self._has_ended:
+            return await self._receive()
+        if not await self._room.has_room(self):
+            return self._refuse("the bodies of other requests are being received: retry", 503, _RETRY_AFTER)
+        began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(PART_WITHIN_S):
+            async with asyncio.timeout(self._left_s):
                 message = await self._receive()
         except TimeoutError:
-            self.is_stalled = True
-            message = {"type": "http.disconnect"}
+            detail = f"the body came {BEHIND_S:g} s later than it does at {LEAST_BYTES_PER_S:,} bytes/s"
+            return self._refuse(detail, 408, {"Connection": "close"})
+        num_bytes = len(message.get("body", b""))
+        spent_s = asyncio.get_running_loop().time() - began
+        self._left_s = min(self._left_s - spent_s + num_bytes / LEAST_BYTES_PER_S, BEHIND_S)
+        self.num_received += num_bytes
+        self._room.add(num_bytes)
+        self.check_length(self.num_received)
+        if self.refusal is not None:
+            return {"type": "http.disconnect"}
         if not message.get("more_body", False):
             self.end()
         return message
 
     async def send(self, message: Message) -> None:
-        if not self.is_stalled:
+        if self.refusal is None:
             self.is_answered = True
             await self._send(message)
 
     def end(self) -> None:
         """All of it is received, or will not be."""
-        if self._on_end is not None:
-            on_end, self._on_end = self._on_end, None
-            on_end()
+        if not self._has_ended:
+            self._has_ended = True
+            self._room.remove(self)
+
+    def _refuse(self, detail: str, status: int, headers: dict[str, str] | None = None) -> Message:
+        self.refusal = JSONResponse({"detail": detail}, status, headers)
+        return {"type": "http.disconnect"}

@@ -29,7 +29,7 @@ def _is_printable(name: str) -> str:
     return name
 
 
-Name = Annotated[str, AfterValidator(_is_printable)]
+Name = Annotated[str, Field(max_length=256), AfterValidator(_is_printable)]
 """A name that is shown on terminals."""
 MAX_SEQUENCES = 2**20
 """Bound on a batch or group, far above practical sizes: forming a batch takes memory proportional to its size."""

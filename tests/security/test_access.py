@@ -75,6 +75,13 @@ async def test_a_web_page_is_refused_even_with_the_token_since_browsers_store_pa
         assert (await client.get("/", headers={**PAGE, **TOKEN})).status_code == 403
 
 
+@pytest.mark.parametrize(("origin", "status"), [("http", 200), ("https", 200), ("evil", 403), ("file", 403)])
+async def test_the_scheme_of_an_origin_is_compared_too(origin: str, status: int) -> None:
+    async with guarded() as client:
+        headers = {"Host": "localhost:19001", "Origin": f"{origin}://localhost:19001"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == status
+
+
 async def test_a_page_of_an_origin_that_is_allowed_by_name_is_answered() -> None:
     async with guarded(allowed_origins=lambda: ["http://evil.example"]) as client:
         assert (await client.get("/", headers=PAGE)).status_code == 200

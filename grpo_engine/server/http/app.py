@@ -22,6 +22,7 @@ from grpo_engine.server.http.lora_routes import lora_routes
 from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import (
     MAX_BODY_BYTES,
+    MAX_BODY_BYTES_WITHOUT_TOKEN,
     RefuseDuringShutdown,
     add_error_answers,
     only_owner,
@@ -59,7 +60,12 @@ def create_app(service: Service) -> FastAPI:
     )
     add_error_answers(app)
     app.add_middleware(RefuseDuringShutdown)
-    app.add_middleware(BodyLimits, longest_bytes=MAX_BODY_BYTES, num_at_once=BODIES_AT_ONCE)
+    app.add_middleware(
+        BodyLimits,
+        longest_bytes=MAX_BODY_BYTES,
+        num_at_once=BODIES_AT_ONCE,
+        longest_without_token_bytes=MAX_BODY_BYTES_WITHOUT_TOKEN,
+    )
     # `only_owner` asks for the token too, but runs after the body was read.
     app.add_middleware(
         AccessControl,

@@ -39,7 +39,8 @@ _STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
     (ModelError, 400),
 )
 MAX_BODY_BYTES = 64 << 20
-"""A prompt of a million tokens has 8 MB."""
+MAX_BODY_BYTES_WITHOUT_TOKEN = 16 << 20
+"""A prompt of a million tokens has 8 MB. Less is accepted from requests without the token, where the server has one."""
 _PATH_SHOWN_CHARS = 100
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
