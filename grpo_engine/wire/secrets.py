@@ -1,13 +1,14 @@
 """What is a secret, and how a person is shown something that may hold one. The only place that decides it.
 
-A value is secret by the name of its variable, flag, header or URL parameter, or as the password in a URL. Names are
-judged by their words, so that `MAX_TOKENS`, `--tokenizer` and `TOKEN_FILE` (a path) are no secrets.
+A value is secret by the name of its variable, flag, header, JSON key or URL parameter, inside a shell command too,
+or as the password of a URL, a login (`-u user:password`) or an ODBC string. Names are judged by their words, so that
+`MAX_TOKENS`, `--tokenizer` and `TOKEN_FILE` (a path) are no secrets.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 MASK = "***"
 MIN_SECRET_CHARS = 8
@@ -16,18 +17,41 @@ MIN_SECRET_CHARS = 8
 _SECRET = re.compile(
     "SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION"
     "|(?:API|ACCESS|PRIVATE|ENCRYPTION)_?KEY|(?:ACCESS|AUTH|API|BEARER)_?TOKEN"
-    r"|(?:KEYS?|TOKEN|COOKIE|JWT|DSN|(?<!BY)(?<!COM)PASS|_PWD|WEBHOOK|WEBHOOK_URL)$|(?:^|_)AUTH$"
+    r"|(?:KEYS?|TOKEN|COOKIE|JWT|DSN|(?<!BY)(?<!COM)PASS|_PWD|WEBHOOK|WEBHOOK_URL)$|(?:^|_)(?:AUTH|PW|PAT)$"
+    r"|(?:SLACK|DISCORD|TEAMS|MATTERMOST)_HOOK(?:_URL)?$"
     r"|(?:DATABASE|DB|REDIS|POSTGRES\w*|PG|MYSQL|MONGO\w*|AMQP|BROKER)_UR[LI]$"
 )
 """Found in a name that is in capitals, its words joined by underscores, without a number at its end."""
-_PLACE = re.compile(r"(?:FILE|PATH|DIR|FOLDER)S?$")
-"""Where a secret is kept is none."""
-_URL_PASSWORD = re.compile(r"(?P<before>\b[a-zA-Z][\w+.-]*://[^\s/:@?#'\"]*:)(?P<secret>[^\s/@'\"]+)(?=@)")
+_HARMLESS = re.compile(r"(?:FILE|PATH|DIR|FOLDER)S?$|^(?:BOS|EOS|PAD|UNK|STOP)_TOKEN$")
+"""Where a secret is kept is none, nor is what a tokenizer calls a token."""
+_URL_PASSWORD = re.compile(r"(?P<before>\b[a-zA-Z][\w+.-]{0,31}://[^\s/:?#'\"]*:)(?P<secret>[^\s/'\"]+)(?=@)")
 _URL_TOKEN = re.compile(r"(?P<before>\bhttps?://)(?P<secret>[^\s/:@?#'\"]+)(?=@)")
+_URL_HOOK = re.compile(
+    r"(?P<before>\bhttps://(?:hooks\.[\w.-]+|[\w.-]+/(?:api/)?(?:web)?hooks?)/)(?P<secret>[^\s'\"]+)"
+)
 _URL_PARAMETER = re.compile(r"(?P<before>[?&](?P<name>[\w.-]+)=)(?P<secret>[^\s&#'\"]+)")
-_IN_SHELL = re.compile(r"(?P<before>\b(?P<name>[A-Z][A-Z0-9_]*)=|(?P<flag>--[\w-]+)[= ])(?P<secret>[^\s'\"]+)")
-"""In a command that is one word of another, as after `sh -c`."""
-_HEADER = re.compile(r"(?P<name>[\w-]+):\s+(?P<secret>.+)", re.DOTALL)
+_NAMED = re.compile(
+    r"(?<![\w-])(?P<flag>--?[a-zA-Z][\w.-]{0,63})\\*['\"]?(?P<sign>=|\s+)"
+    r"|(?<![\w.?&-])(?!(?:auth|keys?)=)(?P<variable>[a-zA-Z_][\w.-]{0,63})="
+    r"|(?<![\w./:-])(?:-H)?(?!(?:auth|keys?):)(?P<header>[a-zA-Z_][\w-]{0,63})\\*['\"]?\s*:(?!/)\s*"
+    r"|;(?P<odbc>[pP][wW][dD])=(?!/)"
+)
+"""What stands before a value. `key=len` and `auth:app` are code; capitals, a flag or quotes make secrets of them."""
+_LOGIN = re.compile(
+    r"(?P<before>(?<![\w-])(?:-u\s*|--(?:proxy-)?user[=\s]\s*)(?P<quote>['\"])?(?!\d+:\d+(?!\S))[^\s:/='\"]+:)"
+    r"(?P<secret>(?(quote)[^'\"]+|[^\s'\"]+))"
+)
+"""`-u user:password`, as curl takes it; `--user 1000:1000` are the numbers of a user and a group."""
+_LOGIN_WORD = re.compile(r"(?!\d+:\d+$)(?P<before>[^\s:/=]+:)(?P<secret>.+)", re.DOTALL)
+_LOGIN_FLAGS = ("-u", "--user", "--proxy-user")
+_VALUE = re.compile(
+    r"(?P<quote>\\*['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|.))*)(?:(?P=quote)|\Z)"
+    r"|(?P<bare>[\[{][^\]}]*(?:[\]}]|\Z)|(?:(?i:basic|bearer|token)\s+)?[^\s'\";]+)",
+    re.DOTALL,
+)
+_UNTIL = {quote: re.compile(rf"(?:(?!\\*{quote}).)+", re.DOTALL) for quote in ("'", '"')}
+_FLAG_NAME = re.compile(r"-[\w.-]+")
+_FLAG = re.compile(r"--[a-zA-Z][\w.-]*(?:=.*)?", re.DOTALL)
 
 
 def is_secret_name(name: str) -> bool:
@@ -35,12 +59,12 @@ def is_secret_name(name: str) -> bool:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip("-"))
     plain = re.sub(r"[^A-Z0-9]+", "_", words.upper()).strip("_")
     plain = re.sub(r"_?\d+$", "", plain)
-    return _SECRET.search(plain) is not None and _PLACE.search(plain) is None
+    return _SECRET.search(plain) is not None and _HARMLESS.search(plain) is None
 
 
 def masked_value(name: str, value: str) -> str:
     """The value of a variable or setting, as it may be shown."""
-    return MASK if value and is_secret_name(name) else masked_text(value)
+    return MASK if value and is_secret_name(name) else _word(value)[0]
 
 
 def masked_variables(variables: Mapping[str, str], secret: Iterable[str] = ()) -> dict[str, str]:
@@ -49,7 +73,7 @@ def masked_variables(variables: Mapping[str, str], secret: Iterable[str] = ()) -
 
 
 def masked_argv(argv: Sequence[str]) -> list[str]:
-    """A command line as it may be shown: `--api-key …`, `--token=…`, `SOME_SECRET=…`, headers and URLs masked."""
+    """A command line as it may be shown: `--api-key …`, `--token=…`, `SOME_SECRET=…`, headers, JSON and URLs masked."""
     return [shown for shown, _ in _words(argv)]
 
 
@@ -57,15 +81,16 @@ def masked_text(text: str, secrets: Iterable[str] = ()) -> str:
     """A text as it may be shown: passwords in URLs are masked, and each of `secrets`, the longest first."""
     for secret in secrets:
         text = text.replace(secret, MASK)
-    for pattern in (_URL_PASSWORD, _URL_TOKEN):
+    for pattern in (_URL_PASSWORD, _URL_TOKEN, _URL_HOOK):
         text = pattern.sub(rf"\g<before>{MASK}", text)
-    return _URL_PARAMETER.sub(lambda found: found["before"] + masked_value(found["name"], found["secret"]), text)
+    return _URL_PARAMETER.sub(lambda found: found["before"] + MASK if is_secret_name(found["name"]) else found[0], text)
 
 
 def secret_values(variables: Mapping[str, str], argv: Sequence[str] = ()) -> set[str]:
     """Secrets in variables and on a command line that are long enough to be masked wherever they stand."""
     named = {value for name, value in variables.items() if is_secret_name(name)}
-    given = {secret for _, secrets in _words(argv) for secret in secrets}
+    words = [*_words(argv), *map(_word, variables.values())]
+    given = {secret for _, secrets in words for secret in secrets}
     texts = [*variables.values(), *argv]
     in_urls = {found["secret"] for text in texts for found in _URL_PASSWORD.finditer(text)}
     return {value for value in named | given | in_urls if len(value) >= MIN_SECRET_CHARS}
@@ -79,30 +104,50 @@ def longest_first(secrets: Iterable[str]) -> list[str]:
 def _words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Each word of a command line as it may be shown, and the secrets in it."""
     words: list[tuple[str, list[str]]] = []
-    is_value = False
+    before = ""
     for word in argv:
-        name, equals, value = word.partition("=")
-        is_flag = is_secret_name(name) and name.startswith("-") and not equals
-        header = _HEADER.fullmatch(word)
-        if is_value:
+        is_value = _FLAG_NAME.fullmatch(before) and is_secret_name(before)
+        if is_value and not _FLAG.fullmatch(word):  # a flag may have a secret's name and take no value
             words.append((MASK, [word]))
-        elif value and " " not in name and is_secret_name(name):
-            words.append((f"{name}={MASK}", [value]))
-        elif header and is_secret_name(header["name"]):
-            words.append((f"{header['name']}: {MASK}", [header["secret"]]))
+        elif before in _LOGIN_FLAGS and (login := _LOGIN_WORD.fullmatch(word)):
+            words.append((login["before"] + MASK, [login["secret"]]))
         else:
-            words.append(_shell_word(word))
-        is_value = is_flag and not is_value
+            words.append(_word(word))
+        before = word
     return words
 
 
-def _shell_word(word: str) -> tuple[str, list[str]]:
+def _word(text: str) -> tuple[str, list[str]]:
+    """A word, which may be a command, a header, JSON or a connection string, as it may be shown; the secrets in it."""
+    shown: list[str] = []
+    end = 0
     secrets: list[str] = []
+    for start, behind in sorted([*_named_values(text), *(found.span("secret") for found in _LOGIN.finditer(text))]):
+        if start < end or start == behind:
+            continue
+        shown += [text[end:start], MASK]
+        secrets.append(text[start:behind])
+        end = behind
+    return masked_text("".join([*shown, text[end:]])), secrets
 
-    def mask(found: re.Match[str]) -> str:
-        if not is_secret_name(found["name"] or found["flag"]):
-            return found[0]
-        secrets.append(found["secret"])
-        return found["before"] + MASK
 
-    return masked_text(_IN_SHELL.sub(mask, word) if " " in word else word), secrets
+def _named_values(text: str) -> Iterator[tuple[int, int]]:
+    """Where the values behind names of secrets are."""
+    end = 0
+    for found in _NAMED.finditer(text):
+        name = found["flag"] or found["variable"] or found["header"]
+        if found.start() < end or not (found["odbc"] or name == "Pwd" or is_secret_name(name)):
+            continue
+        is_next_word = (found["sign"] or "=") != "="
+        quote = text[max(0, found.start() - 1) : found.start()]
+        if found.start() == 0 and not is_next_word:
+            span = found.end(), len(text)
+        elif quote in _UNTIL and quote not in found[0] and not is_next_word:
+            value = _UNTIL[quote].match(text, found.end())
+            span = value.span() if value else (0, 0)
+        else:
+            value = _VALUE.match(text, found.end())
+            is_flag = is_next_word and value is not None and _FLAG.fullmatch(value[0])
+            span = (0, 0) if value is None or is_flag else value.span("bare" if value["bare"] else "quoted")
+        yield span
+        end = span[1]

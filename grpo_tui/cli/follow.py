@@ -21,7 +21,7 @@ from grpo_tui.client.api import look_at
 from grpo_tui.run_files.log_file import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
 from grpo_tui.run_files.metrics import read_line
 from grpo_tui.view.format import bytes_text
-from grpo_tui.view.logs.tail import on_terminal, without_colours
+from grpo_tui.view.logs.tail import RESET, ended, on_terminal, without_colours
 
 POLL_S = 0.1
 BLOCK_BYTES = 1 << 20
@@ -224,13 +224,13 @@ class _Printer:
 
     def put(self, line: bytes) -> None:
         """Print a line, or a piece of a line that is too long."""
-        text = on_terminal(line.removesuffix(b"\n"))
+        text = ended(on_terminal(line.removesuffix(b"\n")))
         self._is_at_start_of_line = self._whole_lines or line.endswith(b"\n")
         if self._unfinished:
             self._out.write(ERASE_LINE)
             self._unfinished = ""
         if self._is_terminal and line.startswith((ATTEMPT_START, HEADER_START)):
-            text = f"\x1b[2m{text}\x1b[0m"
+            text = f"\x1b[2m{text}{RESET}"
         self._out.write(f"{text}\n" if self._is_at_start_of_line else text)
 
     def put_unfinished(self, line: bytes) -> None:

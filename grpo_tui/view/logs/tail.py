@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.run_files.log_file import HEADER_START, place, read_part
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs.structured import readable
@@ -34,7 +35,10 @@ _NOT_A_COLOUR = re.compile(
 )
 COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOUR_OR_TAB = re.compile(r"(\x1b\[[0-9;:]*m|\t)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;:]*m)")
+_PARAMETER = re.compile(r"(?<=[\[;])(?:0*[34]8;0*(?:5;\d*|2;\d*;\d*;\d*)(?=[;m])|[^;m]*)")
+"""Of a colour sequence; the numbers of a colour out of 256, or of its red, green and blue, stay together."""
+_CONCEAL = re.compile(r"0*8(?::.*)?")
+RESET = "\x1b[0m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +147,35 @@ def on_terminal(line: bytes) -> str:
     latest = line.rstrip(b"\r").rpartition(b"\r")[2]
     if latest.startswith(HEADER_START):
         latest = latest.rstrip()
-    return _CONTROL.sub("", _NOT_A_COLOUR.sub("", latest.decode("utf-8", errors="replace")))
+    return _harmless(latest.decode("utf-8", errors="replace"))
+
+
+def ended(line: str) -> str:
+    """A line of `on_terminal` that leaves no colour to what is printed after it."""
+    colours = COLOUR.findall(line) if "\x1b" in line else ()
+    return line if not colours or colours[-1] in (RESET, "\x1b[m") else line + RESET
+
+
+def _harmless(text: str) -> str:
+    """Text, colours and tabs: nothing that a terminal obeys, reorders or does not show."""
+    if text.isprintable():
+        return text
+    pieces = _COLOUR_OR_TAB.split(_NOT_A_COLOUR.sub("", text))
+    pieces[::2] = map(printable, pieces[::2])
+    pieces[1::2] = [_without_conceal(piece) if "8" in piece else piece for piece in pieces[1::2]]
+    return "".join(pieces)
+
+
+def _without_conceal(colour: str) -> str:
+    kept = [each for each in _PARAMETER.findall(colour) if not _CONCEAL.fullmatch(each)]
+    return f"\x1b[{';'.join(kept)}m" if kept else ""
 
 
 def as_text(line: bytes) -> str:
     """The same, cut where it is too long for a screen, without tabs, and readable where it is a JSON object."""
     text = on_terminal(line.rstrip(b"\r").rpartition(b"\r")[2][: 4 * MAX_LINE_CHARACTERS])
     if text.startswith("{"):
-        text = _CONTROL.sub("", _NOT_A_COLOUR.sub("", readable(text)))  # JSON may hold escaped control characters
+        text = _harmless(readable(text))  # JSON may hold escaped control characters
     if "\t" in text:
         text = _with_tabs_expanded(text)
     return text if len(text) <= MAX_LINE_CHARACTERS else text[:MAX_LINE_CHARACTERS] + "…"
