@@ -63,7 +63,7 @@ def unreadable_file(folder: Path) -> Path | None:
     for path in (*folder.iterdir(), *folder.glob(f"{KEEPERS}/*")):
         if path.suffix in READ_SUFFIXES:
             with suppress(OSError):  # a link to nothing, a file that was removed meanwhile
-                if not stat.S_ISREG(path.stat().st_mode):
+                if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
                     return path
     return None
 
