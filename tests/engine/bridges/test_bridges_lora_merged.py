@@ -78,15 +78,16 @@ def test_the_server_reads_base_plus_adapter_rounded_once_and_nothing_else_has_ch
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.03)], scope="module")
 def test_trainer_and_server_agree_on_what_was_published(server: Serving, bridge: Bridge, tolerance: float) -> None:
     model = bridge.attach().model.eval()
-    differences = []
+    differences = {}
     for version in range(1, 4):
         bridge.publish(version, shift(model, version))
         answer = server.now.generate(prompt={"prompt_token_ids": PROMPT}, n=8, max_tokens=12, logprobs=0)
         assert answer["policy_version"] == version
-        for tokens, entries in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        for number, (tokens, entries) in enumerate(zip(answer["token_ids"], answer["logprobs"], strict=True)):
             values = torch.tensor([next(iter(position[0].values())) for position in entries])
-            differences.append((values - model_logprobs(model, PROMPT, tokens)).abs())
-    assert torch.cat(differences).mean() < tolerance
+            differences[version, number] = (values - model_logprobs(model, PROMPT, tokens)).abs()
+    worst = max(differences, key=lambda place: differences[place].max())
+    assert torch.cat([*differences.values()]).mean() < tolerance, f"{worst}: {differences[worst].tolist()}"
 
 
 def test_a_trainer_that_was_killed_leaves_nothing_that_the_next_takes_for_the_base(
