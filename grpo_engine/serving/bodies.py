@@ -20,7 +20,7 @@ ROOM_WITHIN_S = 20.0
 BEHIND_S = 60.0
 """Longest time without a part of a body, and how far one may fall behind `LEAST_BYTES_PER_S`."""
 LEAST_BYTES_PER_S = 64 << 10
-"""Rate of a slow network. Without it, a byte a minute would hold what was received for ever."""
+"""Rate of a slow network. Without it, a client that sends a byte a minute could hold this memory indefinitely."""
 SHORT_BYTES = 1 << 20
 """Bodies declared to be this short never wait for longer ones."""
 SHORT_ROOM_BYTES = 64 << 20

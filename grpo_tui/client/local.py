@@ -99,7 +99,7 @@ def has_orphans(folder: Path) -> bool:
         if registration_path(folder).read_text() != boot_id():
             return False
         document = read_state(folder)
-    except (PeerError, GrpoError, OSError):
+    except (GrpoError, OSError):
         return False
     if document is None or document.ledger is None or document.ledger.boot_id != boot_id():
         return False

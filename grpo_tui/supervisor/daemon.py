@@ -83,7 +83,7 @@ def _detach(log_file: Path) -> None:
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.umask(0o077)  # for services too: nobody else reads what a run writes, nor replaces it
+    os.umask(0o077)  # for services too: other users may neither read nor replace the files of a run
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -143,7 +143,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
             await converse(supervisor, reader, writer, f"client {count}")
 
     files = RunFolder(run_folder)
-    path = socket_path(run_folder)
+    path, registration = socket_path(run_folder), registration_path(run_folder)
     server: asyncio.Server | None = None
     is_found, fault = False, ""
     try:
@@ -160,7 +160,8 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                         log.warning("the socket or its address file was removed: listening again on %s", path)
                         before.close()
                     write_address(run_folder, path)
-                    write_atomically(registration_path(run_folder), boot_id().encode(), mode=0o600)
+                    registration = registration_path(run_folder)
+                    write_atomically(registration, boot_id().encode(), mode=0o600)
                     is_found, fault = True, ""
             except (OSError, GrpoError) as error:  # a full disk, a runtime folder that went with a log-out
                 if server is None:
@@ -175,7 +176,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         if supervisor.state in ENDED_RUN_STATES:
-            path.with_suffix(".run").unlink(missing_ok=True)
+            registration.unlink(missing_ok=True)
             supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
         await _close(conversations)
 

@@ -229,12 +229,6 @@ def all_marks(travel: Travel, steps: Sequence[MetricsLine]) -> tuple[Mark, ...]:
     return tuple(sorted((*travel.marks, *evaluations), key=lambda mark: mark.time))
 
 
-def step_at(steps: Sequence[MetricsLine], moment: float) -> MetricsLine | None:
-    """The newest step that was done by then."""
-    place = bisect_right(steps, moment, key=lambda line: line.time)
-    return steps[place - 1] if place else None
-
-
 def clock_at(moment: float) -> str:
     """The time of day there, on this machine's clock: `14:03:05`."""
     return clock.strftime("%H:%M:%S", clock.localtime(moment))
