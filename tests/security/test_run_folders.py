@@ -6,12 +6,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from terminal import Terminal
-from workplace import IDLE, Workplace, open_workplace, service
+from workplace import IDLE, Workplace, service
 
 from grpo_engine.wire.run_folder import KEEPERS, LOCK_FILE, METRICS_FILE, STATE_FILE, TIMELINE_FILE
 from grpo_tui.supervisor.keeper.proc import identify
@@ -20,12 +19,6 @@ from grpo_tui.supervisor.state_file import boot_id
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); print('up', flush=True)"
 TITLE, CLIPBOARD, C1, REVERSED, INVISIBLE = "\x1b]0;owned\x07", "\x1b]52;c;b3duZWQ=\x07", "\x9b2J", "\u202e", "\u200b"
 HOSTILE = f"a{TITLE}{CLIPBOARD}{C1}{REVERSED}{INVISIBLE}b"
-
-
-@pytest.fixture
-def workplace(tmp_path: Path) -> Iterator[Workplace]:
-    with open_workplace(tmp_path) as place:
-        yield place
 
 
 def sent_run(place: Workplace) -> tuple[Path, Path]:
