@@ -30,6 +30,7 @@ __all__ = [
     "micro_batches",
     "plan_bundles",
     "plan_rows",
+    "plan_shares",
     "prompt_lengths",
 ]
 
@@ -134,6 +135,8 @@ class MicroBatch:
     """Sequences of the whole batch."""
     num_tokens: int
     """Trained tokens of the whole batch."""
+    is_counted: bool = True
+    """Whether it contributes to gradients and metrics; not where a rank repeats one, so that all have as many."""
 
     def part_of(self, values: Tensor) -> Tensor:
         """This micro-batch's rows of values of the whole batch, (B,) or (B, T)."""
@@ -228,27 +231,75 @@ def batch_advantages(
 
 
 def micro_batches(
-    batch: Batch, batch_size: int | None = None, *, max_tokens: int | None = None, shares_prompts: bool = False
+    batch: Batch,
+    batch_size: int | None = None,
+    *,
+    max_tokens: int | None = None,
+    shares_prompts: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> list[MicroBatch]:
     """Split a batch, by rows or by positions, so that the losses add up to the whole batch's.
 
     Args:
         max_tokens: positions of a micro-batch, padding included, or with a prompt that is shared counted once.
         shares_prompts: keep completions of one prompt together, for `packing`; otherwise rows of about one length.
+        rank, num_ranks: return the share of one rank; every rank has as many micro-batches, since each takes part in
+            the collective operations of all.
 
     Raises:
         ValueError: not exactly one limit, one below 1, or a row that alone exceeds `max_tokens`.
     """
     lengths, num_tokens = batch.lengths.tolist(), batch.num_tokens
-    if shares_prompts:
-        prompts = prompt_lengths(batch).tolist()
-        plan = plan_bundles(bundles(batch), prompts, lengths, batch_size, max_tokens=max_tokens)
-    else:
-        plan = plan_rows(lengths, batch_size, max_tokens=max_tokens)
+    prompts = prompt_lengths(batch).tolist()
+    shared = bundles(batch) if shares_prompts else [[row] for row in range(len(lengths))]
+    plans = []
+    for share in plan_shares(shared, prompts, lengths, num_ranks):
+        if shares_prompts:
+            plans.append(plan_bundles(share, prompts, lengths, batch_size, max_tokens=max_tokens))
+        else:
+            rows = [row for bundle in share for row in bundle]
+            plans.append(plan_rows(lengths, batch_size, max_tokens=max_tokens, rows=rows))
+    own, most = plans[rank], max(map(len, plans))
+    shortest = own[-1] if own else [min(range(len(lengths)), key=lengths.__getitem__)]
+    repeated = [shortest[-1:]] * (most - len(own))
     return [
-        MicroBatch(batch=batch.rows(rows), row_numbers=rows, num_sequences=batch.num_sequences, num_tokens=num_tokens)
-        for rows in map(torch.tensor, plan)
+        MicroBatch(
+            batch=batch.rows(torch.tensor(rows)),
+            row_numbers=torch.tensor(rows),
+            num_sequences=batch.num_sequences,
+            num_tokens=num_tokens,
+            is_counted=number < len(own),
+        )
+        for number, rows in enumerate([*own, *repeated])
     ]
+
+
+def plan_shares(
+    shared: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int], num_ranks: int
+) -> list[list[Sequence[int]]]:
+    """The bundles of each rank, with about as many positions on each: the largest first, to the rank with the least.
+
+    Fewer bundles than ranks are taken apart into rows.
+
+    Args:
+        shared: rows that stay together.
+        prompts, lengths: of every row; a bundle's prompt counts once.
+    """
+    if num_ranks == 1:
+        return [list(shared)]
+    units = shared if len(shared) >= num_ranks else [[row] for bundle in shared for row in bundle]
+
+    def size(unit: Sequence[int]) -> int:
+        return sum(lengths[row] for row in unit) - (len(unit) - 1) * prompts[unit[0]]
+
+    shares: list[list[Sequence[int]]] = [[] for _ in range(num_ranks)]
+    sizes = [0] * num_ranks
+    for unit in sorted(units, key=size, reverse=True):
+        least = sizes.index(min(sizes))
+        shares[least].append(unit)
+        sizes[least] += size(unit)
+    return shares
 
 
 def prompt_lengths(batch: Batch) -> Tensor:
@@ -266,18 +317,25 @@ def bundles(batch: Batch) -> list[list[int]]:
 
 
 def plan_rows(
-    lengths: Sequence[int], batch_size: int | None = None, *, max_tokens: int | None = None
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    *,
+    max_tokens: int | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Which rows share a micro-batch: neighbours in length, so that little is padding.
 
     The longest come first: memory that suffices for the first micro-batch then suffices for all.
+
+    Args:
+        rows: which to plan; None: all.
 
     Raises:
         ValueError: as `micro_batches`.
     """
     most_rows, most_tokens = _limits(batch_size, max_tokens, max(lengths, default=0))
     plan: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in sorted(range(len(lengths)) if rows is None else sorted(rows), key=lambda row: -lengths[row]):
         # The first row of a micro-batch is its longest, to which the others are padded.
         if not plan or len(plan[-1]) >= most_rows or lengths[plan[-1][0]] * (len(plan[-1]) + 1) > most_tokens:
             plan.append([])

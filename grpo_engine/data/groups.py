@@ -91,7 +91,7 @@ def read_group(
         raise DataError(f"{where}: the group has no sequences: post at least one, or nothing")
     if not group.inference_logprobs or not any(group.inference_logprobs):
         raise DataError(
-            f"{where}: no inference_logprobs, without which there is no ratio to the policy that sampled: start the "
+            f"{where}: no inference_logprobs. GRPO requires inference_logprobs for importance sampling! Start the "
             "environment with `--openai.server_type vllm`, and have it pass on the log-probabilities it gets"
         )
     _refuse_unsupported(group, where)

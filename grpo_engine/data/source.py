@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -19,9 +20,19 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
-from grpo_engine.wire.access_token import authorization, find_token
+from grpo_engine.wire.access_token import find_token
+from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.codec import first_fault
-from grpo_engine.wire.rollouts import BatchResponse, EvaluationOrder, EvaluationState, RegisterRequest, ScoredGroup
+from grpo_engine.wire.metrics import STALE_GROUPS
+from grpo_engine.wire.rollouts import (
+    BatchResponse,
+    EvaluationOrder,
+    EvaluationState,
+    IdleTimes,
+    RegisterRequest,
+    ScoredGroup,
+)
+from grpo_engine.wire.token_clients import open_client
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +43,18 @@ _HOLD_S = 1.0
 """Long-poll time of the API; a stop request is seen after at most this time."""
 _REQUEST_TIMEOUT_S = 60.0
 """A batch may be hundreds of megabytes; a refused connection fails at once."""
-_SAY_AGAIN_S = 15.0
-"""Between two log lines with the same message."""
+_MAX_BATCH_BYTES = 256 << 20
+_TOKEN_BYTES = 128
+"""Generous: with id, label, log-prob and policy version a token has about 40 bytes in JSON, and its text has some."""
+_SAY_AGAIN_S = 60.0
+"""Between two log lines with the same message, and before the first that there is no batch."""
 
 
 class _NoBatchYet(PeerUnavailable):
     """The API answers, but has no batch."""
 
 
-class RolloutSource:
+class RolloutApiSource:
     """A trainer's connection to a rollout API."""
 
     def __init__(
@@ -58,20 +72,26 @@ class RolloutSource:
             reach_timeout_s: how long to wait for the API at the start.
         """
         self.url = url.rstrip("/")
-        # Uncompressed: on loopback decompression costs more than sending.
-        headers = {"Accept-Encoding": "identity", **authorization(token or find_token(os.environ))}
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=_REQUEST_TIMEOUT_S, transport=transport, trust_env=False
+        self._http = open_client(
+            token or find_token(os.environ),
+            base_url=self.url,
+            timeout=_REQUEST_TIMEOUT_S,
+            transport=transport,
         )
         self._reach_timeout_s = reach_timeout_s
         self._registration: RegisterRequest | None = None
         self._uuid: int | None = None
         self._lease = ""
         self._environments: dict[int, str] = {}
+        self._idle: IdleTimes | None = None
+        self._num_dropped: int | None = None
+        """Groups that were too old, where staleness is bounded."""
         self._is_used = False
+        self._why_none = ""
+        """Why there was no batch the last time, as the API said it."""
         self._said: tuple[str, float] = ("", 0.0)
 
-    def __enter__(self) -> RolloutSource:
+    def __enter__(self) -> RolloutApiSource:
         return self
 
     def __exit__(
@@ -164,7 +184,7 @@ class RolloutSource:
         told |= {} if policy_version is None else {"policy_version": policy_version}
         told |= {} if self._uuid is None else {"uuid": self._uuid}
         try:
-            answer = self._http.get("/batch", params=told)
+            answer = self._http.get("/batch", params=told, extensions=allowing(self._most_batch_bytes()))
         except httpx.TransportError as error:
             raise PeerUnavailable(f"{self.url}/batch: {str(error) or type(error).__name__}") from None
         if answer.status_code >= 500:
@@ -178,12 +198,15 @@ class RolloutSource:
         if response.status == "error":
             self._register_again(response.message or "no reason given")
             return None
-        if response.message:
-            self._say(f"{self.url}: {response.message}")
+        self._why_none = f"{self.url}: {response.message}" if response.message else ""
+        if self._why_none:
+            self._say(self._why_none)
         if not response.batch:
             return None
         self._lease, self._is_used = response.lease or "", False
-        self._environments = response.environments
+        self._environments, self._idle = response.environments, response.idle
+        is_bounded = self._registration is not None and self._registration.max_staleness is not None
+        self._num_dropped = response.num_dropped if is_bounded else None
         return response.batch
 
     @property
@@ -195,6 +218,11 @@ class RolloutSource:
     def environments(self) -> dict[int, str]:
         """Names of the last batch's environments, by the ids in its groups; a stock API sends none."""
         return self._environments
+
+    def time_metrics(self) -> dict[str, float]:
+        """How long environments waited before the last batch, where they say it, and how many groups were dropped."""
+        dropped = {} if self._num_dropped is None else {STALE_GROUPS: float(self._num_dropped)}
+        return dropped if self._idle is None else dropped | idle_metrics(self._idle)
 
     def resume_after(self, lease: str) -> None:
         """Acknowledge this lease of a killed trainer with the next request, so that its batch is not offered again."""
@@ -222,7 +250,9 @@ class RolloutSource:
             PeerUnavailable: no batch within `timeout_s`, also if the API was down.
             PeerError: the API answers something outside the protocol.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
+        since = time.strftime("%H:%M:%S")
         lost_at: float | None = None
 
         def poll() -> list[ScoredGroup]:
@@ -239,6 +269,8 @@ class RolloutSource:
                 log.info("%s answers again after %.1f s", self.url, now - lost_at)
                 lost_at, self._said = None, ("", 0.0)
             if batch is None:
+                if now - began > _SAY_AGAIN_S:
+                    self._say(self._why_none or f"no batch from {self.url} since {since}: check the environments' logs")
                 raise _NoBatchYet(
                     f"no batch from {self.url} within {timeout_s:g} s: check the environments' logs, and "
                     f"{self.url}/status for queued groups"
@@ -292,8 +324,23 @@ class RolloutSource:
         """Tell the API that an evaluation is over; errors are only logged."""
         try:
             self._http.delete(f"/evaluations/{order.id}", timeout=2.0)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, PeerError) as error:
             log.warning("%s: evaluation of step %d not closed: %s", self.url, order.step, error)
+
+    def report_served(self, lease: str, policy_version: int) -> None:
+        """Tell the API that the batch of this lease was trained, and that inference serves the new version now.
+
+        Where staleness is bounded, environments may then start the next groups, before the trainer asks for a batch. An
+        error is only logged: the next request for a batch says the same.
+        """
+        if not lease or lease != self._lease or self._registration is None or self._registration.max_staleness is None:
+            return
+        told: dict[str, str | int] = {"lease": lease, "policy_version": policy_version}
+        told |= {} if self._uuid is None else {"uuid": self._uuid}
+        try:
+            self._http.post("/served", params=told, timeout=2.0)
+        except (httpx.TransportError, PeerError) as error:
+            log.info("%s: not told that version %d is served: %s", self.url, policy_version, error)
 
     def acknowledge(self) -> None:
         """Acknowledge the last batch without a request for another; errors are only logged."""
@@ -301,9 +348,15 @@ class RolloutSource:
             return
         try:
             self._http.post("/acknowledge", params={"lease": self._lease}, timeout=2.0)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, PeerError) as error:
             log.warning("%s: last batch not acknowledged: %s", self.url, error)
         self._lease = ""
+
+    def _most_batch_bytes(self) -> int:
+        """Longest batch that is read; longer where the sequences that the trainer asked for may need it."""
+        asked = self._registration
+        num_tokens = 0 if asked is None else asked.batch_size * max(asked.max_token_len, 0)
+        return max(_MAX_BATCH_BYTES, num_tokens * _TOKEN_BYTES)
 
     def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
         try:
@@ -343,3 +396,18 @@ class RolloutSource:
         if text != said or now - when > _SAY_AGAIN_S:
             log.warning("%s", text)
             self._said = (text, now)
+
+
+def idle_metrics(idle: IdleTimes) -> dict[str, float]:
+    """`rollout/admission_wait_time` and `rollout/busy_fraction`: means over environments.
+
+    >>> idle_metrics(IdleTimes(since_s=4.0, idle_s={0: 1.0, 1: 3.0}))
+    {'rollout/admission_wait_time': 2.0, 'rollout/busy_fraction': 0.5}
+    """
+    if not idle.idle_s or idle.since_s <= 0:
+        return {}
+    waited_s = fmean(idle.idle_s.values())
+    return {
+        "rollout/admission_wait_time": waited_s,
+        "rollout/busy_fraction": max(0.0, 1 - waited_s / idle.since_s),
+    }

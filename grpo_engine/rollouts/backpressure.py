@@ -99,6 +99,8 @@ class Admission:
 
     def _has_room(self, senders: set[int | None]) -> bool:
         config, state = self._config, self._state()
+        if config.buffer != "once":  # it makes room for them
+            return True
         batch_size = state.run.request.batch_size if state.run else 0
         sequences = state.num_waiting_sequences()
         # Whatever the limits: with room for less than two batches, leftovers could keep every batch from forming.
@@ -109,7 +111,7 @@ class Admission:
         # The queue makes no batch as it is: admit environments whose groups could complete one.
         own = state.queue.sequences_by_environment
         are_known = senders <= {None, *state.environments}
-        return state.is_stuck and are_known and all(own[id_] < batch_size for id_ in senders)
+        return state.selection.is_stuck and are_known and all(own[id_] < batch_size for id_ in senders)
 
     def _full(self) -> Refusal:
         waiting = self._state().num_waiting_sequences()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AliasChoices, Field, model_validator
 
-from grpo_engine.config import Config
+from grpo_engine.config import Config, LogLevel
 from grpo_engine.flags import Flag
+from grpo_engine.rollouts.state.buffering import Buffering, Kind, Sampling
 
 
 class ApiConfig(Config):
@@ -49,6 +50,18 @@ class ApiConfig(Config):
     from stock environments, the batches since their arrival count. Unset: the trainer's bound, else none; of two bounds
     the stricter applies."""
 
+    # What is delivered
+    buffer: Kind = "once"
+    """`once`: each group exactly once, oldest first; posts wait while the queue is full. `window`: each at most once,
+    and the newest groups replace the oldest. `replay`: as `window`, and each up to buffer_uses times."""
+    buffer_capacity: int | None = Field(None, ge=1)
+    """Sequences in a window or replay buffer; two batches always fit. Unset: max_queued_sequences."""
+    buffer_uses: int = Field(4, ge=1)
+    """Batches of a replay buffer in which a group may be, one after the other."""
+    buffer_sampling: Sampling | None = None
+    """Which groups of a window or replay buffer make a batch: uniform (unset), newest, oldest, or advantage: likelier
+    the larger their mean absolute advantage. What is too old is removed first, as max_staleness says."""
+
     # Time-outs
     lease_s: float = Field(120.0, gt=0)
     """Seconds after which a batch that was neither acknowledged nor followed by another request of the same client is
@@ -58,10 +71,35 @@ class ApiConfig(Config):
     share_wait_s: float = Field(60.0, ge=0)
     """Seconds that a batch waits for the guaranteed share of an environment that is connected but sends too little."""
 
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+    log_level: LogLevel = "info"
     """Least severe level that is logged."""
     access_log: bool = False
     """Log every request; environments send several per second."""
+
+    @property
+    def buffering(self) -> Buffering:
+        """What the queue guarantees."""
+        if self.buffer == "once":
+            return Buffering()
+        return Buffering(
+            kind=self.buffer,
+            max_sequences=self.buffer_capacity or self.max_queued_sequences,
+            max_bytes=self.max_queued_bytes,
+            max_uses=self.buffer_uses if self.buffer == "replay" else 1,
+            sampling=self.buffer_sampling or "uniform",
+        )
+
+    @model_validator(mode="after")
+    def _has_a_buffer_for_its_settings(self) -> ApiConfig:
+        fields = type(self).model_fields  # a profile that is written out states defaults too
+        given = {name for name in self.model_fields_set if getattr(self, name) != fields[name].default}
+        if self.buffer == "once" and (unused := given & {"buffer_capacity", "buffer_sampling", "buffer_uses"}):
+            raise ValueError(
+                f"{', '.join(sorted(unused))}: no effect with buffer once: leave out, or set buffer to window or replay"
+            )
+        if self.buffer == "window" and "buffer_uses" in given:
+            raise ValueError("buffer_uses: no effect with buffer window, which delivers a group once: set replay")
+        return self
 
     @model_validator(mode="after")
     def _has_one_token(self) -> ApiConfig:

@@ -16,23 +16,30 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+from grpo_engine.errors import first_of
 from grpo_engine.rollouts.backpressure import Admission, Waiters
 from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.rollouts.idle_clock import IdleClock
 from grpo_engine.rollouts.metrics import Counters
-from grpo_engine.rollouts.state.api_state import ApiState, Handout, Placed, Registered
+from grpo_engine.rollouts.state.api_state import ApiState
 from grpo_engine.rollouts.state.evaluations import fault_of
+from grpo_engine.rollouts.state.outcomes import Handout, Placed, Registered
 from grpo_engine.rollouts.state.records import EnvironmentRecord, Lease, Stored
+from grpo_engine.rollouts.state.slots import Demand
 from grpo_engine.rollouts.stock.connections import Deliveries
-from grpo_engine.rollouts.storage.store import Store
+from grpo_engine.rollouts.storage.store import IN_MEMORY, Store
 from grpo_engine.rollouts.storage.writer import NotWritten, Writer
 from grpo_engine.rollouts.validation import CheckedGroup, Refusal
+from grpo_engine.serving.reporting import Reporter
 from grpo_engine.wire.rollouts import (
     EnvironmentStatus,
     EvaluationAnswer,
     EvaluationOrder,
     EvaluationState,
+    IdleTimes,
     RegisterEnvironmentRequest,
     RegisterRequest,
 )
@@ -41,6 +48,8 @@ log = logging.getLogger("grpo_engine.rollouts")
 
 ResultT = TypeVar("ResultT")
 
+QUIET_S = 10.0
+"""Without a batch, after which the queue is reported."""
 _CHECK_EVERY_S = 0.25
 """Interval at which conditions that only depend on time are checked while a request waits for them."""
 MAX_ENVIRONMENTS = 20_000
@@ -57,13 +66,21 @@ class Delivery:
     environments: dict[int, str]
     """Names that are stable across restarts, by the ids in its groups."""
     is_repeated: bool
+    idle: IdleTimes | None
+    """Absent where it is repeated."""
+    num_dropped: int
+    """Groups that were dropped since the batch before, too old and in no batch."""
 
 
 class Coordinator:
     """State, store and waiting requests of one rollout API. Construct it inside a running event loop."""
 
-    def __init__(self, config: ApiConfig, store: Store, stored: Stored) -> None:
+    def __init__(self, config: ApiConfig, store: Store, stored: Stored, reporter: Reporter | None = None) -> None:
         self._config = config
+        self._reporter = reporter or Reporter()
+        self._reporter.ask_note = self._note_on_queue
+        self._delivered_at = time.time()
+        self._idle = IdleClock(time.monotonic)
         self._store = store
         self._writer = Writer(store, self._restore_from_store)
         self.state = self._state_from(stored)
@@ -77,6 +94,10 @@ class Coordinator:
         self._waiters = Waiters()
         """All other requests: new groups do not concern them, and need not wake them hundreds of times a second."""
         self.admission = Admission(config, self._waiters, lambda: self.state)
+        self._num_dropped = 0
+        """Groups, since the last batch."""
+        self._num_asked: dict[int, int] = {}
+        """Requests of each environment for slots."""
         self._reported_problem: str | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -113,7 +134,7 @@ class Coordinator:
         uuid, loop = self.state.run.uuid, asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:
-            state, num_chances = self.state, self.state.num_chances
+            state, num_chances = self.state, self.state.selection.num_chances
             delivery = await self._hand_out(client=client, ack=ack, policy_version=policy_version)
             if delivery is not None or loop.time() >= deadline:
                 return delivery
@@ -123,7 +144,7 @@ class Coordinator:
                 return None
 
     async def _hand_out(self, *, client: str, ack: str | None, policy_version: int | None) -> Delivery | None:
-        was_stuck = self.state.is_stuck
+        was_stuck = self.state.selection.is_stuck
         if ack is None:  # a stock client: its request acknowledges the last batch unless that connection was reset
             for lease in self.deliveries.reset_by(client):
                 self._offer_again(lease)
@@ -134,14 +155,17 @@ class Coordinator:
         records = {id_: self.state.environments[id_] for id_ in senders if id_ in self.state.environments}
         bodies = await self._write_handout(handout) if handout.changed_anything else []
         if handout.unmet:
-            _event(logging.WARNING, "batch formed without a guaranteed share", environments=", ".join(handout.unmet))
+            _event(logging.WARNING, "batch formed without a guaranteed share", environments=first_of(handout.unmet))
         if handout.dropped:
-            self.counters.stale += len(handout.dropped)
-            _event(logging.WARNING, "stale groups dropped", groups=len(handout.dropped))
-        if handout.lease or handout.dropped or self.state.is_stuck != was_stuck:
+            self.counters.stale += handout.num_never_used
+            self._num_dropped += handout.num_never_used
+            if handout.num_never_used:
+                _event(logging.WARNING, "stale groups dropped", groups=handout.num_never_used)
+        if handout.lease or handout.acknowledged or handout.dropped or self.state.selection.is_stuck != was_stuck:
             self._notify()
         if handout.lease is None:
             return None
+        self._delivered_at = time.time()
         run = self.state.run
         self.counters.batches_repeated += handout.is_repeated
         self.counters.batches += not handout.is_repeated
@@ -155,18 +179,28 @@ class Coordinator:
             groups_waiting=len(self.state.queue),
             client=client,
         )
+        num_dropped, self._num_dropped = self._num_dropped, 0
         return Delivery(
             lease=handout.lease,
             bodies=bodies,
             environments={id_: record.desired_name for id_, record in records.items()},
             is_repeated=handout.is_repeated,
+            idle=None if handout.is_repeated else self._idle.take(),
+            num_dropped=num_dropped,
         )
 
     async def acknowledge(self, lease_id: str) -> None:
         """Delete a batch that arrived, without asking for another."""
-        acknowledged = self.state.acknowledge(lease_id)
-        if acknowledged:
-            await self._write_handout(Handout(lease=None, acknowledged=acknowledged))
+        handout = self.state.acknowledge(lease_id)
+        if handout.acknowledged:
+            await self._write_handout(handout)
+
+    async def record_served(self, lease_id: str, policy_version: int) -> None:
+        """A batch was trained, and inference serves this version: environments may start as many groups again."""
+        lease = self.state.note_served(lease_id, policy_version, time.time())
+        if lease is not None:
+            await self._save_lease(lease)
+            self._notify()
 
     def record_sent(self, lease: Lease, connection: object) -> None:
         """Record on which connection a batch is sent; call it without a pause before the send."""
@@ -243,17 +277,40 @@ class Coordinator:
         return record
 
     async def environment_status(
-        self, env_id: int, *, wait_s: float = 0.0, known: tuple[int, int, str | None] | None = None
+        self,
+        env_id: int,
+        *,
+        wait_s: float = 0.0,
+        known: tuple[int, int, str | None] | None = None,
+        says_idle: bool = False,
+        demand: Demand | None = None,
     ) -> EnvironmentStatus | None:
         """Step, queue and evaluation as an environment sees them; None when there is none of that id.
 
         Args:
             wait_s: hold the answer up to this long while there is no more to do than at what is `known`: current_step,
                 queue_size (more groups are not news), and the id of the evaluation that it has yet to answer.
+            says_idle: whether it has nothing to do when, and only when, it waits.
+            demand: what it samples, and would start; that it may start some of it is news too.
         """
         deadline = asyncio.get_running_loop().time() + wait_s
+        number = self._num_asked[env_id] = self._num_asked.get(env_id, 0) + (demand is not None)
+
+        def startable() -> int | None:
+            if demand is None or self._num_asked[env_id] != number:  # a later request knows more of what it samples
+                return None
+            return self.state.num_startable(env_id, demand, time.time())
+
+        def granted(status: EnvironmentStatus | None) -> EnvironmentStatus | None:
+            num_groups = startable()
+            if status is None or num_groups is None:
+                return status
+            self.state.grant_slots(env_id, num_groups)
+            return status.model_copy(update={"may_start": num_groups})
 
         def is_news() -> bool:
+            if startable():
+                return True
             status = self.state.environment_status(env_id, time.time(), is_heard=False)
             if status is None:
                 return True
@@ -263,12 +320,18 @@ class Coordinator:
             return status.queue_size < known[1]
 
         status = self.state.environment_status(env_id, time.time())
+        if says_idle:
+            self._idle.note(env_id)
+        if demand is not None and self.state.report_sampling(env_id, demand.num_sampled):
+            self._waiters.notify()
         if wait_s <= 0 or is_news():
-            return status
-        await self._waiters.until(is_news, deadline)
+            return granted(status)
+        with self._idle.waiting(env_id):
+            await self._waiters.until(is_news, deadline)
         # The environment may have disconnected meanwhile; a request from before must not mark it as connected again.
         record = self.state.environments.get(env_id)
-        return self.state.environment_status(env_id, time.time(), is_heard=record is not None and record.is_connected)
+        is_heard = record is not None and record.is_connected
+        return granted(self.state.environment_status(env_id, time.time(), is_heard=is_heard))
 
     async def add_groups(
         self,
@@ -294,14 +357,18 @@ class Coordinator:
             return []
         now = time.time()
         placed = [
-            self.state.place(g.env_id, g.num_sequences, len(g.body), now, policy_version=g.policy_version)
+            self.state.place(
+                g.env_id, g.num_sequences, len(g.body), now, policy_version=g.policy_version, spread=g.spread
+            )
             for g in groups
         ]
         rows = [(p.group, p.place, g.body) for p, g in zip(placed, groups, strict=True)]
         released = [id_ for p in placed for id_ in p.released]
         if post is not None:
             self._posts[post[0]] = post[1]
-        await self._write(lambda: self._store.add_groups(rows, released, post))
+        evicted = [id_ for p in placed for id_ in p.evicted]
+        await self._write(lambda: self._store.add_groups(rows, released, post, evicted))
+        self.counters.evicted += len(evicted)
         self.latest_body = groups[-1].body
         self._batch_waiters.notify()
         names = self.environment_names
@@ -429,6 +496,7 @@ class Coordinator:
                 run,
                 acknowledged=handout.acknowledged,
                 returned=handout.returned,
+                kept=handout.kept,
                 dropped=handout.dropped,
                 lease=handout.lease,
             )
@@ -436,10 +504,25 @@ class Coordinator:
 
     async def _write(self, action: Callable[[], ResultT]) -> ResultT:
         try:
-            return await self._writer.write(action)
+            result = await self._writer.write(action)
         except NotWritten as error:
             detail = f"not stored: {error}: check whether the disk is full, and send it again later"
             raise Refusal(503, detail, "store") from None
+        self._reporter.can_write(self._store_path)
+        return result
+
+    @property
+    def _store_path(self) -> Path:
+        return self._config.store or Path(IN_MEMORY)
+
+    def _note_on_queue(self) -> str | None:
+        """What is queued, while no batch was delivered for a while. Called in the reporter's thread."""
+        run, now = self.state.run, time.time()
+        if run is None or now - self._delivered_at < QUIET_S:
+            return None
+        problem = self.state.why_no_batch(now)
+        num_queued, wanted = self.state.num_waiting_sequences(), run.request.batch_size
+        return f"{num_queued} of {wanted} sequences of a batch are queued" + (f"; {problem}" if problem else "")
 
     def _state_from(self, stored: Stored) -> ApiState:
         config = self._config
@@ -449,20 +532,24 @@ class Coordinator:
             liveness_s=config.liveness_s,
             share_wait_s=config.share_wait_s,
             max_staleness=config.max_staleness,
+            buffering=config.buffering,
             now=time.time(),
         )
 
     def _restore_from_store(self, stored: Stored, error: Exception) -> None:
         """Return to what the file holds after a failed write."""
         _event(logging.ERROR, "not written", error=str(error), store=str(self._config.store))
+        effect = "groups and batches are refused with 503, and asked for again"
+        self._reporter.cannot_write(self._store_path, error, effect=effect)
         before, self.state = self.state, self._state_from(stored)
         self.state.last_seen |= {id_: at for id_, at in before.last_seen.items() if id_ in self.state.environments}
         self.state.trainer_seen = before.trainer_seen
+        self.state.slots = before.slots
         self.latest_body, self._posts = stored.latest_body, stored.posts
         self._notify()
 
     def _may_form_since(self, state: ApiState, num_chances: int) -> bool:
-        return self.state is not state or self.state.num_chances != num_chances
+        return self.state is not state or self.state.selection.num_chances != num_chances
 
     def _is_duplicate(self, post: tuple[str, str] | None) -> bool:
         return post is not None and self._posts.get(post[0]) == post[1]

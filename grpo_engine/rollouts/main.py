@@ -23,8 +23,11 @@ from grpo_engine.rollouts.http.app import make_app
 from grpo_engine.rollouts.stock.connections import WatchedProtocol
 from grpo_engine.rollouts.storage.store import IN_MEMORY, Store
 from grpo_engine.serving.access import is_loopback
+from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.serving.reporting import Reporter
 from grpo_engine.wire.access_token import find_token, read_token
 from grpo_engine.wire.run_folder import ROLLOUT_STORE
+from grpo_engine.wire.terminal_text import printable
 
 _LINGER_S = 1
 """Time for open requests during shutdown; requests that are held are refused before."""
@@ -41,7 +44,7 @@ def run(config: ApiConfig) -> int:
     """
     _configure_logging(config.log_level)
     config = config.model_copy(update={"token": _token(config)})
-    listener = _listen(config.host, config.port)
+    listener = take_port(config.host, config.port)
     path = _store_path(config)
     config = config.model_copy(update={"store": path})
     store = Store(path)
@@ -60,7 +63,7 @@ def run(config: ApiConfig) -> int:
     try:
         server = _Server(
             uvicorn.Config(
-                make_app(config, store),
+                make_app(config, store, Reporter.from_environment(os.environ)),
                 host=config.host,
                 port=config.port,
                 log_level=config.log_level,
@@ -69,9 +72,10 @@ def run(config: ApiConfig) -> int:
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 http=WatchedProtocol,
                 ws="none",
-            )
+            ),
+            listener,
         )
-        server.run(sockets=[listener])
+        server.run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -79,18 +83,8 @@ def run(config: ApiConfig) -> int:
     return 0 if server.started else 1
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, except that held requests do not delay the shutdown."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start and log the address: uvicorn does not log it for a socket that it was given."""
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            logging.getLogger("uvicorn.error").info(
-                "Uvicorn running on http://%s:%d (Press CTRL+C to quit)", shown, port
-            )
+class _Server(ListeningServer):
+    """A server, except that held requests do not delay the shutdown."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse held requests, then shut down."""
@@ -106,7 +100,7 @@ class _JsonLines(logging.Formatter):
         fields = getattr(record, "fields", {})
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
         line = {"time": stamp, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return printable(json.dumps(line, ensure_ascii=False, default=str))
 
 
 def _configure_logging(level: str) -> None:
@@ -117,22 +111,6 @@ def _configure_logging(level: str) -> None:
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(level.upper())
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol; without it an answer may take 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot listen: {error.strerror or error}; "
-            "stop the process that uses the port, or choose another port"
-        ) from None
-    return listener
 
 
 def _token(config: ApiConfig) -> str | None:

@@ -13,6 +13,11 @@ from prometheus_client.registry import Collector
 from grpo_engine.rollouts.backpressure import Admission
 from grpo_engine.rollouts.state.api_state import ApiState
 
+MAX_ENVIRONMENTS_NAMED = 1000
+"""`/metrics` is answered without the token, and each registration of an environment has a name of its own."""
+OTHERS = "others"
+"""The label of those that came later."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -26,11 +31,15 @@ class Counters:
     """By reason."""
     stale: int = 0
     """Groups that were dropped because they exceeded max_staleness."""
+    evicted: int = 0
+    """Groups that newer ones replaced in a window or buffer."""
     batches: int = 0
     batches_repeated: int = 0
 
     def add_group(self, environment: str, num_sequences: int, num_bytes: int) -> None:
         """Count one group."""
+        if environment not in self.groups and len(self.groups) >= MAX_ENVIRONMENTS_NAMED:
+            environment = OTHERS
         self.groups[environment] += 1
         self.sequences[environment] += num_sequences
         self.bytes[environment] += num_bytes
@@ -55,6 +64,7 @@ class _Snapshot(Collector):
         ]
         self._counts: list[tuple[str, str, int]] = [
             ("stale_groups", "Groups dropped because of max_staleness.", counters.stale),
+            ("evicted_groups", "Groups that newer ones replaced in a window or buffer.", counters.evicted),
             ("batches", "Batches delivered.", counters.batches),
             ("batches_repeated", "Batches offered again.", counters.batches_repeated),
             ("held", "Posts that waited for room in the queue.", admission.num_ever_held),

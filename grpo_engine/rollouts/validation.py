@@ -50,6 +50,8 @@ class CheckedGroup:
     """Whether every trained position of its masks holds the token itself."""
     policy_version: int | None = None
     """Oldest policy version that sampled a trained token; None where the group carries no versions."""
+    spread: float = 0.0
+    """Mean absolute advantage: that of its `advantages`, else of its scores, less their mean."""
 
 
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_BOUND)]
@@ -184,7 +186,16 @@ def _checked(group: ScoredGroup, number: int, names: Mapping[int, str]) -> Check
         has_logprobs=bool(group.inference_logprobs),
         has_labels=all(map(_are_labels, group.masks, group.tokens)),
         policy_version=_oldest_version(group),
+        spread=_spread(group),
     )
+
+
+def _spread(group: ScoredGroup) -> float:
+    advantages = [value for row in group.advantages or [] for value in row]
+    if not advantages:
+        mean = sum(group.scores) / len(group.scores)
+        advantages = [score - mean for score in group.scores]
+    return sum(map(abs, advantages)) / len(advantages)
 
 
 def _oldest_version(group: ScoredGroup) -> int | None:

@@ -24,13 +24,17 @@ from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.coordinator import Coordinator
 from grpo_engine.rollouts.http import bodies
 from grpo_engine.rollouts.metrics import metrics_text
-from grpo_engine.rollouts.state.api_state import Placed
+from grpo_engine.rollouts.state.outcomes import Placed
+from grpo_engine.rollouts.state.slots import Demand
 from grpo_engine.rollouts.stock import responses
 from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.rollouts.validation import CheckedGroup, Refusal, read_group, read_groups
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
+from grpo_engine.serving.reporting import Reporter
+from grpo_engine.wire.inference import PolicyVersion
 from grpo_engine.wire.rollouts import (
+    MAX_SEQUENCES,
     POST_HEADER,
     EnvironmentStatus,
     EvaluationAnswer,
@@ -46,6 +50,8 @@ MAX_WAIT_S = 20.0
 """Longest time for which a request is held."""
 BODIES_AT_ONCE = 2
 """Of the longest that are accepted; more wait, so that unfinished ones do not add up in memory."""
+MAX_NAMES = 100
+"""Of live environments in `/status`, the newest; it is answered without the token, and there may be 20,000."""
 OPEN_PATHS = frozenset({"/", "/info", "/health", "/status", "/metrics"})
 """Answered without the token, for probes and observers: they neither change anything nor show data."""
 
@@ -65,18 +71,26 @@ class StatusRequest(EnvironmentId):
     queue_size: Whole | None = None
     evaluation: str | None = None
     """Id of the evaluation that the client knows and has yet to answer."""
+    sampled: Whole | None = Field(None, ge=0, le=MAX_SEQUENCES)
+    """Groups that it samples or has yet to post, so that it can be granted slots for more."""
+    wanted_items: Whole = Field(0, ge=0)
+    """Items that it would start now."""
+    groups_per_item: Whole = Field(1, ge=1, le=MAX_SEQUENCES)
 
 
-def make_app(config: ApiConfig, store: Store) -> FastAPI:
+def make_app(config: ApiConfig, store: Store, reporter: Reporter | None = None) -> FastAPI:
     """The ASGI application; it owns `store` from startup to shutdown."""
+    reporter = reporter or Reporter()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        coordinator = app.state.coordinator = Coordinator(config, store, store.load())
-        yield
+        coordinator = app.state.coordinator = Coordinator(config, store, store.load(), reporter)
+        with reporter:
+            yield
         await coordinator.close_store()
 
     app = FastAPI(title="Rollout API", lifespan=lifespan, responses=bodies.REFUSALS)
+    bodies.limit_long_bodies(app, num_at_once=BODIES_AT_ONCE)
     app.add_middleware(BodyLimits, longest_bytes=config.max_body_bytes, num_at_once=BODIES_AT_ONCE)
     app.add_middleware(
         AccessControl, host=config.host, token=config.token, needs_token=lambda path: path not in OPEN_PATHS
@@ -132,7 +146,7 @@ def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
         request: Request,
         ack: str | None = None,
         wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
-        policy_version: Annotated[int | None, Query(ge=0)] = None,
+        policy_version: Annotated[PolicyVersion | None, Query()] = None,
         uuid: int | None = None,
     ) -> Response:
         coordinator = _coordinator(request)
@@ -146,7 +160,10 @@ def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
             _refuse_superseded(coordinator, uuid)
             problem = coordinator.why_no_batch()
             return JSONResponse({"batch": None, **({"message": problem} if problem else {})})
-        extra = json.dumps({"lease": delivery.lease.id, "environments": delivery.environments}).encode()
+        more: dict[str, Any] = {"lease": delivery.lease.id, "environments": delivery.environments}
+        more |= {"idle": delivery.idle.model_dump()} if delivery.idle else {}
+        more |= {"num_dropped": delivery.num_dropped} if delivery.num_dropped else {}
+        extra = json.dumps(more).encode()
         content = b'{"batch":[' + b",".join(delivery.bodies) + b"]," + extra[1:]
         answer = await bodies.json_answer(request, content)
         if await request.is_disconnected():
@@ -158,6 +175,17 @@ def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
     @app.post("/acknowledge")
     async def acknowledge(request: Request, lease: Annotated[str, Query()]) -> dict[str, str]:
         await _coordinator(request).acknowledge(lease)
+        return {"status": "success"}
+
+    @app.post("/served")
+    async def served(
+        request: Request,
+        lease: Annotated[str, Query()],
+        policy_version: Annotated[PolicyVersion, Query()],
+        uuid: int | None = None,
+    ) -> dict[str, str]:
+        _refuse_superseded(_coordinator(request), uuid)
+        await _coordinator(request).record_served(lease, policy_version)
         return {"status": "success"}
 
 
@@ -174,19 +202,33 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
         openapi_extra=bodies.described(StatusRequest.model_json_schema()),
     )
     async def status_env(request: Request) -> Response:
-        body = await bodies.body(request, max_bytes=config.max_body_bytes)
-        body = body or json.dumps({"env_id": request.query_params.get("env_id")}).encode()
-        try:
-            query = StatusRequest.model_validate_json(body)
-        except ValueError:
-            raise Refusal(422, 'the body must be {"env_id": <integer>}, also with GET', "malformed") from None
+        asked = json.dumps({"env_id": request.query_params.get("env_id")}).encode()
+
+        def read(body: bytes) -> StatusRequest:
+            try:
+                return StatusRequest.model_validate_json(body or asked)
+            except ValueError:
+                raise Refusal(422, 'the body must be {"env_id": <integer>}, also with GET', "malformed") from None
+
+        query = await bodies.parsed(request, read, max_bytes=config.max_body_bytes)
         known = None
         if query.current_step is not None and query.queue_size is not None:
             known = (query.current_step, query.queue_size, query.evaluation)
-        status = await _coordinator(request).environment_status(query.env_id, wait_s=query.wait_s, known=known)
+        demand = None
+        if query.sampled is not None:
+            demand = Demand(
+                num_sampled=query.sampled, num_items=query.wanted_items, groups_per_item=query.groups_per_item
+            )
+        status = await _coordinator(request).environment_status(
+            query.env_id,
+            wait_s=query.wait_s,
+            known=known,
+            says_idle="wait_s" in query.model_fields_set,
+            demand=demand,
+        )
         if status is None:
             raise Refusal(404, f"environment {query.env_id} is not registered: POST /register-env", "unknown_id")
-        # Only environments that evaluate receive more than the six stock keys.
+        # Only environments that evaluate or take slots receive more than the six stock keys.
         return Response(status.model_dump_json(exclude_none=True), media_type="application/json")
 
     group_schema = ScoredGroup.model_json_schema()
@@ -194,18 +236,16 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
     @app.post("/scored_data", openapi_extra=bodies.described(group_schema))
     async def scored_data(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
-        body = await bodies.body(request, max_bytes=config.max_body_bytes)
         names = coordinator.environment_names
-        group = await bodies.run_sized(len(body), lambda: read_group(body, names))
+        group = await bodies.parsed(request, lambda body: read_group(body, names), max_bytes=config.max_body_bytes)
         placed = await coordinator.add_groups([group], _post(request), request.is_disconnected)
         return responses.group_received(_small(coordinator, [group], placed))
 
     @app.post("/scored_data_list", openapi_extra=bodies.described({"type": "array", "items": group_schema}))
     async def scored_data_list(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
-        body = await bodies.body(request, max_bytes=config.max_body_bytes)
         names = coordinator.environment_names
-        groups = await bodies.run_sized(len(body), lambda: read_groups(body, names))
+        groups = await bodies.parsed(request, lambda body: read_groups(body, names), max_bytes=config.max_body_bytes)
         placed = await coordinator.add_groups(groups, _post(request), request.is_disconnected)
         return responses.groups_received(len(groups), _small(coordinator, groups, placed))
 
@@ -257,12 +297,14 @@ def _add_observer_routes(app: FastAPI) -> None:
     async def status(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
         state = coordinator.state
+        names = [record.name for record in state.live_environments(time.time())]
         return {
             "current_step": state.run.step if state.run else 0,
             "num_steps": state.run.request.num_steps if state.run else None,
             "queue_size": len(state.queue),
             "queued_sequences": state.num_waiting_sequences(),
-            "environments": [record.name for record in state.live_environments(time.time())],
+            "environments": names[-MAX_NAMES:],
+            "environments_left_out": max(0, len(names) - MAX_NAMES),
             "problem": coordinator.why_no_batch(),
         }
 

@@ -10,7 +10,7 @@ import gzip
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 
@@ -21,6 +21,8 @@ ResultT = TypeVar("ResultT")
 
 _THREAD_FROM_BYTES = 256 * 1024
 """Bodies from this size on are parsed and compressed in a thread; below, the hop costs more than the work."""
+_LONG_FROM_BYTES = 4 << 20
+"""Decompressed. Tens of groups are shorter, and never wait for a longer one."""
 _COMPRESS_FROM_BYTES = 1000
 """Answers from this size on are compressed for clients that accept gzip, as in the stock API."""
 _COMPRESS_LEVEL = 1
@@ -49,21 +51,47 @@ async def message(request: Request, kind: type[MessageT], *, max_bytes: int) -> 
     """Read the request's body as a `kind`.
 
     Raises:
-        Refusal: 422 with the faults, and those of `body`.
+        Refusal: 422 with the faults, and those of `parsed`.
     """
-    content = await body(request, max_bytes=max_bytes)
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        raise Refusal(422, faults_of(error), "malformed") from None
+
+    def read(content: bytes) -> MessageT:
+        try:
+            return kind.model_validate_json(content)
+        except ValidationError as error:
+            raise Refusal(422, faults_of(error), "malformed") from None
+
+    return await parsed(request, read, max_bytes=max_bytes)
 
 
-async def body(request: Request, *, max_bytes: int) -> bytes:
-    """Read and decompress the request's body, up to `max_bytes`.
+async def parsed(request: Request, parse: Callable[[bytes], ResultT], *, max_bytes: int) -> ResultT:
+    """Read, decompress and parse the request's body; of the long ones as many at a time as `limit_long_bodies` says.
 
     Raises:
-        Refusal: 413 when it is longer, 400 or 415 when it cannot be decompressed.
+        Refusal: 413 when it is longer than `max_bytes`, 400 or 415 when it cannot be decompressed; those of `parse`.
     """
+    packed, encoding = await _received(request, max_bytes), request.headers.get("content-encoding")
+    if len(packed) <= _LONG_FROM_BYTES:
+        short_bytes = min(_LONG_FROM_BYTES, max_bytes)
+        try:
+            content = await run_sized(len(packed), lambda: decompressed(packed, encoding, max_bytes=short_bytes))
+        except Refusal as refusal:
+            if refusal.reason != "too_large" or short_bytes == max_bytes:
+                raise
+        else:
+            return await run_sized(len(content), lambda: parse(content))
+    async with request.app.state.long_bodies:
+        return await asyncio.to_thread(lambda: parse(decompressed(packed, encoding, max_bytes=max_bytes)))
+
+
+def limit_long_bodies(app: FastAPI, *, num_at_once: int) -> None:
+    """Set how many long bodies an app decompresses and parses at a time: each may take gigabytes while it does.
+
+    A few kilobytes of gzip become the longest body, which a list of small numbers multiplies by four.
+    """
+    app.state.long_bodies = asyncio.Semaphore(num_at_once)
+
+
+async def _received(request: Request, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -71,8 +99,7 @@ async def body(request: Request, *, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise Refusal(413, f"the body is longer than {max_bytes} bytes: send fewer groups at once", "too_large")
         parts.append(part)
-    encoding, packed = request.headers.get("content-encoding"), b"".join(parts)
-    return await run_sized(len(packed), lambda: decompressed(packed, encoding, max_bytes=max_bytes))
+    return b"".join(parts)
 
 
 async def run_sized(num_bytes: int, work: Callable[[], ResultT]) -> ResultT:

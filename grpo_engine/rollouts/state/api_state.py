@@ -3,28 +3,33 @@
 Every method takes the current time and returns what has to be stored, which `coordinator` does. Bodies of groups are
 not here.
 
-Registration rule: a registration continues the run before it when it names the same `checkpoint_dir` and that run has
-steps left. Then the queue stays, batches that were not acknowledged are offered again, and the step stays unless
-`starting_step` is above 0 (stock trainers always send 0). Any other registration begins a new run: the step is
-`starting_step`, and groups of the earlier run are dropped. Groups that arrived before any registration are kept. A new
-registration ends the evaluation of the earlier one.
+Registration rule: a registration continues the run before it when it names the same `checkpoint_dir`, and that run has
+steps left or gets more from where it ended. Then the queue stays, batches that were not acknowledged are offered again,
+and the step stays unless `starting_step` is above 0 (stock trainers always send 0). Any other registration begins a new
+run: the step is `starting_step`, and groups of the earlier run are dropped. Groups that arrived before any registration
+are kept. A new registration ends the evaluation of the earlier one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
 
+from grpo_engine.errors import first_of
 from grpo_engine.rollouts.state.batch_forming import (
     QueuedGroup,
     Supplier,
-    form_batch,
     least_sequences,
     oldest_combination,
     why_unreachable,
 )
+from grpo_engine.rollouts.state.buffering import Buffering
 from grpo_engine.rollouts.state.evaluations import state_of
+from grpo_engine.rollouts.state.outcomes import Handout, Placed, Registered
 from grpo_engine.rollouts.state.queue import Queue
 from grpo_engine.rollouts.state.records import (
     BUFFER,
@@ -35,6 +40,8 @@ from grpo_engine.rollouts.state.records import (
     RunRecord,
     Stored,
 )
+from grpo_engine.rollouts.state.selection import Selection, short_of
+from grpo_engine.rollouts.state.slots import Claim, Demand, Slots, Traffic
 from grpo_engine.wire.rollouts import (
     EnvironmentStatus,
     EvaluationAnswer,
@@ -55,51 +62,6 @@ BUFFER_LIMIT = 4
 """Capacity of an environment's buffer in group sizes; beyond it the oldest small groups are queued as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """What a registration changed."""
-
-    changes: str
-    """Text for the answer and the log."""
-    dropped: tuple[int, ...] = ()
-    """Groups of the earlier run."""
-    opened: tuple[Lease, ...] = ()
-    """Leases that are offered again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Whether a group was queued or buffered."""
-
-    group: QueuedGroup
-    place: str
-    released: tuple[int, ...]
-    """Groups that moved from the buffer to the queue with it."""
-    num_buffered: int
-    """Sequences of this environment that stay in its buffer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handout:
-    """What a request for a batch changed; `lease` is None when there is no batch."""
-
-    lease: Lease | None
-    acknowledged: tuple[str, ...]
-    returned: tuple[int, ...] = ()
-    """Groups that went into the queue: their batch no longer has the right size, or their environment disconnected."""
-    dropped: tuple[int, ...] = ()
-    """Groups that exceed max_staleness."""
-    unmet: tuple[str, ...] = ()
-    """Environments whose guaranteed share is not in it, because they sent too few groups for `share_wait_s`."""
-    is_repeated: bool = False
-    has_started_now: bool = False
-
-    @property
-    def changed_anything(self) -> bool:
-        """Whether anything has to be stored."""
-        return bool(self.lease or self.acknowledged or self.returned or self.dropped or self.has_started_now)
-
-
 class ApiState:
     """The state of one rollout API."""
 
@@ -112,18 +74,27 @@ class ApiState:
         share_wait_s: float,
         now: float,
         max_staleness: int | None = None,
+        buffering: Buffering | None = None,
+        random: Random | None = None,
     ) -> None:
         """Restore from what is stored.
 
         Args:
+            buffering: absent: each group once, oldest first.
+            random: chooses what a window or a buffer delivers.
             max_staleness: bound on the staleness of delivered groups; a stricter bound of the trainer wins.
         """
         self._lease_s = lease_s
         self._liveness_s = liveness_s
-        self._share_wait_s = share_wait_s
-        self._short_since: float | None = None
-        """Time since which only a guaranteed share has kept a batch from forming."""
-        self._max_staleness = max_staleness
+        self._buffering = buffering or Buffering()
+        self.selection = Selection(
+            buffering=self._buffering,
+            random=random or Random(),
+            max_staleness=max_staleness,
+            share_wait_s=share_wait_s,
+        )
+        self.selection.newest_version = max((group.policy_version or 0 for group, _ in stored.groups), default=0)
+        self.selection.has_spent = any(group.uses >= self._buffering.max_uses for group, _ in stored.groups)
         self.run = stored.run
         self.environments = {environment.id: environment for environment in stored.environments}
         self.last_seen = dict.fromkeys(self.environments, now)
@@ -145,30 +116,26 @@ class ApiState:
             elif place != QUEUE:
                 self._leased[group.id] = group
         self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
-        self._newest_version = max((group.policy_version or 0 for group, _ in stored.groups), default=0)
-        """Newest policy version seen in any group or request."""
-        self._is_formable = True
-        self.is_stuck = False
-        """Whether a batch was requested, and the queue has enough sequences but no combination that fits."""
-        self.num_chances = 0
-        """Incremented whenever a batch may have become possible."""
+        self.slots = Slots(e.id for e in stored.environments if e.takes_slots and e.is_connected)
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
     def register(self, request: RegisterRequest, uuid: int) -> Registered:
         """Make this the current registration, identified by `uuid`."""
         before = self.run
-        self._mark_formable()
+        self.selection.mark_formable()
         self.evaluation = None  # the trainer that ordered it is gone
-        self._newest_version = 0  # the trainer may have returned to an older checkpoint
+        self.selection.newest_version = 0  # the trainer may have returned to an older checkpoint
         if before is None:
             self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups queued")
         # A trainer that was killed during its last batch asks for it again; one that ended has acknowledged it.
         has_open_batch = request.starting_step < request.num_steps and any(x.is_explicit for x in self.leases.values())
-        if before.request.checkpoint_dir == request.checkpoint_dir and (not before.is_over or has_open_batch):
+        is_extended = 0 < before.step == request.starting_step < request.num_steps
+        goes_on = not before.is_over or has_open_batch or is_extended
+        if before.request.checkpoint_dir == request.checkpoint_dir and goes_on:
             step = request.starting_step or before.step
-            self.run = replace(before, request=request, uuid=uuid, step=step)
+            self.run = replace(before, request=request, uuid=uuid, step=step, is_left=False)
             self.leases = {id_: _opened(lease) for id_, lease in self.leases.items()}
             changed = [
                 f"{name} {old} → {new}"
@@ -199,10 +166,12 @@ class ApiState:
         has_started_now = not self.run.has_started
         self.trainer_seen = now
         if policy_version is not None:  # also when it returned to an older checkpoint
-            self._newest_version = policy_version
+            self.selection.newest_version = policy_version
         self.run = replace(self.run, has_started=True)
         acknowledged = [lease.id for lease in self.leases.values() if _is_acknowledged(lease, client, ack)]
-        self._delete(acknowledged)
+        kept = self._finish(acknowledged)
+        if acknowledged:
+            self.slots.freed(now)
         returned = self._release_buffers(now)
         for lease in list(self.leases.values()):
             is_lost = lease.is_explicit and ack is not None
@@ -224,6 +193,7 @@ class ApiState:
                     lease=again,
                     acknowledged=tuple(acknowledged),
                     returned=tuple(returned),
+                    kept=tuple(kept),
                     is_repeated=True,
                     has_started_now=has_started_now,
                 )
@@ -231,25 +201,39 @@ class ApiState:
             acknowledged.append(lease.id)
             returned += lease.group_ids
             self._put_back(lease.group_ids)
-        stale = self._drop_stale()
-        batch, unmet = self._choose_groups(now)
+        stale = self.selection.stale(self.queue, self.run)
+        self.queue.take(group.id for group in stale)
+        shares = _shares(self.live_environments(now))
+        batch, unmet = self.selection.choose(self.queue, self.run, shares, now)
         new = self._lease(batch, client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
         return Handout(
             lease=new,
             acknowledged=tuple(acknowledged),
             returned=tuple(returned),
-            dropped=tuple(stale),
-            unmet=unmet,
+            kept=tuple(kept),
+            dropped=tuple(group.id for group in stale),
+            num_never_used=sum(not group.uses for group in stale),
+            unmet=tuple(self.environments[id_].name for id_ in unmet),
             has_started_now=has_started_now,
         )
 
-    def acknowledge(self, lease_id: str) -> tuple[str, ...]:
-        """Delete a batch that arrived; an unknown one was acknowledged before. After the last step it ends the run."""
+    def acknowledge(self, lease_id: str) -> Handout:
+        """Finish a batch that arrived; an unknown one was acknowledged before. After the last step it ends the run."""
         if self.run is not None and self.run.is_over:
             self.run = replace(self.run, is_left=True)
         known = [lease_id] if lease_id in self.leases else []
-        self._delete(known)
-        return tuple(known)
+        return Handout(lease=None, acknowledged=tuple(known), kept=tuple(self._finish(known)))
+
+    def note_served(self, lease_id: str, policy_version: int, now: float) -> Lease | None:
+        """A leased batch was trained, and inference serves this version: its slots are free. None: it is unknown."""
+        self.trainer_seen = now
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.is_open:
+            return None
+        self.selection.newest_version = policy_version
+        self.slots.freed(now)
+        self.leases[lease_id] = replace(lease, is_served=True)
+        return self.leases[lease_id]
 
     def note_sent(self, delivered: Lease) -> None:
         """Record that a batch is being sent."""
@@ -266,7 +250,7 @@ class ApiState:
         if lease is None or lease.is_open:
             return None
         self.leases[lease.id] = _opened(lease)
-        self._mark_formable()
+        self.selection.mark_formable()
         return self.leases[lease.id]
 
     def note_arrival(self, delivered: Lease) -> Lease | None:
@@ -285,8 +269,11 @@ class ApiState:
     # --- environments ----------------------------------------------------------------------------------------------
 
     def register_environment(self, request: RegisterEnvironmentRequest, now: float) -> EnvironmentRecord | None:
-        """Register an environment, or None while the trainer has not asked for a batch."""
-        if self.run is None or not self.run.has_started:
+        """Register an environment, or None while the trainer has not asked for a batch since this API started.
+
+        After a start of the whole stack, inference serves untrained weights until the trainer has published its own.
+        """
+        if self.run is None or not self.run.has_started or self.trainer_seen is None:
             return None
         id_ = len(self.environments)
         num_same_name = sum(other.desired_name == request.desired_name for other in self.environments.values())
@@ -299,13 +286,15 @@ class ApiState:
             max_token_length=request.max_token_length,
             min_batch_allocation=request.min_batch_allocation,
             evaluates=request.evaluates,
+            takes_slots=request.takes_slots,
         )
         for other in self.environments.values():
             if other.desired_name == request.desired_name and now - self.last_seen[other.id] > REPLACED_AFTER_S:
                 self.environments[other.id] = replace(other, is_connected=False)
         self.environments[id_] = record
         self.last_seen[id_] = self._registered_at = now
-        self._mark_formable()
+        self.slots.joined(id_, now)
+        self.selection.mark_formable()
         return record
 
     def disconnect(self, env_id: int) -> EnvironmentRecord | None:
@@ -314,7 +303,7 @@ class ApiState:
         if record is None:
             return None
         self.environments[env_id] = replace(record, is_connected=False)
-        self._mark_formable()
+        self.selection.mark_formable()
         return self.environments[env_id]
 
     def live_environments(self, now: float) -> list[EnvironmentRecord]:
@@ -326,7 +315,14 @@ class ApiState:
         ]
 
     def place(
-        self, env_id: int | None, num_sequences: int, num_bytes: int, now: float, *, policy_version: int | None = None
+        self,
+        env_id: int | None,
+        num_sequences: int,
+        num_bytes: int,
+        now: float,
+        *,
+        policy_version: int | None = None,
+        spread: float | None = None,
     ) -> Placed:
         """Queue a group, or buffer it while it is smaller than its environment's group size."""
         group = QueuedGroup(
@@ -336,15 +332,17 @@ class ApiState:
             num_bytes=num_bytes,
             policy_version=policy_version,
             step=self.run.step if self.run else None,
+            spread=None if self._buffering.kind == "once" else spread,
         )
         self._next_group += 1
-        self._newest_version = max(self._newest_version, policy_version or 0)
+        self.selection.newest_version = max(self.selection.newest_version, policy_version or 0)
         environment = self.environments.get(env_id) if env_id is not None else None
         if environment is not None:
             self.last_seen[environment.id] = now
+            self.slots.arrived(environment.id, environment.group_size, now)
         if environment is None or num_sequences >= environment.group_size:
             self._enqueue([group])
-            return Placed(group=group, place=QUEUE, released=(), num_buffered=0)
+            return Placed(group=group, place=QUEUE, released=(), evicted=self._evict(), num_buffered=0)
         buffer = [*self.buffers.get(environment.id, []), group]
         full = oldest_combination([other.num_sequences for other in buffer], environment.group_size) or []
         leaving = [buffer[index] for index in full]
@@ -358,6 +356,7 @@ class ApiState:
             group=group,
             place=QUEUE if group in leaving else BUFFER,
             released=tuple(other.id for other in leaving if other is not group),
+            evicted=self._evict(),
             num_buffered=sum(other.num_sequences for other in staying),
         )
 
@@ -378,25 +377,69 @@ class ApiState:
         batch_size = self.run.request.batch_size if self.run else 0
         least = least_sequences(batch_size, shares)
         largest = self.queue.largest_group()
-        own = self.queue.sequences_by_environment[env_id]
+        own = self.queue.unused_by_environment[env_id]
         others = sum(
             max(0, math.ceil(count / largest) * largest - (least.get(other, 0) if other is not None else 0))
-            for other, count in self.queue.sequences_by_environment.items()
+            for other, count in self.queue.unused_by_environment.items()
             if other != env_id
         )
-        claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
-        total = sum(claims.values())
-        weight = claims.get(env_id, 0.0) / total if total > 0 else 1 / max(1, len(live))
         return EnvironmentStatus(
             current_step=self.run.step if self.run else 0,
             queue_size=(own + others) // asker.group_size,
             unallocated_fraction=1.0 - min(1.0, sum(shares.values())),
             self_queue_size=own // asker.group_size,
             max_group_size=largest,
-            env_weight=max(MIN_ENVIRONMENT_WEIGHT, weight),
+            env_weight=max(MIN_ENVIRONMENT_WEIGHT, _weight(env_id, live)),
             evaluation=self._order_for(asker),
             is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
         )
+
+    # --- slots -----------------------------------------------------------------------------------------------------
+
+    def report_sampling(self, env_id: int, num_groups: int) -> bool:
+        """An environment says how many groups it samples or has yet to post; True where this frees slots."""
+        bound, asker = self.selection.staleness_bound(self.run), self.environments.get(env_id)
+        num_slots = None if bound is None or self.run is None else (bound + 1) * self.run.request.batch_size
+        return asker is not None and self.slots.report(env_id, num_groups * asker.group_size, num_slots)
+
+    def num_startable(self, env_id: int, demand: Demand, now: float) -> int | None:
+        """Groups that an environment may start now; None where staleness has no bound, and so no slots."""
+        bound, asker = self.selection.staleness_bound(self.run), self.environments.get(env_id)
+        if bound is None or self.run is None or asker is None:
+            return None
+        live = self.live_environments(now)
+        shares = _shares(live)
+        return self.slots.num_startable(
+            Claim(env_id=env_id, group_size=asker.group_size, weight=_weight(env_id, live)),
+            demand,
+            Traffic(
+                batch_size=self.run.request.batch_size,
+                num_batches=bound + 1,
+                queue=self.queue,
+                leased=self._untrained(is_by_environment=bool(shares)),
+                is_stuck=self.selection.is_stuck,
+            ),
+            live={environment.id for environment in live},
+            shares=shares,
+            waits_for_shares_since=now - self.selection.share_wait_s,
+        )
+
+    def _untrained(self, *, is_by_environment: bool) -> Counter[int | None]:
+        """Sequences of leases that are not trained yet, and were in no batch before; else all under None.
+
+        Environments ask many times a second, and a batch has thousands of groups: they are only looked at where needed.
+        """
+        leases = [lease for lease in self.leases.values() if not lease.is_served]
+        if not is_by_environment and self._buffering.kind != "replay":
+            return Counter({None: sum(lease.num_sequences for lease in leases)})
+        untrained: Counter[int | None] = Counter()
+        for group in (self._leased[id_] for lease in leases for id_ in lease.group_ids):
+            untrained[group.env_id] += 0 if group.uses else group.num_sequences
+        return untrained
+
+    def grant_slots(self, env_id: int, num_groups: int) -> None:
+        """Grant what `num_startable` said."""
+        self.slots.grant(env_id, num_groups * self.environments[env_id].group_size)
 
     # --- evaluations -----------------------------------------------------------------------------------------------
 
@@ -475,48 +518,22 @@ class ApiState:
         if self.run is None:
             return None
         live = self.live_environments(now)
-        is_short = self.is_stuck or self.queue.num_sequences < self.run.request.batch_size
+        is_short = self.selection.is_stuck or self.queue.num_sequences < self.run.request.batch_size
         if not live and self.environments and is_short and not self.run.is_over:
             last = max(self.environments.values(), key=lambda each: self.last_seen[each.id])
             what = "sent its last request" if last.is_connected else "disconnected"
+            # The time, not the seconds since then: a text that changes is logged again at every request.
+            at = time.strftime("%H:%M:%S", time.localtime(self.last_seen[last.id]))
+            return f"no environment is live: {last.name} {what} at {at}; check its log, or start one"
+        short = short_of(self.queue, self.run.request.batch_size, _shares(live))
+        if short and self.selection.waits_long_for_shares(now):
+            names = first_of(self.environments[id_].name for id_ in short)
             return (
-                f"no environment is live: {last.name} {what} {now - self.last_seen[last.id]:.0f} s ago; "
-                "check its log, or start one"
-            )
-        short = self._short_of(_shares(live))
-        if short and self._short_since is not None and now - self._short_since > self._share_wait_s / 2:
-            return (
-                f"enough groups are queued, but too few of {', '.join(short.values())}, which has a guaranteed share: "
-                f"check its log, or lower min_batch_allocation; after {self._share_wait_s:g} s batches form without it"
+                f"enough groups are queued, but too few of {names}, which has a guaranteed share: check its log, or "
+                f"lower min_batch_allocation; after {self.selection.share_wait_s:g} s batches form without it"
             )
         suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live]
         return why_unreachable(self.queue.num_groups, suppliers, self.run.request.batch_size, _shares(live))
-
-    def _choose_groups(self, now: float) -> tuple[list[QueuedGroup], tuple[str, ...]]:
-        """The next batch, if one can form, and the environments whose guaranteed share was given up."""
-        assert self.run is not None
-        batch_size, shares = self.run.request.batch_size, _shares(self.live_environments(now))
-        if self.queue.num_sequences < batch_size or not self._is_formable:
-            return [], ()
-        short = self._short_of(shares)
-        self._short_since = (self._short_since or now) if short else None
-        batch: list[QueuedGroup] | None = None
-        unmet: tuple[str, ...] = ()
-        if not short:
-            batch = form_batch(list(self.queue), batch_size, shares)
-        elif self._short_since is not None and now - self._short_since >= self._share_wait_s:
-            met = {id_: share for id_, share in shares.items() if id_ not in short}
-            batch, unmet = form_batch(list(self.queue), batch_size, met), tuple(short.values())
-        # A queue that makes no batch makes none until it changes; with shares, time alone can make one possible.
-        self._is_formable = batch is not None or bool(shares)
-        self.is_stuck = batch is None
-        return (batch, unmet) if batch else ([], ())
-
-    def _short_of(self, shares: Mapping[int, float]) -> dict[int, str]:
-        """Names of the environments, by id, that have sent less than their guaranteed share."""
-        least = least_sequences(self.run.request.batch_size if self.run else 0, shares)
-        sent = self.queue.sequences_by_environment
-        return {id_: self.environments[id_].name for id_, count in least.items() if sent[id_] < count}
 
     def _lease(
         self, batch: Sequence[QueuedGroup], *, client: str, is_explicit: bool, lease_id: str, now: float
@@ -537,28 +554,6 @@ class ApiState:
         self.leases[lease.id] = lease
         return lease
 
-    def _drop_stale(self) -> list[int]:
-        """Remove groups beyond the staleness bound from the queue.
-
-        The staleness of a group without versions is the number of batches that were handed out since it arrived.
-        """
-        assert self.run is not None
-        bounds = [bound for bound in (self._max_staleness, self.run.request.max_staleness) if bound is not None]
-        if not bounds:
-            return []
-        oldest_version, oldest_step = self._newest_version - min(bounds), self.run.step - min(bounds)
-        stale = [
-            group.id
-            for group in self.queue
-            if (
-                group.step is not None and group.step < oldest_step
-                if group.policy_version is None
-                else group.policy_version < oldest_version
-            )
-        ]
-        self.queue.take(stale)
-        return stale
-
     def _release_buffers(self, now: float) -> list[int]:
         """Queue the buffered groups of environments that are not live: no more groups will complete them."""
         alive = {environment.id for environment in self.live_environments(now)} if self.buffers else set()
@@ -567,14 +562,23 @@ class ApiState:
             self._enqueue(orphaned)
         return [group.id for group in orphaned]
 
-    def _mark_formable(self) -> None:
-        self._is_formable = True
-        self.num_chances += 1
-
-    def _delete(self, lease_ids: Sequence[str]) -> None:
+    def _finish(self, lease_ids: Sequence[str]) -> list[QueuedGroup]:
+        """Forget acknowledged batches; their groups that may be delivered again go into the queue, and are returned."""
+        kept = []
         for id_ in lease_ids:
             for group_id in self.leases.pop(id_).group_ids:
-                self._leased.pop(group_id, None)
+                group = self._leased.pop(group_id, None)
+                if group is not None and group.uses + 1 < self._buffering.max_uses:
+                    kept.append(replace(group, uses=group.uses + 1))
+        if kept:
+            self._enqueue(kept)
+        return kept
+
+    def _evict(self) -> tuple[int, ...]:
+        batch_size = self.run.request.batch_size if self.run else 0
+        evicted = [group.id for group in self._buffering.evicted(self.queue, batch_size)]
+        self.queue.take(evicted)
+        return tuple(evicted)
 
     def _put_back(self, ids: Iterable[int]) -> None:
         self._enqueue(self._leased.pop(id_) for id_ in ids)
@@ -582,7 +586,7 @@ class ApiState:
     def _enqueue(self, groups: Iterable[QueuedGroup]) -> None:
         """Add to the queue, which stays in order of arrival."""
         self.queue.add(groups)
-        self._mark_formable()
+        self.selection.mark_formable()
 
     def _buffered(self) -> Iterator[QueuedGroup]:
         return (group for buffer in self.buffers.values() for group in buffer)
@@ -604,3 +608,10 @@ def _opened(lease: Lease) -> Lease:
 
 def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:
     return {e.id: e.min_batch_allocation for e in live if e.min_batch_allocation is not None}
+
+
+def _weight(env_id: int, live: Sequence[EnvironmentRecord]) -> float:
+    """Share of the generation that an environment has, as in the stock API."""
+    claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
+    total = sum(claims.values())
+    return claims.get(env_id, 0.0) / total if total > 0 else 1 / max(1, len(live))

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from grpo_engine.errors import first_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedGroup:
@@ -28,6 +30,10 @@ class QueuedGroup:
     """Oldest policy version that sampled any of its trained tokens; None where it carries no versions."""
     step: int | None = None
     """Batches delivered when it arrived; None before any trainer registered."""
+    spread: float | None = None
+    """Mean absolute advantage, where groups are sampled by it or may be delivered again."""
+    uses: int = 0
+    """Deliveries that were acknowledged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +129,10 @@ def why_unreachable(
     nearest = [below] if below > 0 else []
     if above:
         nearest.append(batch_size + (above & -above).bit_length() - 1)
-    parts = [f"{s.name} sends groups of {s.group_size}" for s in suppliers]
-    parts += [f"groups of {', '.join(map(str, sizes))} are queued"] if sizes else []
-    parts += ["guaranteed shares need at least " + ", ".join(map(str, minima.values()))] if minima else []
+    senders = first_of((f"{s.name} sends groups of {s.group_size}" for s in suppliers), separator="; ")
+    parts = [senders] if senders else []
+    parts += [f"groups of {first_of(map(str, sizes))} are queued"] if sizes else []
+    parts += [f"guaranteed shares need at least {first_of(map(str, minima.values()))}"] if minima else []
     advice = f"reachable sizes are {' and '.join(map(str, nearest))}" if nearest else "no size is reachable"
     return f"batch_size {batch_size} can never be made of whole groups ({'; '.join(parts)}): {advice}"
 

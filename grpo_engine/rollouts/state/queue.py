@@ -25,6 +25,8 @@ class Queue:
         self.sequences_by_environment: Counter[int | None] = Counter()
         self.num_groups: Counter[tuple[int | None, int]] = Counter()
         """By environment and number of sequences."""
+        self.unused_by_environment: Counter[int | None] = Counter()
+        """Sequences that were never delivered."""
         self.add(groups)
 
     def __len__(self) -> int:
@@ -60,6 +62,8 @@ class Queue:
         self.num_bytes += sign * group.num_bytes
         _add(self.sequences_by_environment, group.env_id, sign * group.num_sequences)
         _add(self.num_groups, (group.env_id, group.num_sequences), sign)
+        if not group.uses:
+            _add(self.unused_by_environment, group.env_id, sign * group.num_sequences)
 
 
 def _add(counter: Counter[KeyT], key: KeyT, number: int) -> None:

@@ -48,6 +48,8 @@ class EnvironmentRecord:
     min_batch_allocation: float | None
     evaluates: bool = False
     is_connected: bool = True
+    takes_slots: bool = False
+    """Whether it says what it samples, and starts what it is granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Lease:
     """Whether it is offered again to the next request."""
     has_arrived: bool = False
     """Whether the client's kernel is known to have all of it."""
+    is_served: bool = False
+    """Whether it was trained, and inference serves the new version: its slots are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_engine.rollouts.state.api_state import Placed
+from grpo_engine.rollouts.state.outcomes import Placed
 from grpo_engine.rollouts.state.records import EnvironmentRecord, RunRecord
 
 EMPTY_EXAMPLE: dict[str, list[object]] = {

@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS groups (
   id INTEGER PRIMARY KEY, env_id INTEGER, num_sequences INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
   policy_version INTEGER, step INTEGER, place TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS bodies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS uses (id INTEGER PRIMARY KEY, spread REAL NOT NULL, number INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS posts (sender TEXT PRIMARY KEY, number TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_by_place ON groups (place);
 """
@@ -117,7 +118,8 @@ class Store:
         evaluation = self._db.execute("SELECT record FROM evaluation").fetchone()
         latest = self._db.execute("SELECT body FROM bodies ORDER BY id DESC LIMIT 1").fetchone()
         rows = self._db.execute(
-            "SELECT id, env_id, num_sequences, num_bytes, policy_version, step, place FROM groups ORDER BY id"
+            "SELECT groups.id, env_id, num_sequences, num_bytes, policy_version, step, place, spread, "
+            "coalesce(number, 0) FROM groups LEFT JOIN uses ON groups.id = uses.id ORDER BY groups.id"
         )
         return Stored(
             run=_RUN.validate_json(run[0]) if run else None,
@@ -137,10 +139,12 @@ class Store:
                         num_bytes=size,
                         policy_version=version,
                         step=step,
+                        spread=spread,
+                        uses=number,
                     ),
                     place,
                 )
-                for id_, env_id, sequences, size, version, step, place in rows
+                for id_, env_id, sequences, size, version, step, place, spread, number in rows
             ],
             latest_body=latest[0] if latest else None,
             posts=dict(self._db.execute("SELECT sender, number FROM posts")),
@@ -176,8 +180,9 @@ class Store:
         groups: Iterable[tuple[QueuedGroup, str, bytes]],
         queued: Sequence[int],
         post: tuple[str, str] | None = None,
+        evicted: Sequence[int] = (),
     ) -> None:
-        """Add groups with place and body, and move the buffered groups `queued` into the queue.
+        """Add groups with place and body, move the buffered groups `queued` into the queue, and delete `evicted` ones.
 
         Args:
             post: sender and number of their post, where it carries them.
@@ -186,7 +191,9 @@ class Store:
             row = (g.id, g.env_id, g.num_sequences, g.num_bytes, g.policy_version, g.step, place)
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             self._db.execute("INSERT INTO bodies VALUES (?, ?)", (g.id, body))
+            self._put_uses([g])
         self._move(queued, QUEUE)
+        self._delete(evicted)
         if post is not None:
             self._db.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", post)
 
@@ -196,18 +203,21 @@ class Store:
         *,
         acknowledged: Sequence[str],
         returned: Sequence[int],
+        kept: Sequence[QueuedGroup],
         dropped: Sequence[int],
         lease: Lease | None,
     ) -> list[bytes]:
-        """Delete acknowledged batches and `dropped` groups, requeue `returned` ones, and lease the groups of `lease`.
+        """Delete acknowledged batches and `dropped` groups, requeue `returned` and `kept` ones, and lease a batch.
 
         Returns the bodies of the leased groups.
         """
         self._put_run(run)
         # Before leases are deleted: what they return must not be deleted as acknowledged.
-        self._move(returned, QUEUE)
+        self._move([*returned, *(group.id for group in kept)], QUEUE)
+        self._put_uses(kept)
         for id_ in acknowledged:
-            self._db.execute("DELETE FROM bodies WHERE id IN (SELECT id FROM groups WHERE place = ?)", (id_,))
+            for table in ("bodies", "uses"):
+                self._db.execute(f"DELETE FROM {table} WHERE id IN (SELECT id FROM groups WHERE place = ?)", (id_,))
             self._db.execute("DELETE FROM groups WHERE place = ?", (id_,))
             self._db.execute("DELETE FROM leases WHERE id = ?", (id_,))
         self._delete(dropped)
@@ -226,15 +236,19 @@ class Store:
 
     def clear(self) -> None:
         """Delete everything."""
-        for table in ("run", "evaluation", "environments", "leases", "groups", "bodies", "posts"):
+        for table in ("run", "evaluation", "environments", "leases", "groups", "bodies", "uses", "posts"):
             self._db.execute(f"DELETE FROM {table}")
 
     def _put_run(self, run: RunRecord) -> None:
         self._db.execute("INSERT OR REPLACE INTO run VALUES (0, ?)", (_RUN.dump_json(run).decode(),))
 
+    def _put_uses(self, groups: Iterable[QueuedGroup]) -> None:
+        rows = ((group.id, group.spread, group.uses) for group in groups if group.spread is not None)
+        self._db.executemany("INSERT OR REPLACE INTO uses VALUES (?, ?, ?)", rows)
+
     def _move(self, ids: Sequence[int], place: str) -> None:
         self._db.executemany("UPDATE groups SET place = ? WHERE id = ?", ((place, id_) for id_ in ids))
 
     def _delete(self, ids: Sequence[int]) -> None:
-        for table in ("groups", "bodies"):
+        for table in ("groups", "bodies", "uses"):
             self._db.executemany(f"DELETE FROM {table} WHERE id = ?", ((id_,) for id_ in ids))
