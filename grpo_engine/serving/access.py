@@ -30,7 +30,7 @@ TOKEN_REQUIRED = (
 )
 TOKEN_HEADERS = {"WWW-Authenticate": "Bearer"}
 """Of an answer with status 401."""
-_SCOPE_KEY = "grpo_engine.token"
+TOKEN_KEY = "grpo_engine.token"
 
 
 class Token(Enum):
@@ -45,7 +45,7 @@ class Token(Enum):
 
 def token_of(scope: Scope) -> Token:
     """What the request has of the token, as `AccessControl` found it."""
-    found: Token = scope[_SCOPE_KEY]
+    found: Token = scope[TOKEN_KEY]
     return found
 
 
@@ -104,7 +104,7 @@ class AccessControl:
             if refusal is not None:
                 await refusal(scope, receive, send)
                 return
-            scope[_SCOPE_KEY] = token
+            scope[TOKEN_KEY] = token
         await self._app(scope, receive, send)
 
     def _token_in(self, headers: Headers) -> Token:

@@ -1,17 +1,33 @@
-"""Limits of one HTTP connection that uvicorn does not have: how long its headers may take, and how long they may be."""
+"""Limits of HTTP connections that uvicorn does not have: their number, the time for headers, their length, and
+requests that come before the ones before them are answered."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from grpo_engine.processes import MAX_DESCRIPTORS
+from grpo_engine.serving.access import TOKEN_KEY, Token
 
 HEADERS_WITHIN_S = 30.0
 """From the connection, or the first byte of a later request, to the end of its headers; uvicorn waits without end."""
 _LOOK_AGAIN_S = 1.0
 """A loop that was blocked runs its timers before it reads what has arrived meanwhile."""
+RESERVED_SHARE = 1 / 8
+"""Of the descriptors, for files, and for connections that are accepted at once."""
 MAX_HEADERS_BYTES = 64 * 1024
 """As h11 has it; httptools has none."""
+MAX_PIPELINED = 32
+"""Requests of a connection that wait for an answer to an earlier one; with httptools uvicorn queues them without end,
+and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none. Our clients send none."""
+
+
+def max_connections() -> int:
+    """How many connections a process may hold; beyond that it closes those that have shown no token."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int((1 - RESERVED_SHARE) * (MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft))
 
 
 class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
@@ -19,13 +35,29 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     _closing: asyncio.TimerHandle | None = None
     """Closes the connection, unless headers are complete before."""
+    opened_at = 0.0
     _is_in_headers = False
     _num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Wait for the first request."""
+        """Wait for the first request; one connection too many takes the place of one without the token."""
         super().connection_made(transport)
         self._begin_wait()
+        self.opened_at = self.loop.time()
+        if len(self.connections) > max_connections():
+            others = [each for each in self.connections if each is not self and not each.has_token]
+            if others:
+                min(others, key=lambda each: (each.is_busy, each.opened_at)).transport.abort()
+
+    @property
+    def has_token(self) -> bool:
+        """Whether its last request had the service's token."""
+        return self.cycle is not None and self.cycle.scope.get(TOKEN_KEY) is Token.RIGHT
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         """Read a part of a request."""
@@ -46,8 +78,10 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._is_in_headers, self._num_header_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        """They are complete."""
+        """They are complete; one request too many ends the connection, as one that is malformed does."""
         self._is_in_headers = False
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError(f"more than {MAX_PIPELINED} requests before the first is answered")
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

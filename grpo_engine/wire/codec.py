@@ -8,14 +8,23 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_engine.errors import PeerError
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
 """Longest line that is read: a snapshot of a large run has about 100 kB, and a foreign process must not fill memory."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A count, step, size or number of a process: one that no program writes is damaged, and no float holds 10^400."""
+Pid = Annotated[int, Field(ge=1, lt=2**31)]
+"""Of a process that was seen: the kernel takes no other, and 0 and below mean groups of processes."""
+Ticks = Annotated[int, Field(ge=0, lt=2**63)]
+"""Start time of a process, in clock ticks since boot."""
+Time = Annotated[float, Field(ge=-1e11, le=1e11)]
+"""Unix seconds of which a calendar can be made, up to the year 5138."""
 
 MessageT = TypeVar("MessageT", bound="Message")
 
@@ -53,7 +62,8 @@ def first_fault(error: ValidationError) -> str:
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` atomically: readers see the old content or the new, also after a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    beside.unlink(missing_ok=True)  # of an earlier process with this number, or laid there by another user
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -1,4 +1,4 @@
-"""The note in a checkpoint for inference. Written by the trainer, last; read by the server at start-up."""
+"""Notes of a trainer for an inference server that starts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from grpo_engine.wire.codec import Message
 
 
 class HandoverNote(Message):
-    """`handover.json`: a checkpoint that has one is complete."""
+    """`handover.json` in a checkpoint, written last: a checkpoint that has one is complete."""
 
     policy_version: int
     model: str
     """What the model was loaded from: an absolute folder, or a hub id."""
     num_tensors: int
     """In all safetensors files of the checkpoint."""
+
+
+class HandoverSender(Message):
+    """`sender.json` in the folder: a trainer that sends its weights to servers that start."""
+
+    pid: int
+    start_ticks: int
+    """Field 22 of /proc/<pid>/stat: the pid may be another process's by now."""

@@ -6,7 +6,9 @@ log-prob convention added to every answer.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, FiniteFloat
 
@@ -16,10 +18,32 @@ LogprobsMode = Literal["raw", "processed"]
 """`raw`: before temperature, penalties and truncation. `processed`: after all of them, as sampled."""
 
 
+def wrong_server(url: str, model_name: str = "MODEL") -> str:
+    """What to say of a server that does not know our routes."""
+    port = urlsplit(url).port or 80
+    return (
+        f"{url} is not our inference server: stock vLLM (vllm.entrypoints.openai.api_server) has only /v1/…, and the "
+        f"rollout API has another port; start `grpo-engine server --model {model_name} --port {port}` there, which has "
+        "/generate, or correct the address"
+    )
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+"""Presence and frequency, with OpenAI's bounds; larger ones overflow the logits."""
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+MAX_TEMPERATURE = 1000.0
+
+
 class TokenPrompt(Message):
     """A prompt as tokens."""
 
     prompt_token_ids: list[int] = Field(min_length=1)
+
+
+StopString = Annotated[str, Field(max_length=1024)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=64)] | None
+StopTokens = Annotated[list[int], Field(max_length=1024)] | None
+"""Each is looked for at every token of every completion, so there is a bound."""
 
 
 class GenerateRequest(Message):
@@ -31,19 +55,19 @@ class GenerateRequest(Message):
     n: int = Field(1, ge=1, lt=2**31)
     max_tokens: int = Field(16, ge=1, lt=2**31)
     min_tokens: int = Field(0, ge=0, lt=2**31)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stop = None
+    stop_token_ids: StopTokens = None
     ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = Field(1.0, gt=0)
-    logprobs: int | None = Field(None, ge=0)
-    """0: the sampled token only; k: up to k more; absent: none in the answer."""
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logprobs: int | None = Field(0, ge=0)
+    """0, and absent: the sampled token only, as Atropos's server; k: up to k more; null: none in the answer."""
     prompt_logprobs: int | None = Field(None, ge=0)
     skip_special_tokens: bool = True
     stream: bool = False
@@ -82,6 +106,12 @@ class BridgeInfo(Message):
     paused: bool
     instance: str
     """Differs for every start of the server, so that a trainer detects a restart."""
+    receives_weights: bool = False
+    """Whether it can join a weight group."""
+    num_ranks: int = 1
+    """Processes that hold weights."""
+    dtype: str = ""
+    """Of the weights, e.g. `bfloat16`."""
 
 
 class PauseRequest(Message):
@@ -109,6 +139,69 @@ class ReloadRequest(Message):
 
     path: str
     policy_version: PolicyVersion
+
+
+class TensorShape(Message):
+    """A tensor of the model, by its name in transformers."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class GroupMeeting(Message):
+    """How the members of a weight group find each other."""
+
+    epoch: int
+    """Number of the group: another one has other members."""
+    store: Path
+    """An empty file of the user's own, through which members exchange their addresses."""
+    size: int = Field(ge=2)
+    """Members: the trainer and every process that receives."""
+    timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    """Longest time for the meeting, and for each transfer."""
+
+
+class JoinRequest(Message):
+    """Body of `POST /bridge/join`: take places in a weight group."""
+
+    meeting: GroupMeeting
+    first_rank: int = Field(ge=1)
+    """Place of the server's first process; the others follow."""
+    sender_pid: int
+    """Of the trainer, on this machine."""
+    dtype: str
+    """Of the tensors as they are sent, e.g. `bfloat16`."""
+    layers: list[list[TensorShape]]
+    """What is sent, in this order; the tensors of a layer together."""
+
+
+class JoinAnswer(Message):
+    """Answer of `POST /bridge/join`; the meeting itself goes on after it."""
+
+    instance: str
+    problem: str | None = None
+    """Why these tensors cannot be received."""
+
+
+class ReceiveRequest(Message):
+    """Body of `POST /bridge/receive`: take what the group's sender sends now as the served weights."""
+
+    epoch: int
+    policy_version: PolicyVersion
+    with_checksum: bool = False
+
+
+class ReceiveAnswer(Message):
+    """Answer of `POST /bridge/receive`, when the new weights are served."""
+
+    instance: str
+    policy_version: int
+    problem: str | None = None
+    """Why they are not; the old ones may be overwritten in part, and nothing is served until the next update."""
+    checksums: list[int] = []
+    """Of each process, over the tensors as they were received."""
+    paused_s: float = 0.0
+    """How long no request was served."""
 
 
 class LoraLoadRequest(Message):

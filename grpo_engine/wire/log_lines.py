@@ -28,6 +28,8 @@ FORK_SERVER_RESTARTS = LogLine(
 MODEL_MADE = LogLine("making %s in %s (once; later starts use it)", r"making (\S+) in .* \(once")
 WEIGHTS_EXPORTED = LogLine("✓ Exported %d params to %s", r"Exported (\d+) params")
 WEIGHTS_ATTACHED = LogLine("attached to %d shared tensors of %s, version %d", r"attached to (\d+) shared tensors")
+WEIGHT_GROUP_CREATED = LogLine("[Bridge] ✓ %s group created: %d servers, %d processes", r"✓ (\w+) group created")
+"""As early stock trainers log it, whose readers search for it."""
 PARAMETERS_TRAINED = LogLine("training %d of %d parameters", r"training (\d+) of (\d+) parameters")
 RESUMED = LogLine("resumed from %s", r"resumed from (\S+)")
 OUT_OF_GPU_MEMORY = LogLine(

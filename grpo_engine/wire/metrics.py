@@ -6,10 +6,11 @@ Metric names are those of Atropos; the healthy bands are the documented ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import FiniteFloat
+from pydantic import FailFast, FiniteFloat
 
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, Time, Whole
 
 METRIC_NAMES = (
     "train/loss", "train/grad_norm", "train/lr", "train/step_time", "train/sync_time", "train/data_fetch_time",
@@ -17,7 +18,7 @@ METRIC_NAMES = (
     "grpo/mean_ratio", "grpo/clipped_fraction", "grpo/ess", "grpo/entropy", "grpo/kl",
     "alignment/diff_mean", "alignment/diff_abs_mean", "alignment/diff_max",
     "logprobs/training_mean", "logprobs/inference_mean",
-    "reward/mean", "reward/std", "reward/frac_zero_std",
+    "reward/mean", "reward/std", "reward/frac_zero_std", "advantage/mean", "advantage/std", "advantage/abs_max",
     "rollout/length_mean", "rollout/truncated_fraction", "rollout/staleness_mean", "rollout/staleness_max",
 )  # fmt: skip
 """Names that every run has, except those that the machine lacks (GPU memory on a CPU)."""
@@ -27,6 +28,32 @@ EVALUATION_PREFIX = "eval/"
 each with its standard error over prompts (`…_se`), `eval/num_prompts`, `eval/length_mean`, `eval/truncated_fraction`,
 `eval/other_version_fraction` (completions sampled from other weights than the published version) and `eval/time`
 (seconds). With several environments, `eval/<environment>/…` as well."""
+
+
+SYNC_METRICS = ("sync/pause_time", "sync/bytes", "sync/num_servers")
+"""Of steps whose weights were sent to inference: seconds of the longest pause of a server, bytes to each server, and
+servers that serve the new version."""
+
+PHASE_METRICS = ("time/sampling", "time/training", "time/syncing")
+"""Of a trainer that samples itself (bridge mode colocate): seconds in each phase since the weight update before."""
+
+USE_METRICS = ("train/busy_fraction", "rollout/admission_wait_time", "rollout/busy_fraction")
+"""Which side waits for the other: the share of a step in which the trainer has a batch; seconds since the batch before
+in which environments had sampled as far ahead as they may; and the share in which they had not, both as means over
+environments of ours. The latter two are not in steps that are repeated from the journal."""
+
+STALE_GROUPS = "rollout/stale_groups"
+"""Groups that were dropped since the batch before, because they were older than `max_staleness`; only with it."""
+
+RANK_PREFIX = "rank/"
+"""Prefix of what is measured of each rank of a trainer that has several: `rank/<r>/step_time`, seconds of its share of
+the step, and `rank/<r>/wait_time`, by how many of them it is longer in collective operations than the rank that is
+there the least: a lower bound of what it waits for slower ranks. Not in steps that train no completion."""
+
+
+def rank_metric(rank: int, name: str) -> str:
+    """Name of a metric of one rank."""
+    return f"{RANK_PREFIX}{rank}/{name}"
 
 
 def environment_metric(room: str, environment: str, name: str) -> str:
@@ -66,32 +93,35 @@ HEALTHY_BANDS = {
 class MetricsLine(Message):
     """Measurements of one optimizer step: `{"time": 1.7e9, "step": 3, "policy_version": 3, "metrics": {…}}`."""
 
-    time: float
+    time: Time
     """Unix seconds at the end of the step."""
-    step: int
+    step: Whole
     """Optimizer steps done, counted from 1; 0 is the evaluation before the first."""
-    policy_version: int
+    policy_version: Whole
     metrics: dict[str, FiniteFloat]
 
 
 class SampledCompletion(Message):
-    """One completion of a `RolloutLine`; the lists have one entry per generated token, the end token included."""
+    """One completion of a `RolloutLine`; the lists have one entry per generated token, the end token included.
+
+    Validation stops at the first fault of a list: a damaged line may have millions.
+    """
 
     text: str
     """From the first generated token to the last; with several turns also the text between them."""
     reward: float
     advantage: float
-    token_ids: list[int]
-    inference_logprobs: list[float]
-    training_logprobs: list[float]
+    token_ids: Annotated[list[Whole], FailFast()]
+    inference_logprobs: Annotated[list[float], FailFast()]
+    training_logprobs: Annotated[list[float], FailFast()]
     """Empty where the completion was not trained on."""
-    policy_versions: list[int]
-    token_texts: list[str] = []
+    policy_versions: Annotated[list[Whole], FailFast()]
+    token_texts: Annotated[list[str], FailFast()] = []
     """The text that each token adds, so that a reader needs no tokenizer. A character made of several tokens is at the
     last of them. Empty in files of earlier versions, like the fields below."""
-    read_before: dict[int, str] = {}
+    read_before: dict[Whole, str] = {}
     """With several turns, the text that the model read before it generated the token of that index."""
-    entropies: list[float] = []
+    entropies: Annotated[list[float], FailFast()] = []
     """In nats, of the trainer's next-token distribution where each token was sampled; empty where not trained on."""
     is_truncated: bool | None = None
     """Whether the length limit ended it."""
@@ -100,8 +130,8 @@ class SampledCompletion(Message):
 class RolloutLine(Message):
     """One trained group, as the viewer shows it."""
 
-    time: float
-    step: int
+    time: Time
+    step: Whole
     environment: str | None
     """Its name, as in evaluations; its id at the rollout API where that sends no names."""
     prompt: str

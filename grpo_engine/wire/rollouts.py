@@ -55,7 +55,8 @@ class RegisterRequest(Message):
     """Steps between the evaluations that it orders, the last one after its last step; 0: none. Stock trainers send
     neither this key nor the next."""
     max_staleness: Whole | None = Field(None, ge=0)
-    """Groups whose oldest token is more than this many policy versions old are dropped."""
+    """Environments may sample this many batches ahead, and groups whose oldest token is more than this many policy
+    versions old are dropped."""
 
 
 class RegisterEnvironmentRequest(Message):
@@ -69,7 +70,9 @@ class RegisterEnvironmentRequest(Message):
     min_batch_allocation: float | None = Field(None, ge=0, le=1)
     """Least share of every batch."""
     evaluates: bool = False
-    """Whether it answers evaluations. Stock environments do not send this key."""
+    """Whether it answers evaluations. Stock environments send neither this key nor the next."""
+    takes_slots: bool = False
+    """Whether it says in each request of its status how many groups it samples, and starts as many as it is granted."""
 
 
 class RegisterEnvironmentResponse(Message):
@@ -158,6 +161,9 @@ class EnvironmentStatus(Message):
     evaluate."""
     is_evaluation_to_come: bool | None = None
     """True once the trainer has its last batch and its last evaluation is not over."""
+    may_start: int | None = None
+    """Groups that it may start now, beyond those that it said it samples; absent: staleness has no bound, or it did not
+    ask."""
 
 
 class ScoredGroup(Message):
@@ -193,6 +199,15 @@ class ScoredGroup(Message):
     """(S,) whether the completion ended at its length limit."""
 
 
+class IdleTimes(Message):
+    """How long environments had nothing to do, because they had sampled as far ahead of the trainer as they may."""
+
+    since_s: float = Field(ge=0)
+    """Seconds since the batch before, or since the API started."""
+    idle_s: dict[int, float]
+    """Of those, by the ids of the environments that hold their request until there is more to do; stock ones do not."""
+
+
 class BatchResponse(Message):
     """Answer of `GET /batch`: null while none is ready."""
 
@@ -203,3 +218,7 @@ class BatchResponse(Message):
     """Send it as `?ack=` of the next `GET /batch`; a batch that is not acknowledged is offered again."""
     environments: dict[int, str] = Field(default_factory=dict)
     """Names by the environment ids of its groups; stable across restarts (`sort6`, not `sort6_0`)."""
+    idle: IdleTimes | None = None
+    """Absent for a batch that is offered again, and from a stock API."""
+    num_dropped: int = 0
+    """Groups that were dropped since the batch before, because they were older than max_staleness."""

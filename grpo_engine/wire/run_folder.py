@@ -12,6 +12,17 @@ PLAN_FILE = "plan.json"
 """The launch plan, written before the supervisor starts; a folder without one is no run folder."""
 RESOLVED_FILE = "resolved.json"
 """The profile after overlays, written beside the plan; read by the screen."""
+SETTINGS_FILE = "settings.json"
+"""The profile and its overrides as they were written, from which the run is resumed and branched. Of a trainer that was
+started by hand: all of its settings, which `--config` takes."""
+LIVES = "lives"
+"""A folder per earlier life of a run that was resumed: its plan, settings and state, keepers and crash reports."""
+PARENT_FILE = "parent.json"
+"""Of a run that branched off another: its `ParentRun`; written by the command, read by the screen."""
+SWEEP_FILE = "sweep.json"
+"""Of a run that is a point of a sweep: its `SweepMark`; written by the sweep, which finds its runs by it."""
+SWEEPS = "sweeps"
+"""In the folder of all runs: a folder for each sweep."""
 STATE_FILE = "state.json"
 """The status document, and what a later supervisor must know; written by the supervisor."""
 ADDRESS_FILE = "daemon.json"
@@ -35,14 +46,23 @@ BRIDGE_FILE = "vllm_bridge_config.json"
 """Where the weights of the inference server are mapped; the name that users of Atropos know."""
 HANDOVER_FOLDER = "handover"
 """`current` in it is the newest checkpoint that the trainer handed to inference."""
-HANDOVER_CURRENT, HANDOVER_NOTE = "current", "handover.json"
+HANDOVER_CURRENT, HANDOVER_NOTE, HANDOVER_SENDER = "current", "handover.json", "sender.json"
 """In the hand-over folder: a symlink to the newest checkpoint. In each checkpoint: its `HandoverNote`, written last."""
 CHECKPOINTS = "checkpoints"
 """Where the trainer saves checkpoints to resume from, unless a setting says otherwise."""
+CHECKPOINT_MARKER = "checkpoint.json"
+"""In a checkpoint: its `CheckpointMarker`, written last; a folder without one is incomplete."""
+JOURNAL = "journal"
+"""Among the checkpoints: the batches of the steps since the newest one."""
+USED_VERSIONS_FILE = "used_versions.json"
+"""Among the checkpoints: the highest policy version of steps that were set aside (`UsedVersions`)."""
+SET_ASIDE = "set-aside"
+"""Among the checkpoints: those of steps that a run went back from, in a folder per life."""
 KEEPERS = "keepers"
 """State files of keepers, one an attempt."""
 _SPEC = ".spec.json"
 _CHECKPOINT = re.compile(r"step_(\d+)")
+_JOURNAL_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 def service_log(run_folder: Path, service: str) -> Path:
@@ -53,6 +73,11 @@ def service_log(run_folder: Path, service: str) -> Path:
 def restarts_file(run_folder: Path, service: str) -> Path:
     """The count of an inference service's restarts in place; written by its fork server, read by the supervisor."""
     return run_folder / f"{service}.restarts.json"
+
+
+def item_state_file(run_folder: Path, service: str) -> Path:
+    """An environment's place in its items, unless a setting says otherwise; written and read by the environment."""
+    return run_folder / f"{service}.items.json"
 
 
 def logged_services(run_folder: Path) -> list[str]:
@@ -93,7 +118,7 @@ def last_begun_attempt(run_folder: Path, service: str) -> int:
 def _latest_number(run_folder: Path, service: str, ending: str) -> int:
     names = [path.name for path in (run_folder / KEEPERS).glob(f"*{ending}")]
     numbers = [name.removeprefix(f"{service}.").removesuffix(ending) for name in names]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
+    return max((int(number) for number in numbers if number.isascii() and number.isdecimal()), default=0)
 
 
 def crash_report_file(run_folder: Path, service: str, attempt: int) -> Path:
@@ -123,3 +148,23 @@ def checkpoint_step(folder: Path) -> int | None:
     """The step of a checkpoint, by the name of its folder; None where it is no checkpoint."""
     match = _CHECKPOINT.fullmatch(folder.name)
     return int(match[1]) if match else None
+
+
+def checkpoint_steps(save_path: Path) -> list[int]:
+    """Steps of the complete checkpoints, ascending."""
+    if not save_path.is_dir():
+        return []
+    steps = ((checkpoint_step(folder), folder) for folder in save_path.iterdir())
+    return sorted(step for step, folder in steps if step is not None and (folder / CHECKPOINT_MARKER).is_file())
+
+
+def journal_steps(save_path: Path) -> list[int]:
+    """Steps whose batches are in the journal, ascending."""
+    folder = save_path / JOURNAL
+    files = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(match[1]) for path in files if (match := _JOURNAL_FILE.fullmatch(path.name)))
+
+
+def journal_file(save_path: Path, step: int) -> Path:
+    """The batch of a step."""
+    return save_path / JOURNAL / f"step_{step}.jsonl"

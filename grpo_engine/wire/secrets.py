@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 MASK = "***"
 MIN_SECRET_CHARS = 8
@@ -75,6 +76,25 @@ def masked_variables(variables: Mapping[str, str], secret: Iterable[str] = ()) -
 def masked_argv(argv: Sequence[str]) -> list[str]:
     """A command line as it may be shown: `--api-key …`, `--token=…`, `SOME_SECRET=…`, headers, JSON and URLs masked."""
     return [shown for shown, _ in _words(argv)]
+
+
+def masked_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, tables nested, as they may be shown."""
+    return {key: _masked_setting(key, value) for key, value in document.items()}
+
+
+def _masked_setting(key: str, value: Any) -> Any:
+    match value:
+        case str():
+            return masked_value(key, value)
+        case dict():
+            return masked_settings(value)
+        case list() if all(isinstance(each, str) for each in value):
+            return masked_argv(value)
+        case list():
+            return [_masked_setting(key, each) for each in value]
+        case _:
+            return value
 
 
 def masked_text(text: str, secrets: Iterable[str] = ()) -> str:

@@ -6,12 +6,14 @@ Written by `grpo_tui.supervisor`; read by the command line, the screen, and scri
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, Time, Whole
+from grpo_engine.wire.run_folder import SETTINGS_FILE
 
 PROTOCOL_VERSION = 1
 MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
@@ -39,6 +41,8 @@ class ProbeOutcome(StrEnum):
     PASSED = "passed"
     CLOSED = "closed"
     """No process listens on its port."""
+    FOREIGN_LISTENER = "foreign-listener"
+    """A process of another user listens on its port."""
     BAD_STATUS = "bad-status"
     """It answers with another status than the expected one; 503 while it loads."""
     NO_HTTP = "no-http"
@@ -60,6 +64,8 @@ class RunState(StrEnum):
 
     STARTING = "starting"
     RUNNING = "running"
+    RESTARTING = "restarting"
+    """Services that were ready restart by request, and those that follow them; nothing else is missing."""
     DEGRADED = "degraded"
     FINISHED = "finished"
     FAILED = "failed"
@@ -69,10 +75,17 @@ class RunState(StrEnum):
 ENDED_RUN_STATES = frozenset({RunState.FINISHED, RunState.FAILED, RunState.STOPPED})
 
 
+def how_to_go_on(run_folder: Path) -> str:
+    """For people, about a run that is over: one of an earlier version has no settings to be resumed with."""
+    if (run_folder / SETTINGS_FILE).exists():
+        return f"`grpo-tui resume {run_folder.name}` goes on with it"
+    return "`grpo-tui up` starts another"
+
+
 class ResourceHolder(Message):
     """A process that holds a port or memory of a GPU."""
 
-    pid: int | None = None
+    pid: Whole | None = None
     """None where the kernel does not say, e.g. for a process of another user."""
     user: str | None = None
     command: str = ""
@@ -89,8 +102,8 @@ class Refusal(Message):
     """
 
     resource: Literal["port", "gpu"]
-    port: int | None = None
-    gpu: int | None = None
+    port: Whole | None = None
+    gpu: Whole | None = None
     holders: list[ResourceHolder] = []
     text: str
     """The same for a person, with what to do; part of `ServiceStatus.why`."""
@@ -101,11 +114,87 @@ class Refusal(Message):
         return next(foreign, None) if self.resource == "port" else None
 
 
+class WaitsFor(StrEnum):
+    """What a service waits for, as it reports itself. Read by the screen and by scripts."""
+
+    BATCH = "batch"
+    """A trainer, for groups."""
+    EVALUATION = "evaluation"
+    """A trainer, for the answers of environments."""
+    UPDATE = "update"
+    """A trainer, for the inference server to take new weights or to come back."""
+    INFERENCE = "inference"
+    """An environment, for completions."""
+    REWARDS = "rewards"
+    """An environment, for its reward function."""
+    ROLLOUT_API = "rollout-api"
+    """For an answer of the rollout API, or room in its queue."""
+    TRAINER = "trainer"
+    """An environment that has sampled as far ahead as it may, or has no trainer yet."""
+
+
+class DiskSpace(Message):
+    """Space of one file system."""
+
+    folder: str
+    """A folder on it that the run writes to."""
+    device: Whole
+    """As in `stat`: which file system it is."""
+    free_bytes: Whole
+    """For this user."""
+    total_bytes: Whole
+    is_full: bool
+    """No space, or no inodes, are left."""
+
+
+class WriteFault(Message):
+    """A file or folder that cannot be written, as long as that is so."""
+
+    path: str
+    error: str
+    """As the system calls it."""
+    effect: str
+    """What does not happen meanwhile, for people."""
+    since: Time
+    disk: DiskSpace | None = None
+    """Measured when it was reported; null where that is impossible."""
+
+
 class SupervisorInfo(Message):
     """The daemon's process."""
 
-    pid: int
-    started_at: float
+    pid: Whole
+    started_at: Time
+
+
+class RankStatus(Message):
+    """One process of a trainer of several ranks, on this machine; its figures include the processes below it.
+
+    Written by the launcher of the ranks, and completed by the supervisor with GPU and figures.
+    """
+
+    rank: Whole
+    pid: Whole
+    gpu: Whole | None = None
+    """As its service's `gpus`; null on a CPU."""
+    place: str | None = None
+    """Where it has been since `since`, for people; null while it moves."""
+    since: Time | None = None
+    is_waiting: bool = False
+    """Whether it waits there for other ranks, or for its GPU."""
+    cpu_percent: float | None = None
+    rss_bytes: Whole | None = None
+    gpu_memory_bytes: Whole | None = None
+
+
+class RankStall(Message):
+    """Ranks that make no progress while others wait for them."""
+
+    ranks: list[Whole]
+    """Those that are behind all others on this machine; empty where all wait in the same operation."""
+    since: Time
+    text: str
+    """For people: each rank with its place."""
 
 
 class ServiceStatus(Message):
@@ -120,21 +209,21 @@ class ServiceStatus(Message):
     """The same for programs."""
     phase: str | None = None
     """The phase of its start-up, for people, where its log shows one."""
-    pid: int | None = None
-    pgid: int | None = None
-    started_at: float | None = None
-    ready_at: float | None = None
-    attempt: int = 0
-    restarts: int = 0
-    exit_code: int | None = None
+    pid: Whole | None = None
+    pgid: Whole | None = None
+    started_at: Time | None = None
+    ready_at: Time | None = None
+    attempt: Whole = 0
+    restarts: Whole = 0
+    exit_code: Whole | None = None
     """Of the last attempt; negative is the signal that ended it."""
-    ports: list[int] = []
-    gpus: list[int] = []
+    ports: list[Whole] = []
+    gpus: list[Whole] = []
     cpu_percent: float | None = None
     """Of one core."""
-    rss_bytes: int | None = None
+    rss_bytes: Whole | None = None
     """Of the service and all its descendants."""
-    gpu_memory_bytes: int | None = None
+    gpu_memory_bytes: Whole | None = None
     log: str
     """Path of its log file."""
     why: str | None = None
@@ -143,12 +232,22 @@ class ServiceStatus(Message):
     """Whether it was not started because another process holds what it needs."""
     refusals: list[Refusal] = []
     """What it needs and who holds it, while `is_refused`."""
+    waits_for: WaitsFor | None = None
+    """What it waits for since `waits_since`, as it reports itself; null where it works, or reports nothing."""
+    waits_since: Time | None = None
+    note: str | None = None
+    """What it reports of itself besides, for people."""
+    write_faults: list[WriteFault] = []
+    """What it cannot write, as it reports itself."""
+    ranks: list[RankStatus] = []
+    """Of a trainer of several processes."""
+    rank_stall: RankStall | None = None
 
 
 class GpuProcess(Message):
     """A process that the driver lists for a GPU."""
 
-    pid: int
+    pid: Whole
     """As the driver reports it; in a container it may be that of the host."""
     is_visible: bool = True
     """Whether it can be inspected; one of another container, or with a pid of another namespace, cannot."""
@@ -157,12 +256,14 @@ class GpuProcess(Message):
     user: str | None = None
     service: str | None = None
     """Of this run; with `run` the service of that other run."""
-    attempt: int | None = None
+    attempt: Whole | None = None
     """Of a service of this run; null where only the service's own status has it."""
+    rank: Whole | None = None
+    """Of a service of several ranks: the one that it is, or belongs to."""
     run: str | None = None
     """The run that it was started for, where it is not below a keeper of this one."""
-    memory_bytes: int | None = None
-    gpu_instance: int | None = None
+    memory_bytes: Whole | None = None
+    gpu_instance: Whole | None = None
     """With MIG: the instance that it runs on."""
 
 
@@ -171,23 +272,23 @@ class MigInstance(Message):
 
     name: str
     uuid: str
-    gpu_instance: int | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
+    gpu_instance: Whole | None = None
+    memory_used_bytes: Whole | None = None
+    memory_total_bytes: Whole | None = None
 
 
 class GpuStatus(Message):
     """One GPU."""
 
-    index: int
+    index: Whole
     uuid: str
     name: str
-    memory_used_bytes: int | None
-    memory_total_bytes: int | None
+    memory_used_bytes: Whole | None
+    memory_total_bytes: Whole | None
     utilization_percent: float | None
-    by_service: dict[str, int] = {}
-    other_bytes: int | None = None
-    other_by_user: dict[str, int] = {}
+    by_service: dict[str, Whole] = {}
+    other_bytes: Whole | None = None
+    other_by_user: dict[str, Whole] = {}
     """The part of `other_bytes` that goes to processes which can be seen, by the name of their user."""
     power_watts: float | None = None
     power_limit_watts: float | None = None
@@ -216,6 +317,8 @@ class RunStatus(Message):
 
     run: str
     profile: str
+    tags: list[str] = []
+    """Words that a person gave the run."""
     state: RunState
     is_ending: bool = False
     """Whether it is being taken down; `state` is the state before, until it is over."""
@@ -226,14 +329,18 @@ class RunStatus(Message):
     """Why there are no GPUs to show, e.g. `no NVIDIA driver`."""
     metrics: dict[str, float] = {}
     warnings: list[Warning] = []
-    started_at: float | None = None
-    ended_at: float | None = None
+    low_disks: list[DiskSpace] = []
+    """File systems on which little space is left; the run writes to each."""
+    write_faults: list[WriteFault] = []
+    """What the supervisor cannot write."""
+    started_at: Time | None = None
+    ended_at: Time | None = None
 
 
 class Address(Message):
     """Where a supervisor listens; in a file, since `$XDG_RUNTIME_DIR` may differ in a later session."""
 
-    pid: int
+    pid: Whole
     socket: str
 
 
@@ -244,9 +351,9 @@ class Hello(Message):
     """First line in each direction."""
 
     type: Literal["hello"] = "hello"
-    version: int = PROTOCOL_VERSION
+    version: Whole = PROTOCOL_VERSION
     run: str
-    pid: int
+    pid: Whole
     program: str = ""
     """Version of the sender's package."""
 
@@ -255,8 +362,8 @@ class Snapshot(Message):
     """The whole state; `number` is that of the last event in it."""
 
     type: Literal["snapshot"] = "snapshot"
-    number: int
-    time: float | None = None
+    number: Whole
+    time: Time | None = None
     """When it was taken; set in a timeline only."""
     status: RunStatus
 
@@ -265,8 +372,8 @@ class ServiceChanged(Message):
     """A service changed state, health or explanation."""
 
     type: Literal["service"] = "service"
-    number: int
-    time: float
+    number: Whole
+    time: Time
     service: ServiceStatus
 
 
@@ -274,33 +381,47 @@ class RunChanged(Message):
     """The run changed state."""
 
     type: Literal["run"] = "run"
-    number: int
-    time: float
+    number: Whole
+    time: Time
     state: RunState
+
+
+class RankUsage(Message):
+    """The figures of one rank, as in `RankStatus`."""
+
+    rank: Whole
+    cpu_percent: float | None = None
+    rss_bytes: Whole | None = None
+    gpu_memory_bytes: Whole | None = None
 
 
 class UsageSampled(Message):
     """CPU and memory, sampled every second or so; replaces the one before it."""
 
     type: Literal["usage"] = "usage"
-    number: int
-    time: float
+    number: Whole
+    time: Time
     cpu_percent: dict[str, float]
-    rss_bytes: dict[str, int]
-    gpu_memory_bytes: dict[str, int]
+    rss_bytes: dict[str, Whole]
+    gpu_memory_bytes: dict[str, Whole]
     gpus: list[GpuStatus]
     gpu_note: str | None = None
-    log_bytes: dict[str, int] = {}
+    log_bytes: dict[str, Whole] = {}
     """The absolute offset of the end of each service's log at that time, as `grpo_tui.run_files.log_file` counts.
     """
+    low_disks: list[DiskSpace] = []
+    write_faults: list[WriteFault] = []
+    """Of the supervisor; both as in `RunStatus`."""
+    ranks: dict[str, list[RankUsage]] = {}
+    """Of services of several ranks."""
 
 
 class Notice(Message):
     """A line for people, e.g. a stage of the teardown with its seconds."""
 
     type: Literal["notice"] = "notice"
-    number: int
-    time: float
+    number: Whole
+    time: Time
     severity: Literal["info", "warning", "error"]
     service: str | None = None
     text: str
@@ -310,10 +431,10 @@ class Reply(Message):
     """Answer to a `Command`, by its id."""
 
     type: Literal["reply"] = "reply"
-    id: int
+    id: Whole
     ok: bool
     error: str | None = None
-    exit_code: int = 0
+    exit_code: Whole = 0
     """The exit code of the command line when not ok."""
     status: RunStatus | None = None
 
@@ -344,7 +465,7 @@ class Command(Message):
     """Requests an action; answered by one `Reply`, at once, or when done if `wait`."""
 
     type: Literal["command"] = "command"
-    id: int
+    id: Whole
     do: Literal["status", "start", "stop", "restart", "kill", "down"]
     service: str | None = None
     wait: bool = False
@@ -353,7 +474,37 @@ class Command(Message):
     """Whether to end foreign processes of our own user that hold a declared port (start, restart, down)."""
 
 
-FromClient = Annotated[Hello | Subscribe | Command, Field(discriminator="type")]
+class ServiceReport(Message):
+    """What a service says of itself; not answered. Sent over a connection of its own by
+    `grpo_engine.serving.reporting`, again every few seconds: it is forgotten `REPORT_VALID_S` later."""
+
+    type: Literal["report"] = "report"
+    service: str
+    attempt: Whole
+    waits_for: WaitsFor | None = None
+    waits_since: Time | None = None
+    note: str | None = None
+    write_faults: list[WriteFault] = []
+
+
+class RanksReport(Message):
+    """What the launcher of a trainer's ranks says of them; as a `ServiceReport`, not answered, and sent again.
+
+    Written by `grpo_engine.ranks.watching`.
+    """
+
+    type: Literal["ranks"] = "ranks"
+    service: str = ""
+    attempt: Whole = 0
+    ranks: list[RankStatus] = []
+    stall: RankStall | None = None
+    end: str | None = None
+    """Why the ranks have ended, for people; null while they run."""
+
+
+REPORT_VALID_S = 30.0
+
+FromClient = Annotated[Hello | Subscribe | Command | ServiceReport | RanksReport, Field(discriminator="type")]
 
 _FROM_DAEMON: TypeAdapter[Any] = TypeAdapter(FromDaemon)
 _FROM_CLIENT: TypeAdapter[Any] = TypeAdapter(FromClient)
@@ -366,7 +517,7 @@ def read_from_daemon(
     return _read(_FROM_DAEMON, line, "supervisor")  # type: ignore[no-any-return]
 
 
-def read_from_client(line: bytes) -> Hello | Subscribe | Command:
+def read_from_client(line: bytes) -> Hello | Subscribe | Command | ServiceReport | RanksReport:
     """Read a line of a client; raises `PeerError` if it is invalid."""
     return _read(_FROM_CLIENT, line, "client")  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ control character among them would be executed by the terminal: set its title, w
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 
 
@@ -18,3 +19,11 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(each for each in text if each.isprintable() or each in keep or unicodedata.category(each) == "Zs")
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log lines, and tracebacks over several, in which text of other processes may be quoted."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line without what a terminal would obey."""
+        return printable(super().format(record), keep="\n\t")

@@ -1,0 +1,86 @@
+"""The port of an HTTP service: taken when the process starts, open when the application answers.
+
+Between the two, which may be minutes of imports, no other process can take it, and connections are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import MutableMapping
+
+import uvicorn
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.processes import raise_descriptor_limit
+from grpo_engine.wire.environment_variables import LISTENER_VARIABLE
+from grpo_engine.wire.tcp_sockets import listening_sockets, who_has
+
+
+def take_port(host: str, port: int, environment: MutableMapping[str, str] | None = None) -> socket.socket:
+    """A socket that is bound and does not listen; the one that a fork server handed on in `environment`, if it did.
+
+    Raises:
+        ConfigError: another process has the port, or this machine has no such address.
+    """
+    if environment is not None and (descriptor := environment.pop(LISTENER_VARIABLE, None)) is not None:
+        inherited = socket.socket(fileno=int(descriptor))
+        inherited.set_inheritable(False)
+        return inherited
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol; without it an answer may take 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    _allow_reuse(listener, True)  # of a port whose earlier connections are not forgotten yet
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        holders = {who_has(each) for each in listening_sockets([port])} if port else set()
+        held = f", held by {' and '.join(sorted(holders))}" if holders else ""
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen: {error.strerror or error}{held}; "
+            "stop the process that uses the port, or choose another port"
+        ) from None
+    # Two sockets that both allow it, and do not listen yet, may have the same port, also of different users.
+    _allow_reuse(listener, False)
+    return listener
+
+
+def refuse_connections(listener: socket.socket) -> None:
+    """Stop listening, in every process that has this socket, and keep the port."""
+    if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else it could not listen again after this
+        listener.shutdown(socket.SHUT_RDWR)
+    _allow_reuse(listener, False)
+
+
+def _allow_reuse(listener: socket.socket, is_allowed: bool) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_allowed)
+
+
+class ListeningServer(uvicorn.Server):
+    """uvicorn on a socket of `take_port`."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal."""
+        raise_descriptor_limit()
+        super().run(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and log the address, which uvicorn does not do for a socket that it was given."""
+        _allow_reuse(self._listener, True)  # for the process that has the port after this one
+        await super().startup(sockets)
+        if self.started:
+            host, port = self._listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            scheme = "https" if self.config.is_ssl else "http"
+            logger = logging.getLogger("uvicorn.error")
+            logger.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, shown, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new connections, also where a fork server has the socket open, and answer those that are there."""
+        refuse_connections(self._listener)
+        await super().shutdown(sockets)

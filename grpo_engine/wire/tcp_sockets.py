@@ -1,0 +1,177 @@
+"""Who holds a TCP port of this machine: listening sockets, their users and processes, from `/proc/net`. Linux only.
+
+On a machine with several users anyone may listen on a loopback port that is free. So what this user's processes listen
+on is told apart by the uid of the socket, which the kernel sets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pwd
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+_TABLES = Path("/proc/net")
+_NAMES = ("tcp", "tcp6")
+_LISTENING = "0A"
+
+Address = tuple[str, int]
+"""Host and port, as `getpeername` returns them first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpSocket:
+    """A row of the kernel's tables."""
+
+    host: str
+    port: int
+    peer: Address
+    is_listening: bool
+    uid: int
+    inode: int
+
+
+def listening_sockets(ports: Iterable[int], *, tables: Path = _TABLES) -> list[TcpSocket]:
+    """The sockets, IPv4 and IPv6, that listen on one of these ports."""
+    wanted = set(ports)
+    # The kernel lists listening sockets first; the many others take milliseconds.
+    return [
+        each
+        for name in _NAMES
+        for each in takewhile(lambda row: row.is_listening, _rows(tables / name))
+        if each.port in wanted
+    ]
+
+
+def stranger_behind(peer: Address, own: Address | None = None, *, tables: Path = _TABLES) -> TcpSocket | None:
+    """The socket of another user than this one and root that connections to a loopback address reach; None if none is.
+
+    Args:
+        peer: an address that this process has connected to.
+        own: this end of the connection; with it the other end is looked at too, so that a process which closed its
+            listening socket since is still noticed. That reads all rows: once a connection, not once a request.
+    """
+    host, port = _plain(peer[0]), peer[1]
+    if not ipaddress.ip_address(host).is_loopback:
+        return None
+    client = None if own is None else (_plain(own[0]), own[1])
+    sockets = listening_sockets([port], tables=tables) if client is None else list(_all_rows(tables))
+    listening = [each for each in sockets if each.port == port and each.is_listening]
+    # As the kernel chooses: the exact address, then all IPv4 addresses, then all of both kinds.
+    chosen = next(
+        (found for name in (host, "0.0.0.0", "::") if (found := [s for s in listening if s.host == name])), []
+    )
+    chosen += [each for each in sockets if (each.host, each.port, each.peer) == (host, port, client)]
+    return next((each for each in chosen if each.uid not in (os.geteuid(), 0)), None)
+
+
+def own_listening_ports(*, tables: Path = _TABLES) -> frozenset[int]:
+    """Ports on which this process listens."""
+    own = set(map(_link, _descriptors("/proc/self/fd")))
+    return frozenset(row.port for row in _all_rows(tables) if row.is_listening and f"socket:[{row.inode}]" in own)
+
+
+def connected_stranger(*, services: Collection[int] = (), tables: Path = _TABLES) -> TcpSocket | None:
+    """The other end of a loopback connection of this process that another user than this one and root holds, if any.
+
+    Also one that no process holds (`inode` 0: not accepted yet, or closed), of whose user the kernel says nothing.
+
+    Args:
+        services: ports of this process to which every user may connect.
+    """
+    own = set(map(_link, _descriptors("/proc/self/fd")))
+    rows = [each for each in _all_rows(tables) if not each.is_listening]
+    ends = {
+        (each.peer, (each.host, each.port))
+        for each in rows
+        if f"socket:[{each.inode}]" in own
+        and each.port not in services
+        and ipaddress.ip_address(each.peer[0]).is_loopback
+    }
+    held = {((each.host, each.port), each.peer): each for each in rows}
+    gone = (TcpSocket(host=h, port=p, peer=own_end, is_listening=False, uid=0, inode=0) for (h, p), own_end in ends)
+    others = (held.get(((each.host, each.port), each.peer), each) for each in gone)
+    return next((each for each in others if not each.inode or each.uid not in (os.geteuid(), 0)), None)
+
+
+def who_has(socket: TcpSocket) -> str:
+    """The user of a socket, and its processes as far as permissions allow: `user nobody (pid 17)`."""
+    pids = socket_owners([socket.inode])[socket.inode]
+    return f"user {user_name(socket.uid)}" + (f" (pid {', '.join(map(str, pids))})" if pids else "")
+
+
+def socket_owners(inodes: Iterable[int]) -> dict[int, list[int]]:
+    """For each socket inode the pids that hold it open, as far as permissions allow."""
+    owners: dict[int, list[int]] = {inode: [] for inode in inodes}
+    links = {f"socket:[{inode}]": inode for inode in owners}
+    if not links:
+        return owners
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        for inode in {links[link] for link in map(_link, _descriptors(f"/proc/{pid}/fd")) if link in links}:
+            owners[inode].append(pid)
+    return owners
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number where there is no name (usual in containers)."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _all_rows(tables: Path) -> Iterator[TcpSocket]:
+    for name in _NAMES:
+        yield from _rows(tables / name)
+
+
+def _rows(table: Path) -> Iterator[TcpSocket]:
+    try:
+        with table.open() as file:
+            next(file)
+            for line in file:
+                fields = line.split()
+                host, port = _address(fields[1])
+                yield TcpSocket(
+                    host=host,
+                    port=port,
+                    peer=_address(fields[2]),
+                    is_listening=fields[3] == _LISTENING,
+                    uid=int(fields[7]),
+                    inode=int(fields[9]),
+                )
+    except FileNotFoundError:  # IPv6 is disabled
+        return
+
+
+def _address(text: str) -> Address:
+    """`0100007F:2329`: words of 32 bits in the byte order of this machine, and a port."""
+    words, _, port = text.partition(":")
+    packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
+    return _plain(str(ipaddress.ip_address(packed))), int(port, 16)
+
+
+def _plain(host: str) -> str:
+    """An address in one spelling; one of IPv4 that IPv6 maps as IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
+
+
+def _descriptors(folder: str) -> list[str]:
+    """The links of a process's open files, as far as permissions allow."""
+    try:
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
