@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from grpo_engine.config import Config, did_you_mean
 from grpo_engine.errors import ConfigError
+from grpo_engine.installed import installed_version
 from grpo_engine.models.local import LOCAL_MODELS, missing_source
 
 DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
@@ -26,6 +27,9 @@ MasterKind = Literal["float32", "stochastic_rounding"]
 
 LOCAL_PREFIX = "local/"
 """Models with this prefix are created on this machine; a folder of that name is given as `./local/…`."""
+
+FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
+"""First release with 8-bit optimizers for CPUs."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
@@ -71,6 +75,19 @@ class OptimizerSettings(Config):
     """Let adafactor choose the learning rate by step count; `lr` is then without effect."""
 
 
+def lacking_for_optimizer(name: OptimizerName, *, on_cpu: bool) -> tuple[str, str] | None:
+    """What must be installed before this optimizer can run here, and how; None if nothing is missing."""
+    if name != "adamw_8bit":
+        return None
+    version = installed_version("bitsandbytes")
+    if version is None:
+        return "adamw_8bit needs bitsandbytes, which is not installed", "pip install bitsandbytes, or choose adamw"
+    if on_cpu and tuple(int(part) for part in version.split(".")[:2]) < FIRST_BITSANDBYTES_ON_CPUS:
+        what = f"adamw_8bit runs on a CPU from bitsandbytes 0.50 on, and {version} is installed"
+        return what, "pip install -U bitsandbytes, or choose adamw"
+    return None
+
+
 def check_model_name(name: str) -> str | None:
     """What is wrong with a model's name; None if nothing is found without loading it.
 
@@ -96,6 +113,11 @@ def is_hub_id(name: str) -> bool:
     """Whether `name` could be the id of a model on the hub: `name` or `owner/name`."""
     parts = name.split("/")
     return len(parts) <= 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
+
+
+def is_from_hub(name: str) -> bool:
+    """Whether a model is loaded from the hub: it is no folder, and not made here."""
+    return not name.startswith(LOCAL_PREFIX) and not Path(name).expanduser().exists() and is_hub_id(name)
 
 
 def parse_layer_indices(text: str) -> tuple[int, ...]:

@@ -85,3 +85,19 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(layers, nn.ModuleList):
             return layers
     raise ModelError(f"{type(body).__name__} has its layers under none of the names layers, h and blocks")
+
+
+def parameters_by_layer(model: PreTrainedModel) -> list[list[str]]:
+    """Names of all parameters in the model's order: first those outside of its layers, then those of each layer."""
+    layers = decoder_layers(model)
+    number = {id(parameter): n for n, layer in enumerate(layers, 1) for parameter in layer.parameters()}
+    names: list[list[str]] = [[] for _ in range(len(layers) + 1)]
+    for name, parameter in model.named_parameters():
+        names[number.get(id(parameter), 0)].append(name)
+    return names
+
+
+def shapes_by_layer(model: PreTrainedModel) -> list[dict[str, tuple[int, ...]]]:
+    """The same with their whole shapes."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return [{name: shapes[name] for name in names} for names in parameters_by_layer(model)]

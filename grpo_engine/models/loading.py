@@ -5,8 +5,10 @@ Errors of the libraries become a `ModelError` and its cause. Models on weights o
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,10 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import ModelError, UnusableModel
 from grpo_engine.models.config import LOCAL_PREFIX, DtypeName, check_model_name
 from grpo_engine.models.local import RANDOM_MODEL_BYTES, make_once
-from grpo_engine.models.shared import load_model_on_shared
+from grpo_engine.models.shared import load_model_on_shared, log_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +28,8 @@ __all__ = ["load_config", "load_model", "load_model_on_shared", "load_tokenizer"
 
 LoadedT = TypeVar("LoadedT")
 
+log = logging.getLogger(__name__)
+
 
 def resolve_model(name: str) -> str:
     """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
@@ -33,11 +37,11 @@ def resolve_model(name: str) -> str:
     A `local/…` model is created here on first use, which takes a minute or two.
 
     Raises:
-        ModelError: no such folder or local model, or its source package is not installed.
+        UnusableModel: no such folder or local model, or its source package is not installed.
     """
     problem = check_model_name(name)
     if problem is not None:
-        raise ModelError(f"model {problem}" if problem.startswith("'") else problem)
+        raise UnusableModel(f"model {problem}" if problem.startswith("'") else problem)
     if name.startswith(LOCAL_PREFIX):
         return str(make_once(name, lambda folder: _make_apart(name, folder)))
     folder = Path(name).expanduser()
@@ -76,9 +80,18 @@ def load_model(
     Raises:
         ModelError: it cannot be found or read.
     """
+    began = time.perf_counter()
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model = _load(name, lambda source: AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype(dtype), **kwargs))
-    return model.to(device).eval()
+    read = time.perf_counter()
+    model = model.to(device).eval()
+    log.debug(
+        "loaded %s from %s as %s: read in %.2f s, on %s after %.2f s, attention %s",
+        *(name, resolve_model(name), type(model).__name__, read - began),
+        *(model.device, time.perf_counter() - began, model.config._attn_implementation),
+    )
+    log_tensors(model)
+    return model
 
 
 def torch_dtype(name: DtypeName) -> torch.dtype | str:
@@ -105,12 +118,12 @@ def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
         return read(source)
     except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for a bad source
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        advice = (
-            "check the files in that folder"
-            if Path(source).is_dir()
-            else "without a hub, give the folder of a downloaded model, or a local/… model such as local/tiny"
-        )
-        raise ModelError(f"model {name!r} cannot be loaded: {first_line}; {advice}") from error
+        what = f"model {name!r} cannot be loaded: {first_line}"
+        if Path(source).is_dir():
+            raise UnusableModel(f"{what}; check the files in that folder") from error
+        raise ModelError(
+            f"{what}; without a hub, give the folder of a downloaded model, or a local/… model such as local/tiny"
+        ) from error
 
 
 def _make_apart(name: str, folder: Path) -> None:
@@ -120,7 +133,7 @@ def _make_apart(name: str, folder: Path) -> None:
     "Cannot re-initialize CUDA in forked subprocess".
     """
     code = f"from pathlib import Path; from {__name__} import _recipe; _recipe({name!r})(Path({str(folder)!r}))"
-    made = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    made = subprocess.run([sys.executable, "-P", "-c", code], stderr=subprocess.PIPE, text=True)
     if made.returncode != 0:
         last_words = "\n".join(made.stderr.strip().splitlines()[-5:]) or f"exit code {made.returncode}"
         raise ModelError(f"{name} could not be created:\n{last_words}")

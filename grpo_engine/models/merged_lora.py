@@ -45,7 +45,7 @@ class MergedLora:
         Raises:
             ModelError: adapters of a kind that cannot be merged here.
         """
-        layers = _adapted_layers(model)
+        layers = adapted_layers(model)
         for name, layer in layers.items():
             _require_mergeable(name, layer)
         for name, layer in layers.items():
@@ -78,7 +78,7 @@ class MergedLora:
 
 def adapted_weights(model: PeftModel) -> list[str]:
     """The names of weights with adapters, as in the model without adapters."""
-    return list(_adapted_layers(model))
+    return list(adapted_layers(model))
 
 
 @torch.no_grad()
@@ -88,23 +88,35 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     One at a time, so that at most one fp32 sum is in memory. Always from the base weights, summed in fp32 and rounded
     once.
     """
-    adapter = str(model.active_adapter)
-    for name, module in model.get_base_model().named_modules():
-        if isinstance(module, LoraLayer) and adapter in module.lora_A:
-            weight = module.get_base_layer().weight
-            update = module.get_delta_weight(adapter)
-            yield f"{name}.weight", (weight.float() + update.float()).to(weight.dtype)
+    for name, layer in adapted_layers(model).items():
+        yield name, merged_weight(layer, layer.get_base_layer().weight)
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, weight: Tensor) -> Tensor:
+    """Base + adapter of a layer of `adapted_layers`, on the device and in the dtype of its base weight.
+
+    Args:
+        weight: the base weight, which the layer does not have where it is sharded over ranks.
+    """
+    update: Tensor = layer.get_delta_weight(_ADAPTER)
+    return (weight.float() + update.float()).to(weight.dtype)
+
+
+def unwrapped_name(name: str) -> str | None:
+    """The name in the model without adapters; None for a part of an adapter."""
+    return None if ".lora_" in name else name.replace(_WRAPPED, ".")
 
 
 def frozen_state(model: PeftModel) -> dict[str, Tensor]:
     """The rest of the model's state, tensors without adapters, by their names in the model without adapters."""
-    base = model.get_base_model()
-    changed = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, LoraLayer)}
-    named = {name.replace(_WRAPPED, "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    return {name: tensor for name, tensor in named.items() if name not in changed}
+    changed = adapted_layers(model).keys()
+    named = {unwrapped_name(name): tensor for name, tensor in model.get_base_model().state_dict().items()}
+    return {name: tensor for name, tensor in named.items() if name is not None and name not in changed}
 
 
-def _adapted_layers(model: PeftModel) -> dict[str, Any]:
+def adapted_layers(model: PeftModel) -> dict[str, Any]:
+    """The layers with adapters, by the names of their weights in the model without adapters."""
     modules = model.get_base_model().named_modules()
     return {f"{name}.weight": module for name, module in modules if isinstance(module, LoraLayer)}
 

@@ -11,20 +11,20 @@ is fp32, or bf16 with stochastic rounding; every update is computed in fp32.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, assert_never, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import Adafactor
 
-from grpo_engine.errors import ModelError
-from grpo_engine.models.config import MasterKind, OptimizerSettings
+from grpo_engine.errors import ConfigError, ModelError
+from grpo_engine.models.config import MasterKind, OptimizerSettings, lacking_for_optimizer
 from grpo_engine.models.rounding import add_rounded_, round_to_bf16_
+from grpo_engine.models.sharded import local_part
 
 GradientDtype = Literal["float32", "bfloat16"]
 """Of the accumulated gradients of bf16 parameters."""
@@ -32,9 +32,6 @@ GradientDtype = Literal["float32", "bfloat16"]
 STEPPED_AT_ONCE = 1 << 24
 """Elements converted to fp32 at a time where weights or gradients are bf16: 64 MB, and many small parameters per
 call."""
-
-FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
-"""First release with 8-bit optimizers for CPUs."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -44,7 +41,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
     biases are scales and offsets for which zero is no better value.
 
     Raises:
-        ModelError: no trained parameter, or the optimizer cannot run here.
+        ModelError: no trained parameter.
+        ConfigError: the optimizer cannot run here.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -88,6 +86,9 @@ class MasterWeights:
     that updates below the last bit accumulate on average. With `gradient_dtype="bfloat16"` the gradient takes 2 bytes:
     the first micro-batch's as autograd computes it, further ones added in fp32 and rounded stochastically. Parameters
     of other dtypes have fp32 gradients.
+
+    Of a parameter that is sharded over ranks, master, gradient and optimizer state are of this rank's part; an fp32
+    master is the part itself. Every optimizer that updates elements independently then runs unchanged.
     """
 
     def __init__(
@@ -114,22 +115,24 @@ class MasterWeights:
         self._rounded: list[str] = []
         self._with_bf16_gradient: list[str] = []
         for name, live in self._live.items():
-            if live.dtype is torch.float32:
-                self._masters[name] = nn.Parameter(_copy(live, torch.float32)) if are_shared else live
-            elif kind == "float32":
-                self._masters[name] = nn.Parameter(_copy(live, torch.float32))
+            part = local_part(live)
+            if live.dtype is torch.float32 and not are_shared:
+                self._masters[name] = live if part is live else nn.Parameter(part.detach())
+            elif live.dtype is torch.float32 or kind == "float32":
+                self._masters[name] = nn.Parameter(_copy(part, torch.float32))
             else:
                 _require_bf16(name, live)
-                self._masters[name] = _placeholder(live)
+                self._masters[name] = _placeholder(part)
                 self._rounded.append(name)
                 if are_shared:
-                    self._private[name] = _copy(live, torch.bfloat16)
+                    self._private[name] = _copy(part, torch.bfloat16)
             if gradient_dtype == "bfloat16" and live.dtype is torch.bfloat16:
                 self._with_bf16_gradient.append(name)
                 self._masters[name].grad_dtype = None  # any: bf16 between steps, fp32 in them
         self._in_portions = [name for name in self._live if name in {*self._rounded, *self._with_bf16_gradient}]
         copied = [name for name, master in self._masters.items() if master is not self._live[name]]
-        self._published = [name for name in copied if name not in self._rounded or are_shared]
+        own = [name for name in copied if are_shared or self._live[name].dtype is not torch.float32]
+        self._published = [name for name in own if name not in self._rounded or are_shared]
         hooks = [
             _send_gradients(
                 self._live[name],
@@ -146,6 +149,25 @@ class MasterWeights:
         return list(self._masters.values())
 
     @property
+    def live_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's trained parameters, by name."""
+        return self._live
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """`parameters` with their names."""
+        return self._masters.items()
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The accumulated gradients (of this rank's parts)."""
+        return [master.grad for master in self._masters.values() if master.grad is not None]
+
+    @property
+    def are_parts(self) -> bool:
+        """Whether the parameters are sharded over ranks, and masters of this rank's parts; else each rank has all."""
+        return any(isinstance(parameter, DTensor) for parameter in self._live.values())
+
+    @property
     def have_bf16_gradients(self) -> bool:
         """Whether any gradient is accumulated in bf16."""
         return bool(self._with_bf16_gradient)
@@ -157,14 +179,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """The norm of all gradients together, fp32 and 0-dimensional, whatever their dtype.
+        """The norm of all gradients (of this rank's parts) together, fp32 and 0-dimensional, whatever their dtype.
 
         torch's clipping would round the norm of bf16 gradients to bf16, which is off by up to 0.4 %.
         """
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
-        if not gradients:
+        if not self.gradients:
             return torch.zeros(())
-        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+        norms = torch.stack(torch._foreach_norm(self.gradients, 2.0, dtype=torch.float32))
         return cast(Tensor, torch.linalg.vector_norm(norms))
 
     @torch.no_grad()
@@ -193,7 +214,7 @@ class MasterWeights:
     def publish(self) -> None:
         """Copy the masters into the parameters, rounding to their dtype."""
         if self._published:
-            live = [self._live[name].data for name in self._published]
+            live = [local_part(self._live[name]).data for name in self._published]
             torch._foreach_copy_(live, [self._value(name) for name in self._published])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -233,15 +254,15 @@ class MasterWeights:
         """A parameter's value between steps; looked up each time, since a bridge may move its memory."""
         if name not in self._rounded:
             return self._masters[name].data
-        return self._private[name] if name in self._private else self._live[name].data
+        return self._private[name] if name in self._private else local_part(self._live[name]).data
 
 
 def _send_gradients(live: nn.Parameter, master: nn.Parameter, dtype: torch.dtype) -> RemovableHandle:
     """Add each gradient of a parameter to its master's, in this dtype, as soon as backward has computed it."""
 
     def send(live: Tensor) -> None:
-        gradient, live.grad = live.grad, None
-        assert gradient is not None  # the hook runs after accumulation
+        assert live.grad is not None  # the hook runs after accumulation
+        gradient, live.grad = local_part(live.grad), None
         if master.grad is None:
             master.grad = gradient.to(dtype).contiguous()  # as the master: required by fused kernels
         elif dtype is torch.bfloat16:
@@ -284,7 +305,7 @@ def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _placeholder(live: nn.Parameter) -> nn.Parameter:
+def _placeholder(live: Tensor) -> nn.Parameter:
     """An fp32 parameter of the same shape without memory, for the optimizer between steps."""
     return nn.Parameter(torch.zeros((), device=live.device).expand(live.shape))
 
@@ -307,15 +328,10 @@ def _decay_groups(trained: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW; parameters of fewer than 4096 elements have 32-bit state there."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError("optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes, or choose adamw")
-    version = importlib.metadata.version("bitsandbytes")
     on_cpu = any(parameter.device.type == "cpu" for group in groups for parameter in group["params"])
-    if on_cpu and tuple(int(part) for part in version.split(".")[:2]) < FIRST_BITSANDBYTES_ON_CPUS:
-        raise ModelError(
-            f"optimizer adamw_8bit runs on a CPU from bitsandbytes 0.50 on, and {version} is installed: "
-            "pip install -U bitsandbytes, or choose adamw"
-        )
+    lack = lacking_for_optimizer(settings.name, on_cpu=on_cpu)
+    if lack is not None:
+        raise ConfigError(f"optimizer {lack[0]}: {lack[1]}")
     from bitsandbytes.optim import AdamW8bit
 
     optimizer: torch.optim.Optimizer = AdamW8bit(

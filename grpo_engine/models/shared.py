@@ -6,6 +6,7 @@ parameter must be given, in the right shape: a partly initialised model would tr
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from grpo_engine.errors import ModelError, first_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 
 def load_model_on_shared(
@@ -55,7 +58,31 @@ def load_model_on_shared(
             module_name, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module_name), attribute, parameter)
     _place_buffers(model, given, device)
+    log.debug("built %s on %d shared tensors of %s, %d tied", type(model).__name__, len(tensors), device, len(aliases))
+    log_tensors(model)
     return model.eval()
+
+
+def log_tensors(model: nn.Module) -> None:
+    """Log each parameter and buffer for `debug_loading`: shape, type, device, and its place in the memory that it
+    is a part of. Parts of one fused tensor have the same memory."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in {**parameters, **dict(model.named_buffers())}.items():
+        log.debug(
+            "%s %s %s on %s, element %d of memory at 0x%x (%.1f MB)%s",
+            *(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device),
+            *(tensor.storage_offset(), tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes() / 1e6),
+            "" if name in parameters else ", a buffer",
+        )
+    log.debug(
+        "%d parameters with %d values, %.2f GB, %d of them tied",
+        len(parameters),
+        sum(tensor.numel() for tensor in model.parameters()),
+        sum(tensor.nbytes for tensor in model.parameters()) / 1e9,
+        len(parameters) - len(list(model.parameters())),
+    )
 
 
 def _empty_model(config: PreTrainedConfig, attn_implementation: str | None) -> PreTrainedModel:

@@ -70,21 +70,27 @@ def read_stored(model_name: str, names: Collection[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def compare_with_stored(tensors: Mapping[str, Tensor], folder: Path) -> Comparison:
+def compare_with_stored(
+    tensors: Mapping[str, Tensor], folder: Path, places: Mapping[str, tuple[slice, ...]] | None = None
+) -> Comparison:
     """Compare the first, middle and last row of each tensor with the checkpoint's, if it has the tensor.
 
     Args:
         tensors: by their names in transformers, on any device; the checkpoint is rounded to their dtype.
+        places: which part of the checkpoint's a tensor is, where it is a part.
     """
     num_compared = 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in sorted(set(file.keys()) & tensors.keys()):
                 stored, tensor = file.get_slice(name), tensors[name]
-                for row in {0, tensor.shape[0] // 2, tensor.shape[0] - 1}:
-                    wanted, own = stored[row : row + 1].to(tensor.dtype), tensor[row : row + 1].cpu()
+                rows, *columns = (places or {}).get(name, (slice(0, None),))
+                for row in {0, len(tensor) // 2, len(tensor) - 1} if len(tensor) else ():
+                    first = rows.start + row
+                    wanted = stored[(slice(first, first + 1), *columns)].to(tensor.dtype)
+                    own = tensor[row : row + 1].cpu()
                     if wanted.shape != own.shape or not torch.equal(own, wanted):
-                        difference = f"{name}: row {row} is not that of {path}"
+                        difference = f"{name}: row {first} is not that of {path}"
                         return Comparison(num_compared=num_compared, first_difference=difference)
                 num_compared += 1
     return Comparison(num_compared=num_compared, first_difference=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 import torch
 
@@ -105,8 +106,24 @@ def _trainable_groups(
             _checked_batch([group], seq_len, vocab_size, environment_names)
         except DataError as error:
             log.error("group dropped: %s", error)
+            _warn_of_positive_logprobs(group)
         else:
             yield group
+
+
+def _warn_of_positive_logprobs(group: ScoredGroup) -> None:
+    """Log the stock trainer's sentences, which people and scripts look for, where log-probabilities are none."""
+    logprobs = [
+        logprob
+        for labels, row in zip(group.masks, group.inference_logprobs or [], strict=False)
+        for label, logprob in zip(labels, row, strict=False)
+        if label >= 0
+    ]
+    mean = fmean(logprobs) if logprobs else 0.0
+    if mean > 0:
+        log.warning("[WARNING] ref_logprobs avg %.3f (should be negative!)", mean)
+        log.warning("[WARNING] ref_logprobs at generated positions avg %.3f (should be negative!)", mean)
+        log.warning("[WARNING] This suggests inference_logprobs alignment is wrong")
 
 
 def _oldest_version(group: ScoredGroup) -> int:

@@ -6,10 +6,11 @@ docstring says why.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -21,10 +22,49 @@ from grpo_engine.algo.loss_config import (
     LossConfig,
     Preset,
 )
-from grpo_engine.bridges import AnyBridge, CheckpointReload
-from grpo_engine.config import Config
+from grpo_engine.bridges import IN_PROCESS, ON_SHARED_MEMORY, OVER_RANKS, TO_MANY_SERVERS, AnyBridge, CheckpointReload
+from grpo_engine.bridges.broadcast import Broadcast
+from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
+from grpo_engine.config import Config, LogLevel
 from grpo_engine.flags import Flag
+from grpo_engine.installed import is_on_cpu
+from grpo_engine.models.config import OptimizerName
 from grpo_engine.wire.rollouts import MAX_SEQUENCES
+
+LEAST_SEQ_LEN = 8
+"""Shorter sequences have no room for a prompt and an answer."""
+OF_MIXED_PRECISION: dict[str, Literal["bf16", "fp16", "fp32"]] = {
+    "bf16": "bf16",
+    "true": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+}
+"""Values of mixed_precision, as texts in lower case."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The dtype that each means."""
+
+
+_BATCH_SIZES = ("batch_size", "gradient_accumulation_steps")
+"""Settings whose product is the number of sequences in a step."""
+
+
+def _usual_optimizer(settings: dict[str, Any]) -> OptimizerName:
+    """The stock trainer's, but where no GPU is used: few machines without one have its package."""
+    return "adamw" if is_on_cpu(settings.get("device", "auto")) else "adamw_8bit"
+
+
+USUAL_DROPOUT = 0.05
+"""The stock trainer's."""
+
+
+def _usual_dropout(settings: dict[str, Any]) -> float:
+    """The stock trainer's, but where the adapter is part of weights that inference reads or is given every step.
+
+    The bridge is a table where the settings are those of a run's file.
+    """
+    bridge = settings.get("bridge")
+    mode = bridge.get("mode") if isinstance(bridge, dict) else getattr(bridge, "mode", None)
+    return 0.0 if mode in ON_SHARED_MEMORY or mode in IN_PROCESS else USUAL_DROPOUT
 
 
 class TrainConfig(Config):
@@ -34,18 +74,28 @@ class TrainConfig(Config):
     """Hub id, local folder, or one of the models that are made locally (`local/…`)."""
     bridge: AnyBridge = CheckpointReload()
     """How new weights reach inference."""
+    use_shared_memory: bool = False
+    """The trainer is on other GPUs than the server, and sends its weights there: `shared_vllm` then means
+    `broadcast`."""
+    single_copy: bool = False
+    """The trainer is on the GPU of the server, and trains the memory that it reads: the only kind of `shared_vllm`."""
     training_steps: int = Field(10, ge=1)
     """Optimizer steps."""
+    total_dialog_turns: int | None = Field(None, ge=1)
+    """Completions to train on, in place of training_steps: as many steps as it takes. A conversation of several turns
+    counts as one."""
     batch_size: int = Field(2, ge=1)
     """Sequences in a micro-batch."""
     gradient_accumulation_steps: int = Field(32, ge=1)
     """Micro-batches in an optimizer step: a batch has `batch_size` times as many sequences."""
-    seq_len: int = Field(2048, ge=2, lt=2**31)
+    seq_len: int = Field(2048, ge=LEAST_SEQ_LEN, lt=2**31)
     """Longest sequence, prompt included."""
     micro_batch_tokens: int | None = Field(None, ge=2)
     """Tokens in a micro-batch, instead of batch_size sequences: short sequences then share one."""
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     """Seed of all random numbers of training."""
+    device: str = "auto"
+    """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
 
     # Optimizer
     lr: float = Field(1e-5, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("lr", "learning_rate"))
@@ -54,8 +104,8 @@ class TrainConfig(Config):
     """Steps of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate schedule after warm-up."""
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
-    """adamw_8bit needs bitsandbytes, on a CPU 0.50 or newer."""
+    optimizer: OptimizerName = Field(default_factory=_usual_optimizer)
+    """adamw_8bit needs bitsandbytes, on a CPU 0.50 or newer; unset: adamw_8bit on a GPU, adamw on a CPU."""
     master_weights: Literal["float32", "stochastic_rounding"] = "float32"
     """How updates smaller than the precision of bf16 weights accumulate: in an fp32 copy (4 bytes per parameter), or by
     stochastic rounding, which needs no copy and is correct on average."""
@@ -76,11 +126,11 @@ class TrainConfig(Config):
     # Loss
     loss: Preset = "grpo"
     """Preset that the settings below refine."""
-    clip_eps: float = Field(0.2, gt=0)
+    clip_eps: float = Field(0.2, gt=0, le=1)
     """Ratios are clipped to 1 ± clip_eps; for presets with their own band, set clip_low and clip_high."""
-    clip_low: float | None = Field(None, ge=0)
+    clip_low: float | None = Field(None, ge=0, le=1)
     """Width of the band below 1; unset: the preset's, or clip_eps."""
-    clip_high: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0, le=1)
     """Width of the band above 1; unset: the preset's, or clip_eps."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the ratio where the advantage is negative; unset: the preset's."""
@@ -131,8 +181,9 @@ class TrainConfig(Config):
     """Rank of the adapters that the lora_… bridges train."""
     lora_alpha: int = Field(32, ge=1)
     """Adapters are scaled by lora_alpha / lora_r."""
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """The stock trainer has 0.05, which makes trainer and inference disagree on every token even with equal weights."""
+    lora_dropout: float = Field(default_factory=_usual_dropout, ge=0, lt=1)
+    """Share of the adapters' inputs that are dropped; unset: 0.05, and 0 where adapters are merged into the served
+    weights. Above 0, trainer and inference disagree on every token even with equal weights."""
     lora_target_modules: tuple[str, ...] = Field(("q_proj", "v_proj"), min_length=1)
     """Modules that get an adapter."""
     lora_layer_indices: str | None = None
@@ -140,7 +191,11 @@ class TrainConfig(Config):
 
     # Memory and speed
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    """Type of weights and computation; auto: the type the model was saved in."""
+    """Type of weights and computation; auto: the type the model was saved in. With float16 the loss is scaled, so that
+    small gradients are kept."""
+    mixed_precision: Literal["bf16", "fp16", "fp32"] | None = None
+    """Another name of dtype: `bf16`, or true, is bfloat16, and `fp16` is float16, both with fp32 master weights; `fp32`
+    is float32."""
     gradient_checkpointing: bool = False
     """Keep only inputs of layers and recompute the rest in the backward pass: less memory, a third more time."""
     keep_attention: bool = False
@@ -151,17 +206,19 @@ class TrainConfig(Config):
     probe: bool = True
     """On a GPU, run the longest micro-batch once before training, so that an out-of-memory error comes first."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads of torch; unset: torch's own choice."""
+    """CPU threads of torch; unset: torch's own choice, or 2 beside a GPU."""
 
     # Where things are
     atropos_url: str = "http://localhost:8000"
     """URL of the rollout API."""
     vllm_port: int = Field(9001, ge=1, le=65535)
     """Port of the inference server on this machine."""
-    device: str = "auto"
-    """`cuda`, `cuda:1`, `cpu`; auto: a GPU where there is one."""
+    server_urls: tuple[str, ...] = ()
+    """URLs of all inference servers, where there are several: each is sent the new weights. Empty: vllm_port."""
     dry_run: bool = False
     """Print what would be trained and how much memory it takes, and exit: with 0 where it fits on the GPU, else 1."""
+    card_gb: float | None = Field(None, gt=0)
+    """With dry_run: plan for a GPU of so many GB by its name (80, 141, 192), instead of the one that is here."""
 
     # Evaluation
     eval_every: int = Field(0, ge=0)
@@ -190,6 +247,9 @@ class TrainConfig(Config):
     """Folder for metrics.jsonl and rollouts.jsonl; unset: a new one below log_dir."""
     log_dir: Path = Path("logs")
     """Where run folders are made."""
+    output_layout: Literal["flat", "dated"] = "flat"
+    """Without run_folder, whether its name is `train-<time>` in log_dir, with checkpoints in trained_model_checkpoints;
+    or `<date>/<time>` in log_dir, by default in `outputs`, with its checkpoints in it."""
     rollouts_every: int = Field(1, ge=0)
     """Write sampled groups to rollouts.jsonl every so many steps; 0: never."""
     rollouts_groups: int = Field(2, ge=1)
@@ -210,8 +270,13 @@ class TrainConfig(Config):
     """The project that trackio shows the run under."""
     benchmark: bool = False
     """Print times on the console line of every step."""
+    log_level: LogLevel = "info"
+    """Least severe level of the lines that are logged; debug: every point of a step too, with its rank."""
+    redirect_output: Path | None = None
+    """File that stdout and stderr are appended to, instead of the terminal; of all ranks of this machine."""
     debug_loading: bool = False
-    """Log how the model is loaded."""
+    """Log how the model is loaded: its source, seconds, and every parameter with shape, type, device and memory. Parts
+    of one fused tensor of the server have the same memory."""
 
     # Time limits
     api_timeout_s: float = Field(30.0, gt=0)
@@ -219,7 +284,9 @@ class TrainConfig(Config):
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Seconds to wait for a batch before training fails."""
     max_staleness: int | None = Field(None, ge=0)
-    """Groups sampled more than so many policy versions ago are dropped; unset: none."""
+    """Policy versions that groups may be old: environments start so many batches ahead, and what becomes older all the
+    same is dropped. 0: sampling and training take turns. Unset: environments go by max_batches_offpolicy, and nothing
+    is dropped."""
     max_bad_steps: int = Field(5, ge=1)
     """Consecutive steps with a non-finite loss or gradient after which training fails; each is skipped."""
 
@@ -235,13 +302,38 @@ class TrainConfig(Config):
     """GPU of a server that the trainer starts; for any other, set `gpus` of the inference service, or
     CUDA_VISIBLE_DEVICES of the server."""
 
-    # Flags of the stock trainer for several trainers; ours is one process
+    # Several ranks; torchrun and Slurm's srun start them by their variables, without these settings
+    processes: Annotated[int | None, Flag(("--processes", "--gpus"))] = Field(None, ge=1)
+    """Ranks of the trainer on this machine, one a GPU: the model is sharded over them. Unset: one."""
+    nodes: int = Field(1, ge=1)
+    """Machines with so many ranks each; the trainer is started on each of them."""
+    node_rank: int = Field(0, ge=0)
+    """Number of this machine; rank 0 is on machine 0."""
+    master_addr: str = "127.0.0.1"
+    """Address of machine 0, which the others can reach."""
+    master_port: int = Field(0, ge=0, lt=2**16)
+    """Port there, by which ranks of several machines find each other."""
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
+    """What ranks share out: parameters, gradients and optimizer (full_shard); the same, but gathered layers stay until
+    the backward pass, for 2 bytes a parameter and less traffic (shard_grad_op); or as full_shard within each machine,
+    with copies on every machine (hybrid_shard)."""
+    identical_data: bool = False
+    """Every rank computes the whole batch, and gradients are averaged over ranks, as in scripts whose ranks all get the
+    same data. More ranks then save memory, but no time: without it each rank computes its share."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer of several ranks in main memory."""
+    rank_timeout_s: float = Field(600.0, gt=0)
+    """Longest time that a rank waits for another in one operation before training fails."""
+    rank_stall_s: float = Field(60.0, gt=0)
+    """After so long without progress, a rank that others wait for is named, and all ranks log their stacks."""
+
+    # Flags of the stock trainer for several trainers
     trainer_rank: int = 0
     """0, of the one trainer."""
     world_size: int = 1
     """1, the one trainer."""
     init_method: str = "env://"
-    """Has no effect with one process."""
+    """`env://`, or `tcp://ADDRESS:PORT` of machine 0 with nodes above 1, as --master-addr and --master-port."""
     num_inference_nodes: int = 0
     """0: inference is on this machine."""
 
@@ -292,6 +384,91 @@ class TrainConfig(Config):
         """Whether the optimizer takes no learning rate."""
         return self.optimizer == "adafactor" and self.adafactor_relative_step
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the trainer on all machines."""
+        return (self.processes or 1) * self.nodes
+
+    @property
+    def starts_server(self) -> bool:
+        """Whether the trainer starts the inference server itself."""
+        return isinstance(self.bridge, CheckpointSettings) and self.bridge.restart
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the sharded model: one a machine with hybrid_shard."""
+        return self.nodes if self.sharding_strategy == "hybrid_shard" else 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _maps_mixed_precision(cls, settings: Any) -> Any:
+        given = settings.get("mixed_precision") if isinstance(settings, dict) else None
+        if given is None:
+            return settings
+        name = OF_MIXED_PRECISION.get(str(given).lower())
+        if name is None:
+            raise ValueError(
+                f"mixed_precision {given!r} is none of bf16, fp16 and fp32: choose one, or leave it out and set dtype"
+            )
+        dtype = DTYPES[name]
+        if settings.get("dtype", dtype) != dtype:
+            raise ValueError(
+                f"mixed_precision {given!r} is dtype {dtype}, not {settings['dtype']}: leave one of them out"
+            )
+        return {**settings, "mixed_precision": name, "dtype": dtype}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _maps_kinds_of_shared_weights(cls, settings: Any) -> Any:
+        """`use_shared_memory` and `single_copy` choose the kind of `shared_vllm` in the first stock trainers."""
+        if not isinstance(settings, dict) or not isinstance(settings.get("bridge", {}), dict):
+            return settings
+        bridge = settings.get("bridge", {})
+        is_sent, is_shared = (
+            str(settings.get(name, False)).lower() == "true" for name in ("use_shared_memory", "single_copy")
+        )
+        if is_sent and is_shared:
+            raise ValueError("use_shared_memory sends the weights to other GPUs, single_copy has one copy: choose one")
+        if is_sent and bridge.get("mode", "broadcast") in ("shared_vllm", "broadcast"):
+            sent = {key: value for key, value in bridge.items() if key in Broadcast.model_fields}
+            return {**settings, "bridge": {**sent, "mode": "broadcast"}}
+        if is_shared and bridge.get("mode", "shared_vllm") == "shared_vllm":
+            return {**settings, "bridge": {**bridge, "mode": "shared_vllm"}}
+        if is_sent or is_shared:
+            name = "use_shared_memory" if is_sent else "single_copy"
+            raise ValueError(f"{name} has no effect with bridge.mode {bridge['mode']}: leave one of them out")
+        return settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counts_steps_by_completions(cls, settings: Any) -> Any:
+        turns = settings.get("total_dialog_turns") if isinstance(settings, dict) else None
+        fields = cls.model_fields
+        sizes = [settings.get(name, fields[name].default) for name in _BATCH_SIZES] if turns is not None else []
+        if turns is None or not all(str(each).isdecimal() and int(each) > 0 for each in (turns, *sizes)):
+            return settings  # their own bounds say more
+        steps = math.ceil(int(turns) / math.prod(map(int, sizes)))
+        if int(settings.get("training_steps", steps)) != steps:
+            raise ValueError(
+                f"total_dialog_turns {turns} are {steps} steps of {math.prod(map(int, sizes))} completions, not "
+                f"training_steps {settings['training_steps']}: leave one of them out, or set that to {steps}"
+            )
+        return {**settings, "training_steps": steps}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_the_address_of_machine_0(cls, settings: Any) -> Any:
+        method = settings.get("init_method") if isinstance(settings, dict) else None
+        if method is None or method == "env://":
+            return settings
+        found = re.fullmatch(r"tcp://(?P<master_addr>[^:/]+):(?P<master_port>\d+)", str(method))
+        if found is None or int(settings.get("nodes", 1)) == 1:
+            raise ValueError(
+                f"init_method {method!r} has no effect: ranks of one machine find each other by themselves, and those "
+                "of several by tcp://ADDRESS:PORT with nodes above 1: leave it out, or set nodes"
+            )
+        return {**found.groupdict(), **settings}
+
     @field_validator("device")
     @classmethod
     def _is_a_device(cls, device: str) -> str:
@@ -299,12 +476,13 @@ class TrainConfig(Config):
             raise ValueError(f"{device!r} is not a device: use auto, cpu, cuda, or cuda:0")
         return device
 
-    @field_validator("atropos_url")
+    @field_validator("atropos_url", "server_urls")
     @classmethod
-    def _is_a_url(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not a URL: use http://host:port, as in http://localhost:8000")
-        return url
+    def _is_a_url(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for url in (value,) if isinstance(value, str) else value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not a URL: use http://host:port, as in http://localhost:8000")
+        return value
 
     @model_validator(mode="after")
     def _hangs_together(self) -> TrainConfig:
@@ -312,6 +490,43 @@ class TrainConfig(Config):
             raise ValueError(
                 "one trainer process on one machine is supported: "
                 "leave world_size 1, trainer_rank 0, num_inference_nodes 0"
+            )
+        for name, value in {"vllm_gpu": self.vllm_gpu, "max_model_len": self.max_model_len}.items():
+            if not self.starts_server and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} {value} has no effect, since this trainer starts no inference server: give it to the "
+                    "server, or choose weight_bridge_mode none or lora_restart with --bridge-restart"
+                )
+        every = self.bridge.steps_between_updates
+        if self.max_staleness is not None and self.max_staleness < every - 1:
+            raise ValueError(
+                f"max_staleness {self.max_staleness}, and inference gets new weights every {every} steps: all groups "
+                f"would be too old before the next update: set max_staleness to at least {every - 1}, or "
+                f"every_steps (sync_frequency with colocate) of the bridge to {self.max_staleness + 1}"
+            )
+        if self.num_ranks > 1 and not self.bridge.trains_over_ranks:
+            raise ValueError(
+                f"{self.num_ranks} ranks cannot train with weight_bridge_mode {self.bridge.mode}, which is of one "
+                f"process: choose {' or '.join(OVER_RANKS)}, or leave processes and nodes out, and name one of gpus"
+            )
+        if len(set(self.server_urls)) < len(self.server_urls):
+            raise ValueError(f"server_urls {', '.join(self.server_urls)}: one server is named twice: leave one out")
+        if len(self.server_urls) > 1 and not self.bridge.updates_many_servers:
+            raise ValueError(
+                f"{len(self.server_urls)} server_urls, and weight_bridge_mode {self.bridge.mode} is of one server: "
+                f"name one, or choose {' or '.join(TO_MANY_SERVERS)}"
+            )
+        if self.nodes > 1 and (self.master_port == 0 or self.node_rank >= self.nodes):
+            raise ValueError(
+                f"nodes = {self.nodes}, node_rank = {self.node_rank}, master_port = {self.master_port}: machines are "
+                f"numbered 0 to {self.nodes - 1}, and need one free port of machine 0"
+            )
+        if self.sharding_strategy == "hybrid_shard" and self.nodes == 1:
+            raise ValueError("sharding_strategy hybrid_shard is for several nodes: set nodes, or choose full_shard")
+        if self.num_ranks > 1 and self.optimizer == "adafactor" and not self.bridge.trains_adapter:
+            raise ValueError(
+                "optimizer adafactor needs whole matrices, which several ranks of a sharded model do not have: choose "
+                "adamw or adamw_8bit, or train an adapter"
             )
         if self.sequences_per_batch > MAX_SEQUENCES:
             raise ValueError(
@@ -324,6 +539,8 @@ class TrainConfig(Config):
                 f"warmup_steps {self.warmup_steps} leaves none of the {self.training_steps} training_steps for "
                 f"lr_schedule {self.lr_schedule!r}"
             )
+        if self.card_gb is not None and not self.dry_run:
+            raise ValueError("card_gb is the size of a GPU to plan for: add dry_run, or leave it out")
         if self.use_wandb and not self.wandb_project:
             raise ValueError("use_wandb needs wandb_project")
         if self.micro_batch_tokens is not None and self.micro_batch_tokens < self.seq_len:

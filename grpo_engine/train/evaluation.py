@@ -17,7 +17,7 @@ from statistics import fmean
 import torch
 
 from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.rollout_source import RolloutSource
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.retrying import never
 from grpo_engine.train.config import TrainConfig

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grpo_engine.bridges import Bridge
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.rollout_source import RolloutSource
 from grpo_engine.errors import CheckpointError, DataError, GrpoError, PeerUnavailable
+from grpo_engine.ranks.group import RankGroup
 from grpo_engine.retrying import never
+from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.batch import drop_stale, metrics_by_environment, trainable_batch
 from grpo_engine.train.checkpointing import checkpoints
-from grpo_engine.train.checkpointing.journal import Journal, JournalEntry, JournalHead
-from grpo_engine.train.checkpointing.resuming import decisive_settings, find_start
+from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
+from grpo_engine.train.checkpointing.resuming import find_start
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.train.memory.rehearsal import out_of_memory_explained, rehearse_step
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.samples import Decode, sampled_rollouts
+from grpo_engine.train.resumable import decisive_settings
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.checkpoints import JournalHead
 from grpo_engine.wire.log_lines import TRAINER_READY
+from grpo_engine.wire.supervisor import WaitsFor
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +46,27 @@ def train(
     *,
     decode: Decode,
     save_path: Path,
+    ranks: RankGroup | None = None,
     stop: Callable[[], bool] = never,
+    reporter: Reporter | None = None,
 ) -> int:
     """Train to `config.training_steps`, or until `stop()`; returns the number of steps done.
 
     Args:
+        ranks: of a trainer of several ranks; this is rank 0, and the others `follow`.
         stop: whether to end after the current step.
+        reporter: takes what training waits for, and what it cannot write.
 
     Raises:
         GrpoError: the rollout API, the server or a checkpoint fails, or losses stay non-finite.
     """
+    reporter = reporter or Reporter()
     attached = bridge.attach()
-    trainee = Trainee(attached, config)
+    trainee = Trainee(attached, config, ranks)
     rehearse_step(trainee)
     if not config.resume:
         checkpoints.move_away(save_path)
-    journal = Journal(save_path, is_kept=config.journal)
+    journal = Journal(save_path, is_kept=config.journal, reporter=reporter)
     settings = decisive_settings(config)
     start = find_start(trainee, attached, journal, save_path, settings)
     step, version, lease = start.step, start.policy_version, start.lease
@@ -65,6 +75,8 @@ def train(
     bridge.publish(version, trainee.write_weights)
 
     source.register(
+        wandb_group=config.wandb_group or "",
+        wandb_project=config.wandb_project or "",
         batch_size=config.sequences_per_batch,
         max_token_len=config.seq_len,
         checkpoint_dir=str(save_path),
@@ -92,7 +104,10 @@ def train(
             if required:
                 raise
             log.error("%s; training continues, the next checkpoint is tried when due", error)
+            effect = f"no checkpoint of step {step}; training continues, the next one is tried when due"
+            reporter.cannot_write(save_path, error.__cause__ or error, effect=effect)
         else:
+            reporter.can_write(save_path)
             saved_step = step
             journal.forget(through=step)
 
@@ -102,15 +117,21 @@ def train(
         while step < config.training_steps and not stop():
             began = time.perf_counter()
             entry = journal.read(step + 1)  # the batch of this step, if a trainer was killed in or after it
+            waits: Mapping[str, float] = {}
             if entry is None:
-                groups = source.next_batch(
-                    timeout_s=config.batch_timeout_s, policy_version=version, stop=stop, meanwhile=bridge.poll_server
-                )
+                with reporter.waiting_for(WaitsFor.BATCH):
+                    groups = source.next_batch(
+                        timeout_s=config.batch_timeout_s,
+                        policy_version=version,
+                        stop=stop,
+                        meanwhile=bridge.poll_server,
+                    )
                 if groups is None:
                     break
                 groups = drop_stale(groups, version, config.max_staleness)
                 if not groups:
                     continue
+                waits = source.time_metrics()
                 head = JournalHead(
                     step=step + 1,
                     policy_version=version,
@@ -127,20 +148,25 @@ def train(
             except DataError:
                 source.mark_used()  # else the next trainer gets the same batch and fails on it
                 raise
+            recorder.found_logprobs(int(batch.lengths[0]) + 1)
             journal.keep(entry)
             version = entry.head.policy_version
             fetched = time.perf_counter()
 
-            bridge.ensure_current()  # the step reads memory that a server maps: the server must be alive
+            with reporter.waiting_for(WaitsFor.UPDATE):
+                bridge.prepare_step()  # a server whose memory it maps must be alive, an engine here asleep
             with out_of_memory_explained(trainee, f"in step {step + 1}"):
                 result = gradient_step(trainee, batch, step=step, policy_version=version)
             source.mark_used()
             step, lease = step + 1, entry.head.lease
             stepped = time.perf_counter()
 
+            update = None
             if result.applied:
                 version += 1
-                bridge.publish(version, trainee.write_weights)
+                with reporter.waiting_for(WaitsFor.UPDATE):
+                    update = bridge.publish(version, trainee.write_weights)
+            source.report_served(lease, version)
             published = time.perf_counter()
 
             if not recorder.has(step):
@@ -149,14 +175,19 @@ def train(
                         batch, result, decode, environments=environments, step=step, count=config.rollouts_groups
                     )
                     recorder.rollouts(sampled)
-                evaluated = evaluator.measure_if_due(step, version)
+                with reporter.waiting_for(WaitsFor.EVALUATION):
+                    evaluated = evaluator.measure_if_due(step, version)
                 times = {
                     "train/data_fetch_time": fetched - began,
                     "train/sync_time": published - stepped,
                     "train/step_time": published - began,
                     "train/tokens_per_second": batch.num_inputs / (published - began),
+                    "train/busy_fraction": (published - fetched) / (published - began),
+                    **trainee.utilization(published - began),
+                    **waits,
                 }
-                measured = {**result.metrics, **metrics_by_environment(batch, environments), **times}
+                sent = update.metrics() if update is not None else {}
+                measured = {**result.metrics, **metrics_by_environment(batch, environments), **times, **sent}
                 recorder.step(step, version, {**measured, **trainee.memory_metrics(), **evaluated})
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
                 save(required=False)

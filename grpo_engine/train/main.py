@@ -9,81 +9,204 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
 import torch
 
-from grpo_engine.bridges import BridgeContext
-from grpo_engine.data.source import RolloutSource
-from grpo_engine.errors import PeerUnavailable
+from grpo_engine.bridges import OVER_RANKS, Bridge, BridgeContext
+from grpo_engine.bridges.engine import InProcessEngine
+from grpo_engine.bridges.protocol import RankPlacement, Sharding
+from grpo_engine.data.rollout_source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
+from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.models.config import LoraSettings
-from grpo_engine.models.devices import require_device
+from grpo_engine.models.devices import limit_threads, require_device, trainable_device
 from grpo_engine.models.loading import load_tokenizer
+from grpo_engine.ranks.group import RankGroup
+from grpo_engine.ranks.place import RankPlace, rank_place
+from grpo_engine.ranks.watching import write_stacks_on_signal
 from grpo_engine.retrying import never
+from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.checkpointing import checkpoints
+from grpo_engine.train.checkpointing.resuming import has_steps_left
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.following import Finished, follow
 from grpo_engine.train.loop import train
 from grpo_engine.train.memory.dry_run import dry_run, log_plan
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.trackers import build_trackers
-from grpo_engine.wire.run_folder import CHECKPOINTS
+from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.run_folder import CHECKPOINTS, SETTINGS_FILE
 
 DEFAULT_SAVE_PATH = Path("trained_model_checkpoints")
 """As the stock trainer; for runs without a run folder."""
+OUTPUTS = Path("outputs")
+"""Where `output_layout` dated makes folders, unless log_dir says otherwise; as Hydra."""
 
 log = logging.getLogger(__name__)
 
 
-def run(config: TrainConfig) -> int:
-    """Train until the last step or a stop signal; returns the exit code."""
+class Sampling(Protocol):
+    """What a rank of a trainer has that samples itself, where there is no rollout API."""
+
+    @property
+    def engine(self) -> InProcessEngine:
+        """Of this rank, not started."""
+
+    def source(self, bridge: Bridge, save_path: Path) -> AbstractContextManager[RolloutSource]:
+        """Groups of the problems that rank 0 takes, sampled by the engines of all ranks."""
+
+    def works(self, placement: RankPlacement) -> Mapping[type, Callable[[Any], None]]:
+        """What the other ranks do, by what rank 0 announces."""
+
+
+def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampling] | None = None) -> int:
+    """Train until the last step or a stop signal; returns the exit code.
+
+    Args:
+        sampling: builds, for a rank with its settings, what it samples with; None: groups come from a rollout API.
+    """
     if config.dry_run:
         return dry_run(config)
     if config.debug_loading:
-        logging.getLogger("grpo_engine.models").setLevel(logging.DEBUG)
+        for package in ("models", "bridges"):
+            logging.getLogger(f"grpo_engine.{package}").setLevel(logging.DEBUG)
+    place = rank_place(os.environ)
+    if place is not None:
+        config = of_rank(config, place)
+        write_stacks_on_signal()
     require_device(config.device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    limit_threads("cpu" if config.cpu_offload else trainable_device(config.device), config.threads)
     torch.manual_seed(config.seed)
-    by_hand = config.run_folder is None
-    folder = config.run_folder or config.log_dir / time.strftime("train-%m%d-%H%M%S")
-    save_path = config.save_path or (DEFAULT_SAVE_PATH if by_hand else folder / CHECKPOINTS)
-    checkpoints.require_folder(save_path.absolute())
+    ranks = RankGroup(
+        place, device=trainable_device(config.device), timeout_s=config.rank_timeout_s, num_replicas=config.num_replicas
+    )
+    own = None if sampling is None else sampling(config, ranks)
+    try:
+        code = _lead(config, ranks, own) if ranks.leads else _follow(config, ranks, own)
+    finally:
+        if own is not None:
+            own.engine.close()
+        ranks.close()
+    return code
+
+
+def _follow(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) -> int:
+    """Take part in the training that rank 0 leads; its stop signals are announced by it."""
+    StopRequest()
+    placement = config.bridge.rank_placement(bridge_context(config, Path("unused"), ranks=ranks))
+    follow(config, placement, ranks, None if sampling is None else sampling.works(placement))
+    return 0
+
+
+def _lead(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) -> int:
+    folder, save_path = output_folders(config, time.localtime())
+    checkpoints.require_folder(save_path)
+    if config.run_folder is None and not has_steps_left(config, save_path):
+        with ranks.together(Finished()):
+            return 0
     stop = StopRequest()
     log_plan(config)
-    bridge = config.bridge.build(bridge_context(config, folder / "bridge", is_stopping=stop))
+    engine = None if sampling is None else sampling.engine
+    context = bridge_context(config, folder / "bridge", ranks=ranks, engine=engine, is_stopping=stop)
+    bridge = config.bridge.build(context)
     decode = load_tokenizer(config.model_name).decode
+    reporter = Reporter.from_environment(os.environ)
     recorder = Recorder(
         folder,
         total_steps=config.training_steps,
         show_times=config.benchmark,
         trackers=build_trackers(config, folder),
         max_rollout_bytes=config.rollouts_max_mb * 2**20,
+        reporter=reporter,
     )
+    if config.run_folder is None:  # else the supervisor writes those of the whole run
+        with suppress(OSError):  # a full disk, which the recorder reports
+            write_json_atomically(folder / SETTINGS_FILE, config, mode=0o600)
     with (
+        reporter,
         recorder,
-        checkpoints.locked(save_path.absolute()),
-        RolloutSource(config.atropos_url, reach_timeout_s=config.api_timeout_s) as source,
+        checkpoints.locked(save_path),
+        _source(config, sampling, bridge, save_path) as source,
     ):
         try:
-            train(config, source, bridge, recorder, decode=decode, save_path=save_path.absolute(), stop=stop)
+            train(
+                config,
+                source,
+                bridge,
+                recorder,
+                decode=decode,
+                save_path=save_path,
+                ranks=ranks,
+                stop=stop,
+                reporter=reporter,
+            )
         except PeerUnavailable as error:  # stopped while waiting for a peer before the first step
             if not stop():
                 raise
             log.info("stopped while waiting: %s", error)
         finally:
             bridge.close()
-    return 0
+    with ranks.together(Finished()):
+        return 0
 
 
-def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[], bool] = never) -> BridgeContext:
+def _source(
+    config: TrainConfig, sampling: Sampling | None, bridge: Bridge, save_path: Path
+) -> AbstractContextManager[RolloutSource]:
+    if sampling is not None:
+        return sampling.source(bridge, save_path)
+    return RolloutApiSource(config.atropos_url, reach_timeout_s=config.api_timeout_s)
+
+
+def output_folders(config: TrainConfig, now: time.struct_time) -> tuple[Path, Path]:
+    """The folder for records of a trainer that starts now, and the absolute one for its checkpoints."""
+    if config.run_folder is not None:
+        folder, checkpoints_folder = config.run_folder, config.run_folder / CHECKPOINTS
+    elif config.output_layout == "flat":
+        folder, checkpoints_folder = config.log_dir / time.strftime("train-%m%d-%H%M%S", now), DEFAULT_SAVE_PATH
+    else:
+        is_given = "log_dir" in config.model_fields_set
+        folder = (config.log_dir if is_given else OUTPUTS) / time.strftime("%Y-%m-%d/%H-%M-%S", now)
+        checkpoints_folder = folder / CHECKPOINTS
+    return folder, (config.save_path or checkpoints_folder).absolute()
+
+
+def of_rank(config: TrainConfig, place: RankPlace) -> TrainConfig:
+    """The settings with the device of a rank: the visible GPU with its number on the machine, or the CPU.
+
+    Raises:
+        ConfigError: the bridge cannot be used by several ranks.
+    """
+    if not config.bridge.trains_over_ranks:
+        raise ConfigError(
+            f"bridge mode {config.bridge.mode} trains in one process, and {place.world_size} ranks were started: "
+            f"choose {' or '.join(OVER_RANKS)}, or start one process"
+        )
+    device = trainable_device(config.device)
+    if device.startswith("cuda"):
+        device = f"cuda:{place.local_rank}"
+    return config.model_copy(update={"device": device})
+
+
+def bridge_context(
+    config: TrainConfig,
+    folder: Path,
+    *,
+    ranks: RankGroup | None = None,
+    engine: InProcessEngine | None = None,
+    is_stopping: Callable[[], bool] = never,
+) -> BridgeContext:
     """What a bridge with these settings is built from; it may write into `folder`."""
     return BridgeContext(
         model_name=config.model_name,
         dtype=config.dtype,
         device=config.device,
-        server_url=f"http://127.0.0.1:{config.vllm_port}",
+        server_urls=config.server_urls or (f"http://127.0.0.1:{config.vllm_port}",),
         folder=folder.absolute(),
         server_flags=(
             *("--model-name", config.model_name, "--port", str(config.vllm_port), "--dtype", config.dtype),
@@ -91,6 +214,9 @@ def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[
             *("--max-model-len", str(config.max_model_len)),
         ),
         server_environment={} if config.vllm_gpu is None else {"CUDA_VISIBLE_DEVICES": str(config.vllm_gpu)},
+        ranks=ranks,
+        engine=engine,
+        sharding=sharding_of(config),
         is_stopping=is_stopping,
         lora=LoraSettings(
             rank=config.lora_r,
@@ -99,6 +225,15 @@ def bridge_context(config: TrainConfig, folder: Path, *, is_stopping: Callable[[
             target_modules=config.lora_target_modules,
             layer_indices=config.lora_layer_indices,
         ),
+    )
+
+
+def sharding_of(config: TrainConfig) -> Sharding:
+    """How ranks share the model under these settings."""
+    return Sharding(
+        rounds_weights=config.master_weights == "stochastic_rounding",
+        keeps_gathered=config.sharding_strategy == "shard_grad_op",
+        offloads=config.cpu_offload,
     )
 
 

@@ -7,6 +7,7 @@ positions, N trained tokens, H hidden size.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,6 +21,7 @@ from grpo_engine.data.packing import PackedRows, pack
 from grpo_engine.models.attention import BLOCK_SIZE, may_look, use_training_attention
 from grpo_engine.models.layers import caps_attention, takes_any_mask
 from grpo_engine.models.output_layer import logits_form
+from grpo_engine.models.sharded import as_forward, compute_device, free_gathered, is_sharded
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -56,7 +58,13 @@ class Scorer:
         together."""
         if self.shares_prompts:
             use_training_attention(self.causal_lm)
-        self._device = next(model.parameters()).device
+        self.num_positions = 0
+        """That have gone through the layers, padding and prompts once for each time."""
+        self._device = compute_device(model)
+        self._sharded_score: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
+        if is_sharded(self.causal_lm):
+            free_gathered(self.causal_lm)
+            self._sharded_score = as_forward(self.causal_lm, self._score)
         if self.shares_prompts and self._device.type != "cpu" and not has_compiler():
             log.warning("prompts go through the network once a completion: install gcc or clang for once a group")
             self.shares_prompts = False
@@ -69,7 +77,12 @@ class Scorer:
         Args:
             batch: on the CPU, where it is laid out (elsewhere it is fetched); the results are on the model's device.
         """
-        batch = batch.to("cpu")
+        shape = batch.mask.shape
+        chosen, entropy = (self._sharded_score or self._score)(batch.to("cpu"))
+        return chosen.view(shape), entropy.view(shape)
+
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`logprobs`, flattened to (B T,)."""
         hidden = self._hidden_states(batch)  # (N, H)
         head = self.causal_lm.get_output_embeddings()
         temperatures = batch.temperatures[:, None].expand_as(batch.mask)[batch.mask] * self._logits_form.divisor  # (N,)
@@ -84,8 +97,7 @@ class Scorer:
         # By number, not by mask: the gradient of a masked scatter counts the mask, and waits for the GPU.
         places = batch.mask.flatten().nonzero().squeeze(1).to(self._device, non_blocking=True)
         empty = chosen.new_zeros(batch.mask.numel())
-        shape = batch.mask.shape
-        return empty.index_copy(0, places, chosen).view(shape), empty.index_copy(0, places, entropy).view(shape)
+        return empty.index_copy(0, places, chosen), empty.index_copy(0, places, entropy)
 
     def _hidden_states(self, batch: Batch) -> Tensor:
         """(N, H) states that predict the trained labels, in the order of `batch.mask`."""
@@ -97,9 +109,11 @@ class Scorer:
             inputs = functional.pad(batch.inputs, added).to(device, non_blocking=True)
             # Found on the CPU: a GPU would be waited for.
             trained = functional.pad(batch.mask, added).flatten().nonzero()[:, 0].to(device, non_blocking=True)
+            self.num_positions += inputs.numel()
             states = body(input_ids=inputs, use_cache=False).last_hidden_state  # (B, T or more, H)
             return cast(Tensor, states.flatten(0, 1)[trained])
         packed = packed.to(device)
+        self.num_positions += packed.size
         states = body(
             input_ids=packed.inputs, position_ids=packed.positions, attention_mask=may_look(packed), use_cache=False
         ).last_hidden_state  # (R, L, H)

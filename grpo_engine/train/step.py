@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,8 +24,10 @@ from grpo_engine.algo.alignment import alignment_metrics, staleness_metrics
 from grpo_engine.algo.loss import LossInputs, LossOutputs, drift_metrics, policy_loss
 from grpo_engine.algo.schedule import learning_rate
 from grpo_engine.data.batching import Batch, MicroBatch, batch_advantages, micro_batches
+from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.metrics import rank_metric
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,18 @@ class StepResult:
     """(B, T) of its next-token distributions, likewise."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GradientStep:
+    """Work of all ranks: `gradient_step` with these arguments."""
+
+    batch: Batch
+    step: int
+    policy_version: int
+
+    def __str__(self) -> str:
+        return f"step {self.step + 1}"
+
+
 class Scores(NamedTuple):
     """The model's outputs for a micro-batch, (b, t) each, without graph."""
 
@@ -65,7 +80,14 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
     Raises:
         TrainingDiverged: too many updates in a row were not finite.
     """
-    config = trainee.config
+    with trainee.ranks.together(GradientStep(batch=batch, step=step, policy_version=policy_version)):
+        return _gradient_step(trainee, batch, step=step, policy_version=policy_version)
+
+
+def _gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: int) -> StepResult:
+    config, ranks = trainee.config, trainee.ranks
+    began = time.perf_counter()
+    ranks.clock.take_s()  # of what was before this step
     rate = learning_rate(
         step,
         peak=config.lr,
@@ -87,6 +109,7 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
         rows = is_trained.nonzero()[:, 0]
         parts = _split(batch.rows(rows), trainee)
         advantages_of = [part.part_of(advantages[rows]).to(trainee.device) for part in parts]
+        ranks.position.at("the reference")
         references = _references(trainee, parts)
         before: list[Scores] = []  # of each part, before the first update
         updates: list[dict[str, float]] = []
@@ -97,16 +120,26 @@ def gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version: 
                 measured, scored = _backward(trainee, parts, advantages_of, references, before)
                 before = before or scored
                 norm, has_moved = _update(trainee, measured, rate, step=step)
+                while trainee.has_overflowed:  # a lower scale of the loss fits, and the batch is not lost
+                    measured, _ = _backward(trainee, parts, advantages_of, references, before)
+                    norm, has_moved = _update(trainee, measured, rate, step=step)
                 updates.append({**measured, "train/grad_norm": norm})
                 if not has_moved:
                     break  # unchanged weights would give the same result again
                 applied = True
         for part, scores in zip(parts, before, strict=True):
-            width = scores.logprobs.shape[1]
-            logprobs[rows[part.row_numbers], :width] = scores.logprobs.to(logprobs)
-            entropies[rows[part.row_numbers], :width] = scores.entropies.to(entropies)
+            if part.is_counted:
+                width = scores.logprobs.shape[1]
+                logprobs[rows[part.row_numbers], :width] = scores.logprobs.to(logprobs)
+                entropies[rows[part.row_numbers], :width] = scores.entropies.to(entropies)
+        own_times = [time.perf_counter() - began, ranks.clock.take_s()]
+        logprobs, entropies, times = _of_all_ranks(
+            logprobs / trainee.num_copies, entropies / trainee.num_copies, own_times, ranks
+        )
+        metrics |= rank_metrics(times)
         metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
         metrics |= _initial_metrics(logprobs, batch, is_trained)
+        metrics |= {**advantage_metrics(advantages, batch.mask & is_trained[:, None]), **trainee.scale_metrics()}
     else:
         log.warning("step %d: %s; weights unchanged", step + 1, _why_none_is_trained(batch, config))
     return StepResult(
@@ -151,6 +184,8 @@ def _split(batch: Batch, trainee: Trainee) -> list[MicroBatch]:
         trainee.config.batch_size if max_tokens is None else None,
         max_tokens=max_tokens,
         shares_prompts=trainee.shares_prompts,
+        rank=trainee.ranks.rank // trainee.num_copies,
+        num_ranks=trainee.ranks.size // trainee.num_copies,
     )
 
 
@@ -189,10 +224,14 @@ def _backward(
         before: scores before the first update on this batch; empty until then, when they are the present ones.
     """
     has_old = trainee.config.num_iterations > 1 or trainee.config.correction != "none"  # else the sampler's are old
+    position = trainee.ranks.position
     measured: list[LossOutputs] = []
     scored: list[Scores] = []
     for number, (part, advantages, reference) in enumerate(zip(parts, advantages_of, references, strict=True)):
+        micro_batch = f"micro-batch {number + 1} of {len(parts)}"
+        position.at(f"the forward pass of {micro_batch}")
         logprobs, entropy = trainee.logprobs(part.batch)
+        position.at(f"the loss of {micro_batch}")
         rows = part.batch.to(trainee.device)
         present = Scores(logprobs.detach(), entropy.detach())
         old = before[number].logprobs if before else present.logprobs
@@ -205,16 +244,20 @@ def _backward(
                 old_logprobs=old if has_old else None,
                 ref_logprobs=reference,
                 entropy=entropy,
-                denominator=trainee.loss_config.denominator(
-                    num_sequences=part.num_sequences, num_tokens=part.num_tokens
-                ),
+                # Gradients are summed over ranks, so copies of a row count as one.
+                denominator=trainee.num_copies
+                * trainee.loss_config.denominator(num_sequences=part.num_sequences, num_tokens=part.num_tokens),
             ),
             trainee.loss_config,
         )
-        torch.autograd.backward(outputs.loss)
+        if not part.is_counted:
+            outputs = replace(outputs, loss=outputs.loss * 0)
+        position.at(f"the backward pass of {micro_batch}", is_backward=True)
+        torch.autograd.backward(trainee.scaled(outputs.loss))
         measured.append(replace(outputs, loss=outputs.loss.detach()))
         scored.append(present)
-    return _of_batch(measured), scored
+    position.at("the metrics")
+    return _of_batch(measured, [part.is_counted for part in parts], trainee.ranks), scored
 
 
 def _update(trainee: Trainee, measured: Mapping[str, float], rate: float, *, step: int) -> tuple[float, bool]:
@@ -227,25 +270,63 @@ def _update(trainee: Trainee, measured: Mapping[str, float], rate: float, *, ste
         log.warning("step %d: the correction masks every token; weights unchanged", step + 1)
         trainee.drop_gradients()
         return 0.0, False
+    trainee.ranks.position.at("the update")
     norm = trainee.update(rate, is_finite=math.isfinite(loss))
     has_moved = math.isfinite(loss) and math.isfinite(norm)
-    if not has_moved:
+    if trainee.has_overflowed:
+        log.info("step %d: gradients beyond float16: computed again with the loss scaled by less", step + 1)
+    elif not has_moved:
         log.warning("step %d: loss %s, gradient norm %s: update skipped", step + 1, loss, norm)
     return norm, has_moved
 
 
-def _of_batch(parts: Sequence[LossOutputs]) -> dict[str, float]:
-    """Metrics of the whole batch from those of its micro-batches, read off the device once.
+def _of_batch(parts: Sequence[LossOutputs], is_counted: Sequence[bool], ranks: RankGroup) -> dict[str, float]:
+    """Metrics of the whole batch from those of its micro-batches on all ranks, read off the device once.
 
     The losses add up; the rest are means over trained tokens. The effective sample size is no mean: it is left out.
     """
     tokens = torch.stack([part.metrics["num_tokens"] for part in parts]).double()
+    tokens *= torch.tensor(is_counted, device=tokens.device)
     names = [name for name in parts[0].metrics if name not in ("num_tokens", "ess")]
     table = torch.stack([torch.stack([part.metrics[name].double() for part in parts]) for name in names])
-    means = (table * tokens).sum(dim=1) / tokens.sum()
     loss = torch.stack([part.loss.double() for part in parts]).sum()
-    values = torch.cat([loss[None], means]).tolist()
+    sums = ranks.sum(torch.cat([loss[None], tokens.sum()[None], (table * tokens).sum(dim=1)]), "metrics")
+    with ranks.position.waiting("reading the metrics"):
+        values = torch.cat([sums[:1], sums[2:] / sums[1]]).tolist()
     return dict(zip(["train/loss", *(f"grpo/{name}" for name in names)], values, strict=True))
+
+
+def _of_all_ranks(
+    logprobs: Tensor, entropies: Tensor, own_times: Sequence[float], ranks: RankGroup
+) -> tuple[Tensor, Tensor, list[list[float]]]:
+    """The rows of all ranks, each of which has its own and 0 elsewhere, and their times by rank; in one operation."""
+    if ranks.size == 1:
+        return logprobs, entropies, []
+    times = logprobs.new_zeros(ranks.size, len(own_times))
+    times[ranks.rank] = times.new_tensor(own_times)
+    parts = [logprobs, entropies, times]
+    sums = ranks.sum(torch.cat([part.flatten() for part in parts]), "log-probs and times")
+    logprobs, entropies, times = (
+        part.view_as(like)
+        for part, like in zip(torch.split(sums, [each.numel() for each in parts]), parts, strict=True)
+    )
+    return logprobs, entropies, times.tolist()
+
+
+def rank_metrics(times: Sequence[Sequence[float]]) -> dict[str, float]:
+    """`rank/<r>/step_time` and `rank/<r>/wait_time` from the seconds of each rank in the step and in collectives.
+
+    All ranks transfer the same; what one is longer in collectives than the rank that is there the least, it waits.
+
+    >>> rank_metrics([[2.0, 0.25], [2.0, 1.25]])["rank/1/wait_time"]
+    1.0
+    """
+    least = min((in_collectives for _, in_collectives in times), default=0.0)
+    return {
+        rank_metric(rank, name): seconds
+        for rank, (in_step, in_collectives) in enumerate(times)
+        for name, seconds in (("step_time", in_step), ("wait_time", in_collectives - least))
+    }
 
 
 def _initial_metrics(logprobs: Tensor, batch: Batch, is_trained: Tensor) -> dict[str, float]:
@@ -256,6 +337,22 @@ def _initial_metrics(logprobs: Tensor, batch: Batch, is_trained: Tensor) -> dict
     return {
         **{f"{rooms.get(name, 'alignment')}/{name}": float(value) for name, value in alignment.items()},
         "grpo/ess": float(drift_metrics(logprobs - batch.rollout_logprobs, mask)["ess"]),
+    }
+
+
+def advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
+    """`advantage/mean`, `advantage/std` and `advantage/abs_max` over trained tokens.
+
+    Over completions the mean of a group is 0; over tokens it is above 0 where the better completions are longer.
+
+    Args:
+        advantages, mask: (B, T).
+    """
+    of_tokens = advantages[mask]
+    return {
+        "advantage/mean": float(of_tokens.mean()),
+        "advantage/std": float(of_tokens.std(correction=0)),
+        "advantage/abs_max": float(of_tokens.abs().max()),
     }
 
 
@@ -277,6 +374,7 @@ def rollout_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std()) if len(batch.rewards) > 1 else 0.0,
         "reward/frac_zero_std": float(is_equal.float().mean()),
+        "rollout/group_size_mean": batch.num_sequences / len(is_equal),
         "rollout/length_mean": float(lengths.float().mean()),
         "rollout/truncated_fraction": float(batch.is_truncated.float().mean()),
         # a stock environment does not say which weights it sampled from

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from grpo_engine.bridges import BridgeModel
@@ -23,14 +25,40 @@ from grpo_engine.models.execution import compile_layers, recompute_layers, silen
 from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
+from grpo_engine.models.sharded import compute_device, part_of, part_of_state
+from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.checkpointing import checkpoints
+from grpo_engine.train.checkpointing.sharded_state import is_sharded_state, read_sharded, write_sharded
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.reference import load_reference
 from grpo_engine.train.scoring import Scorer
 from grpo_engine.train.unused_settings import settings_without_effect
+from grpo_engine.train.utilization import ModelFlops, peak_flops
+from grpo_engine.wire.checkpoints import TRAINER_SETTINGS, CheckpointMarker
+from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.log_lines import PARAMETERS_TRAINED
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteState:
+    """Work of all ranks: `Trainee.write_state` into a folder."""
+
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"writing {self.folder.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreState:
+    """Work of all ranks: `Trainee.restore` from a checkpoint."""
+
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"restoring {self.folder.name}"
 
 
 class TrainingDiverged(GrpoError):
@@ -40,8 +68,14 @@ class TrainingDiverged(GrpoError):
 class Trainee:
     """A model in training."""
 
-    def __init__(self, attached: BridgeModel, config: TrainConfig) -> None:
+    def __init__(self, attached: BridgeModel, config: TrainConfig, ranks: RankGroup | None = None) -> None:
+        """Prepare a model that a bridge has loaded; on all ranks at once.
+
+        Args:
+            ranks: those that train it together; None: this process alone.
+        """
         self.config = config
+        self.ranks = ranks or RankGroup()
         self.loss_config = config.loss_config
         for sentence in settings_without_effect(config):
             log.warning("%s", sentence)
@@ -50,7 +84,7 @@ class Trainee:
         self._is_shared = attached.is_shared
         self.unmerged = attached.unmerged
         """See `BridgeModel.unmerged`."""
-        self.device = next(self.model.parameters()).device
+        self.device = compute_device(self.model)
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
         self._masters = MasterWeights(
@@ -79,22 +113,34 @@ class Trainee:
                 adafactor_relative_step=config.adafactor_relative_step,
             ),
         )
+        self._scaler = torch.amp.GradScaler(
+            self.device.type, enabled=any(each.dtype is torch.float16 for each in self.model.parameters())
+        )
         self._scorer = Scorer(self.model)
+        self._model_flops = ModelFlops(self.model)
+        self._num_flops = 0.0
         if config.gradient_checkpointing:
             recompute_layers(self.model, keep_attention=config.keep_attention)
         if config.compile_layers:
             compile_layers(self._scorer.causal_lm)
         self.reference = load_reference(config, self.model)
         self._bad_steps = 0
+        self.has_overflowed = False
+        """Whether the last update was left out because scaled gradients were beyond float16; the scale is lower now."""
         silence(self.model)
         self.model.train()  # layers are computed again in this mode alone
-        num_trained = sum(master.numel() for master in self._masters.parameters)
+        num_trained = sum(parameter.numel() for parameter in self._parameters().values())
         log.info(PARAMETERS_TRAINED.text, num_trained, sum(p.numel() for p in self.model.parameters()))
 
     @property
     def shares_prompts(self) -> bool:
         """Whether completions of one prompt are best kept together in a micro-batch."""
         return self._scorer.shares_prompts
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that compute each row of a batch."""
+        return self.ranks.size if self.config.identical_data else 1
 
     @property
     def vocab_size(self) -> int:
@@ -108,7 +154,18 @@ class Trainee:
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the labels, 0 where not trained, with their graph."""
-        return self._scorer.logprobs(batch)
+        before, lengths = self._scorer.num_positions, batch.lengths.double()
+        scores = self._scorer.logprobs(batch)
+        self._num_flops += self._model_flops.of(
+            positions=self._scorer.num_positions - before,
+            labels=int(batch.mask.sum()),
+            mean_length=float(lengths.square().sum() / lengths.sum()),
+        )
+        return scores
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to go backward from: scaled for a float16 model, so that small gradients are not rounded to 0."""
+        return self._scaler.scale(loss)
 
     def update(self, rate: float, *, is_finite: bool) -> float:
         """Clip the gradients, step the masters at this learning rate, and clear; returns the norm before clipping.
@@ -118,8 +175,21 @@ class Trainee:
         Raises:
             TrainingDiverged: `max_bad_steps` updates in a row were not finite.
         """
-        norm = float(self._masters.gradient_norm())
-        is_finite = is_finite and norm < float("inf")  # false for NaN too
+        if not self._masters.are_parts:
+            self.ranks.sum_each(self._masters.gradients)  # those of parts are summed as they are computed
+        own = self._masters.gradient_norm()
+        over_ranks = self.ranks.norm(own) if self._masters.are_parts else own
+        loss_scale = self._scaler.get_scale()
+        with self.ranks.position.waiting("reading the gradient norm"):
+            norm = float(over_ranks) / loss_scale
+        has_norm = norm < float("inf")  # false for NaN too
+        if self._scaler.is_enabled():
+            if not has_norm:  # on any rank: all lower their scale
+                torch._foreach_mul_(self._masters.gradients, float("nan"))
+            self._scaler.unscale_(self._optimizer)
+            self._scaler.update()
+        self.has_overflowed = is_finite and not has_norm and loss_scale > 1
+        is_finite = is_finite and has_norm
         if is_finite:
             if not self.config.chooses_own_rate:
                 for group in self._optimizer.param_groups:
@@ -127,7 +197,8 @@ class Trainee:
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))  # 1e-6 as in torch's clipping
             self._masters.step(self._optimizer, gradient_scale=scale)
         self._optimizer.zero_grad()
-        self._bad_steps = 0 if is_finite else self._bad_steps + 1
+        if not self.has_overflowed:
+            self._bad_steps = 0 if is_finite else self._bad_steps + 1
         if self._bad_steps >= self.config.max_bad_steps:
             raise TrainingDiverged(
                 f"{self._bad_steps} steps in a row had a loss or gradient that is not finite; lower --lr "
@@ -166,7 +237,7 @@ class Trainee:
         Raises:
             CheckpointError: the disk is full or a write fails.
         """
-        marker = checkpoints.CheckpointMarker(
+        marker = CheckpointMarker(
             step=step,
             policy_version=policy_version,
             model_name=self.config.model_name,
@@ -174,29 +245,93 @@ class Trainee:
             lease=lease,
             settings=dict(settings),
         )
-        state = checkpoints.TrainerState(
-            marker=marker,
-            masters=self._masters.state_dict(),
-            optimizer=self._optimizer.state_dict(),
-            random=checkpoints.random_state(self.device),
-            bad_steps=self._bad_steps,
-        )
-        return checkpoints.save(save_path, state, self._save_model, keep=self.config.keep_checkpoints)
+        return checkpoints.save(save_path, marker, self.write_state, keep=self.config.keep_checkpoints)
 
-    def restore(self, state: checkpoints.TrainerState) -> checkpoints.CheckpointMarker:
-        """Load the state of a checkpoint; the model's parameters change with the next `write_weights`."""
-        self._masters.load_state_dict(state.masters)
-        groups = self._optimizer.state_dict()["param_groups"]  # settings are of this run, only the state is restored
-        self._optimizer.load_state_dict({**state.optimizer, "param_groups": groups})
-        checkpoints.restore_random_state(state.random, self.device)
-        self._bad_steps = state.bad_steps
+    def write_state(self, folder: Path) -> None:
+        """Write the model and all that `restore` needs into an empty folder.
+
+        Raises:
+            OSError, SafetensorError: a rank could not write; on all ranks.
+        """
+        with self.ranks.together(WriteState(folder)):
+            failure: OSError | SafetensorError | None = None
+            self.ranks.position.at("the model")
+            try:
+                self._save_model(folder)
+            except (OSError, SafetensorError) as error:
+                failure = error
+            if any(self.ranks.gather(failure is not None)):  # the others are about to write their parts
+                raise failure or OSError("rank 0 could not write the model")
+            masters, optimizer = self._masters.state_dict(), self._optimizer.state_dict()
+            if self._masters.are_parts:
+                by_name = {
+                    name: optimizer["state"].get(number, {}) for number, name in enumerate(self._stepped_names())
+                }
+                write_sharded(folder, self._parameters(), masters, by_name, self.ranks)
+                masters, optimizer = {}, {}
+            random = self.ranks.gather(checkpoints.random_state(self.device))
+            if self.ranks.leads:
+                checkpoints.write_state_files(
+                    folder,
+                    masters=masters,
+                    optimizer=optimizer,
+                    random=random,
+                    bad_steps=self._bad_steps,
+                    loss_scale=self._scaler.state_dict(),
+                )
+                write_json_atomically(folder / TRAINER_SETTINGS, self.config, mode=0o600)
+
+    def restore(self, state: checkpoints.TrainerState) -> CheckpointMarker:
+        """Load the state of a checkpoint; the model's parameters change with the next `write_weights`.
+
+        It may be of another number of ranks.
+        """
+        with self.ranks.together(RestoreState(state.folder)):
+            parameters, own = self._parameters(), self._masters.state_dict()
+            if is_sharded_state(state.folder):
+                masters, by_name = read_sharded(state.folder, parameters, own, self.ranks)
+                saved = {number: by_name[name] for number, name in enumerate(self._stepped_names()) if by_name[name]}
+            else:
+                masters = {name: part_of(whole, parameters[name]) for name, whole in state.masters.items()}
+                saved = {
+                    number: {kind: part_of_state(value, parameters[name]) for kind, value in values.items()}
+                    for number, values in state.optimizer["state"].items()
+                    for name in [self._stepped_names()[number]]
+                }
+            self._masters.load_state_dict(masters)
+            groups = self._optimizer.state_dict()["param_groups"]  # settings are of this run, the state is restored
+            self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
+            if self.ranks.rank < len(state.random):
+                checkpoints.restore_random_state(state.random[self.ranks.rank], self.device)
+            self._bad_steps = state.bad_steps
+            if state.loss_scale:
+                self._scaler.load_state_dict(state.loss_scale)
         return state.marker
+
+    def _parameters(self) -> Mapping[str, Tensor]:
+        """The trained parameters by name; sharded ones as such, also while their layer is gathered."""
+        return self._masters.live_parameters
+
+    def _stepped_names(self) -> list[str]:
+        """Names of the parameters in the optimizer's order, by which it numbers its state."""
+        names = {id(master): name for name, master in self._masters.named_parameters()}
+        return [names[id(master)] for group in self._optimizer.param_groups for master in group["params"]]
 
     def load_untrained(self) -> None:
         """Load the weights of the untrained model into the masters, rounded as inference has them at first."""
         untrained = dict(load_model(self.config.model_name, dtype="float32", device="cpu").named_parameters())
         served = {name: untrained[name].detach().to(live.dtype) for name, live in self.model.named_parameters()}
         self._masters.load_state_dict({name: served[name] for name in self._masters.state_dict()})
+
+    def scale_metrics(self) -> dict[str, float]:
+        """The scale of the loss of a float16 model; nothing of another."""
+        return {"train/loss_scale": self._scaler.get_scale()} if self._scaler.is_enabled() else {}
+
+    def utilization(self, step_s: float) -> dict[str, float]:
+        """`train/mfu` of this rank: what its passes since the last call reached of the GPU's peak, if known."""
+        num_flops, self._num_flops = self._num_flops, 0.0
+        peak = peak_flops(self.device, next(self.model.parameters()).dtype)
+        return {} if peak is None else {"train/mfu": num_flops / step_s / peak}
 
     def memory_metrics(self) -> dict[str, float]:
         """Peak GPU memory of this process in GB; nothing on a CPU."""

@@ -14,9 +14,6 @@ def settings_without_effect(config: TrainConfig) -> Iterator[str]:
     yield from _idle_bands(config)
     yield from _idle_in_optimizer(config)
     yield from _idle_without_their_switch(config)
-    has_server_of_its_own = isinstance(config.bridge, CheckpointSettings) and config.bridge.restart
-    for name in () if has_server_of_its_own else _given(config, "max_model_len", "vllm_gpu"):
-        yield f"{name} has no effect on the trainer, which starts no vLLM: give it to the inference server"
     if isinstance(config.bridge, CheckpointSettings) and config.bridge.server_config and not config.bridge.restart:
         yield "server_config has no effect without --bridge-restart: give it to the inference server as --config"
     if config.kl_estimator != "k3" and not config.has_reference:
@@ -100,4 +97,6 @@ def _idle_bands(config: TrainConfig) -> Iterator[str]:
 
 def _given(config: TrainConfig, *names: str) -> list[str]:
     """Those of the settings that differ from their defaults."""
-    return [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
+    fields = type(config).model_fields
+    defaults = {n: fields[n].get_default(call_default_factory=True, validated_data=vars(config)) for n in names}
+    return [name for name in names if getattr(config, name) != defaults[name]]

@@ -3,6 +3,7 @@
     <save_path>/step_<n>/   model.safetensors, config.json, tokenizer …   what `from_pretrained` reads
                             trainer.json, trainer-00001.safetensors …     masters, optimizer, random numbers
                             checkpoint.json                               written last: marks it as complete
+    <save_path>/adapter_step_<n>                                          link to it, where it holds an adapter
 
 A checkpoint is written to a temporary folder, synced, and renamed; the one that it replaces is renamed first. So a
 crash, also of the machine, leaves the previous checkpoint or the new one, and `tidy` finishes the renames.
@@ -17,81 +18,66 @@ import os
 import random
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from grpo_engine.errors import CheckpointError
 from grpo_engine.train.checkpointing.state_files import read_state, write_state
-from grpo_engine.wire.codec import Message, first_fault, write_json_atomically
-from grpo_engine.wire.run_folder import checkpoint_folder, checkpoint_step
+from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, TRAINER_STATE, CheckpointMarker
+from grpo_engine.wire.codec import first_fault, write_json_atomically
+from grpo_engine.wire.run_folder import CHECKPOINT_MARKER, checkpoint_folder, checkpoint_steps
 
-MARKER = "checkpoint.json"
-TRAINER_STATE = "trainer"
-"""Prefix of the files that only a trainer reads."""
+MAX_PID_BYTES = 20
 UNFINISHED = re.compile(r"\.([^.]+)\.(partial|replaced|removed)")
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointMarker(Message):
-    """The content of `checkpoint.json`."""
-
-    step: int = Field(ge=0)
-    policy_version: int = Field(ge=0)
-    model_name: str
-    bridge: str
-    lease: str = ""
-    """Lease of the last batch that was trained on, which the rollout API resumes after."""
-    settings: dict[str, Any] = {}
-    """See `decisive_settings`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
     """The part of a checkpoint that only a trainer reads."""
 
+    folder: Path
     marker: CheckpointMarker
     masters: dict[str, Any]
+    """Empty where several ranks wrote theirs: see `sharded_state`."""
     optimizer: dict[str, Any]
-    random: dict[str, Any]
-    """See `random_state`."""
+    """Likewise."""
+    random: list[dict[str, Any]]
+    """See `random_state`; of each rank."""
     bad_steps: int = 0
     """Non-finite steps in a row until now."""
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    """State of torch's GradScaler; empty where the model is not float16."""
 
 
-def save(save_path: Path, state: TrainerState, write_model: Callable[[Path], None], *, keep: int) -> Path:
-    """Write a checkpoint of `state`, and remove all but the newest `keep`.
+def save(save_path: Path, marker: CheckpointMarker, write: Callable[[Path], None], *, keep: int) -> Path:
+    """Write a checkpoint, and remove all but the newest `keep`.
 
     Args:
-        write_model: writes an HF-loadable model into the folder it is given.
+        write: writes an HF-loadable model and the trainer's state into the folder it is given.
 
     Raises:
         CheckpointError: the disk is full or a write fails; earlier checkpoints are kept.
     """
-    final = checkpoint_folder(save_path, state.marker.step)
+    final = checkpoint_folder(save_path, marker.step)
     beside, replaced = save_path / f".{final.name}.partial", save_path / f".{final.name}.replaced"
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        write_model(beside)
-        content = {
-            "masters": state.masters,
-            "optimizer": state.optimizer,
-            "random": state.random,
-            "bad_steps": state.bad_steps,
-        }
-        write_state(beside, TRAINER_STATE, content)
+        write(beside)
         _bring_to_disk(beside)
-        write_json_atomically(beside / MARKER, state.marker)
+        write_json_atomically(beside / CHECKPOINT_MARKER, marker)
         _bring_to_disk(beside)
         if final.exists():
             final.rename(replaced)
@@ -104,7 +90,28 @@ def save(save_path: Path, state: TrainerState, write_model: Callable[[Path], Non
         raise CheckpointError(_why_unsaved(final, error, written, save_path)) from error
     log.info("checkpoint saved: %s", final)
     _prune(save_path, final, keep)
+    _link_adapters(save_path)
     return final
+
+
+def write_state_files(
+    folder: Path,
+    *,
+    masters: dict[str, Any],
+    optimizer: dict[str, Any],
+    random: list[dict[str, Any]],
+    bad_steps: int,
+    loss_scale: dict[str, Any],
+) -> None:
+    """Write what `load` reads as `TrainerState`, whose fields these are."""
+    content = {
+        "masters": masters,
+        "optimizer": optimizer,
+        "random": random,
+        "bad_steps": bad_steps,
+        "loss_scale": loss_scale,
+    }
+    write_state(folder, TRAINER_STATE, content)
 
 
 def require_folder(save_path: Path) -> None:
@@ -130,11 +137,11 @@ def locked(save_path: Path) -> Iterator[None]:
     moves away. Where it cannot be created, there is no lock, and a warning is logged.
 
     Raises:
-        CheckpointError: another trainer holds the lock; names its process.
+        CheckpointError: another trainer holds the lock; names its process. Or another user laid something in its place.
     """
     lock = save_path.with_name(f".{save_path.name}.lock")
     try:
-        file = lock.open("a+", encoding="ascii")
+        file = _own_lock(lock)
     except OSError as error:
         log.warning("%s: cannot be created (%s): do not start a second trainer on %s", lock, error.strerror, save_path)
         yield
@@ -143,10 +150,10 @@ def locked(save_path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
+            pid = file.read(MAX_PID_BYTES).strip()
             raise CheckpointError(
-                f"{save_path}: another trainer uses it (process {file.read().strip() or 'unknown'}): stop it, or "
-                "choose another --save-path"
+                f"{save_path}: another trainer uses it (process {int(pid) if pid.isdigit() else 'unknown'}): stop it, "
+                "or choose another --save-path"
             ) from None
         except OSError as error:  # file systems without locks
             log.warning("%s: cannot be locked (%s): do not start a second trainer there", save_path, error.strerror)
@@ -156,6 +163,33 @@ def locked(save_path: Path) -> Iterator[None]:
         yield
 
 
+def _own_lock(lock: Path) -> BinaryIO:
+    """Open the lock file, or make it.
+
+    Raises:
+        CheckpointError: it is a link, or not a file of this user alone: another could keep every trainer out by it.
+        OSError: it cannot be made, as in a folder that this user may not write to.
+    """
+    what = f"{lock}, which keeps a second trainer out, is"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(lock, flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise CheckpointError(f"{what} no regular file: remove it, or choose another --save-path") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{what} no file of this user alone (user {status.st_uid}, {status.st_nlink} names): remove it, or choose "
+            "another --save-path"
+        )
+    with suppress(OSError):  # a file system without modes
+        os.fchmod(descriptor, 0o600)
+    return cast(BinaryIO, os.fdopen(descriptor, "r+b", buffering=0))
+
+
 def tidy(save_path: Path) -> None:
     """Finish interrupted saves: complete checkpoints get their final name, incomplete ones are removed."""
     if not save_path.is_dir():
@@ -163,7 +197,7 @@ def tidy(save_path: Path) -> None:
     matches = (UNFINISHED.fullmatch(path.name) for path in save_path.iterdir())
     for match in sorted((match for match in matches if match), key=lambda match: match[0]):  # partial before replaced
         folder, final = save_path / match[0], save_path / match[1]
-        if match[2] != "removed" and (folder / MARKER).is_file() and not final.exists():
+        if match[2] != "removed" and (folder / CHECKPOINT_MARKER).is_file() and not final.exists():
             folder.rename(final)
             sync(save_path)
             log.info("checkpoint %s was complete and got its final name", final)
@@ -196,7 +230,7 @@ def move_away(save_path: Path) -> None:
 
 def newest(save_path: Path) -> Path | None:
     """The newest complete checkpoint below `save_path`; None when there is none."""
-    steps = _steps(save_path)
+    steps = checkpoint_steps(save_path)
     return checkpoint_folder(save_path, steps[-1]) if steps else None
 
 
@@ -207,10 +241,10 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
         CheckpointError: it is incomplete, unreadable, or of another model.
     """
     try:
-        marker = CheckpointMarker.model_validate_json((folder / MARKER).read_bytes())
+        marker = CheckpointMarker.model_validate_json((folder / CHECKPOINT_MARKER).read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(
-            f"{folder / MARKER}: unreadable ({read_failure(error)}); "
+            f"{folder / CHECKPOINT_MARKER}: unreadable ({read_failure(error)}); "
             f"remove {folder} to resume from the previous checkpoint"
         ) from error
     if marker.model_name != model_name:
@@ -219,7 +253,10 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
             "choose another --save-path, or start from the beginning with --no-resume"
         )
     try:
-        return TrainerState(marker=marker, **read_state(folder, TRAINER_STATE))
+        content = read_state(folder, TRAINER_STATE)
+        of_ranks = content.pop("random")
+        random = [of_ranks] if isinstance(of_ranks, dict) else of_ranks  # a dict: of an earlier version
+        return TrainerState(folder=folder, marker=marker, random=random, **content)
     except Exception as error:  # readers raise any class on damaged files
         raise CheckpointError(
             f"{folder / TRAINER_STATE}*: unreadable ({read_failure(error)}); "
@@ -262,23 +299,30 @@ def read_failure(error: Exception) -> str:
     return first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
 
 
-def _steps(save_path: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending."""
-    if not save_path.is_dir():
-        return []
-    steps = ((checkpoint_step(folder), folder) for folder in save_path.iterdir())
-    return sorted(step for step, folder in steps if step is not None and (folder / MARKER).is_file())
-
-
 def _prune(save_path: Path, newest: Path, keep: int) -> None:
     try:
-        for old in _steps(save_path)[:-keep]:
+        for old in checkpoint_steps(save_path)[:-keep]:
             folder = checkpoint_folder(save_path, old)
             if folder != newest:  # the one just written
                 folder.rename(save_path / f".{folder.name}.removed")  # atomic, unlike deletion
         tidy(save_path)
     except OSError as error:
         log.warning("%s: an old checkpoint cannot be removed: %s", save_path, error)
+
+
+def _link_adapters(save_path: Path) -> None:
+    """Give adapters the names of the stock trainer too, and take away the names of those that are gone."""
+    folders = {step: checkpoint_folder(save_path, step) for step in checkpoint_steps(save_path)}
+    names = {f"adapter_step_{step}": each.name for step, each in folders.items() if (each / ADAPTER_CONFIG).exists()}
+    try:
+        for path in save_path.glob("adapter_step_*"):
+            if path.is_symlink() and path.name not in names:
+                path.unlink()
+        for name, target in names.items():
+            with suppress(FileExistsError):
+                (save_path / name).symlink_to(target)
+    except OSError as error:  # a file system without links
+        log.warning("%s: no adapter_step_… names beside the checkpoints: %s", save_path, error.strerror)
 
 
 def _bring_to_disk(folder: Path) -> None:

@@ -15,37 +15,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from grpo_engine.errors import CheckpointError
+from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.checkpointing import checkpoints
-from grpo_engine.wire.codec import Message, write_atomically
+from grpo_engine.wire.checkpoints import JournalHead
+from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.rollouts import ScoredGroup
+from grpo_engine.wire.run_folder import JOURNAL, journal_file, journal_steps
 
-FOLDER = "journal"
-_FILE = re.compile(r"step_(\d+)\.jsonl")
 _HALF_WRITTEN = re.compile(r"\.step_\d+\.jsonl\.\d+\.tmp")
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
 log = logging.getLogger(__name__)
-
-
-class JournalHead(Message):
-    """What a step needs besides its groups and the weights."""
-
-    step: int
-    """The step that is made of it, counted from 1."""
-    policy_version: int
-    """Of the weights before it."""
-    lease: str
-    """The rollout API's name for the batch; empty where it gives none."""
-    environments: dict[int, str] = Field(default_factory=dict)
-    """Names of the environments in it, by id."""
-    settings: dict[str, Any]
-    """Those that decide what the step does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +45,15 @@ class JournalEntry:
 class Journal:
     """The journal of one run."""
 
-    def __init__(self, save_path: Path, *, is_kept: bool = True) -> None:
+    def __init__(self, save_path: Path, *, is_kept: bool = True, reporter: Reporter | None = None) -> None:
         """Nothing is read or written yet.
 
         Args:
             is_kept: whether new steps are written; what is there can be read all the same.
+            reporter: takes that a step cannot be written.
         """
-        self._folder = save_path / FOLDER
+        self._reporter = reporter or Reporter()
+        self._save_path, self._folder = save_path, save_path / JOURNAL
         self._is_kept = is_kept
         self._has_failed = False
 
@@ -108,10 +95,9 @@ class Journal:
 
     def forget(self, *, through: int) -> None:
         """Remove the steps up to `through`, which a checkpoint has in it now, and what was left half-written."""
-        for path in self._files():
-            match = _FILE.fullmatch(path.name)
-            if int(match[1]) <= through if match else _HALF_WRITTEN.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        gone = [self._path(step) for step in self._steps() if step <= through]
+        for path in (*gone, *filter(_is_half_written, self._files())):
+            path.unlink(missing_ok=True)
         with suppress(OSError):  # where steps are left, or there never was one
             self._folder.rmdir()
 
@@ -130,7 +116,10 @@ class Journal:
             write_atomically(self._path(entry.head.step), b"\n".join(lines) + b"\n")
             checkpoints.sync(self._folder)
             self._has_failed = False
+            self._reporter.can_write(self._folder)
         except OSError as error:
+            effect = "a trainer that is killed now loses the steps since its checkpoint"
+            self._reporter.cannot_write(self._folder, error, effect=effect)
             if not self._has_failed:
                 log.error(
                     "%s: step %d cannot be kept: %s; training goes on, but a trainer that is killed now would lose it "
@@ -142,13 +131,17 @@ class Journal:
             self._has_failed = True
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step_{step}.jsonl"
+        return journal_file(self._save_path, step)
 
     def _files(self) -> list[Path]:
         return list(self._folder.iterdir()) if self._folder.is_dir() else []
 
     def _steps(self) -> set[int]:
-        return {int(match[1]) for path in self._files() if (match := _FILE.fullmatch(path.name))}
+        return set(journal_steps(self._save_path))
+
+
+def _is_half_written(path: Path) -> bool:
+    return _HALF_WRITTEN.fullmatch(path.name) is not None
 
 
 def _to_json(groups: Iterable[ScoredGroup]) -> bytes:

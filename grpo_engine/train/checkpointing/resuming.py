@@ -1,8 +1,8 @@
 """Where a trainer starts: untrained, or where the previous one was stopped or killed.
 
 The newest checkpoint has the state after some step; the journal has the batches of the steps since then. Repeated under
-the same settings, they give the same weights, so they keep their version numbers. Under changed settings they get
-numbers that were never used: a version names one set of weights.
+the same settings, they give the same weights, so they keep their version numbers. Under changed settings, and where
+later steps were set aside (`UsedVersions`), they get numbers that were never used: a version names one set of weights.
 """
 
 from __future__ import annotations
@@ -14,33 +14,18 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from grpo_engine.bridges import BridgeModel
-from grpo_engine.errors import CheckpointError
-from grpo_engine.train.checkpointing import checkpoints
-from grpo_engine.train.checkpointing.journal import Journal, JournalHead
-from grpo_engine.train.config import TrainConfig
-from grpo_engine.train.trainee import Trainee
-from grpo_engine.wire.log_lines import RESUMED
+from pydantic import ValidationError
 
-FREE_SETTINGS = frozenset(
-    {
-        *("model_name", "bridge", "training_steps", "lr_schedule"),  # looked at below
-        *("atropos_url", "vllm_port", "probe", "dry_run", "save_path", "checkpoint_interval", "keep_checkpoints"),
-        *("eval_every", "eval_prompts", "eval_samples", "eval_timeout_s", "resume", "journal", "run_folder", "log_dir"),
-        *("rollouts_every", "rollouts_groups", "rollouts_max_mb", "use_wandb", "wandb_project", "wandb_group"),
-        *("use_tensorboard", "use_trackio", "trackio_project", "benchmark"),
-        *("debug_loading", "api_timeout_s", "batch_timeout_s", "max_staleness", "max_bad_steps"),
-        *("gpu_memory_utilization", "max_model_len", "vllm_gpu"),
-        *("trainer_rank", "world_size", "init_method", "num_inference_nodes"),
-    }
-)
-"""Settings that do not affect the update of a step, given its groups; all others do."""
-_OF_ADAPTERS = frozenset({"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices"})
-FIXED_SETTINGS = (
-    *("optimizer", "trains", "train_layer_indices"),
-    *("lora_r", "lora_alpha", "lora_target_modules", "lora_layer_indices"),
-)
-"""Settings that the saved state depends on."""
+from grpo_engine.bridges import BridgeModel
+from grpo_engine.errors import CheckpointError, ConfigError
+from grpo_engine.train.checkpointing import checkpoints
+from grpo_engine.train.checkpointing.journal import Journal
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.resumable import changed_settings, decisive_settings, refused_changes
+from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead, UsedVersions
+from grpo_engine.wire.log_lines import RESUMED
+from grpo_engine.wire.run_folder import CHECKPOINT_MARKER, JOURNAL, USED_VERSIONS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +80,7 @@ def find_start(
 
     heads = journal.heads(after=step)
     if heads:
-        _compare(save_path / "journal", heads[0].settings, settings)
+        _compare(save_path / JOURNAL, heads[0].settings, settings)
         version, lease = heads[0].policy_version, heads[-1].lease
     last = step + len(heads)
     if num_lost := journal.forget_later(last):
@@ -108,8 +93,9 @@ def find_start(
         journal.restate(_renumbered(heads[same:], first_new, settings))
         version = first_new if same == 0 else version
         highest = max(highest, first_new + len(heads) - same)
-    if attached.policy_version > highest:  # inference has weights of another run
-        version = attached.policy_version + 1
+    elsewhere = max(attached.policy_version, used_versions(save_path).through)
+    if elsewhere > highest:  # inference has weights of another run, or the run went back
+        version = elsewhere + 1
         journal.restate(_renumbered(journal.heads(after=step), version, settings))
     if heads:
         log.info("steps %d to %d are repeated from the journal", step + 1, last)
@@ -122,15 +108,51 @@ def find_start(
     )
 
 
-def decisive_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that affect the update of a step, given its groups, as JSON values."""
-    settings = config.model_dump(mode="json", exclude=set(FREE_SETTINGS))
-    trains_adapter = config.bridge.trains_adapter
-    if not trains_adapter:
-        settings = {name: value for name, value in settings.items() if name not in _OF_ADAPTERS}
-    if config.lr_schedule != "constant":  # else the length of the run has no effect on a step
-        settings |= {"lr_schedule": config.lr_schedule, "training_steps": config.training_steps}
-    return {**settings, "model_name": config.model_name, "trains": "an adapter" if trains_adapter else "the model"}
+def has_steps_left(config: TrainConfig, save_path: Path) -> bool:
+    """Whether there is anything to train; else the log says how to train all the same.
+
+    For trainers that were started by hand: one that only registered would drop the groups that wait.
+
+    Raises:
+        ConfigError: there is nothing, and it would have been under other settings.
+    """
+    newest = checkpoints.newest(save_path) if config.resume else None
+    if newest is None:
+        return True
+    try:
+        marker = CheckpointMarker.model_validate_json((newest / CHECKPOINT_MARKER).read_bytes())
+    except (OSError, ValidationError):
+        return True  # loading it says what is wrong
+    if marker.step < config.training_steps or marker.model_name != config.model_name:
+        return True
+    what = (
+        f"nothing to do: {newest} has {marker.step} steps, and --training-steps is {config.training_steps}: raise it "
+        f"to go on from there, or begin anew with --no-resume ({save_path.name} is then moved aside) or another "
+        "--save-path"
+    )
+    changes = changed_settings(marker.settings, decisive_settings(config)) if marker.settings else {}
+    if changes:
+        raise ConfigError(f"{what}. Changed since then: {', '.join(changes.values())}")
+    log.warning("%s", what)
+    return False
+
+
+def used_versions(save_path: Path) -> UsedVersions:
+    """The versions of steps that were set aside.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = save_path / USED_VERSIONS_FILE
+    try:
+        return UsedVersions.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return UsedVersions()
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{path}: unreadable ({checkpoints.read_failure(error)}); "
+            'write {"through": N} into it, with the highest policy version in metrics-set-aside.jsonl'
+        ) from error
 
 
 def _compare(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -139,12 +161,8 @@ def _compare(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: the state is of another model, optimizer or set of parameters.
     """
-    changes = {
-        name: f"{name} {before.get(name)!r} → {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before and before.get(name) != now.get(name)
-    }
-    if refused := [changes[name] for name in ("model_name", *FIXED_SETTINGS) if name in changes]:
+    changes = changed_settings(before, now) if before else {}
+    if refused := refused_changes(changes):
         raise CheckpointError(
             f"{where}: these settings cannot change in a resumed run: {', '.join(refused)}; set them back, "
             "choose another --save-path, or start from the beginning with --no-resume"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_engine.bridges import LoraOnly
-from grpo_engine.train.config import TrainConfig
+from grpo_engine.bridges import Colocate, LoraOnly
+from grpo_engine.train.config import LEAST_SEQ_LEN, TrainConfig
 from grpo_engine.train.memory.plan import BF16, Card, ModelShape, available_bytes, memory_plan
 
 LEAST_GAIN = 0.01
@@ -83,8 +83,13 @@ def _knobs(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[list[
     if card.inference_share is not None:
         yield list(_smaller_shares(model, config, card))
     if not config.bridge.trains_adapter and config.train_layer_indices is None:
-        yield [{"bridge": LoraOnly()}]
-    yield [{"seq_len": config.seq_len // part} for part in (2, 4) if config.seq_len // part >= 2]
+        last = model.num_layers - 1
+        quarters = (last + 1 - (last + 1) * part // 4 for part in (3, 2, 1))
+        yield [{"train_layer_indices": f"{first}-{last}"} for first in quarters if first <= last]
+        own = config.bridge
+        with_adapter = own.model_copy(update={"adapter": True}) if isinstance(own, Colocate) else LoraOnly()
+        yield [{"bridge": with_adapter, "train_layer_indices": None}]
+    yield [{"seq_len": config.seq_len // part} for part in (2, 4) if config.seq_len // part >= LEAST_SEQ_LEN]
 
 
 def _smaller_micro_batches(config: TrainConfig) -> Iterator[Changes]:
@@ -120,8 +125,12 @@ def _in_words(config: TrainConfig, changes: Changes) -> str:
     for name, value in changes.items():
         flag = f"--{name.replace('_', '-')}"
         match name, value:
+            case "bridge", Colocate():
+                flags.append("--train-adapter")
             case "bridge", LoraOnly():
                 flags.append("--weight-bridge-mode lora_only")
+            case _, None:
+                continue
             case "gpu_memory_utilization", float():
                 lower = config.gpu_memory_utilization - value
                 others.append(f"gpu_memory_utilization of the inference server {lower:.2f} lower")

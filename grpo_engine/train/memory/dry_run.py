@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from grpo_engine.errors import ModelError
 from grpo_engine.flags import to_flags
 from grpo_engine.models.config import parse_layer_indices
-from grpo_engine.models.devices import trainable_device
+from grpo_engine.models.devices import require_device, trainable_device
 from grpo_engine.models.layers import require_layers, require_targets
 from grpo_engine.models.loading import load_config, torch_dtype
 from grpo_engine.models.local import RANDOM_MODEL_BYTES
@@ -36,12 +36,16 @@ from grpo_engine.train.memory.plan import (
     available_bytes,
     memory_plan,
 )
+from grpo_engine.train.memory.sampling import SamplingPhase, sampling_phase
 from grpo_engine.train.unused_settings import settings_without_effect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
+
+_BYTES_OF_A_NAMED_GB = 0.985 * 2**30
+"""Of an H100 of 80 GB CUDA has 0.990 × 80 × 2³⁰ bytes, of an H200 of 141 GB 0.996."""
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -50,13 +54,32 @@ def dry_run(config: TrainConfig) -> int:
     Raises:
         ModelError: as `report`.
     """
-    text, fits = report(config, card_before_inference(config))
+    if config.card_gb is not None:
+        card = card_of_size(config, config.card_gb)
+        text, fits = report(config, *[card] * (config.processes or 1))
+        sys.stdout.write(text)
+        return 0 if fits else 1
+    configs = [config.model_copy(update={"device": device}) for device in rank_devices(config)]
+    for each in configs if torch.cuda.is_available() else ():
+        require_device(trainable_device(each.device))
+    text, fits = report(config, *(card_before_inference(each) for each in configs))
     sys.stdout.write(text)
     return 0 if fits else 1
 
 
-def report(config: TrainConfig, card: Card | None) -> tuple[str, bool]:
-    """What would be trained and the memory it takes, and whether that fits on the card; True without a card.
+def rank_devices(config: TrainConfig) -> list[str]:
+    """The device of each rank of this machine: the visible GPUs in their order, or the CPU."""
+    device, num_ranks = trainable_device(config.device), config.processes or 1
+    if num_ranks == 1 or not device.startswith("cuda"):
+        return [device] * num_ranks
+    return [f"cuda:{number}" for number in range(num_ranks)]
+
+
+def report(config: TrainConfig, *cards: Card | None) -> tuple[str, bool]:
+    """What would be trained and the memory it takes, and whether that fits on every card; True without a card.
+
+    Args:
+        cards: of each rank of this machine, None for a CPU.
 
     Raises:
         ModelError: the model's configuration cannot be read, or its model lacks layers or modules to be trained.
@@ -66,8 +89,14 @@ def report(config: TrainConfig, card: Card | None) -> tuple[str, bool]:
     pretrained = published_shape(name) if name in RANDOM_MODEL_BYTES else load_config(name)
     model = model_shape(pretrained, config)
     plan = memory_plan(model, config)
+    card = min((each for each in cards if each is not None), key=lambda each: each.free_bytes, default=None)
+    sampling = sampling_phase(model, config, plan)
     fits = card is None or plan.needed_bytes <= available_bytes(card, config)
-    lines = [*_training(model, config, plan), "", *_table(plan), "", *_verdict(model, config, plan, card)]
+    if card is not None and sampling is not None:
+        fits = fits and sampling.fits(card, config.seq_len)
+    lines = [*_training(model, config, plan), "", *_table(plan), ""]
+    lines += [*_ranks(config, plan, cards), *_verdict(model, config, plan, card)]
+    lines += [] if sampling is None else _sampling(sampling, config, card)
     return "\n".join(lines) + "\n", fits
 
 
@@ -165,8 +194,18 @@ def card_before_inference(config: TrainConfig) -> Card | None:
     return replace(card, free_bytes=min(card.free_bytes, int((1 - card.inference_share) * card.total_bytes)))
 
 
+def card_of_size(config: TrainConfig, size_gb: float) -> Card:
+    """A GPU with so many GB by its name, with inference's share of it taken."""
+    total = int(size_gb * _BYTES_OF_A_NAMED_GB)
+    share = config.gpu_memory_utilization if _shares_card(config) else None
+    free = total if share is None else int((1 - share) * total)
+    return Card(name=f"a GPU of {size_gb:g} GB", total_bytes=total, free_bytes=free, inference_share=share)
+
+
 def _shares_card(config: TrainConfig) -> bool:
     """Whether inference is on the trainer's card: weights are shared, or its share of the card was set."""
+    if config.bridge.samples_in_process:  # in turn with the trainer
+        return False
     return config.bridge.shares_memory or "gpu_memory_utilization" in config.model_fields_set
 
 
@@ -195,7 +234,7 @@ def _training(model: ModelShape, config: TrainConfig, plan: MemoryPlan) -> Itera
     yield f"trained      {plan.num_trained:,} parameters: {_what(config)}"
     tokens = f"{plan.rows} x {plan.row_tokens} tokens at the longest"
     yield f"micro-batch  {tokens}; {config.sequences_per_batch} sequences a step"
-    yield f"settings     {' '.join(to_flags(config.model_copy(update={'dry_run': False})))}"
+    yield f"settings     {' '.join(to_flags(config.model_copy(update={'dry_run': False, 'card_gb': None})))}"
     for sentence in settings_without_effect(config):
         yield f"no effect    {sentence}"
 
@@ -219,6 +258,17 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
     yield f"  {'in all':<22}{gb(plan.needed_bytes):>10}"
 
 
+def _ranks(config: TrainConfig, plan: MemoryPlan, cards: Sequence[Card | None]) -> Iterator[str]:
+    """Each rank of this machine with its GPU; the card below is the one with the least room."""
+    if config.num_ranks == 1:
+        return
+    yield f"ranks        {config.num_ranks}, each needs {gb(plan.needed_bytes)} on a GPU"
+    first = config.node_rank * (config.processes or 1)
+    for number, (device, card) in enumerate(zip(rank_devices(config), cards, strict=True)):
+        room = "" if card is None else f": {card.name}, {gb(card.free_bytes)} for it"
+        yield f"  rank {first + number:<6}{device}{room}"
+
+
 def _verdict(model: ModelShape, config: TrainConfig, plan: MemoryPlan, card: Card | None) -> Iterator[str]:
     if card is None:
         yield f"card         none on this machine; a GPU needs {gb(plan.needed_bytes)} free"
@@ -234,3 +284,22 @@ def _verdict(model: ModelShape, config: TrainConfig, plan: MemoryPlan, card: Car
     for suggestion in what.each:
         yield f"  {suggestion.text:<60} frees {gb(suggestion.frees_bytes)}"
     yield f"enough       {what.together.text}" if what.together else "enough       no combination: use a larger card"
+
+
+def _sampling(phase: SamplingPhase, config: TrainConfig, card: Card | None) -> Iterator[str]:
+    """The other phase of a trainer that samples itself: whether its engine has room beside what lasts."""
+    lasting = f"{gb(phase.trainer_bytes)} of the trainer last, and the step's memory is free"
+    if card is None:
+        yield f"sampling     {lasting}; the engine has {phase.share:.0%} of the card"
+        return
+    tokens = phase.cache_tokens(card)
+    yield (
+        f"sampling     {lasting}; the engine has {phase.share:.0%} of the card, {gb(phase.engine_bytes(card))}: "
+        f"{gb(phase.weight_bytes)} weights, a cache of {tokens:,} tokens"
+    )
+    if phase.spare_bytes(card) < 0:
+        yield f"too large    by {gb(-phase.spare_bytes(card))} while it samples: lower --gpu-memory-utilization"
+    elif tokens < config.seq_len:
+        yield f"too small    the cache has no room for {config.seq_len} tokens: raise --gpu-memory-utilization"
+    else:
+        yield f"fits         {gb(phase.spare_bytes(card))} to spare while it samples"

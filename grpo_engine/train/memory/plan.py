@@ -14,17 +14,20 @@ same of keys and values, n heads, m of keys, and d bytes an element of weights a
                                               with adapters alone where these are merged
 
 and with gradient checkpointing only d h, the layer's input; the layer at work is then computed again. Assumes a kernel
-that needs no mask, and no dropout. The tests count what autograd keeps, and the peak, against these formulas.
+that needs no mask, and no dropout but that of adapters. The tests count what autograd keeps, and the peak, against
+these formulas.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from grpo_engine.algo.head import TILES
+from grpo_engine.installed import is_on_cpu
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.layers import layer_of
 from grpo_engine.train.config import TrainConfig
@@ -32,11 +35,17 @@ from grpo_engine.train.config import TrainConfig
 FP32, BF16 = 4, 2
 CUDA_CONTEXT_BYTES = 600_000_000
 """Driver, kernels and cuBLAS' workspace, which torch's own count leaves out: 0.5 GB on an H200."""
+SLEEPING_ENGINE = "engine, asleep"
+SLEEPING_ENGINE_BYTES = 1_400_000_000
+"""What vLLM keeps of the card while it sleeps, with CUDA graphs: an 8B model, vLLM 0.26, on an H100."""
 SLACK = 0.10
 """Of what comes and goes in a step: torch's allocator cannot use every gap that is left."""
 ALMOST_ALL = 0.9
 BLOCK_8BIT, LEAST_8BIT = 256, 4096
 """bitsandbytes: numbers that share a scale, and a parameter's size below which its state stays fp32."""
+
+OF_PARAMETERS = frozenset({"weights", "master weights", "gradients", "optimizer state"})
+"""Parts of which each of several ranks has its shard."""
 
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Modules → the one that reads the same input, in the layers of Llama and Qwen."""
@@ -144,10 +153,14 @@ class MemoryPlan:
         return self._at(self.peak)
 
     @property
+    def lasting_bytes(self) -> int:
+        """What is there at all times, between two steps too."""
+        return sum(part.num_bytes for part in self.parts if part.when == ALWAYS)
+
+    @property
     def slack_bytes(self) -> int:
         """What the allocator cannot use."""
-        lasting = sum(part.num_bytes for part in self.parts if part.when == ALWAYS)
-        return int(SLACK * (self.allocated_bytes - lasting))
+        return int(SLACK * (self.allocated_bytes - self.lasting_bytes))
 
     @property
     def needed_bytes(self) -> int:
@@ -166,7 +179,10 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
     weights = sum(parameter.num_bytes for parameter in model.parameters)
     learning = sum(parameter.num_bytes for parameter in trained)
     has_adapters, is_shared = config.bridge.trains_adapter, config.bridge.shares_memory
-    if is_shared:
+    shards = config.num_ranks // config.num_replicas
+    if shards > 1:
+        own = Part("weights", weights, note=f"a shard of {shards}; masters are the shards where there are any")
+    elif is_shared:
         own = Part("weights", 0, note="the inference server's")
     elif has_adapters:
         own = Part("weights", weights + learning, note="with adapters")
@@ -189,12 +205,49 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
     if is_shared and config.num_iterations > 1:
         unseen = kept or learning  # merged weights are recomputed in each forward pass, and kept for the backward pass
         parts.insert(6, Part("weights unseen", unseen, note="between two hand-overs"))
+    if config.bridge.samples_in_process and config.device != "cpu":
+        parts.append(Part(SLEEPING_ENGINE, SLEEPING_ENGINE_BYTES, note="CUDA graphs and workspace"))
+    if shards > 1:
+        whole = Part("adapters", learning if has_adapters else 0)
+        parts = [*_sharded(parts, config, shards), whole, *_gathered(model, config)]
     return MemoryPlan(
         parts=tuple(part for part in parts if part.num_bytes or part.note),
         num_trained=sum(parameter.numel for parameter in trained),
         rows=rows,
         row_tokens=row_tokens,
     )
+
+
+def _sharded(parts: Sequence[Part], config: TrainConfig, shards: int) -> Iterator[Part]:
+    """The parts of one rank: it stores its shard of what belongs to parameters; fp32 masters are the shards. What
+    belongs to adapters is whole on each rank."""
+    has_masters = any(part.name == "master weights" and part.num_bytes for part in parts)
+    of_shards = {"weights"} if config.bridge.trains_adapter else OF_PARAMETERS
+    for part in parts:
+        if part.name not in of_shards:
+            yield part
+        elif config.cpu_offload:
+            yield replace(part, num_bytes=0, note="in main memory" if part.num_bytes else "")
+        else:
+            are_masters = part.name == "weights" and has_masters
+            yield replace(part, num_bytes=0 if are_masters else part.num_bytes // shards)
+
+
+def _gathered(model: ModelShape, config: TrainConfig) -> Iterator[Part]:
+    """Whole parameters: of what is outside of layers in the whole pass; of all layers with `shard_grad_op`, else of
+    two, since one is fetched while the other computes; and the gradients of one on the way to the ranks."""
+    of_layers = Counter[int | None]()
+    for parameter in model.parameters:
+        of_layers[layer_of(parameter.name)] += parameter.numel
+    outside = of_layers.pop(None, 0)
+    largest = max(of_layers.values(), default=0)
+    yield Part("gathered embeddings", model.bytes_each * outside, STEP)
+    if config.sharding_strategy == "shard_grad_op":
+        yield Part("gathered layers", model.bytes_each * sum(of_layers.values()), STEP)
+    else:
+        yield Part("gathered layers", 2 * model.bytes_each * largest, {Moment.LAYER})
+    if not config.bridge.trains_adapter:
+        yield Part("gradients of a layer", (model.bytes_each + FP32) * largest, {Moment.LAYER}, "summed over ranks")
 
 
 def longest_micro_batch(config: TrainConfig) -> tuple[int, int]:
@@ -229,13 +282,19 @@ def available_bytes(card: Card, config: TrainConfig) -> int:
 
 
 def saved_by_layer(
-    model: ModelShape, *, trains_weights: bool, adapters: Sequence[ParameterShape] = (), are_merged: bool = False
+    model: ModelShape,
+    *,
+    trains_weights: bool,
+    adapters: Sequence[ParameterShape] = (),
+    are_merged: bool = False,
+    mask_bytes: int = 0,
 ) -> int:
     """Bytes a token that autograd keeps of one layer: the table above.
 
     Args:
         adapters: of this layer, as `trained_parameters` gives them.
         are_merged: they are folded into the weights.
+        mask_bytes: for each of their inputs, of the mask of a dropout.
     """
     h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
     a, b = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -247,7 +306,7 @@ def saved_by_layer(
     if are_merged:
         return saved + d * _merged_inputs(adapters)
     # An adapter keeps its input as fp32, and what its first factor makes of it.
-    return saved + sum(FP32 * sum(p.shape) for p in adapters if p.name.endswith(".A"))
+    return saved + sum(FP32 * sum(p.shape) + mask_bytes * p.shape[1] for p in adapters if p.name.endswith(".A"))
 
 
 def _merged_inputs(adapters: Sequence[ParameterShape]) -> int:
@@ -283,6 +342,11 @@ def _adapted(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]
             yield parameter
 
 
+def _mask_bytes(config: TrainConfig) -> int:
+    """For each input of an adapter: torch keeps a bool on a GPU, and a factor on a CPU."""
+    return 0 if not config.lora_dropout else FP32 if is_on_cpu(config.device) else 1
+
+
 def _activations(
     model: ModelShape, config: TrainConfig, trained: Sequence[ParameterShape], num_tokens: int
 ) -> tuple[int, int]:
@@ -297,6 +361,7 @@ def _activations(
             trains_weights=number in trained_layers and not has_adapters,
             adapters=[p for p in trained if layer_of(p.name) == number] if has_adapters else (),
             are_merged=config.bridge.shares_memory,
+            mask_bytes=_mask_bytes(config),
         )
         for number in range(first, model.num_layers)  # nothing below the first that learns has a gradient
     ]

@@ -11,7 +11,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,14 @@ class OutOfGpuMemory(GrpoError):
     """A step does not fit on the GPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Work of all ranks: `rehearse_step`."""
+
+    def __str__(self) -> str:
+        return "the rehearsal before training"
+
+
 def rehearse_step(trainee: Trainee) -> None:
     """Rehearse a step with the longest rows; only on a GPU, and only with the setting `probe`.
 
@@ -42,6 +50,11 @@ def rehearse_step(trainee: Trainee) -> None:
     """
     if not trainee.config.probe or trainee.device.type != "cuda":
         return
+    with trainee.ranks.together(Rehearsal()):
+        _rehearse_measured(trainee)
+
+
+def _rehearse_measured(trainee: Trainee) -> None:
     torch.cuda.reset_peak_memory_stats(trainee.device)
     with out_of_memory_explained(trainee, "in the rehearsal before training"), _room_for_optimizer(trainee):
         rehearse(trainee)

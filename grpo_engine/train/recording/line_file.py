@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from grpo_engine.serving.reporting import Reporter
+
 MAX_WAITING_BYTES = 64 * 2**20
 """Buffered while the disk is full; later lines are dropped."""
 _STEP_OF_OURS = re.compile(rb'\{"time":[^,"]*,"step":(\d+)[,}]')
@@ -22,12 +24,14 @@ log = logging.getLogger(__name__)
 class LineFile:
     """A file of lines; a full disk ends no run: lines are buffered and written once there is space."""
 
-    def __init__(self, path: Path, *, max_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, *, max_bytes: int | None = None, reporter: Reporter | None = None) -> None:
         """Open or create the file.
 
         Args:
             max_bytes: above this size every second step is dropped, except the newest.
+            reporter: takes that it cannot be written.
         """
+        self._reporter = reporter or Reporter()
         self._path = path
         self._max_bytes = max_bytes
         self._file: IO[bytes] = path.open("ab", buffering=0)
@@ -51,7 +55,9 @@ class LineFile:
                     error.strerror,
                 )
             self._has_failed = True
+            self._reporter.cannot_write(self._path, error, effect="lines wait in memory; training continues")
         else:
+            self._reporter.can_write(self._path)
             if self._has_failed:
                 log.info("%s: writable again", self._path)
             self._has_failed = False

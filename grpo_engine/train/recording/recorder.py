@@ -15,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.serving.reporting import Reporter
+from grpo_engine.trackers import Tracker
 from grpo_engine.train.recording.line_file import LineFile
-from grpo_engine.train.recording.trackers import Tracker
 from grpo_engine.wire.codec import to_line
-from grpo_engine.wire.metrics import MetricsLine, RolloutLine
+from grpo_engine.wire.metrics import HEALTHY_BANDS, MetricsLine, RolloutLine
 from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE
 
 log = logging.getLogger(__name__)
@@ -35,19 +36,21 @@ class Recorder:
         show_times: bool,
         trackers: Sequence[Tracker] = (),
         max_rollout_bytes: int | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         """Open the files.
 
         Args:
             max_rollout_bytes: size limit of rollouts.jsonl, above which every second step is dropped; None: no limit.
+            reporter: takes which of the files cannot be written.
 
         Raises:
             ConfigError: the folder is not writable.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = LineFile(folder / METRICS_FILE)
-            self._rollouts = LineFile(folder / ROLLOUTS_FILE, max_bytes=max_rollout_bytes)
+            self._metrics = LineFile(folder / METRICS_FILE, reporter=reporter)
+            self._rollouts = LineFile(folder / ROLLOUTS_FILE, max_bytes=max_rollout_bytes, reporter=reporter)
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: not writable: {error.strerror}; choose another --run-folder, or another "
@@ -55,6 +58,7 @@ class Recorder:
             ) from error
         self._last_step = 0
         self._has_console = True
+        self._has_told_logprobs = False
         self._total_steps = total_steps
         self._show_times = show_times
         self._trackers = trackers
@@ -84,6 +88,16 @@ class Recorder:
         finite = self._written(step, policy_version, metrics)
         lines = console_lines(step, self._total_steps, finite, show_times=self._show_times)
         self._print("\n".join(["", *lines, ""]))  # no log prefix: parsers match at the start of a line
+
+    def found_logprobs(self, sample_length: int) -> None:
+        """Print, once, that batches have log-probabilities of inference.
+
+        Args:
+            sample_length: tokens of the first sequence, prompt included.
+        """
+        if not self._has_told_logprobs:
+            self._has_told_logprobs = True
+            self._print(f"    [Data] ✓ inference_logprobs found in batch (sample len: {sample_length})\n")
 
     def record_untrained(self, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Record what was measured before the first step, if anything, as step 0."""
@@ -131,11 +145,23 @@ def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_t
             f", GPU mem: {metrics.get('train/gpu_memory_gb', 0):.2f}GB"
         )
     ratio, clipped = metrics.get("grpo/mean_ratio", math.nan), metrics.get("grpo/clipped_fraction", math.nan)
-    return [
+    step_lines = [
         f"Step {step}/{total}",
         summary,
         f"    GRPO: ratio={ratio:.3f}, clipped={clipped * 100:.1f}%",
         f"    Reward: mean={metrics.get('reward/mean', math.nan):.3f}, "
         f"alignment: mean={metrics.get('alignment/diff_mean', math.nan):+.4f}, "
         f"abs={metrics.get('alignment/diff_abs_mean', math.nan):.4f}",
+    ]
+    return [*step_lines, *_alignment_lines(metrics)]
+
+
+def _alignment_lines(metrics: Mapping[str, float]) -> list[str]:
+    """The stock trainer's sentences for log-probabilities that disagree; none where they agree."""
+    if HEALTHY_BANDS["alignment/diff_abs_mean"].holds(metrics.get("alignment/diff_abs_mean", 0.0)):
+        return []
+    inference, training = (metrics.get(f"logprobs/{name}_mean", math.nan) for name in ("inference", "training"))
+    return [
+        "    [WARNING] This suggests inference_logprobs alignment is wrong",
+        f"    [DEBUG] Logprob gap: ref={inference:.3f}, train={training:.3f}",
     ]

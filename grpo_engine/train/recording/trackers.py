@@ -10,26 +10,15 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit, urlunsplit
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, public_settings, set_up_wandb
 from grpo_engine.train.config import TrainConfig
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_RUN_ID_FILE = "wandb-run-id"
 
 log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Another destination of metrics."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of one step."""
-
-    def close(self) -> None:
-        """Flush and close."""
 
 
 def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
@@ -62,7 +51,7 @@ def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
                 f"{setting}: {name} did not start ({type(error).__name__}: {error}); "
                 f"fix that, or leave {setting} out: metrics.jsonl has the same values"
             ) from error
-        trackers.append(FaultTolerant(name, tracker))
+        trackers.append(FaultTolerant(name, tracker, instead="metrics.jsonl has them all"))
     return trackers
 
 
@@ -74,6 +63,7 @@ def start_wandb(config: TrainConfig, folder: Path) -> Tracker:
     if not id_file.exists():
         id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(secrets.token_hex(8))
+    set_up_wandb(wandb, folder)
     run = wandb.init(
         project=config.wandb_project,
         group=config.wandb_group or folder.name,
@@ -92,21 +82,6 @@ def start_trackio(config: TrainConfig, folder: Path) -> Tracker:
 
     settings = public_settings(config)
     return RunTracker(trackio.init(project=config.trackio_project, name=folder.name, resume="allow", config=settings))
-
-
-class RunTracker:
-    """A run of Weights & Biases, or of a library with the same API."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Wait until all metrics were sent."""
-        self._run.finish()
 
 
 class TensorBoardTracker:
@@ -130,48 +105,3 @@ class TensorBoardTracker:
         """Flush the event file."""
         if self._writer is not None:
             self._writer.close()
-
-
-class FaultTolerant:
-    """A tracker whose failures are not raised: the first is logged, and it gets no more metrics."""
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name = name
-        self._tracker = tracker
-        self._has_failed = False
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Forward one step, unless an earlier one failed."""
-        if not self._has_failed:
-            self._try(lambda: self._tracker.log(metrics, step), f"at step {step}")
-
-    def close(self) -> None:
-        """Close the tracker, also after a failure: earlier metrics may still be sent."""
-        self._try(self._tracker.close, "at the end")
-
-    def _try(self, call: Callable[[], None], when: str) -> None:
-        try:
-            call()
-        except Exception as error:  # networks, disks and services raise any class
-            if not self._has_failed:
-                log.error(
-                    "%s failed %s and gets no more metrics (%s: %s); training continues, metrics.jsonl has them all",
-                    self._name,
-                    when,
-                    type(error).__name__,
-                    error,
-                )
-            self._has_failed = True
-
-
-def public_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings as they are uploaded: URLs without user and query."""
-    settings = config.model_dump(mode="json")
-    return {name: _bare_url(value) if isinstance(value, str) else value for name, value in settings.items()}
-
-
-def _bare_url(text: str) -> str:
-    if "://" not in text:
-        return text
-    parts = urlsplit(text)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

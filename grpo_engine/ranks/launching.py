@@ -1,0 +1,188 @@
+"""Starts the ranks of a trainer on this machine, and ends them together. Torch-free to import.
+
+On one machine ranks find each other by a file in a folder of the user's own; on several by a port, which the launcher
+opens and rank 0 inherits, so that no other process can take it in between. One rank that fails ends all: none can go on
+without it, and the trainer is started again as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.processes import die_with_parent
+from grpo_engine.ranks.place import (
+    LISTENING_FD,
+    LOCAL_RANK,
+    MASTER_ADDR,
+    MASTER_PORT,
+    RANK,
+    STORE_FILE,
+    WORLD_SIZE,
+)
+from grpo_engine.ranks.positions import POSITIONS_FILE, PositionFile
+from grpo_engine.ranks.watching import RankWatch, Report, Stall
+
+LOOPBACK = "lo"
+"""Linux's name of the interface of 127.0.0.1."""
+USAGE_ERROR = 2
+"""Exit code of `grpo-engine` for settings that a restart does not change."""
+POLL_S = 0.05
+SAME_TIME_S = 1.0
+"""A rank whose peer has exited fails within this time."""
+GRACE_S = 5.0
+"""Between the first rank's failure and SIGKILL for the others: some wait in a collective operation, where a signal is
+not handled."""
+
+log = logging.getLogger(__name__)
+
+
+def launch_ranks(
+    argv: Sequence[str],
+    *,
+    num_local: int,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 0,
+    environment: Mapping[str, str] | None = None,
+    stall_s: float = math.inf,
+    report: Report | None = None,
+) -> int:
+    """Run `argv` once per rank until all have exited; returns 0, or the exit code of the first rank that failed.
+
+    SIGTERM and SIGINT are passed to rank 0, which finishes its step and ends the others; on other machines they end the
+    ranks there. The ranks end with this process, also if it is killed.
+
+    Args:
+        num_local: ranks on this machine.
+        num_nodes, node_rank: machines, and which of them this is.
+        master_addr, master_port: of the launcher on machine 0, where there are several machines.
+        stall_s: after so long without progress a rank is named.
+        report: takes where the ranks are, for a supervisor.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if ranks and node_rank == 0:
+            ranks[0].send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    shared = {**(os.environ if environment is None else environment), WORLD_SIZE: str(num_local * num_nodes)}
+    # Each rank would start a thread per core, and all of them would wait for each other.
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_local)))
+    with ExitStack() as opened:
+        for number, handler in before.items():
+            opened.callback(signal.signal, number, handler)
+        of_rank_0: dict[str, str] = {}
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ranks-"))  # mode 0700
+        positions = PositionFile.make(Path(folder, "positions"), num_ranks=num_local)
+        shared[POSITIONS_FILE] = f"{folder}/positions"
+        if num_nodes == 1:
+            # Gloo and NCCL accept connections without a token.
+            shared |= {STORE_FILE: f"{folder}/store", "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+        else:
+            shared |= {MASTER_ADDR: master_addr, MASTER_PORT: str(master_port)}
+            if node_rank == 0:
+                port = opened.enter_context(_listening(master_addr, master_port))
+                of_rank_0 = {LISTENING_FD: str(port.fileno())}
+        for local_rank in range(num_local):
+            rank = node_rank * num_local + local_rank
+            own = {RANK: str(rank), LOCAL_RANK: str(local_rank), **({} if rank else of_rank_0)}
+            ranks.append(
+                subprocess.Popen(
+                    argv,
+                    env={**shared, **own},
+                    pass_fds=[int(descriptor) for descriptor in of_rank_0.values()] if rank == 0 else (),
+                    process_group=0,  # a signal to the launcher's group would reach rank 0 twice
+                    preexec_fn=partial(die_with_parent, os.getpid()),
+                )
+            )
+            if received and len(ranks) == 1 and node_rank == 0:
+                ranks[0].send_signal(received[0])
+        first_rank = node_rank * num_local
+        watch = opened.enter_context(
+            RankWatch(positions, dict(enumerate(ranks, first_rank)), limit_s=stall_s, report=report)
+        )
+        failed = _first_failure(ranks, is_ended=lambda: bool(received) and node_rank > 0)
+        if failed is not None:
+            end = _end_words(first_rank + failed, ranks[failed], watch.stall())
+            log.error("%s; the other ranks are ended", end)
+            _end(ranks)
+            watch.finish(end)
+            code: int = ranks[failed].returncode
+            return code if code > 0 else 128 - code
+        if any(rank.poll() is None for rank in ranks):
+            _end(ranks)
+            return 128 + signal.SIGTERM
+        return 0
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """A socket that listens on the port, on all addresses for ranks on other machines.
+
+    Raises:
+        ConfigError: the port is in use, or the address is not of this machine.
+    """
+    try:
+        return socket.create_server((address, port), backlog=4096)
+    except OSError as error:
+        raise ConfigError(
+            f"{address}:{port}: the ranks cannot meet there: {error.strerror or error}; choose a free --master-port, "
+            "and this machine's address as --master-addr on node 0"
+        ) from error
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_ended: Callable[[], bool]) -> int | None:
+    """Wait until a rank has failed, and return its number; None once all have exited with 0, or `is_ended`.
+
+    If rank 0 reports a wrong setting at about the same time, it is the one that failed.
+    """
+    while not is_ended():
+        codes = [rank.poll() for rank in ranks]
+        if all(code == 0 for code in codes):
+            return None
+        failed = next((number for number, code in enumerate(codes) if code), None)
+        if failed is not None:
+            with suppress(subprocess.TimeoutExpired):
+                if ranks[0].wait(SAME_TIME_S) == USAGE_ERROR:
+                    return 0
+            return failed
+        time.sleep(POLL_S)
+    return None
+
+
+def _end_words(rank: int, process: subprocess.Popen[bytes], stall: Stall | None) -> str:
+    """Which rank ended, how, and whether one was waited for."""
+    code = process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    words = f"rank {rank} (process {process.pid}) {how}"
+    if stall is not None:
+        words += f" after no progress for {time.monotonic() - stall.since_s:.0f} s: {stall.text}"
+    return words
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

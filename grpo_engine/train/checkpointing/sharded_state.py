@@ -1,0 +1,197 @@
+"""Masters and optimizer state of a trainer of several ranks, in torch's distributed checkpoint format.
+
+Every rank writes its parts at once. A trainer of another number of ranks, or of one, reads the parts that it needs:
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from grpo_engine.errors import CheckpointError
+from grpo_engine.ranks.group import RankGroup
+
+FOLDER = "trainer"
+"""Below a checkpoint."""
+MASTER, OPTIMIZER, OF_RANK = "masters/", "optimizer/", "@rank"
+"""Key of a master: `masters/<parameter>`; of its optimizer state: `optimizer/<parameter>/<name>`; of state that is no
+part of a whole, as the scales of 8-bit state: with the rank behind it."""
+
+
+def write_sharded(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    masters: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Any]],
+    ranks: RankGroup,
+) -> None:
+    """Write this rank's part of the state; called on all ranks.
+
+    Args:
+        parameters: of the model, sharded, by name.
+        masters: this rank's part of each.
+        optimizer: its state for this rank's part of each.
+
+    Raises:
+        OSError: a rank could not write; on all ranks.
+    """
+    state = {MASTER + name: _whole(local, parameters[name]) for name, local in masters.items()}
+    for name, values in optimizer.items():
+        for kind, value in values.items():
+            state[_key(name, kind, value, masters[name], ranks.rank)] = _whole(value, parameters[name])
+    try:
+        save(state, checkpoint_id=folder / FOLDER, process_group=ranks.announcements)
+    except CheckpointException as error:  # no Exception, and of all ranks
+        first = next(iter(error.failures.values()))[0]
+        raise OSError(getattr(first, "errno", None), str(first)) from error
+
+
+def is_sharded_state(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` was written by several ranks."""
+    return (folder / FOLDER / ".metadata").is_file()
+
+
+def read_sharded(
+    folder: Path, parameters: Mapping[str, Tensor], masters: Mapping[str, Tensor], ranks: RankGroup
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """This rank's part of masters and optimizer state; called on all ranks, whose number may differ from the writers'.
+
+    Args:
+        parameters: of the model, by name.
+        masters: this rank's part of each, for its shape and device.
+
+    Raises:
+        CheckpointError: the state is of other parameters, or cannot be divided among so many ranks.
+    """
+    metadata = _read_metadata(folder)
+    saved = metadata.state_dict_metadata
+    names = {key.removeprefix(MASTER) for key in saved if key.startswith(MASTER)}
+    if names != masters.keys():
+        different = ", ".join(sorted(names ^ masters.keys())[:8])
+        raise CheckpointError(
+            f"{folder}: saved for other parameters than are trained now: {different}; resume with the same model, "
+            "adapter and layer filter"
+        )
+    state: dict[str, Any] = {
+        MASTER + name: _whole(torch.empty_like(m), parameters[name]) for name, m in masters.items()
+    }
+    writers = {key.rpartition(OF_RANK)[2] for key in saved if OF_RANK in key}
+    if writers and writers != {str(rank) for rank in range(ranks.size)}:
+        raise CheckpointError(
+            f"{folder}: the optimizer's state was saved by {len(writers)} ranks and cannot be divided among "
+            f"{ranks.size}: resume with {len(writers)}, or choose an optimizer with full-precision state"
+        )
+    for key, entry in saved.items():
+        if not key.startswith(OPTIMIZER) or (OF_RANK in key and not key.endswith(f"{OF_RANK}{ranks.rank}")):
+            continue
+        assert isinstance(entry, TensorStorageMetadata)
+        name = key.removeprefix(OPTIMIZER).rpartition("/")[0]
+        master, properties = masters[name], entry.properties
+        if OF_RANK not in key and entry.size == parameters[name].shape and master.ndim > 0:
+            state[key] = _whole(torch.empty_like(master, dtype=properties.dtype), parameters[name])
+        else:
+            state[key] = torch.empty(entry.size, dtype=properties.dtype)
+    try:
+        reader = _CheckedReader(folder / FOLDER, metadata)
+        load(state, storage_reader=reader, process_group=ranks.announcements, no_dist=ranks.size == 1)
+    except (CheckpointException, OSError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / FOLDER}: unreadable ({error}); remove {folder} to resume from the previous checkpoint"
+        ) from error
+    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+    optimizer: dict[str, dict[str, Any]] = {name: {} for name in masters}
+    for key, value in local.items():
+        if key.startswith(OPTIMIZER):
+            name, _, kind = key.removeprefix(OPTIMIZER).rpartition("/")
+            optimizer[name][kind.partition(OF_RANK)[0]] = value
+    return {name: local[MASTER + name] for name in masters}, optimizer
+
+
+class _CheckedReader(FileSystemReader):
+    """Reads tensors only: torch's own would unpickle the metadata once more, or other files where that fails."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:  # without the parameters, by which torch asks for those other files
+        return replace(self._metadata, storage_meta=StorageMeta(load_id=self.load_id))
+
+
+class _PlainMetadata(pickle.Unpickler):
+    """Reads `.metadata`, which torch pickles, with the classes that it has there; others could run code."""
+
+    _ALLOWED = frozenset(
+        {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_known = (module, name) in self._ALLOWED or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        if not is_known and (module != "torch.distributed.checkpoint.metadata" or "." in name):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
+        found = super().find_class(module, name)
+        if not is_known and getattr(found, "__module__", None) != module:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
+        return found
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """What is in the checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, or would run code when torch reads it.
+    """
+    path = folder / FOLDER / ".metadata"
+    try:
+        with path.open("rb") as file:
+            metadata = _PlainMetadata(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle its content
+                raise pickle.UnpicklingError(f"{key} is no tensor")
+    except Exception as error:  # unpickling raises any class
+        raise CheckpointError(
+            f"{path}: unreadable ({type(error).__name__}: {error}); "
+            f"remove {folder} to resume from the previous checkpoint"
+        ) from error
+    return metadata
+
+
+def _key(name: str, kind: str, value: Any, master: Tensor, rank: int) -> str:
+    is_part = isinstance(value, Tensor) and (value.ndim == 0 or value.shape == master.shape)
+    return f"{OPTIMIZER}{name}/{kind}" + ("" if is_part else f"{OF_RANK}{rank}")
+
+
+def _whole(local: Any, parameter: Tensor) -> Any:
+    """The whole tensor that a part belongs to; other values, and those of a trainer of one rank, as they are."""
+    if not isinstance(parameter, DTensor) or not isinstance(local, Tensor) or local.shape != parameter.to_local().shape:
+        return local
+    return DTensor.from_local(
+        local.detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
