@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from grpo_engine.bridges.memory.weight_lock import WeightLock
-from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
+from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel, Update
 from grpo_engine.bridges.transport.in_place import InPlaceBridge, InPlaceSettings
 from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import BridgeError
@@ -36,11 +36,19 @@ class LoraMerged(InPlaceSettings):
     after_server_restart: ClassVar[str] = (
         "the trainer attaches to the new server and merges its adapter into the weights"
     )
-    """What happens then; shown to users who restart a server."""
-    trains_adapter: ClassVar[bool] = True
-    """Whether an adapter on a frozen model is trained instead of the model."""
+    if_not_served: ClassVar[tuple[str, str]] = (
+        "inference does not read the memory that adapters are folded into: it computes with a copy, or the bridge file "
+        "is another server's",
+        "restart the server with --shared-weights and without quantization or --enable-lora, and point "
+        "--vllm-config-path at its bridge file",
+    )
     mode: Annotated[Literal["lora_merged"], Flag(("--weight-bridge-mode",))] = "lora_merged"
     """How new weights reach inference."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Always."""
+        return True
 
     def build(self, context: BridgeContext) -> Bridge:
         """Pair placement and transport."""
@@ -55,7 +63,7 @@ class MergedAdapterBridge(InPlaceBridge):
     _frozen: dict[str, Tensor]
     """Mapped tensors without adapters, which are never written."""
 
-    def publish(self, version: int, write: Callable[[], None]) -> None:
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the adapter's new values, and merge them into the weights under a pause and the weight lock."""
 
         def write_and_merge() -> None:
@@ -64,7 +72,7 @@ class MergedAdapterBridge(InPlaceBridge):
 
         if self._lock is None:
             write()  # the adapter is in the trainer's memory: it can be saved without a server
-        super().publish(version, write_and_merge)
+        return super().publish(version, write_and_merge)
 
     def _add_adapter(self) -> None:
         """Put an adapter on the mapped model, over base weights that are read from the checkpoint."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.placement.sharded import ShardedModel
 from grpo_engine.bridges.protocol import Bridge, BridgeContext
 from grpo_engine.bridges.transport.checkpoint import CheckpointBridge, CheckpointSettings
 from grpo_engine.flags import Flag
@@ -18,14 +19,19 @@ class CheckpointReload(CheckpointSettings):
     """Checkpoints that the server reads every few steps."""
 
     after_server_restart: ClassVar[str] = "the new server loads the newest checkpoint"
-    """What happens then; shown to users who restart a server."""
-    trains_adapter: ClassVar[bool] = False
-    """Whether an adapter on a frozen model is trained instead of the model."""
-    shares_memory: ClassVar[bool] = False
-    """Whether trainer and server map the same weights."""
+    if_not_served: ClassVar[tuple[str, str]] = (
+        "the server acknowledged the reload and kept its old weights",
+        "look at the server's log; restart it",
+    )
+    trains_over_ranks: ClassVar[bool] = True
     mode: Annotated[Literal["none"], Flag(("--weight-bridge-mode",))] = "none"
     """How new weights reach inference."""
 
     def build(self, context: BridgeContext) -> Bridge:
         """Pair placement and transport."""
-        return CheckpointBridge(self, context, OwnModel(context))
+        placement = self.rank_placement(context) if context.has_ranks else OwnModel(context)
+        return CheckpointBridge(self, context, placement)
+
+    def rank_placement(self, context: BridgeContext) -> ShardedModel:
+        """The model over several ranks, on one of them."""
+        return ShardedModel(context)

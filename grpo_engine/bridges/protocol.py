@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
+from grpo_engine.config import Config
 from grpo_engine.models.config import DtypeName, LoraSettings
 from grpo_engine.retrying import never
 
@@ -19,7 +20,21 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from grpo_engine.bridges.engine import InProcessEngine
     from grpo_engine.bridges.transport.server_client import ServerClient
+    from grpo_engine.ranks.group import RankGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How ranks share a model."""
+
+    rounds_weights: bool = False
+    """Whether shards have the model's dtype and are rounded stochastically; else they are fp32."""
+    keeps_gathered: bool = False
+    """Whether gathered layers stay in memory between the forward and backward pass."""
+    offloads: bool = False
+    """Whether shards, gradients and optimizer are in main memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +46,8 @@ class BridgeContext:
     """Of the trained model's parameters; a shared model has the server's."""
     device: str
     """`auto`, `cpu`, `cuda`, `cuda:1`; a shared model is where the server put it."""
-    server_url: str
-    """E.g. `http://127.0.0.1:9001`."""
+    server_urls: tuple[str, ...]
+    """Of every inference server, e.g. `http://127.0.0.1:9001`; at least one."""
     folder: Path
     """Where checkpoints and adapters are put for the server to read; made when needed."""
     lora: LoraSettings
@@ -43,8 +58,19 @@ class BridgeContext:
     """Flags of `grpo-engine server`, where the trainer starts it itself."""
     server_environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of that server in addition to this process's own."""
+    ranks: RankGroup | None = None
+    """The ranks of the trainer; None where nothing is trained."""
+    sharding: Sharding = field(default_factory=lambda: Sharding())
+    """Of a model over several ranks."""
+    engine: InProcessEngine | None = None
+    """The inference engine of this process, in modes that sample in it."""
     is_stopping: Callable[[], bool] = never
     """Checked while waiting for a server: once true, the wait ends as at the time limit."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the model is sharded over several ranks."""
+        return self.ranks is not None and self.ranks.size > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +90,29 @@ class BridgeModel:
     where an adapter is merged into the weights that inference reads."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one publish sent to inference."""
+
+    pause_s: float
+    """How long the server that was paused longest served no request."""
+    num_bytes: int
+    """Sent to each server; 0 where inference reads the trainer's memory."""
+    num_servers: int
+    """That serve the new version now."""
+    phase_times: Mapping[str, float] = field(default_factory=dict)
+    """Of engines in this process: seconds of each phase since the update before, by the names of `metrics.jsonl`."""
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of `metrics.jsonl`."""
+        return {
+            "sync/pause_time": self.pause_s,
+            "sync/bytes": float(self.num_bytes),
+            "sync/num_servers": float(self.num_servers),
+            **self.phase_times,
+        }
+
+
 class Bridge(Protocol):
     """How new weights reach inference; one trainer, one server.
 
@@ -77,8 +126,10 @@ class Bridge(Protocol):
             ModelError, BridgeError: there is nothing to train on.
         """
 
-    def publish(self, version: int, write: Callable[[], None]) -> None:
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Make the server serve `version`; `write` copies the new values into the model's trained parameters.
+
+        Returns what was sent; None where nothing was, as between two checkpoints, or where it was not measured.
 
         `write` runs under the weight lock where inference reads the same memory. Until the next publish it is called
         again for each server that was restarted: it must write all parameters each time, and look up their storage when
@@ -91,15 +142,62 @@ class Bridge(Protocol):
         Called a few times per second while a batch is awaited; must cost next to nothing while the server runs.
         """
 
-    def ensure_current(self) -> None:
-        """Wait until the server serves the current version, publishing it again after a restart; usually one GET."""
+    def prepare_step(self) -> None:
+        """Called before each gradient step: wait until the server serves the current version, publishing it again after
+        a restart (usually one GET); or put an engine in this process to sleep."""
 
     def close(self) -> None:
         """Disconnect from the server and remove the files that were written for it."""
 
 
+class Mode(Config):
+    """Settings of one mode, and what it declares of itself; nothing outside of its file asks which mode it is."""
+
+    after_server_restart: ClassVar[str]
+    """What happens then; shown to users who restart a server."""
+    if_not_served: ClassVar[tuple[str, str]]
+    """Probable cause and advice where a server acknowledged new weights and computes with the old ones."""
+    shares_memory: ClassVar[bool] = False
+    """Whether trainer and server map the same weights."""
+    trains_over_ranks: ClassVar[bool] = False
+    """Whether a trainer of several ranks can use it."""
+    samples_in_process: ClassVar[bool] = False
+    """Whether the trainer samples too, so that there is no inference server and no rollout API."""
+    updates_many_servers: ClassVar[bool] = False
+    """Whether several servers can be sent its weights."""
+    server_settings: ClassVar[Mapping[str, bool]] = {}
+    """What the inference server needs."""
+    mode: str
+    """Its name."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter on a frozen model is trained instead of the model."""
+        return False
+
+    @property
+    def steps_between_updates(self) -> int:
+        """How many steps apart inference gets new weights."""
+        return 1
+
+    def build(self, context: BridgeContext) -> Bridge:
+        """Pair placement and transport."""
+        raise NotImplementedError
+
+    def rank_placement(self, context: BridgeContext) -> RankPlacement:
+        """The model over several ranks, on one of them; of modes that `trains_over_ranks`."""
+        raise NotImplementedError
+
+    def updating_at_once(self) -> Self:
+        """The same with every publish sent to the server, and nothing written where a run has its files."""
+        return self
+
+
 class Placement(Protocol):
     """Where the trained parameters live, for transports that write files."""
+
+    def save(self, folder: Path) -> None:
+        """Write what is trained, the model or its adapter, with its tokenizer, for a checkpoint of the trainer."""
 
     def load(self) -> PreTrainedModel | PeftModel:
         """Load the model to train; called once."""
@@ -116,8 +214,15 @@ class Placement(Protocol):
         """
 
 
+class RankPlacement(Placement, Protocol):
+    """A placement over several ranks: `load` and `save` are called on all of them, the rest on rank 0."""
+
+    def stream(self) -> None:
+        """Take part in gathering whole parameters on rank 0; called on the other ranks where it announces that."""
+
+
 def connect(context: BridgeContext) -> ServerClient:
     """A client of the inference server; imported here, so that reading settings loads no HTTP client."""
     from grpo_engine.bridges.transport.server_client import ServerClient
 
-    return ServerClient(context.server_url, patience_s=context.patience_s, is_stopping=context.is_stopping)
+    return ServerClient(context.server_urls[0], patience_s=context.patience_s, is_stopping=context.is_stopping)

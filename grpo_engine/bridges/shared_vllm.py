@@ -16,9 +16,12 @@ class SharedVllm(InPlaceSettings):
     """Single copy: trainer and server map the same weights."""
 
     after_server_restart: ClassVar[str] = "the trainer attaches to the new server and writes its weights into it"
-    """What happens then; shown to users who restart a server."""
-    trains_adapter: ClassVar[bool] = False
-    """Whether an adapter on a frozen model is trained instead of the model."""
+    if_not_served: ClassVar[tuple[str, str]] = (
+        "inference does not read the memory that the trainer writes: it computes with a copy (repacked or compiled-in "
+        "weights), or the bridge file is another server's",
+        "restart the server with --shared-weights and without quantization, and point --vllm-config-path at its bridge "
+        "file",
+    )
     mode: Annotated[Literal["shared_vllm"], Flag(("--weight-bridge-mode",))] = "shared_vllm"
     """How new weights reach inference."""
 

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config, did_you_mean, setting_names
+from grpo_engine.config import Config, LogLevel, PathText, did_you_mean, setting_names
 from grpo_engine.flags import Flag, OtherFlags
 from grpo_engine.models.config import DtypeName
 from grpo_engine.wire.inference import LogprobsMode
 
 
-def _table(value: Any) -> Any:
-    """A table as a command line holds it."""
+def table_of(value: Any) -> Any:
+    """A table, or the JSON of one, as a command line holds it."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -46,11 +46,14 @@ class ServerConfig(Config):
     """Log-probabilities before temperature and truncation (raw), or after them, as sampled (processed)."""
     shared_weights: bool = False
     """Export the weights, so that a trainer writes directly into the served memory."""
+    receives_weights: bool = False
+    """Let a trainer send its weights into the served memory, by NCCL or Gloo (bridge mode broadcast)."""
     bridge_file: Path | None = None
     """Where the export is described; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
     handover: Path | None = None
     """Folder in which a trainer leaves the newest checkpoint as `current`; if there is one of this model, the server
-    starts with it and its version instead of the model's own weights."""
+    starts with it and its version instead of the model's own weights. With receives_weights, the trainer leaves its
+    process id there, and the server answers requests once that trainer has sent its weights."""
     enable_lora: bool = False
     """Accept LoRA adapters."""
     max_lora_rank: int = Field(64, ge=1)
@@ -84,7 +87,7 @@ class ServerConfig(Config):
     """CPU threads of torch; default: torch's choice."""
     seed: int | None = None
     """Seed of requests without one; default: different at every start."""
-    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+    log_level: LogLevel = "info"
     """Least severe log line that is written."""
     root_path: str | None = None
     """Path prefix under which a proxy serves this server."""
@@ -96,7 +99,9 @@ class ServerConfig(Config):
     """CA certificates that client certificates are checked against."""
     ssl_cert_reqs: int = Field(0, ge=0, le=2)
     """Whether clients must send a certificate: 0 no, 1 optional, 2 yes."""
-    vllm: Annotated[dict[str, Any], BeforeValidator(_table), OtherFlags()] = Field(default_factory=dict)
+    vllm: Annotated[dict[str, Any], BeforeValidator(table_of), OtherFlags(), PathText(r"\.\.?/.*")] = Field(
+        default_factory=dict
+    )
     """Arguments of `vllm serve`: a table with underscores (`{ block_size = 32 }`); on the command line, every flag that
     is not listed here is passed to vLLM (`--block-size 32`)."""
 
@@ -116,6 +121,11 @@ class ServerConfig(Config):
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile: one without the other; give both to serve HTTPS")
         return self
+
+    @property
+    def changes_in_place(self) -> bool:
+        """Whether a trainer writes into the memory that vLLM computes with."""
+        return self.shared_weights or self.receives_weights
 
     @property
     def has_fork_server(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
+from grpo_engine.wire.inference import GenerateRequest, JoinRequest, LogprobsMode, ReceiveRequest
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -89,6 +89,8 @@ class EngineInfo:
     is_paused: bool
     is_sharing: bool
     """Whether a trainer can map the weights."""
+    num_ranks: int = 1
+    """Processes that hold weights."""
     patches: Mapping[str, bool] = field(default_factory=dict)
     """Patches of the engine's code, and whether each is in place."""
 
@@ -131,17 +133,21 @@ class Engine(Protocol):
     def info(self) -> EngineInfo:
         """State of the engine."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text prompt, with the model's own opening token."""
+    async def encode(self, text: str) -> list[int]:
+        """Tokens of a text prompt, with the model's own opening token.
+
+        Raises:
+            DataError: it is too long to fit.
+        """
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of a conversation up to where the assistant's answer begins.
 
         Raises:
-            DataError: the model has no chat template.
+            DataError: the model has no chat template, or the conversation is too long to fit.
         """
 
     async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
@@ -160,6 +166,20 @@ class Engine(Protocol):
 
     async def reload(self, path: Path, policy_version: int) -> None:
         """Replace the served weights by those of a checkpoint; one that does not fit changes nothing."""
+
+    async def join(self, request: JoinRequest) -> None:
+        """Take places in a weight group, in place of an earlier one; the meeting goes on after the call.
+
+        Raises:
+            BridgeError: the tensors that will be sent are not those that are served.
+        """
+
+    async def receive(self, request: ReceiveRequest) -> list[int]:
+        """Serve the weights that the group's sender sends now; between two batches. The checksums, if asked for.
+
+        Raises:
+            BridgeError: the transfer failed, and the weights may be half-written; or no such group was joined.
+        """
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         """Serve an adapter from the next batch on; if it cannot be loaded, the old one is still served."""

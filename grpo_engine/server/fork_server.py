@@ -21,6 +21,7 @@ import re
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -43,11 +44,13 @@ from grpo_engine.processes import (
     terminate,
     wait_gone,
 )
+from grpo_engine.python_command import module_command
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.preloading import preload
 from grpo_engine.server.vllm.sockets import socket_folder
+from grpo_engine.serving.listening import refuse_connections
 from grpo_engine.wire.codec import write_json_atomically
-from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RESTARTS_VARIABLE
+from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, LISTENER_VARIABLE, RESTARTS_VARIABLE
 from grpo_engine.wire.fork_server import RESTART_SIGNAL, Restarts
 from grpo_engine.wire.log_lines import FORK_SERVER_HAS_IMPORTED, FORK_SERVER_IMPORTS, FORK_SERVER_RESTARTS
 
@@ -68,8 +71,16 @@ logger = logging.getLogger(__name__)
 class ForkServer:
     """Runs one inference server after the other; read `run` first."""
 
-    def __init__(self, config: ServerConfig, serve: Callable[[ServerConfig], int]) -> None:
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, serve: Callable[[ServerConfig, socket.socket], int]
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            listener: has the port, here and in each server, so that it stays taken while there is none.
+        """
         self._config = config
+        self._listener = listener
         self._serve = serve
         self._had_terminal = _has_terminal()
         self._handlers = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
@@ -105,7 +116,7 @@ class ForkServer:
                     logger.warning("Fork server: %s; the inference server is started as a program instead", obstacle)
                     self._server = self._start_program()
                 elif self._fork():
-                    _exit_without_cleanup(self._serve(self._config))
+                    _exit_without_cleanup(self._serve(self._config, self._listener))
                 self._exit_code = None
                 restarts = self._run_server()
             if not restarts:
@@ -158,10 +169,12 @@ class ForkServer:
 
     def _start_program(self) -> int:
         flags = to_flags(self._config, ServerConfig)
+        listener = self._listener.fileno()
         return os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "grpo_engine", "server", *flags, "--no-standby"],
-            {**os.environ, FORK_SERVER_VARIABLE: str(os.getpid())},
+            module_command("grpo_engine", "server", *flags, "--no-standby"),
+            {**os.environ, FORK_SERVER_VARIABLE: str(os.getpid()), LISTENER_VARIABLE: str(listener)},
+            file_actions=[(os.POSIX_SPAWN_DUP2, listener, listener)],  # on itself: it stays open in the program
             setpgroup=0,
             setsigmask=[],
             setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
@@ -177,6 +190,7 @@ class ForkServer:
                 case signal.SIGHUP if not self._lost_terminal():
                     if not is_stopping:
                         terminate(self._find_server, grace_s=_GRACE_S, sleep=self._wait)
+                        refuse_connections(self._listener)  # a server that was killed did not
                         self._kill_descendants()
                         return True
                 case signal.SIGHUP if self._handlers[signal.SIGHUP] is signal.SIG_IGN:

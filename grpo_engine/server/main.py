@@ -1,7 +1,8 @@
 """Run the inference server: settings, engine, HTTP, signals.
 
-The port opens at once, and `/health` answers 200 when the model is loaded. If the model cannot be loaded or the engine
-fails later, the process exits with code 1 (2 for a wrong setting), and the last line of the log says why.
+The port is taken at once, and open when the model is loaded: until then connections are refused, so that `curl /health`
+fails. If the model cannot be loaded or the engine fails later, the process exits with code 1, or with 2 for what a
+restart does not change (a wrong setting, a damaged model, a port that is taken), and the last line of the log says why.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ from grpo_engine.server.fork_server import ForkServer, die_with_fork_server
 from grpo_engine.server.http.app import Service, create_app
 from grpo_engine.server.vllm.sockets import socket_folder
 from grpo_engine.serving.connections import LimitedProtocol
+from grpo_engine.serving.listening import ListeningServer, take_port
 from grpo_engine.wire.access_token import find_token
+from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RUN_FOLDER_VARIABLE
 
 _VLLM_ENGINE = "grpo_engine.server.vllm.engine"
+_POLL_S = 0.05
+"""Between two looks for a signal while the model is loaded."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,32 +43,51 @@ def run(config: ServerConfig) -> int:
 
     Raises:
         ConfigError: the engine is not available here.
-        GrpoError: the engine could not start, or failed, for a known reason.
+        GrpoError: the port is taken, or the engine could not start, or failed, for a known reason.
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = with_environment(config, os.environ)
     check_engine(config)
+    listener = take_port(config.host, config.port, os.environ)
     if config.has_fork_server:
-        return ForkServer(config, serve).run()
+        return ForkServer(config, listener, serve).run()
     die_with_fork_server(os.environ)
     with socket_folder(config, os.environ):
-        return serve(config)
+        return serve(config, listener)
 
 
-def serve(config: ServerConfig) -> int:
-    """Serve in this process."""
+def serve(config: ServerConfig, listener: socket.socket) -> int:
+    """Serve in this process, on a socket of `take_port`."""
     instance = uuid.uuid4().hex[:12]
     engine = make_engine(config, instance=instance)
     token = None if config.allow_without_token else find_token(os.environ)
     app = create_app(Service(engine=engine, config=config, instance=instance, token=token))
-    return _Server(app, config, engine).run_to_end()
+    return _Server(app, config, engine, listener).run_to_end()
 
 
 def with_environment(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
-    """The settings, with shared weights if one of the stock server's environment variables asks for them."""
+    """The settings, with weights for a trainer if one of the stock server's environment variables asks for them: shared
+    on one GPU, and received from another one.
+
+    They may stand in a shell for hours, so flags that say otherwise win, and so does a profile.
+    """
     nodes = environment.get("NUM_INFERENCE_NODES", "")
     asks = environment.get("VLLM_ENABLE_SHARED_WEIGHTS") == "1" or nodes.isdigit()
-    return config.model_copy(update={"shared_weights": True}) if asks else config
+    decided = RUN_FOLDER_VARIABLE in environment or FORK_SERVER_VARIABLE in environment
+    if not asks or config.shared_weights or decided:
+        return config
+    others = {
+        "--no-shared-weights": "shared_weights" in config.model_fields_set,
+        "--enable-lora": config.enable_lora,
+        "--handover": config.handover is not None,
+        "--receives-weights": config.receives_weights,
+    }
+    flag = next((flag for flag, is_given in others.items() if is_given), None)
+    if flag is not None:
+        logger.warning("VLLM_ENABLE_SHARED_WEIGHTS and NUM_INFERENCE_NODES have no effect with %s", flag)
+        return config
+    wanted = {"shared_weights": config.tensor_parallel_size == 1, "receives_weights": True}
+    return ServerConfig.model_validate({**config.model_dump(exclude_unset=True), **wanted})
 
 
 def check_engine(config: ServerConfig) -> None:
@@ -91,10 +115,10 @@ def make_engine(config: ServerConfig, *, instance: str) -> StartableEngine:
     )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with an engine, which is started first and closed first; exits when the engine fails."""
+class _Server(ListeningServer):
+    """A server with an engine, which is loaded first and closed first; exits when the engine fails."""
 
-    def __init__(self, app: object, config: ServerConfig, engine: StartableEngine) -> None:
+    def __init__(self, app: object, config: ServerConfig, engine: StartableEngine, listener: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -109,10 +133,11 @@ class _Server(uvicorn.Server):
                 ssl_certfile=config.ssl_certfile,
                 ssl_ca_certs=None if config.ssl_ca_certs is None else str(config.ssl_ca_certs),
                 ssl_cert_reqs=config.ssl_cert_reqs,
-            )
+            ),
+            listener,
         )
         self._engine = engine
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def run_to_end(self) -> int:
         # uvicorn raises the signal again after its shutdown; these handlers ignore it, so that we set the exit code.
@@ -126,28 +151,36 @@ class _Server(uvicorn.Server):
             return 1
         # Nothing is left to collect, and a collection over torch and transformers takes a second.
         gc.freeze()
-        return 0 if self.started else 1
+        return 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.start()
+        loading = asyncio.ensure_future(asyncio.to_thread(self._engine.wait_loaded))
+        while not loading.done() and not self.should_exit:
+            await asyncio.wait({loading}, timeout=_POLL_S)
+        if not self.should_exit and (error := loading.exception()) is not None:
+            self._fail(error)
+        if self.should_exit:
+            await self._engine.close()
+            loading.add_done_callback(lambda _: loading.cancelled() or loading.exception())  # nobody asks for it
+            return
         await super().startup(sockets)
-        if not self.should_exit:
-            self._engine.start()
-            self._watcher = asyncio.get_running_loop().create_task(self._watch_start())
+        logger.info("Ready: %s", self._engine.info())
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._engine.close()
         await super().shutdown(sockets)
 
-    async def _watch_start(self) -> None:
+    async def _watch(self) -> None:
         try:
-            await asyncio.to_thread(self._engine.wait_loaded)
-            logger.info("Ready: %s", self._engine.info())
             await self._engine.wait_failed()
         except Exception as error:  # any error of the engine ends the process
-            if self.should_exit:  # stopped while it was loading
-                return
-            self._failure = error
-            self.should_exit = True
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self.should_exit = True
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.should_exit = True

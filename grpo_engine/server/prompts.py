@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grpo_engine.errors import DataError
@@ -13,40 +15,85 @@ MAX_COMPLETIONS = 4096
 
 
 class PromptCodec:
-    """A model's tokenizer as the routes use it."""
+    """A model's tokenizer as the routes use it.
 
-    def __init__(self, model_name: str, tokenizer: Any) -> None:
+    It encodes in a thread of its own: a text of the length that is accepted may take half a second.
+    """
+
+    def __init__(self, model_name: str, tokenizer: Any, *, max_model_len: int) -> None:
         self._model_name = model_name
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._max_chars = max_model_len * max(map(len, tokenizer.get_vocab()))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text prompt, with the model's own opening token."""
-        return list(self._tokenizer.encode(text))
+    async def encode(self, text: str) -> list[int]:
+        """Tokens of a text prompt, with the model's own opening token.
+
+        Raises:
+            DataError: it is longer than the longest tokens that fit.
+        """
+        self._check_length(len(text))
+        return await self._in_thread(lambda: list(self._tokenizer.encode(text)))
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of a conversation up to where the assistant's answer begins.
 
         Raises:
-            DataError: the model has no chat template.
+            DataError: the model has no chat template, or the conversation is longer than the longest tokens that fit.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError(f"{self._model_name} has no chat template: use /v1/completions or /generate")
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        # Templates add a few characters to each message, and an empty one costs the template time as well.
+        self._check_length(sum(1 + len(part) for message in messages for part in message.values()))
+
+        def render() -> list[int]:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+        return await self._in_thread(render)
+
+    def _check_length(self, num_chars: int) -> None:
+        if num_chars > self._max_chars:
+            raise DataError(
+                f"prompt: {num_chars} characters; with --max-model-len {self._max_model_len} at most {self._max_chars} "
+                "fit, all in the longest token: shorten the prompt"
+            )
+
+    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def check_num_completions(n: int) -> None:
+def check_num_completions(n: int, *, num_prompts: int = 1) -> None:
     """Refuse a request for more completions than could ever be a group.
 
     Raises:
-        DataError: `n` is too large.
+        DataError: there are too many.
     """
     if n > MAX_COMPLETIONS:
         raise DataError(f"n: {n} completions of one prompt; at most {MAX_COMPLETIONS} are made: send several requests")
+    if n * num_prompts > MAX_COMPLETIONS:
+        raise DataError(
+            f"prompt: {num_prompts} prompts with {n} completions each; at most {MAX_COMPLETIONS} completions are made: "
+            "send several requests"
+        )
+
+
+def check_listed_prompts(body: Mapping[str, Any]) -> None:
+    """The same for a body in OpenAI's shape, which may hold a list of prompts, before it is validated.
+
+    Raises:
+        DataError: there are too many.
+    """
+    n = body.get("n")
+    for key, kinds in (("prompt", (str, list)), ("prompt_embeds", (str,)), ("messages", (list,))):
+        prompts = body.get(key)
+        if isinstance(prompts, list) and any(isinstance(each, kinds) for each in prompts):
+            check_num_completions(n if isinstance(n, int) else 1, num_prompts=len(prompts))
 
 
 def max_new_tokens(prompt: Sequence[int], params: GenerateRequest, *, max_model_len: int, vocabulary: int) -> int:

@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.protocol import BridgeContext
-from grpo_engine.bridges.transport.saving import write_whole
+from grpo_engine.bridges.transport.saving import save_model, write_whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 _INDEX = "model.safetensors.index.json"
 _MERGED = "merged.safetensors"
@@ -32,6 +35,8 @@ class AdaptedModel:
     def __init__(self, context: BridgeContext) -> None:
         self._context = context
         self._model: PeftModel
+        self._described: PreTrainedModel
+        """Has the configuration of the base model, and the names of its tensors."""
 
     def load(self) -> PeftModel:
         """Load the base model and put an adapter on it that changes nothing yet."""
@@ -42,35 +47,53 @@ class AdaptedModel:
         context = self._context
         base = load_model(context.model_name, dtype=context.dtype, device=trainable_device(context.device))
         self._model = add_lora(base, context.lora)
+        self._described = self._model.get_base_model()
         return self._model
+
+    def stream_merged(self, receive: Callable[[dict[str, Tensor]], None]) -> None:
+        """Hand out the weights with adapters, merged, one at a time, by their names in the model without adapters."""
+        from grpo_engine.models.merged_lora import merged_weights
+
+        for name, weight in merged_weights(self._model):
+            receive({name: weight})
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter and the tokenizer."""
+        save_model(self._model, self._context.model_name, folder)
 
     def max_bytes(self) -> int:
         """Size of two checkpoints: frozen tensors count once."""
-        from grpo_engine.models.merged_lora import frozen_state
+        from grpo_engine.models.merged_lora import adapted_layers
 
-        whole = sum(int(parameter.nbytes) for parameter in self._model.get_base_model().parameters())
-        frozen = {tensor.data_ptr(): int(tensor.nbytes) for tensor in frozen_state(self._model).values()}  # tied: once
-        return 2 * whole - sum(frozen.values())
+        adapted = [layer.get_base_layer().weight for layer in adapted_layers(self._model).values()]
+        parameters = [*self._model.get_base_model().parameters(), *adapted]
+        return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
     def write(self, folder: Path, kept: Path) -> None:
         """Write the merged tensors, and link the frozen ones out of `kept`."""
         from safetensors.torch import save_file
 
-        from grpo_engine.models.merged_lora import merged_weights
-
-        if not kept.is_dir():
-            self._write_kept(kept, folder / ".kept")
+        is_first = not kept.is_dir()
+        frozen, merged = self._tensors(with_frozen=is_first)
+        if is_first:
+            self._write_kept(kept, folder / ".kept", frozen)
         for path in kept.iterdir():
             if path.name != _INDEX:
                 _link(path, folder / path.name)
-        merged = {name: weight.cpu().contiguous() for name, weight in merged_weights(self._model)}
         save_file(merged, folder / _MERGED, metadata={"format": "pt"})
         index = json.loads((kept / _INDEX).read_text())
         index["weight_map"] |= dict.fromkeys(merged, _MERGED)
         index["metadata"]["total_size"] += sum(weight.nbytes for weight in merged.values())
         (folder / _INDEX).write_text(json.dumps(index))
 
-    def _write_kept(self, kept: Path, partial: Path) -> None:
+    def _tensors(self, *, with_frozen: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The base model's tensors without adapters (none if not asked for), and the merged ones on the CPU."""
+        from grpo_engine.models.merged_lora import frozen_state, merged_weights
+
+        merged = {name: weight.cpu().contiguous() for name, weight in merged_weights(self._model)}
+        return frozen_state(self._model) if with_frozen else {}, merged
+
+    def _write_kept(self, kept: Path, partial: Path, frozen: Mapping[str, Tensor]) -> None:
         """Write configuration, tokenizer and frozen tensors to `kept`.
 
         Args:
@@ -79,9 +102,8 @@ class AdaptedModel:
         from safetensors import safe_open
 
         from grpo_engine.models.loading import load_tokenizer
-        from grpo_engine.models.merged_lora import frozen_state
 
-        write_whole(self._model.get_base_model(), partial, frozen_state(self._model))
+        write_whole(self._described, partial, frozen)
         load_tokenizer(self._context.model_name).save_pretrained(partial)
         weight_map: dict[str, str] = {}
         num_bytes = 0

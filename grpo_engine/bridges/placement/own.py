@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from grpo_engine.bridges.protocol import BridgeContext
 from grpo_engine.bridges.transport.saving import save_model
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -32,6 +34,22 @@ class OwnModel:
         """Size of two checkpoints."""
         return 2 * sum(int(parameter.nbytes) for parameter in self._model.parameters())
 
+    def layers(self) -> list[dict[str, tuple[int, ...]]]:
+        """Names and shapes of the parameters in the order of `stream`."""
+        from grpo_engine.models.execution import shapes_by_layer
+
+        return shapes_by_layer(self._model)
+
+    def stream(self, receive: Callable[[dict[str, Tensor]], None]) -> None:
+        """Hand out the parameters by name, layer by layer."""
+        whole = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        for names in self.layers():
+            receive({name: whole[name] for name in names})
+
     def write(self, folder: Path, kept: Path) -> None:
         """Write a whole checkpoint; `kept` is not used."""
+        self.save(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write the model and its tokenizer."""
         save_model(self._model, self._context.model_name, folder)

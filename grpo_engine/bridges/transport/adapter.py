@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,9 @@ from grpo_engine.bridges.memory.shared_names import (
 from grpo_engine.bridges.memory.shared_tensors import dtype_from_text
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.placement.adapter import AdaptedModel
-from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, connect
-from grpo_engine.bridges.transport.saving import explain_write_errors, save_model
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
+from grpo_engine.bridges.transport.saving import explain_write_errors
+from grpo_engine.bridges.transport.servers import Server, Servers
 from grpo_engine.errors import BridgeError
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class AdapterBridge:
         self._placement = placement
         self._run = run_of(os.environ)
         self._configured_folder = folder
-        self._client = connect(context)
-        self._instance = ""
+        self._servers = Servers(context)
         self._version: int | None = None
         """Published last."""
         self._kept: list[Path] = []
@@ -64,64 +64,69 @@ class AdapterBridge:
         Raises:
             BridgeError: the server does not accept such adapters, or serves another model.
         """
-        info = self._client.info()
-        self._check_server(info)
-        self._instance = info.instance
+        infos = self._servers.find(
+            lambda port: f"start it (grpo-engine server --model {self._context.model_name} --port {port} --enable-lora)"
+        )
+        for server, info in zip(self._servers.all, infos, strict=True):
+            self._check_server(server, info)
         self._model = self._placement.load()
         self._folder = self._chosen_folder()
         return BridgeModel(
             model=self._model,
             is_shared=False,
-            policy_version=info.policy_version,
-            save=lambda folder: save_model(self._model, self._context.model_name, folder),
+            policy_version=max(info.policy_version for info in infos),
+            save=self._placement.save,
         )
 
-    def publish(self, version: int, write: Callable[[], None]) -> None:
+    def publish(self, version: int, write: Callable[[], None]) -> Update:
         """Write the new values and have the server load them as an adapter."""
         write()
         self._version = version
-        self._load_adapter()
+        return self._load_adapter(self._servers.asked)
 
     def poll_server(self) -> None:
-        """Nothing: no memory of the server is mapped."""
+        """Update one among several servers that is back."""
+        if self._servers.look_for_lost():
+            self.prepare_step()
 
-    def ensure_current(self) -> None:
-        """Load the adapter again into a server that was restarted or serves another version."""
-        info = self._client.info()
-        if self._version is not None and (info.instance != self._instance or info.policy_version != self._version):
-            logger.warning(
-                "the inference server serves version %d instead of %d; loading the adapter again",
-                info.policy_version,
-                self._version,
-            )
-            self._instance = info.instance
-            self._load_adapter()
+    def prepare_step(self) -> None:
+        """Load the adapter again into servers that were restarted or serve another version."""
+        behind = []
+        for server, info in self._servers.infos().items():
+            if self._version is not None and not server.is_current(info, self._version):
+                logger.warning(
+                    "%s: serves version %d instead of %d; loading the adapter again",
+                    server.url,
+                    info.policy_version,
+                    self._version,
+                )
+                behind.append(server)
+        if behind:
+            self._load_adapter(behind)
 
     def close(self) -> None:
         """Remove adapters in shared memory, which the server has read; on disk the last one stays."""
-        self._client.close()
+        self._servers.close()
         if self._kept and self._is_in_shared_memory():
             shutil.rmtree(self._folder, ignore_errors=True)
         else:
             self._remove_all_but(1, in_use=())
 
-    def _check_server(self, info: BridgeInfo) -> None:
+    def _check_server(self, server: Server, info: BridgeInfo) -> None:
         """Refuse before loading what the server would refuse at the first weight update."""
         from grpo_engine.models.same_model import is_same_model
 
         if not is_same_model(self._context.model_name, info.model_name):
             raise BridgeError(
-                f"{self._client.url}: serves {info.model_name}, but the adapter is trained on "
+                f"{server.url}: serves {info.model_name}, but the adapter is trained on "
                 f"{self._context.model_name}: give both the same model"
             )
-        status, rank = self._client.lora_status(), self._context.lora.rank
+        status, rank = server.client.lora_status(), self._context.lora.rank
         if not status.lora_available:
-            raise BridgeError(
-                f"{self._client.url}: does not accept adapters: start the inference server with --enable-lora"
-            )
+            raise BridgeError(f"{server.url}: does not accept adapters: start the inference server with --enable-lora")
         if status.max_lora_rank and rank > status.max_lora_rank:
             raise BridgeError(
-                f"{self._client.url}: serves adapters up to rank {status.max_lora_rank}, not {rank}: start it with "
+                f"{server.url}: serves adapters up to rank {status.max_lora_rank}, not {rank}: start it with "
                 f"--max-lora-rank {rank}, or train with --lora-r {status.max_lora_rank}"
             )
         self._dtype = None if status.adapter_dtype is None else dtype_from_text(status.adapter_dtype)
@@ -153,7 +158,7 @@ class AdapterBridge:
         )
         return on_disk
 
-    def _load_adapter(self) -> None:
+    def _load_adapter(self, servers: Sequence[Server]) -> Update:
         from grpo_engine.models.lora import save_adapter
 
         assert self._version is not None
@@ -165,14 +170,23 @@ class AdapterBridge:
                 make_own_folder(self._folder)
             save_adapter(self._model, path, self._dtype)
         self._kept.append(path)
+        version, patience_s = self._version, self._servers.patience_s
+
+        def load(server: Server) -> list[str]:
+            answer = server.client.load_adapter(path, name, version, patience_s=patience_s)
+            server.served(answer.instance, version)
+            return answer.paths_in_use
+
         try:
-            in_use = self._client.load_adapter(path, name, self._version)
+            answers = self._servers.ask(servers, load)
         except BridgeError as error:
             raise BridgeError(
                 f"{error}. The server keeps the previous adapter, so training ends: no further step would reach "
                 "inference"
             ) from error
-        self._remove_all_but(_KEPT_ADAPTERS, in_use)
+        self._remove_all_but(_KEPT_ADAPTERS, in_use={each for paths in answers.values() for each in paths})
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        return Update(pause_s=0.0, num_bytes=num_bytes, num_servers=len(answers))  # requests change over one by one
 
     def _remove_all_but(self, count: int, in_use: Collection[str]) -> None:
         """Remove the older adapters, unless the server may read one again for a long request."""

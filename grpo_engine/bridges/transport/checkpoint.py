@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field
 
-from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Placement, connect
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Mode, Placement, Update
 from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage
-from grpo_engine.bridges.transport.saving import save_model
-from grpo_engine.config import Config
-from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.bridges.transport.servers import Server, Servers
+from grpo_engine.errors import BridgeError, ConfigError
 from grpo_engine.flags import Flag
 from grpo_engine.wire.run_folder import HANDOVER_FOLDER
 
@@ -31,8 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CheckpointSettings(Config):
+class CheckpointSettings(Mode):
     """Settings of the modes that send whole checkpoints."""
+
+    updates_many_servers: ClassVar[bool] = True
 
     every_steps: Annotated[int, Flag(("--vllm-restart-interval",))] = Field(3, ge=1)
     """Optimizer steps between two weight updates."""
@@ -49,6 +50,15 @@ class CheckpointSettings(Config):
     """With --bridge-restart and no supervisor: TOML or JSON file with settings of the server that the trainer
     starts."""
 
+    def updating_at_once(self) -> Self:
+        """See `Mode`."""
+        return self.model_copy(update={"every_steps": 1, "restart": False, "handover": None})
+
+    @property
+    def steps_between_updates(self) -> int:
+        """See `Mode`."""
+        return self.every_steps
+
 
 class CheckpointBridge:
     """See `grpo_engine.bridges.protocol.Bridge`."""
@@ -58,71 +68,83 @@ class CheckpointBridge:
         self._context = context
         self._placement = placement
         self._folder = (settings.handover or context.folder / HANDOVER_FOLDER).absolute()
-        self._client = connect(context)
+        self._servers = Servers(context)
+        if settings.restart and len(self._servers.all) > 1:
+            raise ConfigError(
+                f"--bridge-restart restarts one server, and there are {len(self._servers.all)}: leave it out, so that "
+                "each loads the checkpoints in place"
+            )
         self._written = 0
         """Version of the weights in this process."""
         self._served: int | None = None
-        """Version that the server loaded last; None before the first weight update."""
-        self._instance = ""
-        """The server start that loaded it."""
+        """Version of the newest checkpoint; None before the first weight update."""
         self._control: ServerControl | None = None
         self._checkpoints: CheckpointFolder | None = None
 
     def attach(self) -> BridgeModel:
-        """Find the server, or start it, and load the model."""
+        """Find the servers, or start the one, and load the model."""
         if self._settings.restart:
             from grpo_engine.bridges.transport.server_control import server_control
 
             self._control = server_control(self._context, self._folder, self._settings.server_config, os.environ)
             self._control.attach()
-        info = self._client.info() if self._control is not None else self._find_server()
-        self._compare_models(info)
+        infos = list(self._servers.infos().values()) if self._control is not None else self._servers.find(self._advice)
+        for server, info in zip(self._servers.all, infos, strict=True):
+            self._compare_models(server.url, info)
         model = self._placement.load()
         self._checkpoints = self._take_folder(on_gpu=next(model.parameters()).is_cuda)
         return BridgeModel(
             model=model,
             is_shared=False,
-            policy_version=info.policy_version,
-            save=lambda folder: save_model(model, self._context.model_name, folder),
+            policy_version=max(info.policy_version for info in infos),
+            save=self._placement.save,
         )
 
-    def publish(self, version: int, write: Callable[[], None]) -> None:
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values; send a checkpoint if one is due."""
         write()
         self._written = version
         if self._served is None or version - self._served >= self._settings.every_steps:
-            self._send()
+            return self._send()
+        return None
 
     def poll_server(self) -> None:
-        """Restart the server after an exit, if this trainer started it."""
+        """Restart the server after an exit, if this trainer started it; update one among several that is back."""
         if self._control is not None:
             self._control.restart_if_exited()
+        if self._servers.look_for_lost():
+            self.prepare_step()
 
-    def ensure_current(self) -> None:
-        """Send a checkpoint again if the server serves another version; usually one GET.
+    def prepare_step(self) -> None:
+        """Have servers that serve another version load the newest checkpoint again; usually one GET to each.
 
         A restarted server that serves the version has loaded it from the checkpoint folder. At version 0 that cannot be
         known, since the untrained model has it too.
         """
-        self.poll_server()
+        if self._control is not None:
+            self._control.restart_if_exited()
         if self._served is None:
             return
-        info = self._client.info()
-        is_restarted = info.instance != self._instance
-        if info.policy_version != self._served or (is_restarted and self._served == 0):
-            logger.warning(
-                "the inference server serves version %d instead of %d; sending it again",
-                info.policy_version,
-                self._served,
-            )
-            self._send()
-        elif is_restarted:
-            logger.info("the inference server was restarted, and serves version %d", self._served)
-            self._instance = info.instance
+        behind = []
+        for server, info in self._servers.infos().items():
+            is_restarted = info.instance != server.instance
+            if info.policy_version != self._served or (is_restarted and self._served == 0):
+                logger.warning(
+                    "%s: serves version %d instead of %d; sending it again",
+                    server.url,
+                    info.policy_version,
+                    self._served,
+                )
+                behind.append(server)
+            elif is_restarted:
+                logger.info("%s: was restarted, and serves version %d", server.url, self._served)
+                server.instance = info.instance
+        if behind:
+            self._reload(behind, self._served)
 
     def close(self) -> None:
         """Remove the checkpoints, and terminate the server if this trainer started it."""
-        self._client.close()
+        self._servers.close()
         try:
             if self._control is not None:
                 self._control.close()
@@ -130,19 +152,34 @@ class CheckpointBridge:
             if self._checkpoints is not None:
                 self._checkpoints.close()
 
-    def _send(self) -> None:
+    def _send(self) -> Update:
         assert self._checkpoints is not None
         with self._checkpoints.writing(self._written) as folder:
             self._placement.write(folder, self._checkpoints.kept)
+            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        num_servers, began = 1, time.perf_counter()
         if self._control is None or self._served is None:  # no restart for the first: the server has just started
-            self._client.reload(self._checkpoints.current(), self._written)
+            num_servers = self._reload(self._servers.asked, self._written)
         else:
             self._control.restart()
             self._require_restarted()
-        self._served, self._instance = self._written, self._client.info().instance
+        self._served = self._written
+        pause_s = time.perf_counter() - began
         self._checkpoints.remove_older()
+        return Update(pause_s=pause_s, num_bytes=num_bytes, num_servers=num_servers)
 
-    def _compare_models(self, info: BridgeInfo) -> None:
+    def _reload(self, servers: Sequence[Server], version: int) -> int:
+        """Have servers load the newest checkpoint; how many did."""
+        assert self._checkpoints is not None
+        path = self._checkpoints.current()
+
+        def reload(server: Server) -> None:
+            answer = server.client.reload(path, version, patience_s=self._servers.patience_s)
+            server.served(answer.instance, version)
+
+        return len(self._servers.ask(servers, reload))
+
+    def _compare_models(self, url: str, info: BridgeInfo) -> None:
         from grpo_engine.models.same_model import is_same_model
 
         if not is_same_model(self._context.model_name, info.model_name):
@@ -150,24 +187,25 @@ class CheckpointBridge:
                 "%s serves %s; it will load the weights of %s, but keep its own tokenizer and chat template: use the "
                 "same "
                 "model for both",
-                self._client.url,
+                url,
                 info.model_name,
                 self._context.model_name,
             )
 
     def _require_restarted(self) -> None:
         """Require that another server process answers and serves the new weights; otherwise training ends."""
-        info = self._client.info()
-        if info.instance == self._instance:
+        (server,) = self._servers.all
+        info = server.client.info()
+        if info.instance == server.instance:
             raise BridgeError(
-                f"{self._client.url}: answers with the same instance, so another server was restarted; correct "
-                "--vllm-port"
+                f"{server.url}: answers with the same instance, so another server was restarted; correct --vllm-port"
             )
         if info.policy_version != self._written:
             raise BridgeError(
-                f"{self._client.url}: serves version {info.policy_version} after its restart, not {self._written}; "
+                f"{server.url}: serves version {info.policy_version} after its restart, not {self._written}; "
                 f"start it with --handover {self._folder}, and check its log"
             )
+        server.served(info.instance, self._written)
 
     def _take_folder(self, *, on_gpu: bool) -> CheckpointFolder:
         from grpo_engine.models.loading import resolve_model
@@ -182,17 +220,8 @@ class CheckpointBridge:
         logger.info("checkpoints for inference are written to %s", storage)
         return CheckpointFolder(self._folder, storage, model=resolve_model(self._context.model_name))
 
-    def _find_server(self) -> BridgeInfo:
-        """The server's state; if no server is running, a warning and the final error say how to start one."""
-        from grpo_engine.bridges.transport.server_control import is_listening
-
-        advice = (
-            f"start it (grpo-engine server --model {self._context.model_name} --port {urlsplit(self._client.url).port} "
-            f"--handover {self._folder}), or let the trainer start one (--bridge-restart)"
+    def _advice(self, port: int) -> str:
+        return (
+            f"start it (grpo-engine server --model {self._context.model_name} --port {port} --handover "
+            f"{self._folder}), or let the trainer start one (--bridge-restart)"
         )
-        if not is_listening(self._client.url):
-            logger.warning("%s: no inference server yet: %s", self._client.url, advice)
-        try:
-            return self._client.info()
-        except PeerUnavailable as error:
-            raise PeerUnavailable(f"{error}; {advice}") from None

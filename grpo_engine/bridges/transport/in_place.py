@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,8 @@ from pydantic import Field
 
 from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.memory.weight_lock import WeightLock
-from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, connect
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Mode, Update, connect
 from grpo_engine.bridges.transport.saving import save_model
-from grpo_engine.config import Config
 from grpo_engine.errors import BridgeError, HalfWritten, PeerUnavailable
 from grpo_engine.flags import Flag
 from grpo_engine.wire.bridge_file import BridgeFile
@@ -41,13 +40,11 @@ _WARN_EVERY_S = 15.0
 logger = logging.getLogger(__name__)
 
 
-class InPlaceSettings(Config):
+class InPlaceSettings(Mode):
     """Settings of the modes whose model is mapped from the server's memory."""
 
     shares_memory: ClassVar[bool] = True
-    """Whether trainer and server map the same weights."""
-    mode: str
-    """How new weights reach inference."""
+    server_settings: ClassVar[Mapping[str, bool]] = {"shared_weights": True}
     config_path: Annotated[Path | None, Flag(("--vllm-config-path",))] = None
     """The server's bridge file; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
     pause_timeout_s: Annotated[float, Flag(("--bridge-pause-timeout-s",))] = Field(300.0, gt=0)
@@ -97,14 +94,15 @@ class InPlaceBridge:
             logger.warning("dtype %s has no effect: the weights are the server's, in %s", self._context.dtype, served)
         return self._trained(version)
 
-    def publish(self, version: int, write: Callable[[], None]) -> None:
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write under a pause and the weight lock; if the server has exited, its successor gets this version."""
         self._version, self._write = version, write
         if self._lock is None:
             self.poll_server()
-            return
+            return None
         with self._releasing_on_server_exit():
-            self._write_weights()
+            return Update(pause_s=self._write_weights(), num_bytes=0, num_servers=1)
+        return None
 
     def poll_server(self) -> None:
         """Unmap the memory of a server that has exited, and attach to its successor once there is one."""
@@ -119,7 +117,7 @@ class InPlaceBridge:
         with self._releasing_on_server_exit():
             self._attach_again(successor)
 
-    def ensure_current(self) -> None:
+    def prepare_step(self) -> None:
         """Wait until a running server serves the current version; without time limit after the last one has exited."""
         while not self._is_current():
             if self._context.is_stopping():
@@ -217,24 +215,27 @@ class InPlaceBridge:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    def _write_weights(self) -> None:
-        """Write the current version; if another server answers by then, attach to that one."""
+    def _write_weights(self) -> float:
+        """Write the current version; if another server answers by then, attach to that one. Seconds of the pause."""
         assert self._lock is not None
         assert self._version is not None
         assert self._file is not None
         self._check_alone(self._file, self._lock)
+        began = time.perf_counter()
         if self._client.pause(self._pause_timeout_s).instance != self._instance():
             self._client.resume()
             self._attach_again(self._find_export())
-            return
+            return time.perf_counter() - began
         try:
             with self._lock.writing(self._version):
                 self._weights.write(self._write)
         finally:
             # Without a version: the lock has it, and a server that started meanwhile must not report it as its own.
             answer = self._client.resume()
+        pause_s = time.perf_counter() - began
         if answer.instance != self._instance():
             self._attach_again(self._find_export())
+        return pause_s
 
     def _attach_again(self, file: BridgeFile) -> None:
         """Map another server's memory and write the current version into it."""

@@ -20,8 +20,14 @@ _WRITER = "safe_save_file"
 """Name of the function in transformers (5.5 to 5.19) that writes one file."""
 
 
-def save_model(model: PreTrainedModel | PeftModel, model_name: str, folder: Path) -> None:
-    """Write a model (only the adapter if PEFT wraps it) with the tokenizer of `model_name`."""
+def save_model(
+    model: PreTrainedModel | PeftModel, model_name: str, folder: Path, tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a model (only the adapter if PEFT wraps it) with the tokenizer of `model_name`.
+
+    Args:
+        tensors: of a model that has no values itself; None: the model's own.
+    """
     from grpo_engine.models.loading import load_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +35,7 @@ def save_model(model: PreTrainedModel | PeftModel, model_name: str, folder: Path
         # Adapters never have embeddings here, and PEFT's check for them would send a request to the hub.
         model.save_pretrained(folder, save_embedding_layers=False)
     else:
-        write_whole(model, folder)
+        write_whole(model, folder, tensors)
     load_tokenizer(model_name).save_pretrained(folder)
 
 

@@ -13,23 +13,31 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
-from grpo_engine.wire.access_token import authorization, find_token
+from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.codec import Message, first_fault
 from grpo_engine.wire.inference import (
     BridgeInfo,
+    JoinAnswer,
+    JoinRequest,
     LoraLoadRequest,
     LoraStatus,
     PauseRequest,
+    ReceiveAnswer,
+    ReceiveRequest,
     ReloadRequest,
     ResumeRequest,
+    wrong_server,
 )
 from grpo_engine.wire.log_lines import WAITING_FOR_PEER
+from grpo_engine.wire.token_clients import open_client
 
 _INFO = "/bridge/info"
 _RETRY_INTERVAL_S = 0.25
 _ANSWER_WITHIN_S = 600.0
 """A pause waits for the batch that runs, a reload for a checkpoint from a slow disk."""
 _BUSY, _UNAVAILABLE = 409, 503
+_DETAIL_CHARACTERS = 1000
+"""Of what a server says on a refusal, in messages."""
 """Paused by another process, or not loaded yet: both are temporary."""
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
@@ -50,6 +58,8 @@ class HandoverAnswer(Message):
 
     status: str
     policy_version: int
+    instance: str = ""
+    """The start of the server that loaded it; empty from earlier versions."""
     paths_in_use: list[str] = []
     """Of earlier adapters that running requests still use."""
 
@@ -69,16 +79,11 @@ class ServerClient:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
         self._is_stopping = is_stopping
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers=authorization(find_token(os.environ)),
-            timeout=httpx.Timeout(_ANSWER_WITHIN_S, connect=5),
-            trust_env=False,
-        )
+        self._http = open_client(find_token(os.environ), base_url=self.url)
 
-    def info(self) -> BridgeInfo:
+    def info(self, *, patience_s: float | None = None, within_s: float | None = None) -> BridgeInfo:
         """The server's state."""
-        return self.ask("GET", _INFO, None, BridgeInfo)
+        return self.ask("GET", _INFO, None, BridgeInfo, patience_s=patience_s, within_s=within_s)
 
     def pause(self, timeout_s: float) -> PauseAnswer:
         """Pause the server, until this process resumes it, exits, or `timeout_s` have passed."""
@@ -88,17 +93,29 @@ class ServerClient:
         """End the pause."""
         return self.ask("POST", "/bridge/resume", ResumeRequest(policy_version=policy_version), PauseAnswer)
 
-    def reload(self, path: Path, policy_version: int) -> None:
+    def join(self, request: JoinRequest, *, patience_s: float, within_s: float | None) -> JoinAnswer:
+        """Have the server take its places in a weight group."""
+        return self.ask("POST", "/bridge/join", request, JoinAnswer, patience_s=patience_s, within_s=within_s)
+
+    def receive(self, request: ReceiveRequest, *, within_s: float) -> ReceiveAnswer:
+        """Have the server take the weights that are sent now; answered when it serves them."""
+        return self.ask("POST", "/bridge/receive", request, ReceiveAnswer, patience_s=0.0, within_s=within_s)
+
+    def reload(self, path: Path, policy_version: int, *, patience_s: float | None = None) -> HandoverAnswer:
         """Have the server load a checkpoint in place of its current weights."""
         body = ReloadRequest(path=str(path.absolute()), policy_version=policy_version)
-        self._check_version(self.ask("POST", "/bridge/reload", body, HandoverAnswer), policy_version, path)
-
-    def load_adapter(self, path: Path, name: str, policy_version: int) -> list[str]:
-        """Have the server serve an adapter; returns the paths of earlier ones that running requests still use."""
-        body = LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, policy_version=policy_version)
-        answer = self.ask("POST", "/lora/load", body, HandoverAnswer)
+        answer = self.ask("POST", "/bridge/reload", body, HandoverAnswer, patience_s=patience_s)
         self._check_version(answer, policy_version, path)
-        return answer.paths_in_use
+        return answer
+
+    def load_adapter(
+        self, path: Path, name: str, policy_version: int, *, patience_s: float | None = None
+    ) -> HandoverAnswer:
+        """Have the server serve an adapter."""
+        body = LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, policy_version=policy_version)
+        answer = self.ask("POST", "/lora/load", body, HandoverAnswer, patience_s=patience_s)
+        self._check_version(answer, policy_version, path)
+        return answer
 
     def lora_status(self) -> LoraStatus:
         """Whether the server accepts adapters, and of which rank and dtype."""
@@ -108,11 +125,22 @@ class ServerClient:
         """Close the connections."""
         self._http.close()
 
-    def ask(self, method: str, path: str, body: Message | None, answer: type[AnswerT]) -> AnswerT:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Message | None,
+        answer: type[AnswerT],
+        *,
+        patience_s: float | None = None,
+        within_s: float | None = None,
+    ) -> AnswerT:
         """Send a request; retried while the server is unreachable, loading or paused by another process.
 
         Args:
             body: only fields that were set are sent, since a stock server passes every key on to vLLM.
+            patience_s: how long to retry; default: the client's own.
+            within_s: longest time for one answer; default: ten minutes.
 
         Raises:
             PeerUnavailable: no answer within `patience_s`.
@@ -123,10 +151,12 @@ class ServerClient:
         headers = {"content-type": "application/json"} if content else {}
         where = f"{method} {self.url}{path}"
         num_failures = 0
+        limit_s = self._patience_s if patience_s is None else patience_s
+        timeout = httpx.Timeout(_ANSWER_WITHIN_S if within_s is None else within_s, connect=5)
 
         def attempt() -> httpx.Response:
             try:
-                response = self._http.request(method, path, content=content, headers=headers)
+                response = self._http.request(method, path, content=content, headers=headers, timeout=timeout)
             except httpx.TransportError as error:
                 raise _NoAnswer(f"{type(error).__name__}: {error}") from None
             if response.status_code in (_BUSY, _UNAVAILABLE):
@@ -136,14 +166,14 @@ class ServerClient:
         def log_first(error: Exception) -> None:
             nonlocal num_failures
             num_failures += 1
-            if num_failures == 1:
-                logger.warning(WAITING_FOR_PEER.text, method, self.url, path, error, self._patience_s)
+            if num_failures == 1 and limit_s > 0:
+                logger.warning(WAITING_FOR_PEER.text, method, self.url, path, error, limit_s)
 
         policy = RetryPolicy(
             retried=_NoAnswer,
             first_pause_s=_RETRY_INTERVAL_S,
             longest_pause_s=_RETRY_INTERVAL_S,
-            limit_s=self._patience_s,
+            limit_s=limit_s,
             is_stopping=self._is_stopping,
             on_failure=log_first,
         )
@@ -156,7 +186,7 @@ class ServerClient:
         except _NoAnswer as error:
             if error.response is None or error.response.status_code == _UNAVAILABLE:
                 raise PeerUnavailable(
-                    f"{where}: no answer for {self._patience_s:g} s ({error}); check the inference server's log"
+                    f"{where}: no answer for {limit_s:g} s ({error}); check the inference server's log"
                 ) from None
             response = error.response
         return self._read(method, path, response, answer)
@@ -164,10 +194,7 @@ class ServerClient:
     def _read(self, method: str, path: str, response: httpx.Response, answer: type[AnswerT]) -> AnswerT:
         where = f"{method} {self.url}{path}"
         if response.status_code == httpx.codes.NOT_FOUND and path == _INFO:
-            raise BridgeError(
-                f"{where}: not an inference server of grpo-engine: correct --vllm-port, or start one (grpo-engine "
-                "server)"
-            )
+            raise BridgeError(f"{where}: answered 404: {wrong_server(self.url)} (--vllm-port)")
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise PeerError(f"{where}: refused: {_detail(response)}")
         if response.is_client_error:
@@ -192,6 +219,7 @@ class ServerClient:
 def _detail(response: httpx.Response) -> str:
     try:
         detail = response.json()["detail"]
-    except (ValueError, KeyError, TypeError):
-        return response.text[:200]
-    return str(detail)
+        words = str(detail)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        words = response.text
+    return words if len(words) <= _DETAIL_CHARACTERS else f"{words[:_DETAIL_CHARACTERS]}…"

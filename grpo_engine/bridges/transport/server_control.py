@@ -24,12 +24,15 @@ import psutil
 
 from grpo_engine.bridges.protocol import BridgeContext
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
+from grpo_engine.own_file import open_own_file
 from grpo_engine.processes import ProcessTree, kill, running, terminate
+from grpo_engine.python_command import module_command
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE, RUN_FOLDER_VARIABLE
 from grpo_engine.wire.run_folder import ADDRESS_FILE, service_log
 from grpo_engine.wire.supervisor import PROTOCOL_VERSION, Address, Command, Hello, Reply, read_from_daemon
+from grpo_engine.wire.token_clients import open_client
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
@@ -86,10 +89,10 @@ def server_control(
     run_folder = environment.get(RUN_FOLDER_VARIABLE)
     if run_folder is None:
         more = () if settings is None else ("--config", str(settings.absolute()))
-        argv = (sys.executable, "-m", "grpo_engine", "server", *more, *context.server_flags)
+        argv = module_command("grpo_engine", "server", *more, *context.server_flags)
         return LocalServer(
             (*argv, "--handover", str(handover)),
-            url=context.server_url,
+            url=context.server_urls[0],
             log=context.folder / "server.log",
             environment={**environment, **context.server_environment},
             patience_s=context.patience_s,
@@ -271,9 +274,8 @@ class LocalServer:
         self._end()
 
     def _start(self) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         self._was_healthy = False
-        with self._log.open("ab") as log:
+        with os.fdopen(open_own_file(self._log, f"{self._log}, the log of the inference server"), "ab") as log:
             self._log_offset = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *self._argv],
@@ -324,8 +326,9 @@ class LocalServer:
     def _is_healthy(self) -> bool:
         """Whether it answers, and not another process that took its port."""
         try:
-            answer = httpx.get(f"{self._url}/health", timeout=5, trust_env=False)
-        except httpx.TransportError:
+            with open_client(None, timeout=5) as client:
+                answer = client.get(f"{self._url}/health")
+        except (httpx.TransportError, PeerError):
             return False
         return answer.status_code == httpx.codes.OK and self._is_listening()
 

@@ -84,7 +84,7 @@ class StockInPlaceBridge:
     def poll_server(self) -> None:
         """Nothing: whether that server runs is known over HTTP only, which is too slow here."""
 
-    def ensure_current(self) -> None:
+    def prepare_step(self) -> None:
         """Wait for the server; after a restart, attach again and write the current weights."""
         file = self._current_file()
         if file.ipc_handles == self._file.ipc_handles:

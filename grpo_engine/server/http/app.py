@@ -83,7 +83,10 @@ def create_app(service: Service) -> FastAPI:
             raise HTTPException(400, "stream: streaming is not supported here; leave it out")
         engine.check_health()
         text_or_tokens = params.prompt
-        prompt = engine.encode(text_or_tokens) if isinstance(text_or_tokens, str) else text_or_tokens.prompt_token_ids
+        if isinstance(text_or_tokens, str):
+            prompt = await engine.encode(text_or_tokens)
+        else:
+            prompt = text_or_tokens.prompt_token_ids
         generation = await unless_disconnected(request, engine.generate(prompt, params))
         content = generate_answer(
             generation,
@@ -106,12 +109,12 @@ def create_app(service: Service) -> FastAPI:
     async def health_generate(request: Request) -> Response:
         engine.check_health()
         params = GenerateRequest(prompt="health", max_tokens=1, temperature=0)
-        await unless_disconnected(request, engine.generate(engine.encode("a"), params))
+        await unless_disconnected(request, engine.generate(await engine.encode("a"), params))
         return Response()
 
     owner = [Depends(only_owner)]
     app.include_router(bridge_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=owner)
-    app.include_router(lora_routes(engine, service.config), prefix="/lora", dependencies=owner)
+    app.include_router(lora_routes(engine, service.config, service.instance), prefix="/lora", dependencies=owner)
     if service.config.engine == "vllm":
         _serve_stock_routes(app, engine)
     else:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import time
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import BridgeError, ModelError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
 from grpo_engine.server.http.requests import read_path
 from grpo_engine.wire.environment_variables import LOG_FOLDER_VARIABLE
-from grpo_engine.wire.inference import BridgeInfo, PauseRequest, ReloadRequest, ResumeRequest
+from grpo_engine.wire.inference import (
+    BridgeInfo,
+    JoinAnswer,
+    JoinRequest,
+    PauseRequest,
+    ReceiveAnswer,
+    ReceiveRequest,
+    ReloadRequest,
+    ResumeRequest,
+)
 
 
 def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRouter:
@@ -36,6 +46,9 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
             logprobs_mode=engine.logprobs_mode,
             paused=now.is_paused,
             instance=instance,
+            receives_weights=config.receives_weights,
+            num_ranks=now.num_ranks,
+            dtype=now.dtype,
         )
 
     @router.get("/state_dict_info")
@@ -67,6 +80,28 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
             )
         await engine.reload(path, body.policy_version)
         return {"status": "reloaded"} | version_info()
+
+    @router.post("/join")
+    async def join(body: JoinRequest) -> JoinAnswer:
+        try:
+            await engine.join(body)
+        except BridgeError as error:
+            return JoinAnswer(instance=instance, problem=str(error))
+        return JoinAnswer(instance=instance)
+
+    @router.post("/receive")
+    async def receive(body: ReceiveRequest) -> ReceiveAnswer:
+        began = time.perf_counter()
+        try:
+            checksums = await engine.receive(body)
+        except BridgeError as error:  # not 409, which clients repeat
+            return ReceiveAnswer(instance=instance, policy_version=engine.info().policy_version, problem=str(error))
+        return ReceiveAnswer(
+            instance=instance,
+            policy_version=engine.info().policy_version,
+            checksums=checksums,
+            paused_s=time.perf_counter() - began,
+        )
 
     @router.post("/sleep")
     @router.post("/wake_up")

@@ -19,7 +19,7 @@ from grpo_engine.wire.inference import LoraLoadRequest, LoraStatus
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
-def lora_routes(engine: Engine, config: ServerConfig) -> APIRouter:
+def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRouter:
     """The routes below `/lora`."""
     router = APIRouter()
 
@@ -43,6 +43,7 @@ def lora_routes(engine: Engine, config: ServerConfig) -> APIRouter:
             "load_count": adapter.number,
             "adapter_config": _described(path),
             "policy_version": engine.info().policy_version,
+            "instance": instance,
             "paths_in_use": adapter.paths_in_use,
         }
 

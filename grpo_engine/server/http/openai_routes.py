@@ -16,9 +16,19 @@ from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Completion, Engine, Generation
 from grpo_engine.server.http.requests import read_body, unless_disconnected
+from grpo_engine.server.prompts import check_num_completions
 from grpo_engine.wire.codec import Message, first_fault
-from grpo_engine.wire.inference import GenerateRequest
+from grpo_engine.wire.inference import (
+    MAX_TEMPERATURE,
+    GenerateRequest,
+    Penalty,
+    RepetitionPenalty,
+    Stop,
+    StopTokens,
+)
 
+MAX_MESSAGES = 4096
+"""Of a conversation: each is validated on the event loop."""
 _DEFAULT_CHAT_TOKENS = 1024
 """Default of `max_tokens` in a chat request; OpenAI's own default is the rest of the model's context."""
 
@@ -30,18 +40,18 @@ class SamplingFields(Message):
 
     model: str | None = None
     n: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stop = None
+    stop_token_ids: StopTokens = None
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     skip_special_tokens: bool = True
     stream: bool = False
 
@@ -77,7 +87,7 @@ class ChatMessage(Message):
 class ChatRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -110,7 +120,7 @@ def openai_routes(engine: Engine, config: ServerConfig) -> APIRouter:
         params = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
         choices: list[dict[str, Any]] = []
         generations: list[Generation] = []
-        for prompt in _prompts(body.prompt, engine):
+        for prompt in await _prompts(body, engine):
             generation = await unless_disconnected(request, engine.generate(prompt, params))
             generations.append(generation)
             for completion in generation.completions:
@@ -131,7 +141,7 @@ def openai_routes(engine: Engine, config: ServerConfig) -> APIRouter:
     async def chat_completions(request: Request) -> dict[str, Any]:
         body = await read_body(request, ChatRequest)
         _refuse_streaming(body)
-        prompt = engine.render_chat([{"role": m.role, "content": m.content} for m in body.messages])
+        prompt = await engine.render_chat([{"role": m.role, "content": m.content} for m in body.messages])
         params = body.sampling(
             max_tokens=body.max_completion_tokens or body.max_tokens or _DEFAULT_CHAT_TOKENS,
             logprobs=body.top_logprobs if body.logprobs else None,
@@ -171,13 +181,15 @@ def _answer(
     }
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]], engine: Engine) -> list[list[int]]:
+async def _prompts(body: CompletionRequest, engine: Engine) -> list[list[int]]:
+    prompt = body.prompt
     if isinstance(prompt, str):
-        return [engine.encode(prompt)]
+        return [await engine.encode(prompt)]
     try:
         return [TypeAdapter(list[int]).validate_python(prompt, strict=True)]
     except ValidationError:
-        return [engine.encode(each) if isinstance(each, str) else list(each) for each in prompt]  # type: ignore[arg-type]
+        check_num_completions(body.n, num_prompts=len(prompt))
+        return [await engine.encode(each) if isinstance(each, str) else list(each) for each in prompt]  # type: ignore[arg-type]
 
 
 def _refuse_streaming(body: SamplingFields) -> None:

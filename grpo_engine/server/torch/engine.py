@@ -35,7 +35,7 @@ from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.torch.batching import Job, next_batch
 from grpo_engine.server.torch.decoding import Decoded, Decoder, Work
 from grpo_engine.server.torch.weights import ServedWeights, open_weights, tokenizer_for_another_thread
-from grpo_engine.wire.inference import GenerateRequest
+from grpo_engine.wire.inference import GenerateRequest, JoinRequest, ReceiveRequest
 
 _QUIET_S = 0.002
 """A batch begins when no request arrived for so long: requests of one step arrive together and share a batch."""
@@ -112,17 +112,17 @@ class TorchEngine:
             is_sharing=weights.is_sharing,
         )
 
-    def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str) -> list[int]:
         self._loaded()
-        return self._prompts.encode(text)
+        return await self._prompts.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
         self._loaded()
         return self._prompts.decode(token_ids)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
         self._loaded()
-        return self._prompts.render_chat(messages)
+        return await self._prompts.render_chat(messages)
 
     async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
         weights = self._loaded()
@@ -161,6 +161,21 @@ class TorchEngine:
     async def reload(self, path: Path, policy_version: int) -> None:
         weights = self._loaded()
         await self._between_batches(lambda: weights.reload(path, policy_version))
+
+    async def join(self, request: JoinRequest) -> None:
+        weights = self._loaded()
+        await self._between_batches(lambda: weights.join(request))
+
+    async def receive(self, request: ReceiveRequest) -> list[int]:
+        weights = self._loaded()
+
+        def take() -> list[int]:
+            checksums = weights.receive(request)
+            if self._pause is not None and self._pause.owner == weights.awaits:
+                self._pause = None
+            return checksums
+
+        return await self._between_batches(take)
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         weights, rank = self._loaded(), self._config.max_lora_rank
@@ -219,7 +234,7 @@ class TorchEngine:
             )
             self._decoder = self._make_decoder(weights)
             tokenizer = tokenizer_for_another_thread(weights.tokenizer)
-            self._prompts = PromptCodec(self._config.model_name, tokenizer)
+            self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
             if weights.awaits is not None:
                 self._pause = Pause.until_published(weights.awaits, time.monotonic())
                 logger.info("Requests wait until %s has published its weights", self._pause.owner_text)
@@ -321,7 +336,7 @@ class TorchEngine:
     def _answer(self, jobs: list[Job]) -> None:
         assert self._weights is not None
         for job in jobs:
-            _set_result(partial(_generation, job, self._weights.tokenizer), job.future)
+            _set_result(partial(generation_of, job, self._weights.tokenizer), job.future)
         with self._changed:
             done = set(map(id, jobs))
             self._waiting = deque(job for job in self._waiting if id(job) not in done)
@@ -349,7 +364,7 @@ class TorchEngine:
         return Decoder(
             weights.model,
             weights.tokenizer,
-            eos_ids=_eos_ids(weights.model, weights.tokenizer),
+            eos_ids=eos_ids(weights.model, weights.tokenizer),
             logprobs_mode=self.logprobs_mode,
             generator=generator,
         )
@@ -392,7 +407,8 @@ def _set_result(action: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(error)
 
 
-def _generation(job: Job, tokenizer: Any) -> Generation:
+def generation_of(job: Job, tokenizer: Any) -> Generation:
+    """The answer to a job that is done."""
     return Generation(
         prompt_token_ids=job.prompt,
         prompt_logprobs=job.prompt_logprobs,
@@ -414,7 +430,7 @@ def _completion(row: Decoded, version: int, job: Job, tokenizer: Any) -> Complet
     )
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Every token that ends a turn, according to the model's generation settings and its tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list | tuple) else [configured]

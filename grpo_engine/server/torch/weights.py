@@ -28,7 +28,9 @@ from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adap
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
 from grpo_engine.server.exports import Owner, export, fingerprint_of, take_over, withdraw, write_bridge_file
+from grpo_engine.server.receiving import Part, WeightReceiver, awaited_sender, joined
 from grpo_engine.wire.bridge_file import BridgeFile
+from grpo_engine.wire.inference import JoinRequest, ReceiveRequest
 from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class ServedWeights:
     awaits: ProcessIdentity | None = None
     """The trainer that has newer weights and will publish them; nothing may be sampled before."""
     adapter: Adapter | None = None
+    _receiver: WeightReceiver | None = None
     _num_adapters: int = 0
     _announced: tuple[Path, BridgeFile, Owner] | None = None
 
@@ -70,6 +73,31 @@ class ServedWeights:
             for name, parameter in self.parameters.items():
                 parameter.copy_(fresh[name])
             _synchronize(self.model)
+
+    def join(self, request: JoinRequest) -> None:
+        """Begin to meet the members of a weight group; the earlier group is left.
+
+        Raises:
+            BridgeError: other tensors are served.
+        """
+        self._leave()
+        self._receiver = WeightReceiver(request, {name: Part(tensor) for name, tensor in self.parameters.items()})
+
+    def receive(self, request: ReceiveRequest) -> list[int]:
+        """Take the weights that are sent now; the checksum, if it is asked for.
+
+        Raises:
+            BridgeError: no such group was joined, or the transfer failed; the weights may be half-written then.
+        """
+        receiver = joined(self._receiver, request)
+        with self.lock.writing(request.policy_version):
+            checksum = receiver.receive(with_checksum=request.with_checksum)
+        return [] if checksum is None else [checksum]
+
+    def _leave(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def load_adapter(self, path: Path, name: str | None, policy_version: int | None, max_rank: int) -> Adapter:
         """Load an adapter beside the served one, and switch once it is loaded.
@@ -110,7 +138,8 @@ class ServedWeights:
         return previous
 
     def close(self) -> None:
-        """Remove what was shared, unless it belongs to the run."""
+        """Leave the weight group, and remove what was shared, unless it belongs to the run."""
+        self._leave()
         if self._announced is not None:
             withdraw(*self._announced)
             self._announced = None
@@ -140,6 +169,7 @@ def open_weights(
             lock=lock,
             parameters=_parameters_of(model),
             aliases=_aliases_of(model),
+            awaits=awaited_sender(config),
         )
         with resuming_newest_adapter(config, environment) as newest:
             if newest is not None:

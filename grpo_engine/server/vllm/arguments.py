@@ -43,7 +43,7 @@ _CPU_CACHE_BYTES = 1 << 30
 _CACHE_BYTES = struct.Struct("q")
 _shared_page = mmap.mmap(-1, mmap.PAGESIZE)
 """Shared by all servers that are forked from one fork server, which imports this module before it forks."""
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def prepare_environment(config: ServerConfig, environment: MutableMapping[str, s
     """
     me = ProcessIdentity.of_this_process()
     environment[VLLM_SERVER_VARIABLE] = f"{me.pid}:{me.start_ticks}"
-    environment[VLLM_SHARE_VARIABLE] = "1" if config.shared_weights else "0"
+    environment[VLLM_SHARE_VARIABLE] = "1" if config.changes_in_place else "0"
     settle_environment(config, environment)
     logging.getLogger(_SAGEMAKER_LOGGER).addFilter(_reject)  # other code resets its level and `disabled`
     _check_sharing(config, environment)
@@ -95,7 +95,14 @@ def check_platform(config: ServerConfig) -> None:
 
 
 def engine_arguments(config: ServerConfig) -> AsyncEngineArgs:
-    """The settings as vLLM's engine arguments.
+    """The settings as vLLM's engine arguments; raises as `engine_settings`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(**engine_settings(config))
+
+
+def engine_settings(config: ServerConfig) -> dict[str, Any]:
+    """The same by the names of vLLM's arguments.
 
     Raises:
         ConfigError: this vLLM does not know one of them.
@@ -115,7 +122,7 @@ def engine_arguments(config: ServerConfig) -> AsyncEngineArgs:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if missing := sorted(values.keys() - known):
         raise ConfigError(f"vLLM {vllm.__version__} has no engine argument {', '.join(missing)}; install 0.26 to 0.33")
-    return AsyncEngineArgs(**values)
+    return values
 
 
 def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
@@ -153,9 +160,9 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         values["kv_cache_memory_bytes"] = stored
     if config.cuda_graph_sizes is not None:
         values["cudagraph_capture_sizes"] = list(config.cuda_graph_sizes)
-    if is_cpu and config.shared_weights and not config.enforce_eager:
+    if is_cpu and config.changes_in_place and not config.enforce_eager:
         # With compilation, inductor may embed weights as constants in the compiled code on this platform.
-        logger.info("Shared weights on a CPU: compilation is off")
+        logger.info("Weights that change in place, on a CPU: compilation is off")
         values["enforce_eager"] = True
     if not is_cpu and config.logprobs_mode == "processed" and config.dtype != "float32":
         # vLLM 0.26 divides by the temperature in the logits' own type: in bfloat16 that is off by 2**-9 of a logit.
@@ -199,7 +206,7 @@ def _check_sharing(config: ServerConfig, environment: Mapping[str, str]) -> None
             f"--tensor-parallel-size {config.tensor_parallel_size} with --shared-weights: every rank would hold a part "
             "of each tensor, but the trainer needs whole tensors; serve on one GPU, or use checkpoints or adapters"
         )
-    for name in _ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower():
             raise ConfigError(
                 f"{name}={environment[name]} with --shared-weights: expandable segments cannot be exported to the "

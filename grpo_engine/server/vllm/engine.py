@@ -26,16 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.memory.weight_lock import LockState, WeightLock
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
-from grpo_engine.errors import DataError, GrpoError, HalfWritten, ModelError
+from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
-from grpo_engine.processes import ProcessTree, is_resource_tracker, kill
+from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker, kill
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
 from grpo_engine.server.prompts import PromptCodec, check_num_completions, max_new_tokens
+from grpo_engine.server.receiving import awaited_sender
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.arguments import (
@@ -51,7 +52,7 @@ from grpo_engine.server.vllm.requirements import check_room, installed_vllm, vis
 from grpo_engine.server.vllm.running import CoreOutputs, RunningVersions, lengths_so_far
 from grpo_engine.server.vllm.sharing import Sharing, share
 from grpo_engine.server.vllm.stock import StockApp, stock_app
-from grpo_engine.wire.inference import GenerateRequest
+from grpo_engine.wire.inference import GenerateRequest, JoinRequest, ReceiveRequest
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -102,6 +103,10 @@ class VllmEngine:
         self._parameters: Parameters
         self._lock = WeightLock.private()
         self._sharing: Sharing | None = None
+        self._awaited: ProcessIdentity | None = None
+        """The trainer that has newer weights, since this server started."""
+        self._epoch: int | None = None
+        """Weight group that the workers joined last."""
         self._failure: BaseException | None = None
         self._is_closing = threading.Event()
         self._is_started = threading.Event()
@@ -169,7 +174,8 @@ class VllmEngine:
     def _load(self) -> AsyncLLM:
         prepare_environment(self._config, os.environ)
         self._check_room()
-        self._prompts = PromptCodec(self._config.model_name, load_tokenizer(self._config.model_name))
+        tokenizer = load_tokenizer(self._config.model_name)
+        self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_platform(self._config)
@@ -227,9 +233,10 @@ class VllmEngine:
 
     async def _wait_for_trainer(self, llm: AsyncLLM) -> None:
         """Pause until the trainer whose weights were lost with the previous server publishes them again."""
-        if self._sharing is None or self._sharing.awaits is None:
+        self._awaited = awaited_sender(self._config) if self._sharing is None else self._sharing.awaits
+        if self._awaited is None:
             return
-        self._pause = Pause.until_published(self._sharing.awaits, time.monotonic())
+        self._pause = Pause.until_published(self._awaited, time.monotonic())
         await self._halt(llm)
         logger.info("Requests wait until %s has published its weights", self._pause.owner_text)
 
@@ -294,20 +301,21 @@ class VllmEngine:
             last_update_time=state.updated_at,
             is_paused=self._pause is not None,
             is_sharing=self._sharing is not None,
+            num_ranks=int(llm.vllm_config.parallel_config.tensor_parallel_size),
             patches=self._patches,
         )
 
-    def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str) -> list[int]:
         self._running()
-        return self._prompts.encode(text)
+        return await self._prompts.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
         self._running()
         return self._prompts.decode(token_ids)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
         self._running()
-        return self._prompts.render_chat(messages)
+        return await self._prompts.render_chat(messages)
 
     async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
         llm = self._running()
@@ -392,6 +400,44 @@ class VllmEngine:
             finally:
                 if self._pause is None:
                     await self._continue(llm)
+
+    async def join(self, request: JoinRequest) -> None:
+        llm = self._running()
+        if not self._config.receives_weights:
+            raise BridgeError("this server does not receive weights: start it with --receives-weights")
+        folder = checkpoint_folder(self._config.model_name) if self._lock.read().policy_version == 0 else None
+        expected = {name: list(shape) for name, shape in self._parameters.shapes.items()}
+        with self._awaiting_core():
+            problems = await llm.collective_rpc(
+                "grpo_join",
+                args=(
+                    request.model_dump(mode="json"),
+                    expected,
+                    self._parameters.aliases,
+                    None if folder is None else str(folder),
+                ),
+            )
+        if problem := next(filter(None, problems), None):
+            raise BridgeError(problem)
+        self._epoch = request.meeting.epoch
+
+    async def receive(self, request: ReceiveRequest) -> list[int]:
+        llm = self._running()
+        if request.epoch != self._epoch:
+            raise BridgeError(f"weight group {request.epoch}: not joined by this server, whose group is {self._epoch}")
+        async with self._changing:
+            try:
+                await self._halt(llm)
+                with self._lock.writing(request.policy_version), self._awaiting_core():
+                    answers = await llm.collective_rpc("grpo_receive", args=(request.with_checksum,))
+                    if problem := next((answer["problem"] for answer in answers if "problem" in answer), None):
+                        raise BridgeError(problem)
+                if self._pause is not None and self._pause.owner == self._awaited:
+                    self._pause = None
+            finally:
+                if self._pause is None:
+                    await self._continue(llm)
+        return [answer["checksum"] for answer in answers if answer["checksum"] is not None]
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         return await self._load_adapter(self._running(), path, name, policy_version)

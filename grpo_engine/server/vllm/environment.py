@@ -5,11 +5,14 @@ Imports neither of them, so that it can be called before. Values that the user s
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import logging
+from collections.abc import Mapping, MutableMapping
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.local import cache_folder
 from grpo_engine.server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 _WITHOUT_WHOLE_PROGRAMS = {
     "VLLM_USE_AOT_COMPILE": "0",
@@ -17,6 +20,8 @@ _WITHOUT_WHOLE_PROGRAMS = {
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
 """With any of these, vLLM cannot keep a compiled model as one program."""
+_NO_LAUNCH_OVERLAP = "VLLM_LORA_DISABLE_PDL"
+_BLACKWELL = 10
 
 
 def settle_environment(config: ServerConfig, environment: MutableMapping[str, str]) -> None:
@@ -33,6 +38,10 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))  # else in /tmp
     environment.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
+    if config.enable_lora and _NO_LAUNCH_OVERLAP not in environment and _has_blackwell(environment):
+        # Grid dependency control in vLLM's adapter kernels (PDL): Triton fails to compile it for Blackwell.
+        environment[_NO_LAUNCH_OVERLAP] = "1"
+        logger.info("Blackwell GPU: adapter kernels run without grid dependency control (%s=1)", _NO_LAUNCH_OVERLAP)
     if _is_on_cpu(config):
         # vLLM (seen with 0.32) stores a compiled model that it cannot load, and so compiles at every start. Inductor's
         # own cache does load: a restart takes 3 s, not 6.
@@ -40,6 +49,12 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     # A compiled model stored as one program loads in 0.3 s, not 3: vLLM's default with torch 2.12 and newer.
     if not any(environment.get(name) == value for name, value in _WITHOUT_WHOLE_PROGRAMS.items()):
         environment.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
+
+
+def _has_blackwell(environment: Mapping[str, str]) -> bool:
+    from grpo_engine.server.vllm.requirements import visible_gpus
+
+    return any(gpu.generation >= _BLACKWELL for gpu in visible_gpus(environment) or ())
 
 
 def _is_on_cpu(config: ServerConfig) -> bool:

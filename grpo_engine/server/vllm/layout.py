@@ -17,6 +17,7 @@ import torch
 from grpo_engine.bridges.memory.shared_tensors import export_tensors
 from grpo_engine.errors import BridgeError, first_of
 from grpo_engine.models.stored_weights import compare_with_stored
+from grpo_engine.server.receiving import Part
 from grpo_engine.wire.bridge_file import PosixHandle
 
 if TYPE_CHECKING:
@@ -28,38 +29,54 @@ _LORA_WRAPPING = ".base_layer"
 def views_under_hf_names(
     model: nn.Module, expected: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Views of a vLLM model's parameters, one for each name in `expected`.
+    """Views of a vLLM model's parameters, one for each name in `expected`; arguments and errors as for the parts."""
+    parts = parts_under_hf_names(model, expected, aliases)
+    return {name: part.memory for name, part in parts.items()}
+
+
+def parts_under_hf_names(
+    model: nn.Module,
+    expected: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> dict[str, Part]:
+    """Where a vLLM process of a tensor-parallel server keeps its part of each parameter in `expected`.
 
     Args:
+        expected: names in transformers → shapes of the whole parameters.
         aliases: tied parameters of the transformers model: the second name → the one in `expected`.
+        rank, num_ranks: of this process among those that hold parts of the model.
 
     Raises:
         BridgeError: the two models have different parameters; the message names the differences.
     """
-    views: dict[str, Tensor] = {}
+    parts: dict[str, Part] = {}
     foreign: list[tuple[str, Tensor]] = []
-    for name, view in _all_views(model):
-        if name in expected:
-            views[name] = view
-        else:
+    misshapen = []
+    for name, view, first_row in _all_views(model, num_ranks):
+        if name not in expected:
             foreign.append((name, view))
+            continue
+        try:
+            parts[name] = Part(view, _place_in_whole(tuple(view.shape), expected[name], first_row, rank, num_ranks))
+        except ValueError:
+            parts[name] = Part(view)
+            misshapen.append(f"{name} {tuple(view.shape)} instead of {expected[name]}")
     faults = []
-    if missing := [name for name in expected if name not in views]:
+    if missing := [name for name in expected if name not in parts]:
         faults.append(f"not found in vLLM: {first_of(missing)}")
-    if misshapen := [
-        f"{name} {tuple(view.shape)} instead of {expected[name]}"
-        for name, view in views.items()
-        if tuple(view.shape) != expected[name]
-    ]:
+    if misshapen:
         faults.append(f"of another shape: {first_of(misshapen)}")
-    places = {_place(view): name for name, view in views.items()}
-    if len(places) < len(views):
+    owners = {_address(part.memory): name for name, part in parts.items()}
+    if len(owners) < len(parts):
         faults.append("one tensor in vLLM, but several in transformers (tied embeddings?)")
     # The same memory under a second name is a tied parameter, or a wrapper that refers to another layer.
     if unknown := [
         name
         for name, view in foreign
-        if (owner := places.get(_place(view))) is None or aliases.get(name, owner) != owner
+        if (owner := owners.get(_address(view))) is None or aliases.get(name, owner) != owner
     ]:
         faults.append(f"only in vLLM: {first_of(unknown)}")
     if faults:
@@ -67,13 +84,14 @@ def views_under_hf_names(
             f"the weights of vLLM's {type(model).__name__} cannot be shared: {'; '.join(faults)}. "
             "Serve it without --shared-weights, and update it by checkpoints or adapters"
         )
-    return {name: views[name] for name in expected}
+    return {name: parts[name] for name in expected}
 
 
-def compare_with_checkpoint(views: Mapping[str, Tensor], folder: Path) -> int:
-    """Compare the first, middle and last row of every view with the checkpoint that was loaded.
+def compare_with_checkpoint(parts: Mapping[str, Part], folder: Path) -> int:
+    """Compare the first, middle and last row of every part with the checkpoint that was loaded.
 
-    Detects what names and shapes do not show: a version of vLLM that reorders, transposes or scales a weight.
+    Detects what names and shapes do not show: a version of vLLM that reorders, transposes or scales a weight, or
+    divides it among its processes in another way.
 
     Returns:
         How many tensors were compared.
@@ -81,7 +99,11 @@ def compare_with_checkpoint(views: Mapping[str, Tensor], folder: Path) -> int:
     Raises:
         BridgeError: one differs.
     """
-    comparison = compare_with_stored(views, folder)
+    comparison = compare_with_stored(
+        {name: part.memory for name, part in parts.items()},
+        folder,
+        {name: part.place for name, part in parts.items() if part.place is not None},
+    )
     if comparison.first_difference is not None:
         raise BridgeError(
             f"{comparison.first_difference}: this vLLM changes the weights of this architecture when it loads them, so "
@@ -130,8 +152,11 @@ def move_into_segment(model: nn.Module, segment: str) -> int:
     return shared[first].data_ptr() - handle.offset_bytes
 
 
-def _all_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, with fused ones split as in transformers; tied ones under each of their names."""
+def _all_views(model: nn.Module, num_ranks: int) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Every parameter, with fused ones split as in transformers; tied ones under each of their names.
+
+    The number is the first row of a vocabulary that this process has; None for other parameters.
+    """
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         path = module_name.replace(_LORA_WRAPPING, "")
@@ -140,16 +165,25 @@ def _all_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             data = parameter.detach()
             parts = packed.get(last, [last])
             if len(parts) > 1:
-                sizes = _row_counts(path, module, data, len(parts))
+                sizes = _row_counts(path, module, data, len(parts), num_ranks)
                 for part, start, size in zip(parts, accumulate([0, *sizes[:-1]]), sizes, strict=True):
-                    yield ".".join(filter(None, (owner, part, leaf))), data[start : start + size]
+                    yield ".".join(filter(None, (owner, part, leaf))), data[start : start + size], None
             else:
-                rows = getattr(module, "org_vocab_size", None)
-                yield ".".join(filter(None, (path, leaf))), data if rows is None else data[:rows]
+                first_row, num_rows = _vocabulary_rows(module)
+                yield ".".join(filter(None, (path, leaf))), data[:num_rows], first_row
 
 
-def _row_counts(path: str, module: nn.Module, data: Tensor, num_parts: int) -> list[int]:
-    sizes = [int(size) for size in getattr(module, "output_sizes", ())]
+def _vocabulary_rows(module: nn.Module) -> tuple[int | None, int | None]:
+    """The first row and the number of rows that this process has of a vocabulary, without padding; None elsewhere."""
+    indices = getattr(module, "shard_indices", None)
+    if indices is not None:
+        return indices.org_vocab_start_index, indices.num_org_elements
+    return None, getattr(module, "org_vocab_size", None)
+
+
+def _row_counts(path: str, module: nn.Module, data: Tensor, num_parts: int, num_ranks: int) -> list[int]:
+    """Rows of each fused projection in this process."""
+    sizes = [int(size) // num_ranks for size in getattr(module, "output_sizes", ())]  # of k and v: repeated, then split
     if len(sizes) != num_parts or sum(sizes) != data.shape[0]:
         raise BridgeError(
             f"{path}: {data.shape[0]} rows of {num_parts} fused projections, but vLLM has the sizes {sizes}; "
@@ -158,5 +192,32 @@ def _row_counts(path: str, module: nn.Module, data: Tensor, num_parts: int) -> l
     return sizes
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel()
+def _place_in_whole(
+    own: tuple[int, ...], whole: tuple[int, ...], first_row: int | None, rank: int, num_ranks: int
+) -> tuple[slice, ...] | None:
+    """Which part of a whole tensor a process has: rows or columns in the order of ranks; None: all of it.
+
+    Where there are fewer parts than ranks, as of k and v with few heads, neighbours have the same one.
+
+    Raises:
+        ValueError: its shape is not that of a part.
+    """
+    if own == whole:
+        return None
+    if len(own) != len(whole) or num_ranks == 1:
+        raise ValueError
+    if first_row is not None and own[1:] == whole[1:]:
+        return (slice(first_row, first_row + own[0]),)
+    places = []
+    for size, total in zip(own, whole, strict=True):
+        num_parts, rest = divmod(total, size) if size else (0, 0)
+        if num_parts == 0 or rest or num_ranks % num_parts:
+            raise ValueError
+        start = rank // (num_ranks // num_parts) * size
+        places.append(slice(start, start + size))
+    return tuple(places)
+
+
+def _address(tensor: Tensor) -> tuple[int, int, int]:
+    """Identifies a view also where it has no elements."""
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.itemsize, tensor.numel()

@@ -41,7 +41,7 @@ _WITHOUT = {
 def needed_patches(config: ServerConfig, *, is_cpu: bool) -> frozenset[Patch]:
     """The patches that these settings need."""
     needed = {Patch.WATCH_SERVER, Patch.HEAR_OUTPUTS}
-    if is_cpu and config.shared_weights:
+    if is_cpu and config.changes_in_place:
         needed.add(Patch.KEEP_CPU_WEIGHTS)
     return frozenset(needed)
 

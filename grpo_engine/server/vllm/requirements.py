@@ -71,6 +71,8 @@ class GpuMemory:
     free_bytes: int
     usable_bytes: int
     """Memory that programs can use in all."""
+    generation: int = 0
+    """Major number of its compute capability: 9 for Hopper, from 10 on Blackwell."""
 
     @property
     def free_share(self) -> float:
@@ -340,8 +342,15 @@ def _what_fits(config: ServerConfig, need: Need, gpu: GpuMemory) -> str:
 
 
 def _gpu(pynvml: Any, index: int) -> GpuMemory:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index), version=pynvml.nvmlMemory_v2)
-    return GpuMemory(index=index, free_bytes=int(memory.free), usable_bytes=int(memory.free + memory.used))
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    generation, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return GpuMemory(
+        index=index,
+        free_bytes=int(memory.free),
+        usable_bytes=int(memory.free + memory.used),
+        generation=int(generation),
+    )
 
 
 def _gb(num_bytes: int) -> str:

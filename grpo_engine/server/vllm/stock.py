@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from grpo_engine.errors import GrpoError
+from grpo_engine.errors import DataError, GrpoError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import WeightsBusy
-from grpo_engine.server.http.requests import only_owner, status_of
+from grpo_engine.server.http.requests import MAX_BODY_BYTES, ClientDisconnected, only_owner, status_of
+from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ _INFERENCE = frozenset(
     }
 )
 """Paths that any client may use."""
+_LISTS = frozenset(path for path in _INFERENCE if path.startswith(("/v1/completions", "/v1/chat/")))
+"""Those that take several prompts, whose number vLLM does not limit."""
 _RESPONSES = "/v1/responses/"
 _OURS = {
     "/v1/load_lora_adapter": "/lora/load",
@@ -122,6 +127,14 @@ class StockApp:
             return
         if path not in _INFERENCE and not path.startswith(_RESPONSES):
             only_owner(Request(scope))
+        if path in _LISTS:
+            body = await _read(receive)
+            try:
+                await asyncio.to_thread(_check_lists, body)
+            except DataError as error:
+                await JSONResponse(_error(str(error), 400), 400)(scope, receive, send)
+                return
+            receive = _again(body, receive)
         await self._app(dict(scope), receive, send)
 
     def endpoints(self) -> dict[str, list[str]]:
@@ -185,6 +198,45 @@ def add_our_errors(app: FastAPI) -> None:
     async def _on_error(_request: Request, error: GrpoError) -> JSONResponse:
         status = status_of(error)
         return JSONResponse(_error(str(error), status), status)
+
+
+async def _read(receive: Receive) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ClientDisconnected: the client closed the connection before the end of the body.
+    """
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """`receive` with the body that was read from it."""
+    unread = [body]
+
+    async def receive_again() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        return await receive()
+
+    return receive_again
+
+
+def _check_lists(body: bytes) -> None:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):  # vLLM answers it
+        return
+    if isinstance(fields, dict):
+        check_listed_prompts(fields)
 
 
 def _error(text: str, status: int) -> dict[str, Any]:

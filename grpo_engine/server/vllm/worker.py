@@ -27,6 +27,8 @@ from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SH
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_engine.server.receiving import WeightReceiver
+
 _WATCH_INTERVAL_S = 0.25
 _WATCH_NAME = "grpo-server-watch"
 _PATCHED = "_grpo_keeps_weights"
@@ -37,8 +39,20 @@ class GrpoWorker:
 
     model_runner: Any
     vllm_config: Any
+    rank: int
     add_lora: Callable[[Any], bool]
     reload_weights: Callable[..., None]
+
+    _grpo_receiver: WeightReceiver | None = None
+    _grpo_views: dict[str, Tensor]
+
+    @property
+    def _grpo_rank(self) -> int:
+        return int(self.rank % self._grpo_num_ranks)
+
+    @property
+    def _grpo_num_ranks(self) -> int:
+        return int(self.vllm_config.parallel_config.tensor_parallel_size)
 
     def grpo_share(
         self, segment: str, expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
@@ -55,13 +69,20 @@ class GrpoWorker:
             `tensors` (name → `SharedTensor`), `fused` (the same by vLLM's own names, only on a GPU) and
             `num_compared`, or `problem`: an exception would stop the worker in some versions.
         """
-        from grpo_engine.server.vllm.layout import compare_with_checkpoint, fused_parameters, views_under_hf_names
+        from grpo_engine.server.vllm.layout import (
+            compare_with_checkpoint,
+            fused_parameters,
+            parts_under_hf_names,
+            views_under_hf_names,
+        )
 
         try:
             self._grpo_check_shareable()
             model = self.model_runner.get_model()
-            views = views_under_hf_names(model, {name: tuple(shape) for name, shape in expected.items()}, aliases)
-            num_compared = compare_with_checkpoint(views, Path(folder)) if folder else 0
+            shapes = {name: tuple(shape) for name, shape in expected.items()}
+            parts = parts_under_hf_names(model, shapes, aliases)
+            num_compared = compare_with_checkpoint(parts, Path(folder)) if folder else 0
+            views = {name: part.memory for name, part in parts.items()}
             fused: dict[str, Any] = {}
             if next(iter(views.values())).is_cuda:
                 from grpo_engine.bridges.memory.cuda_tensors import export_cuda_tensors
@@ -72,7 +93,7 @@ class GrpoWorker:
                 from grpo_engine.server.vllm.layout import move_into_segment
 
                 base = move_into_segment(model, segment)
-                views = views_under_hf_names(model, {name: tuple(s) for name, s in expected.items()}, aliases)
+                views = views_under_hf_names(model, shapes, aliases)
                 manifest = {name: _described(view, segment, base) for name, view in views.items()}
         except BridgeError as error:
             return {"problem": str(error)}
@@ -81,6 +102,69 @@ class GrpoWorker:
             "fused": {name: entry.model_dump(mode="json") for name, entry in fused.items()},
             "num_compared": num_compared,
         }
+
+    def grpo_join(
+        self, request: dict[str, Any], expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
+    ) -> str | None:
+        """Begin to meet the members of a weight group; why that is impossible, or None.
+
+        Args:
+            request: a `JoinRequest`.
+            expected, aliases, folder: as for `grpo_share`.
+        """
+        from grpo_engine.server.receiving import WeightReceiver
+        from grpo_engine.server.vllm.layout import compare_with_checkpoint, parts_under_hf_names
+        from grpo_engine.wire.inference import JoinRequest
+
+        self.grpo_leave()
+        try:
+            self._grpo_check_plain()
+            shapes = {name: tuple(shape) for name, shape in expected.items()}
+            parts = parts_under_hf_names(
+                self.model_runner.get_model(), shapes, aliases, rank=self._grpo_rank, num_ranks=self._grpo_num_ranks
+            )
+            if folder is not None:
+                compare_with_checkpoint(parts, Path(folder))
+            self._grpo_receiver = WeightReceiver(JoinRequest.model_validate(request), parts, local_rank=self._grpo_rank)
+        except BridgeError as error:
+            return str(error)
+        return None
+
+    def grpo_receive(self, with_checksum: bool) -> dict[str, Any]:
+        """Take the weights that are sent now: `checksum`, or `problem`."""
+        if self._grpo_receiver is None:
+            return {"problem": "no weight group was joined"}
+        try:
+            return {"checksum": self._grpo_receiver.receive(with_checksum=with_checksum)}
+        except BridgeError as error:
+            return {"problem": str(error)}
+
+    def grpo_find_weights(self, expected: dict[str, list[int]], aliases: dict[str, str]) -> str | None:
+        """Find where the weights are, for `grpo_write`; why they cannot be written, or None.
+
+        Args:
+            expected, aliases: as for `grpo_share`.
+        """
+        from grpo_engine.server.vllm.layout import views_under_hf_names
+
+        try:
+            self._grpo_check_plain()
+            shapes = {name: tuple(shape) for name, shape in expected.items()}
+            self._grpo_views = views_under_hf_names(self.model_runner.get_model(), shapes, aliases)
+        except BridgeError as error:
+            return str(error)
+        return None
+
+    def grpo_write(self, layer: dict[str, Tensor]) -> None:
+        """Copy weights, by their names in transformers; in the process of the caller alone."""
+        for name, values in layer.items():
+            self._grpo_views[name].copy_(values.detach())
+
+    def grpo_leave(self) -> None:
+        """Leave the weight group."""
+        if self._grpo_receiver is not None:
+            self._grpo_receiver.close()
+            self._grpo_receiver = None
 
     def grpo_patches(self) -> dict[str, bool]:
         """The patches of this process (`patches.py`), and whether each is in place."""
@@ -157,16 +241,23 @@ class GrpoWorker:
         }
 
     def _grpo_check_shareable(self) -> None:
+        self._grpo_check_plain()
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
-        if model.quantization is not None:
-            raise BridgeError(
-                f"{model.model}: quantized ({model.quantization}); only unquantized weights can be shared: "
-                "serve an unquantized checkpoint"
-            )
         if getattr(model, "enable_sleep_mode", False):
             raise BridgeError("weights in sleep mode cannot be exported: start without enable_sleep_mode")
         if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
             raise BridgeError("the model is split over several GPUs; only a model on one GPU can be shared")
+
+    def _grpo_check_plain(self) -> None:
+        """Refuse weights that are not those of the checkpoint, in one dtype."""
+        model = self.vllm_config.model_config
+        if model.quantization is not None:
+            raise BridgeError(
+                f"{model.model}: quantized ({model.quantization}); only unquantized weights can be trained: "
+                "serve an unquantized checkpoint"
+            )
+        if self.vllm_config.parallel_config.pipeline_parallel_size != 1:
+            raise BridgeError("the layers are split over several GPUs: choose tensor_parallel_size instead")
         for name, parameter in self.model_runner.get_model().named_parameters():
             if parameter.dtype != model.dtype:
                 raise BridgeError(

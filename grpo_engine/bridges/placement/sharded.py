@@ -1,0 +1,124 @@
+"""Placement `sharded`: each rank of the trainer stores a part of the model, which is gathered to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_engine.bridges.protocol import BridgeContext
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from grpo_engine.ranks.group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Work of all ranks: `RankPlacement.load`, the first that rank 0 announces, once it has found the servers."""
+
+    def __str__(self) -> str:
+        return "loading the model"
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Work of all ranks: `RankPlacement.stream`."""
+
+    def __str__(self) -> str:
+        return "gathering the weights"
+
+
+class ShardedModel:
+    """See `grpo_engine.bridges.protocol.RankPlacement`."""
+
+    def __init__(self, context: BridgeContext) -> None:
+        self._context = context
+        self._model: PreTrainedModel
+
+    def load(self) -> PreTrainedModel:
+        """Load the model and shard it, on all ranks."""
+        ranks = self._context.ranks
+        assert ranks is not None
+        with ranks.together(LoadModel()):
+            return self._load(ranks)
+
+    def _load(self, ranks: RankGroup) -> PreTrainedModel:
+        import torch
+
+        from grpo_engine.models.loading import load_model
+        from grpo_engine.models.sharded import shard_model, without_values
+
+        context = self._context
+        self._model = load_model(context.model_name, dtype=context.dtype, device="cpu")
+        self._dtype = next(self._model.parameters()).dtype
+        self._unsharded = without_values(self._model)
+        shard_model(
+            self._model,
+            ranks.mesh(),
+            shard_dtype=self._dtype if context.sharding.rounds_weights else torch.float32,
+            reshard_after_forward=not context.sharding.keeps_gathered,
+            offload=context.sharding.offloads,
+            around=ranks.collective,
+        )
+        return self._model
+
+    def max_bytes(self) -> int:
+        """Size of two checkpoints."""
+        num_elements = sum(int(parameter.numel()) for parameter in self._model.parameters())
+        return int(2 * num_elements * self._dtype.itemsize)
+
+    def layers(self) -> list[dict[str, tuple[int, ...]]]:
+        """Names and shapes of the parameters in the order of `stream`."""
+        from grpo_engine.models.execution import shapes_by_layer
+
+        return shapes_by_layer(self._model)
+
+    def stream(self, receive: Callable[[dict[str, Tensor]], None] | None = None) -> None:
+        """Gather the parameters layer by layer, on all ranks.
+
+        Args:
+            receive: called with those of each layer by their names in transformers, on this rank's device and in the
+                model's dtype, which are freed after the call; it must not raise, since other ranks go on.
+        """
+        stream_on_all_ranks(self._context.ranks, self._model, self._dtype, receive)
+
+    def write(self, folder: Path, kept: Path) -> None:
+        """Write a whole checkpoint; `kept` is not used."""
+        self.save(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write the model, gathered in main memory of rank 0, and its tokenizer; within work of all ranks, on each."""
+        from grpo_engine.bridges.transport.saving import save_model
+
+        tensors: dict[str, Tensor] = {}
+
+        def keep(layer: dict[str, Tensor]) -> None:
+            tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in layer.items()})
+
+        ranks = self._context.ranks
+        assert ranks is not None
+        self.stream(keep if ranks.leads else None)
+        if not ranks.leads:
+            return
+        save_model(self._unsharded, self._context.model_name, folder, tensors)
+
+
+def stream_on_all_ranks(
+    ranks: RankGroup | None,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    receive: Callable[[dict[str, Tensor]], None] | None,
+) -> None:
+    """Gather the parameters of a sharded model layer by layer, on all ranks, and hand each to `receive`."""
+    from grpo_engine.models.sharded import weight_stream
+
+    assert ranks is not None
+    with ranks.together(GatherWeights()):
+        for layer in weight_stream(model, dtype):
+            if receive is not None:
+                receive(layer)
