@@ -6,15 +6,18 @@ without the `env.`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config
+from grpo_engine.config import Config, LogLevel, RawTable
+from grpo_engine.environments import stock_layout
 from grpo_engine.environments.items.curriculum import AnyCurriculum
 from grpo_engine.environments.items.curriculum import spell_out as spell_out_curriculum
 from grpo_engine.environments.tasks import AnyTask, spell_out
+from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.flags import Flag
 
 
@@ -25,18 +28,41 @@ def _without_v1(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+def _separated(value: Any) -> Any:
+    """URLs of a list, or of a text in which commas separate them."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    return [url.strip() for part in parts for url in part.split(",") if url.strip()]
+
+
+def _named_once(urls: tuple[str, ...]) -> tuple[str, ...]:
+    twice = [url for url in urls if urls.count(url) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is named twice: name each server once")
+    return urls
+
+
+def _with_logprobs(server_type: str) -> str:
+    if server_type != "vllm":
+        raise ValueError(
+            f"{server_type!r}: only 'vllm' asks /generate, which returns the log-probabilities that training needs: "
+            "leave it out, or set vllm"
+        )
+    return server_type
+
+
 Url = Annotated[str, AfterValidator(_without_v1)]
+Urls = Annotated[tuple[Url, ...], BeforeValidator(_separated), AfterValidator(_named_once)]
 
 
-class EnvironmentConfig(Config):
-    """An environment: its task, the model's tokenizer, sampling settings, and server addresses."""
+class SamplingConfig(Config):
+    """What is sampled: items of a task, completions of each, and the prompts that they are put into."""
 
-    task: AnyTask
+    task: Annotated[AnyTask, BeforeValidator(spell_out)]
     """Items and rewards: a table with a `name`, or a short form such as sort6 or reasoning_gym:chain_sum."""
-    model_name: Annotated[str, Flag(("--model-name", "--model", "--tokenizer-name"))]
-    """Model whose tokenizer and chat template build the prompts: a folder, a hub name, or a locally made model."""
-    group_size: int = Field(4, ge=1)
-    """Completions of each item."""
+    group_size: int = Field(4, ge=2)
+    """Completions of each item; a reward counts as its difference from the others, so there are at least two."""
     max_tokens: int = Field(256, ge=1)
     """Longest completion in tokens; prompt and completion never exceed max_token_length."""
     temperature: float = Field(1.0, gt=0)
@@ -44,26 +70,7 @@ class EnvironmentConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; below 1 the log-probabilities differ from those of the trained policy."""
 
-    # Addresses
-    rollout_server_url: Url = "http://localhost:8000"
-    """URL of the rollout API."""
-    inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
-    """URL of the inference server; a `/v1` at its end is ignored."""
-    api_token: str | None = None
-    """Token of the rollout API; unset: from $GRPO_API_TOKEN or $GRPO_API_TOKEN_FILE, which a
-    supervisor sets, else none."""
-
-    # How much
-    max_batches_offpolicy: int = Field(3, ge=1)
-    """Most batches that are generated ahead of the trainer."""
-    max_workers: int = Field(64, ge=1)
-    """Most groups that are generated concurrently."""
-    total_steps: int | None = Field(None, ge=1)
-    """Exit with code 0 when the trainer has fetched this many batches; unset: run until stopped."""
-    max_token_length: int = Field(2048, ge=2)
-    """Longest sequence in tokens, prompt included; a lower limit of the trainer applies."""
-
-    # Evaluation: held-out items, sampled every eval_every steps of the trainer
+    # Evaluation: held-out items
     eval_temperature: float | None = Field(None, ge=0)
     """Sampling temperature in evaluations; 0: greedy; unset: as `temperature`."""
     eval_solved_from: float = 1.0
@@ -76,11 +83,11 @@ class EnvironmentConfig(Config):
     """Put each question into the model's chat template; off: plain text."""
     stop: tuple[str, ...] = ()
     """Stop strings of a completion, besides the end token."""
-    seed: int = 0
-    """Seed of the items and their order."""
 
     # Which items are sampled; see also the settings of the task
-    curriculum: AnyCurriculum | None = Field(None, discriminator="name")
+    curriculum: Annotated[AnyCurriculum | None, BeforeValidator(spell_out_curriculum)] = Field(
+        None, discriminator="name"
+    )
     """Order and difficulty of the items: rising, or python:module:object for your own; unset: the task as configured,
     shuffled. Evaluations ignore it."""
     easy_threshold: float | None = None
@@ -89,38 +96,122 @@ class EnvironmentConfig(Config):
     """Mean reward of its last groups up to which an item teaches nothing and is seldom asked, e.g. 0; unset: none."""
     revisit_rate: float = Field(0.1, ge=0, le=1)
     """Share of its turns in which such an item is asked all the same, because the policy changes."""
-    state_file: Path | None = None
-    """JSON file that keeps the curriculum and the solve rates over a restart; unset: not kept."""
-
-    # How it appears to the rollout API
-    name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
-    """Name of the environment; unset: the task's."""
-    weight: float = Field(1.0, ge=0, validation_alias=AliasChoices("weight", "inference_weight"))
-    """Share of the generation relative to the other environments."""
-    min_batch_allocation: float | None = Field(None, ge=0, le=1)
-    """Least share of every batch."""
     ensure_scores_are_not_same: bool = False
     """Drop groups whose scores are all equal. Stock drops them; here they are sent, because the mean reward
     would be biased without them: their advantage is zero anyway, and `reward/frac_zero_std` counts them."""
 
-    worker_timeout: float = Field(600.0, gt=0)
-    """Time limit for generating a group; then the request is repeated."""
-
-    @field_validator("task", mode="before")
-    @classmethod
-    def _spell_out_task(cls, value: Any) -> Any:
-        return spell_out(value)
-
-    @field_validator("curriculum", mode="before")
-    @classmethod
-    def _spell_out_curriculum(cls, value: Any) -> Any:
-        return spell_out_curriculum(value)
-
     @model_validator(mode="after")
-    def _leaves_items_between_easy_and_hard(self) -> EnvironmentConfig:
+    def _leaves_items_between_easy_and_hard(self) -> Self:
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
             raise ValueError(f"easy_threshold {easy} must be above hard_threshold {hard}: every item would be skipped")
+        return self
+
+    @property
+    def num_groups_per_item(self) -> int:
+        """Groups that each item becomes: one, or one per seat of a game that the policy plays."""
+        return self.task.num_seats() if isinstance(self.task, MultiTurnTask) else 1
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Check the files of the task and of the curriculum, as they will be read in the working directory `folder`.
+
+        In well under a second, and without running the user's code. `search_path`: the folders of its PYTHONPATH.
+
+        Raises:
+            ConfigError: one is missing or malformed; the message begins with the setting.
+        """
+        self.task.check_files(folder, search_path)
+        if self.curriculum is not None:
+            self.curriculum.check_files(folder, search_path)
+
+
+class EnvironmentConfig(SamplingConfig):
+    """An environment: its task, the model's tokenizer, sampling settings, and server addresses."""
+
+    foreign_tables: ClassVar[tuple[str, ...]] = stock_layout.TABLES
+
+    model_name: Annotated[str, Flag(("--model-name", "--model", "--tokenizer-name"))]
+    """Model whose tokenizer and chat template build the prompts: a folder, a hub name, or a locally made model."""
+    seed: int = 0
+    """Seed of the items and their order."""
+    state_file: Path | None = None
+    """JSON file that keeps the place in the items, the curriculum and the solve rates over a restart; unset: not kept,
+    and the items begin again."""
+
+    # Addresses
+    rollout_server_url: Url = "http://localhost:8000"
+    """URL of the rollout API."""
+    inference_urls: Annotated[Urls, Flag(("--inference-url", "--inference-urls", "--base-url"))] = Field(
+        ("http://localhost:9001",),
+        min_length=1,
+        validation_alias=AliasChoices("inference_urls", "inference_url", "base_url"),
+    )
+    """URLs of the inference servers, several after each other or separated by commas; a `/v1` at their end is
+    ignored."""
+    opponent_urls: Annotated[Urls, Flag(("--opponent-url", "--opponent-urls"))] = Field(
+        (), validation_alias=AliasChoices("opponent_urls", "opponent_url")
+    )
+    """URLs of the inference servers of another policy, which plays the other seats of a game, as those that
+    `policy_plays` of mafia leaves; its turns are not trained here. Unset: scripted players."""
+    opponent_model_name: str | None = None
+    """Model there, whose tokenizer builds its prompts; unset: model_name."""
+    api_token: str | None = None
+    """Token of the rollout API; unset: from $GRPO_API_TOKEN or $GRPO_API_TOKEN_FILE, which a
+    supervisor sets, else none."""
+    api_key: str | None = None
+    """Sent to the inference servers (`Authorization: Bearer …`), for a proxy that asks for one: ours need none. Unset:
+    from $GRPO_INFERENCE_KEY, else none."""
+    server_type: Annotated[str, AfterValidator(_with_logprobs)] = "vllm"
+    """Type of the inference server, as stock environments have it: vllm, for log-probabilities of `/generate`."""
+
+    # How much
+    max_batches_offpolicy: int = Field(3, ge=1)
+    """Most batches that are generated ahead of the trainer, unless its max_staleness is set, which then decides."""
+    max_workers: int = Field(64, ge=1)
+    """Most groups that are generated concurrently."""
+    total_steps: int | None = Field(None, ge=1)
+    """Exit with code 0 when the trainer has fetched this many batches; unset: run until stopped."""
+    max_token_length: int = Field(2048, ge=2)
+    """Longest sequence in tokens, prompt included; a lower limit of the trainer applies."""
+
+    # Evaluations without an order of the trainer
+    steps_per_eval: int = Field(0, ge=0)
+    """Also evaluate at every so many steps of the trainer without its order, while it goes on: the weights may change
+    meanwhile, and the result is in the log and in W&B; 0: never. `eval_every` of the trainer waits, and writes
+    metrics."""
+    steps_per_eval_prompts: int = Field(64, ge=1)
+    """Held-out prompts of these evaluations, with one completion each."""
+
+    # How it appears to the rollout API
+    name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
+    """Name of the environment; unset: the task's."""
+    use_wandb: bool = False
+    """Log mean reward, lengths and own evaluations to Weights & Biases, into the project and group with which the
+    trainer has registered (needs the `trackers` extra)."""
+    weight: float = Field(1.0, ge=0, validation_alias=AliasChoices("weight", "inference_weight"))
+    """Share of the generation relative to the other environments."""
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
+    """Least share of every batch."""
+
+    worker_timeout: float = Field(600.0, gt=0)
+    """Time limit for generating a group; then the request is repeated."""
+    log_level: LogLevel = "info"
+    """Least severe level of the lines that are logged."""
+
+    @classmethod
+    def from_foreign(cls, table: RawTable) -> RawTable:
+        """Settings as environments of Atropos write them (tables `env` and `openai`), by their names here."""
+        return stock_layout.serve_settings(table)
+
+    @model_validator(mode="after")
+    def _has_seats_for_opponents(self) -> EnvironmentConfig:
+        if self.opponent_urls and not (isinstance(self.task, MultiTurnTask) and self.task.num_other_seats()):
+            raise ValueError(
+                f"opponent_urls: task {self.task.label()} has no seat for another policy: leave them out, or choose a "
+                "game in which the policy plays one side, as mafia with policy_plays town"
+            )
+        if self.opponent_model_name is not None and not self.opponent_urls:
+            raise ValueError("opponent_model_name has no effect without opponent_urls, its servers: set both")
         return self
 
     @model_validator(mode="after")

@@ -7,17 +7,24 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from types import FrameType
 from typing import NoReturn
 
 import httpx
 
-from grpo_engine.environments.clients import InferenceServer, RolloutApi
+from grpo_engine.environments.clients import RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.environments.runner import Runner
+from grpo_engine.environments.sampling.policy import Opponent
 from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
-from grpo_engine.wire.access_token import authorization, find_token
+from grpo_engine.serving.reporting import Reporter
+from grpo_engine.wire.access_token import find_token
+from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE
+from grpo_engine.wire.token_clients import open_async_client
 
 log = logging.getLogger(__name__)
 
@@ -36,30 +43,54 @@ def run(config: EnvironmentConfig) -> int:
 
     tokenizer: Tokenizer = load_tokenizer(config.model_name)
     check_template(config, tokenizer)
+    of_opponent: Tokenizer = tokenizer
+    if config.opponent_model_name is not None:
+        of_opponent = load_tokenizer(config.opponent_model_name)
+        check_template(config, of_opponent)
     log.info("task and tokenizer loaded in %.1f s", time.monotonic() - began)
-    return asyncio.run(work(config, tokenizer))
+    return asyncio.run(work(config, tokenizer, of_opponent))
 
 
-async def work(config: EnvironmentConfig, tokenizer: Tokenizer) -> int:
-    """Run until the end or a signal; returns the exit code."""
-    # Uncompressed answers: on loopback decompression costs more than sending. At most one connection per group, or per
-    # sequence in multi-turn tasks, and as many again for an evaluation.
-    plain = {"Accept-Encoding": "identity"}
+async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tokenizer | None = None) -> int:
+    """Run until the end or a signal; returns the exit code.
+
+    Args:
+        of_opponent: tokenizer of the other policy of a game; None: the same.
+    """
+    # At most one connection per group, or per sequence in multi-turn tasks, and as many again for an evaluation.
     requests_a_group = config.group_size if isinstance(config.task, MultiTurnTask) else 1
     num_connections = 2 * config.max_workers * requests_a_group + 8
     limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
-    with_token = {**plain, **authorization(config.api_token or find_token(os.environ))}
-    async with (
-        httpx.AsyncClient(base_url=config.rollout_server_url, headers=with_token, trust_env=False) as api,
-        httpx.AsyncClient(base_url=config.inference_url, headers=plain, limits=limits, trust_env=False) as inference,
-    ):
-        runner = Runner(config, tokenizer, RolloutApi(api), InferenceServer(inference, timeout_s=config.worker_timeout))
+    token = config.api_token or find_token(os.environ)
+    key = config.api_key or os.environ.get(INFERENCE_KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(open_async_client(token, base_url=config.rollout_server_url))
+
+        async def clients(urls: Sequence[str], headers: Mapping[str, str]) -> InferenceServers:
+            servers = [
+                await stack.enter_async_context(
+                    # `/generate` needs no token; but completions of another user's process would be trained on.
+                    open_async_client(token, sends_token=False, base_url=url, limits=limits, headers=headers)
+                )
+                for url in urls
+            ]
+            return await stack.enter_async_context(InferenceServers(servers, timeout_s=config.worker_timeout))
+
+        inference = await clients(config.inference_urls, headers)
+        opponent = None
+        if config.opponent_urls:
+            opponent = Opponent(tokenizer=of_opponent or tokenizer, inference=await clients(config.opponent_urls, {}))
+        runner = Runner(config, tokenizer, RolloutApi(api), inference, opponent)
+        reporter = Reporter.from_environment(os.environ)
+        reporter.ask_waiting = runner.waiting
         working = asyncio.create_task(runner.run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, working.cancel)
         try:
-            await working
+            with reporter:
+                await working
         except asyncio.CancelledError:
             log.info("stopped")
         finally:

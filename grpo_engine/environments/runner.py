@@ -15,19 +15,22 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from grpo_engine.environments.clients import BatchLimits, InferenceServer, RolloutApi, UnknownEnvironment
+from grpo_engine.environments.clients import BatchLimits, Demand, RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.evaluator import Evaluator
-from grpo_engine.environments.items.source import ItemSource
-from grpo_engine.environments.sampling.groups import scored_group
-from grpo_engine.environments.sampling.policy import Policy, PromptTooLong
+from grpo_engine.environments.generating import GroupGenerator
+from grpo_engine.environments.inference_servers import InferenceServers
+from grpo_engine.environments.peers import UnknownEnvironment
+from grpo_engine.environments.sampling.policy import Opponent
 from grpo_engine.environments.sampling.prompts import Tokenizer, room_for_completion
-from grpo_engine.environments.sampling.sample import Rollouts, num_groups, sample_item, sample_rewards, without_empty
-from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.concurrency import first_error
+from grpo_engine.environments.tracking import NoTracker, start_tracker
 from grpo_engine.errors import ConfigError, GrpoError
+from grpo_engine.serving.reporting import Waiting
+from grpo_engine.trackers import Tracker
 from grpo_engine.wire.log_lines import ENVIRONMENT_READY
 from grpo_engine.wire.rollouts import MASKED_LABEL, EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
+from grpo_engine.wire.supervisor import WaitsFor
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +46,24 @@ _MAX_TOKENS_A_POST = 1_000_000
 _PROGRESS_EVERY_S = 10.0
 _PROGRESS_GROUPS = 64
 """Groups that the averages in a progress line go over."""
-_MAX_SKIPPED_ITEMS = 100
-"""Consecutive items that are too long; with more, the limit is wrong and not the items."""
 
 
 class Runner:
     """Runs one environment."""
 
     def __init__(
-        self, config: EnvironmentConfig, tokenizer: Tokenizer, api: RolloutApi, inference: InferenceServer
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        api: RolloutApi,
+        inference: InferenceServers,
+        opponent: Opponent | None = None,
     ) -> None:
         self._config = config
-        self._tokenizer = tokenizer
         self._api = api
         self._inference = inference
-        self._source = ItemSource(config)
-        self._num_groups = num_groups(config.task)
-        """Groups per item."""
+        self._opponent = opponent
+        self._groups = GroupGenerator(config, tokenizer, inference, opponent)
         self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
         self._env_id: int | None = None
         self._workers: set[asyncio.Task[None]] = set()
@@ -68,7 +72,8 @@ class Runner:
         """Groups that are being generated, or finished and not yet posted."""
         self._has_news = asyncio.Event()
         self._progress = Progress()
-        self._evaluator = Evaluator(config, tokenizer, api, inference, notify=self._has_news.set)
+        self._evaluator = Evaluator(config, tokenizer, api, inference, opponent=opponent, notify=self._has_news.set)
+        self._tracker: Tracker = NoTracker()
 
     async def run(self) -> None:
         """Run until `total_steps` are reached; cancel it to end sooner.
@@ -78,9 +83,12 @@ class Runner:
         """
         config = self._config
         await self._api.limits()
-        await self._inference.wait_until_healthy()
+        for servers in self._all_servers:
+            await servers.wait_until_healthy()
         log.info(ENVIRONMENT_READY.text, config.registered_name(), config.group_size)
         await self._register()
+        if config.use_wandb:
+            self._tracker = await asyncio.to_thread(start_tracker, config, await self._api.wandb_info())
         try:
             async with asyncio.TaskGroup() as tasks:
                 posting = tasks.create_task(self._post_finished())
@@ -92,9 +100,27 @@ class Runner:
         except* GrpoError as group:
             raise first_error(group) from None
         finally:
-            self._source.save()
+            self._tracker.close()
+            self._groups.close()
             if self._env_id is not None:
                 await self._api.disconnect(self._env_id)
+
+    def waiting(self) -> Waiting | None:
+        """What keeps it from going on."""
+        if self._api.registers_since is not None:
+            return Waiting(what=WaitsFor.TRAINER, since=self._api.registers_since)
+        if self._api.posts_since is not None:
+            return Waiting(what=WaitsFor.ROLLOUT_API, since=self._api.posts_since)
+        for servers in self._all_servers:
+            if servers.num_open:
+                return Waiting(what=WaitsFor.INFERENCE, since=servers.answered_at)
+        what = WaitsFor.REWARDS if self._workers or self._evaluator.is_running else WaitsFor.TRAINER
+        return Waiting(what=what, since=self._inference.answered_at)
+
+    @property
+    def _all_servers(self) -> list[InferenceServers]:
+        """Those of the policy, and of its opponent."""
+        return [self._inference, *([self._opponent.inference] if self._opponent else [])]
 
     async def _register(self) -> None:
         """Register, and fetch the trainer's limits."""
@@ -107,6 +133,7 @@ class Runner:
                 group_size=config.group_size,
                 min_batch_allocation=config.min_batch_allocation,
                 evaluates=self._evaluator.is_able,
+                takes_slots=True,
             )
         )
         self._env_id = answer.env_id
@@ -128,22 +155,30 @@ class Runner:
         while True:
             asked_at = time.monotonic()
             before, status = status, await self._status(status)
-            total_steps = self._config.total_steps
-            is_done = total_steps is not None and status.current_step >= total_steps
+            is_done = self._is_done(status)
             if is_done and not status.is_evaluation_to_come:
-                log.info("trainer is at step %d of %d: done", status.current_step, total_steps)
+                log.info("trainer is at step %d of %d: done", status.current_step, self._config.total_steps)
+                self._track(status.current_step)
                 return
             if before is not None and before.current_step != status.current_step:
                 await self._update_limits()
+                self._track(status.current_step)
             self._follow_evaluation(status, tasks)
             num_begun = 0 if is_done else self._room(status)
             for _ in range(num_begun):
-                self._num_unposted += self._num_groups
+                self._num_unposted += self._groups.num_per_item
                 worker = tasks.create_task(self._generate())
                 self._workers.add(worker)
                 worker.add_done_callback(self._workers.discard)
-            self._progress.log_periodically(status, self._source.progress())
+            self._progress.log_periodically(status, (self._groups.progress(), self._inference.progress()))
             await self._pause(asked_at, is_unchanged=before == status)
+
+    def _is_done(self, status: EnvironmentStatus) -> bool:
+        total_steps = self._config.total_steps
+        return total_steps is not None and status.current_step >= total_steps
+
+    def _track(self, step: int) -> None:
+        self._tracker.log(self._progress.metrics() | self._evaluator.take_own_metrics(), step)
 
     async def _status(self, known: EnvironmentStatus | None) -> EnvironmentStatus:
         """Request the status; the API may hold its answer while nothing can change on this side.
@@ -152,14 +187,21 @@ class Runner:
         """
         assert self._env_id is not None
         is_idle = self._num_unposted == 0 and not self._evaluator.is_running
-        may_hold = is_idle and known is not None and not known.is_evaluation_to_come and not self._room(known)
+        may_hold = is_idle and known is not None and not known.is_evaluation_to_come
+        if known is not None and known.may_start is None and self._room(known):
+            may_hold = False
+        demand = Demand(
+            sampled=self._num_unposted,
+            wanted_items=0 if known is None or self._is_done(known) else self._idle_workers(known),
+            groups_per_item=self._groups.num_per_item,
+        )
         wait_s = _HOLD_S if may_hold else 0.0
         try:
-            return await self._api.status(self._env_id, known=known, wait_s=wait_s)
+            return await self._api.status(self._env_id, known=known, wait_s=wait_s, demand=demand)
         except UnknownEnvironment:
             log.warning("the rollout API no longer knows this environment; registering again")
             await self._register()
-            return await self._api.status(self._env_id)
+            return await self._api.status(self._env_id, demand=demand)
 
     async def _pause(self, asked_at: float, *, is_unchanged: bool) -> None:
         """Wait before the next status request."""
@@ -176,76 +218,47 @@ class Runner:
     def _follow_evaluation(self, status: EnvironmentStatus, tasks: asyncio.TaskGroup) -> None:
         assert self._env_id is not None
         longest = room_for_completion(self._config, self._limits.max_token_len)
-        self._evaluator.follow(status.evaluation, env_id=self._env_id, longest=longest, tasks=tasks)
+        order = status.evaluation or self._evaluator.own_order(status.current_step)
+        self._evaluator.follow(order, env_id=self._env_id, longest=longest, tasks=tasks)
 
     def _room(self, status: EnvironmentStatus) -> int:
-        """Items to start now: up to `max_batches_offpolicy` batches ahead, including groups that are being generated.
+        """Items to start now: as many as the API grants where staleness is bounded, else up to `max_batches_offpolicy`
+        batches ahead, including groups that are being generated.
 
         Groups of other environments count too, except against the guaranteed share: no batch forms without that.
         """
         config, batch_size = self._config, self._limits.batch_size
-        if self._evaluator.has_unstarted_prompts:
-            return 0
+        if status.may_start is not None:
+            return min(status.may_start // self._groups.num_per_item, self._idle_workers(status))
         num_ahead = status.queue_size + self._num_unposted
         wanted = config.max_batches_offpolicy * batch_size // config.group_size
-        num_items = (wanted - num_ahead) // self._num_groups
+        num_items = (wanted - num_ahead) // self._groups.num_per_item
         if num_items < 1 and num_ahead * config.group_size < batch_size:
             num_items = 1  # though its groups exceed the room: without it the trainer would wait forever
         share = math.ceil(wanted * (config.min_batch_allocation or 0))
-        num_items = max(num_items, math.ceil((share - status.self_queue_size - self._num_unposted) / self._num_groups))
-        workers = max(1, round(config.max_workers * min(1.0, status.env_weight)))
-        return max(0, min(num_items, max(1, workers // self._num_groups) - len(self._workers)))
+        missing = share - status.self_queue_size - self._num_unposted
+        num_items = max(num_items, math.ceil(missing / self._groups.num_per_item))
+        return max(0, min(num_items, self._idle_workers(status)))
+
+    def _idle_workers(self, status: EnvironmentStatus) -> int:
+        """Items that could be sampled besides those that are; none while prompts of an evaluation are not sent."""
+        if self._evaluator.has_unstarted_prompts:
+            return 0
+        workers = max(1, round(self._config.max_workers * min(1.0, status.env_weight)))
+        return max(0, max(1, workers // self._groups.num_per_item) - len(self._workers))
 
     async def _generate(self) -> None:
         """Sample one item and queue its groups for posting."""
-        config = self._config
-        item, of_seats = await self._sample_next_item()
-        self._source.result(item, sample_rewards(of_seats))
-        groups = [
-            scored_group(sampled.conversations, sampled.rewards, temperature=config.temperature)
-            for sampled in map(without_empty, of_seats)
-            if self._is_wanted(sampled)
-        ]
-        num_dropped = self._num_groups - len(groups)
+        longest = room_for_completion(self._config, self._limits.max_token_len)
+        groups = await self._groups.next(longest)
+        num_dropped = self._groups.num_per_item - len(groups)
         self._progress.num_dropped += num_dropped
+        self._progress.num_too_long = self._groups.num_too_long
         self._num_unposted -= num_dropped
         for group in groups:
             self._finished.put_nowait(group)
         if num_dropped:
             self._has_news.set()
-
-    def _is_wanted(self, sampled: Rollouts) -> bool:
-        """Whether the group has at least two samples, and different rewards where that is required."""
-        if len(sampled.conversations) < min(2, self._config.group_size):
-            return False
-        return not self._config.ensure_scores_are_not_same or len(set(sampled.rewards)) > 1
-
-    async def _sample_next_item(self) -> tuple[Item, list[Rollouts]]:
-        """Sample the next item whose prompt leaves room for a completion.
-
-        Raises:
-            ConfigError: none of `_MAX_SKIPPED_ITEMS` consecutive prompts leaves room.
-        """
-        config = self._config
-        longest = room_for_completion(config, self._limits.max_token_len)
-        policy = Policy(
-            config=config,
-            tokenizer=self._tokenizer,
-            inference=self._inference,
-            temperature=config.temperature,
-            longest=longest,
-        )
-        for _ in range(_MAX_SKIPPED_ITEMS):
-            item = self._source.next()
-            try:
-                return item, await sample_item(policy, item, config.group_size)
-            except PromptTooLong as error:
-                self._progress.num_too_long += 1
-                num_tokens = error.num_tokens
-        raise ConfigError(
-            f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
-            f"(the last has {num_tokens}): raise it, or the trainer's seq_len"
-        )
 
     # --- posting ---------------------------------------------------------------------------------------------------
 
@@ -288,12 +301,22 @@ class Progress:
             self._rewards.append(sum(group.scores) / len(group.scores))
             self._lengths.append((sum(map(len, group.tokens)) - num_read) / len(group.tokens))
 
-    def log_periodically(self, status: EnvironmentStatus, more: str = "") -> None:
+    def metrics(self) -> dict[str, float]:
+        """Means over the last groups, by the names of the trainer's metrics; none before the first group."""
+        if not self._rewards:
+            return {}
+        return {
+            "reward/mean": sum(self._rewards) / len(self._rewards),
+            "rollout/length_mean": sum(self._lengths) / len(self._lengths),
+            "rollout/num_groups": float(self.num_groups),
+        }
+
+    def log_periodically(self, status: EnvironmentStatus, more: Sequence[str] = ()) -> None:
         """Log a line with `more` at its end, if there are new groups and the last line is old enough."""
         now = time.monotonic()
         if now - self._logged_at < _PROGRESS_EVERY_S or self.num_groups == self._logged_groups:
             return
-        self._logged_at, self._said = now, self.num_groups
+        self._logged_at, self._logged_groups = now, self.num_groups
         log.info(
             "step %d: %d groups sent, %d queued; last %d: reward %.3f, %.1f tokens%s%s%s",
             status.current_step,
@@ -304,5 +327,5 @@ class Progress:
             sum(self._lengths) / len(self._lengths),
             f"; {self.num_dropped} dropped (equal scores)" if self.num_dropped else "",
             f"; {self.num_too_long} items too long" if self.num_too_long else "",
-            f"; {more}" if more else "",
+            "".join(f"; {text}" for text in more if text),
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config
-from grpo_engine.environments.config import Url
+from grpo_engine.config import Config, RawTable
+from grpo_engine.environments import stock_layout
+from grpo_engine.environments.config import Url, Urls
 from grpo_engine.flags import Flag
 
 OWN_SETTINGS = {
@@ -32,8 +33,8 @@ OWN_SETTINGS = {
 
 
 def _table(value: Any) -> Any:
-    """Parse a table from a command line, where it is JSON."""
-    return json.loads(value) if isinstance(value, str) else value
+    """A table with plain values, as YAML writes them; from a command line, where it is JSON."""
+    return json.loads(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 Table = Annotated[dict[str, Any], BeforeValidator(_table)]
@@ -50,6 +51,8 @@ UserPath = Annotated[Path, AfterValidator(_expanded)]
 class AtroposEnvConfig(Config):
     """An Atropos environment: its file, its Python, and server addresses."""
 
+    foreign_tables: ClassVar[tuple[str, ...]] = stock_layout.TABLES
+
     file: UserPath
     """File of the environment: the one that is run as `python FILE serve`."""
     python: UserPath
@@ -60,11 +63,16 @@ class AtroposEnvConfig(Config):
     # Addresses
     rollout_server_url: Url = "http://localhost:8000"
     """URL of the rollout API."""
-    inference_url: Url = Field("http://localhost:9001", validation_alias=AliasChoices("inference_url", "base_url"))
-    """URL of the inference server; a `/v1` at its end is ignored."""
+    inference_urls: Annotated[Urls, Flag(("--inference-url", "--inference-urls", "--base-url"))] = Field(
+        ("http://localhost:9001",),
+        min_length=1,
+        validation_alias=AliasChoices("inference_urls", "inference_url", "base_url"),
+    )
+    """URLs of the inference servers, several after each other or separated by commas; a `/v1` at their end is
+    ignored."""
 
     # How much
-    group_size: int | None = Field(None, ge=1)
+    group_size: int | None = Field(None, ge=2)
     """Completions of each item; unset: the environment's default."""
     max_batches_offpolicy: int | None = Field(None, ge=1)
     """Most batches that are generated ahead of the trainer; unset: the environment's default (3)."""
@@ -99,12 +107,17 @@ class AtroposEnvConfig(Config):
     """Seconds without a request to the inference server, while the trainer waits for groups, after which a warning says
     what was checked."""
 
+    @classmethod
+    def from_foreign(cls, table: RawTable) -> RawTable:
+        """Settings of a YAML file for `serve` (tables `env` and `openai`), by their names here."""
+        return stock_layout.serve_tables(table, OWN_SETTINGS)
+
     @model_validator(mode="after")
     def _says_each_setting_once(self) -> AtroposEnvConfig:
         for name, theirs in OWN_SETTINGS.items():
             if theirs in self.settings:
                 raise ValueError(f"settings.{theirs} is {name} here: set {name} = {self.settings[theirs]!r} instead")
-        for theirs, name in {"base_url": "inference_url", "model_name": "model_name"}.items():
+        for theirs, name in {"base_url": "inference_urls", "model_name": "model_name"}.items():
             if theirs in self.server:
                 raise ValueError(f"server.{theirs} is {name} here: set {name} = {self.server[theirs]!r} instead")
         return self

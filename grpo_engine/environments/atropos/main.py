@@ -16,18 +16,17 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import httpx
-
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
-from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Server
+from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Servers
 from grpo_engine.environments.atropos.settings_file import batch_warnings, serve_text, setting_warnings
 from grpo_engine.environments.atropos.silence import Observation, SilenceDetector, silence_message
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
 from grpo_engine.processes import ProcessTree, die_with_parent, kill, terminate
-from grpo_engine.wire.access_token import authorization, find_token
+from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.environment_variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from grpo_engine.wire.token_clients import open_client
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def run(config: AtroposEnvConfig) -> int:
     for warning in setting_warnings(config):
         log.warning("%s", warning)
     token = find_token(os.environ)
-    with httpx.Client(timeout=_TIMEOUT_S, headers=authorization(token), trust_env=False) as client:
+    with open_client(token, timeout=_TIMEOUT_S) as client:
         api = Api(client, config.rollout_server_url)
         _wait_for(api)
         with _settings_file(config, tokenizer, token) as yaml_file:
@@ -140,8 +139,8 @@ def _wait_for(api: Api) -> None:
 
 def _watch(config: AtroposEnvConfig, pid: int, api: Api, is_over: threading.Event) -> None:
     """Watch until `is_over`, and log problems that the environment does not report."""
-    server = Server(api.client, config.inference_url)
-    connections = Connections(pid, config.inference_url, config.rollout_server_url)
+    servers = Servers(api.client, config.inference_urls)
+    connections = Connections(pid, config.inference_urls, config.rollout_server_url)
     silence = SilenceDetector(config.silent_after_s)
     group_size = config.group_size or _STOCK_GROUP_SIZE
     checked_batch_size = 0
@@ -161,7 +160,7 @@ def _watch(config: AtroposEnvConfig, pid: int, api: Api, is_over: threading.Even
                 seen = (None, None)
             else:
                 is_alone = status.environments is None or len(status.environments) <= 1
-                seen = (api.num_groups(config.name), server.num_requests() if is_alone else None)
+                seen = (api.num_groups(config.name), servers.num_requests() if is_alone else None)
                 has_requested = any(
                     a is not None and b is not None and a != b for a, b in zip(before, seen, strict=True)
                 )
@@ -171,28 +170,28 @@ def _watch(config: AtroposEnvConfig, pid: int, api: Api, is_over: threading.Even
         is_registered = None if status is None else status.has_environment(config.name)
         silent_s = silence.note(now, is_wanted=is_wanted, has_requested=has_requested, is_registered=is_registered)
         if silent_s is not None and status is not None:
-            scene = _observation(config, pid, status, server, connections, seen[1])
+            scene = _observation(config, pid, status, servers, connections, seen[1])
             log.warning("%s", silence_message(scene, silent_s))
         elif was_reported and has_requested:
-            log.info("requests reach the inference server %s again", config.inference_url)
+            log.info("requests reach the inference server %s again", ", ".join(config.inference_urls))
 
 
 def _observation(
     config: AtroposEnvConfig,
     pid: int,
     status: RunStatus,
-    server: Server,
+    servers: Servers,
     connections: Connections,
     num_requests: float | None,
 ) -> Observation:
     return Observation(
         file=str(config.file),
         pid=pid,
-        inference_url=config.inference_url,
+        inference_url=", ".join(config.inference_urls),
         rollout_server_url=config.rollout_server_url,
         queued=status.queued,
         batch_size=status.batch_size,
-        is_server_healthy=server.is_healthy(),
+        is_server_healthy=servers.are_healthy(),
         is_registered=status.has_environment(config.name),
         uses_wandb=bool(config.settings.get("use_wandb")),
         other_peers=tuple(sorted(connections.other_peers)),

@@ -1,4 +1,4 @@
-"""Observes whether an environment sends requests to the inference server: its connections, and both servers' counters.
+"""Observes whether an environment sends requests to the inference servers: its connections, and all servers' counters.
 
 Connections belong to its processes, but a short request is easily missed; counters miss nothing, but include all
 clients. Both work with a stock vLLM and a stock `run-api`, which report less.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,8 +18,14 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import Message, Whole
+
 _REQUESTS = ("vllm:request_success_total", "vllm:num_requests_running", "vllm:num_requests_waiting")
 _GROUPS = "grpo_api_groups_total"
+
+Address = tuple[str, int]
+"""An IP address and a port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +40,39 @@ class RunStatus:
     num_steps: int | None
     """None: unknown."""
     environments: tuple[str, ...] | None
-    """Names of live environments; None: unknown."""
+    """Names of live environments, the newest of very many; None: unknown."""
+    num_left_out: int = 0
+    """Live environments that are not among them."""
 
     def has_environment(self, name: str | None) -> bool | None:
         """Whether an environment of this name, or any, is registered; None: unknown."""
         if self.environments is None:
             return None
-        return any(name is None or each.rpartition("_")[0] == name for each in self.environments)
+        is_named = any(name is None or each.rpartition("_")[0] == name for each in self.environments)
+        return None if self.num_left_out and not is_named else is_named
 
     @property
     def is_short_of_groups(self) -> bool:
         """Whether a trainer waits and less than a batch is queued."""
         is_over = self.num_steps is not None and self.step >= self.num_steps
         return self.batch_size > 0 and self.queued < self.batch_size and not is_over
+
+
+class _Info(Message):
+    """What is read of the answer of `/info`."""
+
+    batch_size: Whole
+
+
+class _Status(Message):
+    """What is read of the answer of `/status`; a stock API has the first two only."""
+
+    current_step: Whole
+    queue_size: Whole
+    queued_sequences: Whole | None = None
+    num_steps: Whole | None = None
+    environments: tuple[str, ...] | None = None
+    environments_left_out: Whole = 0
 
 
 @dataclass(slots=True)
@@ -61,23 +86,28 @@ class Api:
         """Whether it requires another token than the client's; None when it does not answer."""
         try:
             return self.client.get(f"{self.url}/wandb_info").status_code == httpx.codes.UNAUTHORIZED
-        except httpx.HTTPError:
+        except (httpx.HTTPError, PeerError):
             return None
 
     def run_status(self, group_size: int) -> RunStatus | None:
-        """State of the run; None when the API does not answer. A stock API counts groups, of `group_size` sequences."""
+        """State of the run; None when the API does not answer, or with anything else.
+
+        A stock API counts groups, of `group_size` sequences.
+        """
         try:
-            info: dict[str, Any] = self.client.get(f"{self.url}/info").raise_for_status().json()
-            status: dict[str, Any] = self.client.get(f"{self.url}/status").raise_for_status().json()
-            return RunStatus(
-                batch_size=int(info["batch_size"]),
-                queued=int(status.get("queued_sequences", status["queue_size"] * group_size)),
-                step=int(status["current_step"]),
-                num_steps=status.get("num_steps"),
-                environments=tuple(status["environments"]) if "environments" in status else None,
-            )
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            info = _Info.model_validate_json(self.client.get(f"{self.url}/info").raise_for_status().content)
+            status = _Status.model_validate_json(self.client.get(f"{self.url}/status").raise_for_status().content)
+        except (httpx.HTTPError, PeerError, ValueError):
             return None
+        queued = status.queued_sequences
+        return RunStatus(
+            batch_size=info.batch_size,
+            queued=status.queue_size * group_size if queued is None else queued,
+            step=status.current_step,
+            num_steps=status.num_steps,
+            environments=status.environments,
+            num_left_out=status.environments_left_out,
+        )
 
     def num_groups(self, name: str | None) -> float | None:
         """Groups received from an environment of this name, or from all; None if it does not count."""
@@ -91,23 +121,27 @@ class Api:
 
 
 @dataclass(slots=True)
-class Server:
-    """Observes the inference server."""
+class Servers:
+    """Observes the inference servers."""
 
     client: httpx.Client
-    url: str
+    urls: Sequence[str]
 
-    def is_healthy(self) -> bool:
-        """Whether `/health` answers 200."""
-        try:
-            return self.client.get(f"{self.url}/health").status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
+    def are_healthy(self) -> bool:
+        """Whether `/health` of any answers 200."""
+        return any(map(self._is_healthy, self.urls))
 
     def num_requests(self) -> float | None:
-        """A number that changes when requests start or end; None if it does not count."""
-        counts = [sample.value for sample in _samples(self.client, self.url) if sample.name in _REQUESTS]
+        """A number that changes when requests start or end; None if none counts."""
+        samples = [sample for url in self.urls for sample in _samples(self.client, url)]
+        counts = [sample.value for sample in samples if sample.name in _REQUESTS]
         return sum(counts) if counts else None
+
+    def _is_healthy(self, url: str) -> bool:
+        try:
+            return self.client.get(f"{url}/health").status_code == httpx.codes.OK
+        except (httpx.HTTPError, PeerError):
+            return False
 
 
 @dataclass(slots=True)
@@ -115,19 +149,19 @@ class Connections:
     """TCP connections of a process and its descendants."""
 
     pid: int
-    server_url: str
+    server_urls: Sequence[str]
     api_url: str
     other_peers: set[str] = field(default_factory=set)
     """`address:port` of connections to other servers."""
 
     def has_connection_to_server(self) -> bool:
         """Whether one is open now; records the peers of others."""
-        server, api = addresses(self.server_url), addresses(self.api_url)
+        servers, api = set[Address]().union(*map(addresses, self.server_urls)), addresses(self.api_url)
         found = set(self._peers())
-        self.other_peers.update(f"{address}:{port}" for address, port in found - server - api)
-        return bool(found & server)
+        self.other_peers.update(f"{address}:{port}" for address, port in found - servers - api)
+        return bool(found & servers)
 
-    def _peers(self) -> Iterator[tuple[str, int]]:
+    def _peers(self) -> Iterator[Address]:
         with suppress(psutil.Error):
             main = psutil.Process(self.pid)
             for process in (main, *main.children(recursive=True)):
@@ -137,7 +171,7 @@ class Connections:
                             yield _plain(connection.raddr.ip), connection.raddr.port
 
 
-def addresses(url: str) -> set[tuple[str, int]]:
+def addresses(url: str) -> set[Address]:
     """Addresses of the host and port of a URL."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -152,7 +186,7 @@ def _samples(client: httpx.Client, url: str) -> list[Sample]:
     try:
         text = client.get(f"{url}/metrics", follow_redirects=True).raise_for_status().text
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, PeerError, ValueError):
         return []
 
 

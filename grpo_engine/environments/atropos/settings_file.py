@@ -1,7 +1,8 @@
 """The YAML file with which an Atropos environment is served, and warnings about its settings. Pure.
 
 `serve` ignores the inference server's address if the environment's `config_init` has a single server, and uses ports
-9004 to 9007 instead; two or more entries below `openai:` are used unchanged, so ours is written twice.
+9004 to 9007 instead; two or more entries below `openai:` are used unchanged, so a single one is written twice. Among
+several, an environment sends each request to the one with the most free slots.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> s
         "rollout_server_url": url_with_token(config.rollout_server_url, token),
     }
     environment.setdefault("total_steps", ENDLESS)
-    server = {
-        "model_name": config.model_name,
-        "tokenizer_name": tokenizer,
-        "base_url": f"{config.inference_url}/v1",
-        "server_type": TYPE_WITH_LOGPROBS,
-        "api_key": "x",
-        **config.server,
-    }
-    document = {"env": environment, "openai": [server, dict(server)]}
+    urls = config.inference_urls * (2 if len(config.inference_urls) == 1 else 1)
+    servers = [
+        {
+            "model_name": config.model_name,
+            "tokenizer_name": tokenizer,
+            "base_url": f"{url}/v1",
+            "server_type": TYPE_WITH_LOGPROBS,
+            "api_key": "x",
+            **config.server,
+        }
+        for url in urls
+    ]
+    document = {"env": environment, "openai": servers}
     text: str = yaml.safe_dump(document, sort_keys=False)
     return f"# Written at every start: change settings in the profile.\n{text}"
 

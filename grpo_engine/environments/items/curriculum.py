@@ -8,13 +8,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from grpo_engine.config import Config
+from grpo_engine.config import Config, PathText
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.python.loading import describe_error, load_attribute
+from grpo_engine.environments.tasks.python.reading import check_attribute
 from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.flags import Flag
 
@@ -50,6 +52,9 @@ class Rising(Config):
     review: float = Field(0.1, ge=0, lt=1)
     """Share of items drawn from lower levels, so that they are not forgotten."""
 
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """It reads none."""
+
     def make(self, levels: Levels, seed: int) -> Climb:
         """The curriculum at its first level."""
         return Climb(self, levels, seed)
@@ -59,10 +64,18 @@ class OwnCurriculum(Config):
     """A user's class or function; `python:my_curriculum:Order` is short for its module and object."""
 
     name: Annotated[Literal["python"], Flag(("--curriculum", "--curriculum.name"))] = "python"
-    module: str
+    module: Annotated[str, PathText(r".*\.py")]
     """Module on the path, the current folder first, or a file that ends in .py."""
     object: str
     """Called with (levels, seed), it returns an object with `next()` and `result(item, scores)`."""
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Check the source of the module, as it is found from `folder` and then on `search_path`.
+
+        Raises:
+            ConfigError: it is missing, cannot be imported, or has no such object.
+        """
+        check_attribute(self.module, self.object, (folder, *search_path), where="curriculum")
 
     def make(self, levels: Levels, seed: int) -> Curriculum:
         """The user's curriculum.

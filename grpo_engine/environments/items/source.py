@@ -1,7 +1,8 @@
 """The source of training items: a task, a curriculum that orders its items, and a filter by difficulty.
 
 The runner calls `next()` for an item and `result()` with its rewards. With a state file, solve rates and the state of
-the curriculum survive a restart; the order of the items does not, and differs after each restart.
+the curriculum survive a restart. Without a curriculum the items go on where they were: those that were being sampled
+are left out, and after a kill up to `_RESERVED` others. With one, the order of the items differs after each restart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from grpo_engine.environments.config import EnvironmentConfig
@@ -23,6 +25,8 @@ from grpo_engine.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 30.0
+_RESERVED = 64
+"""Items whose use is noted at once, ahead of it, so that none is used twice however the environment ends."""
 _MAX_DRAWS = 100
 """Consecutive items that may be filtered; if all of a task are, one is used anyway."""
 
@@ -64,7 +68,8 @@ class ItemSource:
         saved = self._saved()
         self._num_starts = int(saved.get("num_starts", 0))
         seed = config.seed + _SEEDS_APART * self._num_starts
-        self._curriculum = _curriculum(config, seed)
+        self._num_drawn = self._num_reserved = int(saved.get("drawn", 0))
+        self._curriculum = _curriculum(config, seed, after=self._num_drawn)
         self._rates = SolveRates()
         self._is_filtering = config.easy_threshold is not None or config.hard_threshold is not None
         self._filter = DifficultyFilter(
@@ -97,12 +102,19 @@ class ItemSource:
 
     def _draw(self) -> Item:
         for _ in range(_MAX_DRAWS):
+            self._note_draw()
             item = self._curriculum.next()
             if not isinstance(item, Item):
                 raise ConfigError(f"curriculum: next() returned {item!r}, which is not an Item: draw it from `levels`")
             if self._filter.admits(item):
                 break
         return item
+
+    def _note_draw(self) -> None:
+        self._num_drawn += 1
+        if self._path is not None and self._num_drawn > self._num_reserved:
+            self._num_reserved = self._num_drawn + _RESERVED - 1
+            self.save()
 
     def result(self, item: Item, scores: Sequence[float]) -> None:
         """Record the rewards of an item's completions."""
@@ -129,11 +141,21 @@ class ItemSource:
 
     # --- state file ---------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Write the state file, if one is configured; no item is drawn any more."""
+        self._num_reserved = self._num_drawn
+        self.save()
+
     def save(self) -> None:
         """Write the state file, if one is configured."""
         if self._path is None:
             return
-        state: dict[str, Any] = {"owner": self._owner, "num_starts": self._num_starts + 1, "rates": self._rates.state()}
+        state: dict[str, Any] = {
+            "owner": self._owner,
+            "num_starts": self._num_starts + 1,
+            "drawn": self._num_reserved,
+            "rates": self._rates.state(),
+        }
         if hasattr(self._curriculum, "state"):
             state["curriculum"] = self._curriculum.state()
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -167,7 +189,8 @@ class ItemSource:
         if "curriculum" in saved and hasattr(self._curriculum, "restore"):
             self._curriculum.restore(saved["curriculum"])
         if saved:
-            log.info("state_file: resumed with %d items%s", len(self._rates), _after(self.progress()))
+            seen = f"after {self._num_drawn} items" if self._num_drawn else "at the first item"
+            log.info("state_file: resumed %s, with rates of %d%s", seen, len(self._rates), _after(self.progress()))
         if self._path is not None:
             self.save()
 
@@ -176,9 +199,10 @@ _SEEDS_APART = 1_000_003
 """Distance between the seeds of two starts; large, because neighbouring seeds belong to other environments."""
 
 
-def _curriculum(config: EnvironmentConfig, seed: int) -> Curriculum:
+def _curriculum(config: EnvironmentConfig, seed: int, *, after: int) -> Curriculum:
+    """The curriculum of a start; without one the items of the settings' own seed, `after` so many."""
     if config.curriculum is None:
-        return Unordered(config.task.items(seed))
+        return Unordered(islice(config.task.items(config.seed), after, None))
     levels = config.task.levels()
     streams = [_of_level(task, number, seed) for number, task in enumerate(levels)]
     if config.curriculum.name == "rising" and len(levels) == 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from grpo_engine.environments.clients import InferenceServer
 from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.inference_servers import InferenceServers, Session
 from grpo_engine.environments.sampling.groups import Completions, Conversation
 from grpo_engine.environments.sampling.prompts import Tokenizer, following_tokens, prompt_tokens
 from grpo_engine.errors import DataError
@@ -23,19 +24,36 @@ class PromptTooLong(DataError):
         self.num_tokens = num_tokens
 
 
+class Inference(Protocol):
+    """What samples from a policy: inference servers, or engines in this process."""
+
+    async def generate(self, request: GenerateRequest, session: Session | None = None) -> Completions:
+        """Sample completions of one prompt.
+
+        Args:
+            session: of the conversation that the prompt goes on with.
+
+        Raises:
+            GrpoError: the request is refused.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The model behind the inference server, with sampling settings."""
+    """The model behind an `Inference`, with sampling settings."""
 
     config: EnvironmentConfig
     tokenizer: Tokenizer
-    inference: InferenceServer
+    inference: Inference
     temperature: float
     longest: int
     """Longest sequence in tokens."""
 
-    async def complete(self, prompt: list[int], count: int) -> Completions:
+    async def complete(self, prompt: list[int], count: int, session: Session | None = None) -> Completions:
         """`count` completions of a prompt, each of at most `max_tokens` and within `longest`.
+
+        Args:
+            session: of the conversation that the prompt goes on with.
 
         Raises:
             PromptTooLong: there is no room for a completion.
@@ -52,7 +70,26 @@ class Policy:
                 top_p=config.top_p,
                 stop=list(config.stop) or None,
                 logprobs=0,
-            )
+            ),
+            session,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opponent:
+    """Another policy, which plays the other seats of a game."""
+
+    tokenizer: Tokenizer
+    inference: InferenceServers
+
+    def as_policy(self, config: EnvironmentConfig, temperature: float, longest: int) -> Policy:
+        """It with the sampling settings of the trained policy."""
+        return Policy(
+            config=config,
+            tokenizer=self.tokenizer,
+            inference=self.inference,
+            temperature=temperature,
+            longest=longest,
         )
 
 
@@ -61,6 +98,7 @@ class PolicySeat:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._session = Session()
         self.conversation = Conversation()
         self.has_room = True
         self._num_skipped = 0
@@ -82,7 +120,7 @@ class PolicySeat:
         if not self.has_room:
             self._skip_turn()
             return ""
-        answer = await self._policy.complete([*previous, *new], 1)
+        answer = await self._policy.complete([*previous, *new], 1, self._session)
         self.conversation.add_prompt(new)
         self.conversation.add_completion(answer)
         return answer.text[0]

@@ -49,8 +49,13 @@ def without_empty(rollouts: Rollouts) -> Rollouts:
     return Rollouts(conversations=[each for each, _ in sampled], rewards=[reward for _, reward in sampled])
 
 
-async def sample_item(policy: Policy, item: Item, num_samples: int) -> list[Rollouts]:
-    """Sample an item `num_samples` times concurrently; returns one `Rollouts` per seat.
+async def sample_item(
+    policy: Policy, item: Item, num_samples: int, *, opponent: Policy | None = None
+) -> list[Rollouts]:
+    """Sample an item `num_samples` times concurrently; returns one `Rollouts` per seat of the policy.
+
+    Args:
+        opponent: plays the other seats of a game; None: whoever the task has for them.
 
     Raises:
         PromptTooLong: the prompt leaves no room for a completion.
@@ -59,7 +64,7 @@ async def sample_item(policy: Policy, item: Item, num_samples: int) -> list[Roll
     """
     task = policy.config.task
     if isinstance(task, MultiTurnTask):
-        return await _games(policy, task, item, num_samples)
+        return await _games(policy, task, item, num_samples, opponent)
     prompt = prompt_tokens(policy.config, policy.tokenizer, item.question)
     answer = await policy.complete(prompt, num_samples)
     conversations = [Conversation() for _ in answer.text]
@@ -71,10 +76,15 @@ async def sample_item(policy: Policy, item: Item, num_samples: int) -> list[Roll
     return [Rollouts(conversations=conversations, rewards=rewards)]
 
 
-async def _games(policy: Policy, task: MultiTurnTask, item: Item, num_games: int) -> list[Rollouts]:
-    num_seats = task.num_seats()
+async def _games(
+    policy: Policy, task: MultiTurnTask, item: Item, num_games: int, opponent: Policy | None
+) -> list[Rollouts]:
+    num_seats, num_others = task.num_seats(), task.num_other_seats() if opponent else 0
     tables = [[PolicySeat(policy) for _ in range(num_seats)] for _ in range(num_games)]
-    rewards_GP = await gather_all(_game(task, item, seats) for seats in tables)
+    rewards_GP = await gather_all(
+        _game(task, item, seats, [PolicySeat(opponent) for _ in range(num_others)] if opponent else [])
+        for seats in tables
+    )
     return [
         Rollouts(
             conversations=[seats[place].conversation for seats in tables],
@@ -84,9 +94,12 @@ async def _games(policy: Policy, task: MultiTurnTask, item: Item, num_games: int
     ]
 
 
-async def _game(task: MultiTurnTask, item: Item, seats: Sequence[PolicySeat]) -> list[float]:
+async def _game(
+    task: MultiTurnTask, item: Item, seats: Sequence[PolicySeat], others: Sequence[PolicySeat]
+) -> list[float]:
     """(P,) rewards of one game."""
-    rewards = [float(reward) for reward in await task.play(item, seats)]
+    playing = task.play_against(item, seats, others) if others else task.play(item, seats)
+    rewards = [float(reward) for reward in await playing]
     _refuse_unless_finite(task, item, rewards, len(seats))
     return rewards
 

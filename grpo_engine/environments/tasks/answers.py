@@ -35,6 +35,7 @@ def is_same_answer(expected: str, given: str) -> bool:
 
     Raises:
         ConfigError: the comparison needs math-verify, which is not installed.
+        PeerError: math-verify does not load.
     """
     left, right = _normal(expected), _normal(given)
     if left == right:
@@ -44,7 +45,7 @@ def is_same_answer(expected: str, given: str) -> bool:
         return numbers[0] == numbers[1]
     if len(expected) > _MAX_EXPRESSION or len(given) > _MAX_EXPRESSION:
         return False
-    from grpo_engine.environments.tasks.expressions import is_same_expression  # imported late: loads multiprocessing
+    from grpo_engine.environments.tasks.expressions import is_same_expression  # imported late: loads subprocess
 
     return is_same_expression(expected, given)
 

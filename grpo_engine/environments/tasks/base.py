@@ -10,9 +10,13 @@ import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from grpo_engine.config import Config
+
+DATA_EXTRA = "pip install 'grpo-tui[data]'"
+"""Installs the packages of the tasks that need some."""
 
 Split = Literal["train", "held_out"]
 """Items to train on, and items that are never trained on."""
@@ -45,6 +49,25 @@ class Task(Config):
 
     def check(self) -> None:
         """Load what the task needs; raises `ConfigError` if it is missing."""
+
+    def packages(self) -> Mapping[str, str]:
+        """Packages that it imports besides those of every environment, and what to do where one is missing."""
+        return {}
+
+    def hub_datasets(self) -> Sequence[str]:
+        """Data sets that it loads from the hub."""
+        return ()
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Check the files that it reads, in well under a second and without running the user's code.
+
+        Args:
+            folder: where the environment will run.
+            search_path: folders of its PYTHONPATH.
+
+        Raises:
+            ConfigError: one is missing or malformed; the message begins with the setting.
+        """
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """Endless items; deterministic for a seed, and no question is in both splits under any seed.

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, assert_never
 
-import httpx
 from pydantic import Field
 
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer, last_boxed
-from grpo_engine.environments.tasks.base import Item, Split, Task
-from grpo_engine.environments.tasks.records import endless, of_split, read_items
-from grpo_engine.errors import ConfigError
+from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task
+from grpo_engine.environments.tasks.hub import hub_rows
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_split, read_items
 from grpo_engine.flags import Flag
-
-log = logging.getLogger(__name__)
 
 _DATASET = ("openai/gsm8k", "main")
 _HUB_SPLITS: dict[Split, str] = {"train": "train", "held_out": "test"}
@@ -48,6 +42,21 @@ class Gsm8k(Task):
     def check(self) -> None:
         """Find the training records."""
         self._records("train")
+
+    def packages(self) -> Mapping[str, str]:
+        """math-verify, and `datasets` for the hub."""
+        from_hub = {} if self.path is not None else {"datasets": f"{DATA_EXTRA}, or set task.path"}
+        return {"math_verify": DATA_EXTRA, **from_hub}
+
+    def hub_datasets(self) -> Sequence[str]:
+        """The published data set, unless `path` has it."""
+        return (_DATASET[0],) if self.path is None else ()
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Read the first lines of both files."""
+        if self.path is not None:
+            for split in _HUB_SPLITS:
+                self._from_file(folder / self.path, split, FIRST_LINES)
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """The split's problems, reshuffled at every pass."""
@@ -78,45 +87,24 @@ class Gsm8k(Task):
         )
         return [Item(question=item.question, answer=final_answer(item.answer) or item.answer) for item in records]
 
-    def _from_file(self, path: Path, split: Split) -> list[Item] | None:
-        """The records of a split's file; None if held-out records have no file."""
+    def _from_file(self, path: Path, split: Split, most_lines: int | None = None) -> list[Item] | None:
+        """The records of a split's file, or of its first lines; None if held-out records have no file."""
         file = path / f"{_HUB_SPLITS[split]}.jsonl" if path.is_dir() else path
         if split == "held_out" and (file == path or not file.exists()):
             return None
-        return read_items(file, question_field="question", answer_field="answer", where="task.path")
+        fields = {"question_field": "question", "answer_field": "answer"}
+        return read_items(file, **fields, where="task.path", most_lines=most_lines)
 
     def _from_hub(self, split: Split) -> list[Item]:
-        instead = "give task.path = a folder with train.jsonl, or use the task reasoning_gym:gsm_symbolic"
-        _set_offline_if_unreachable()
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(
-                f"task gsm8k: task.path is not set and the package `datasets` is not installed: {instead}"
-            ) from None
-        try:
-            rows = datasets.load_dataset(*_DATASET, split=_HUB_SPLITS[split])
-        # The hub's client raises errors of requests, huggingface_hub and its own; each means that it cannot be loaded.
-        except Exception as error:
-            raise ConfigError(f"task gsm8k: {_DATASET[0]} cannot be loaded ({error}): {instead}") from error
+        name, config = _DATASET
+        rows = hub_rows(
+            name,
+            config=config,
+            split=_HUB_SPLITS[split],
+            task=self.name,
+            instead="give task.path = a folder with train.jsonl, or use the task reasoning_gym:gsm_symbolic",
+        )
         return [Item(question=str(row["question"]), answer=str(row["answer"])) for row in rows]
-
-
-def _set_offline_if_unreachable() -> None:
-    """Set HF_HUB_OFFLINE if the hub is unreachable: its client would retry for half a minute. The cache still works.
-
-    The client reads the variable once, at import.
-    """
-    if "huggingface_hub" in sys.modules or os.environ.get("HF_HUB_OFFLINE"):
-        return
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    try:
-        httpx.head(hub, timeout=5.0)
-    except httpx.ConnectError as error:
-        log.warning("%s cannot be reached (%s): using only cached data", hub, error)
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return  # reachable; its client reports any error
 
 
 def has_format(completion: str, wanted: AnswerFormat) -> bool:

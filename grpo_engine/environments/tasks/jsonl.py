@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
-from grpo_engine.environments.tasks.base import Item, Split, Task
-from grpo_engine.environments.tasks.records import endless, of_files, read_items
+from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_files, read_items
 from grpo_engine.flags import Flag
 
 
@@ -33,6 +33,16 @@ class Jsonl(Task):
         """Read the file once."""
         self._records("train")
 
+    def packages(self) -> Mapping[str, str]:
+        """math-verify, unless texts are compared."""
+        return {} if self.reward == "exact" else {"math_verify": DATA_EXTRA}
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Read the first lines of both files."""
+        for key, path in {"path": self.path, "held_out_path": self.held_out_path}.items():
+            if path is not None:
+                self._read(folder / path, f"task.{key}", FIRST_LINES)
+
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """The file's records, reshuffled at every pass."""
         return endless(self._records(split), task=self.label(), seed=seed, split=split)
@@ -47,5 +57,6 @@ class Jsonl(Task):
     def _records(self, split: Split) -> list[Item]:
         return of_files(split, self.path, self.held_out_path, self._read)
 
-    def _read(self, path: Path, where: str) -> list[Item]:
-        return read_items(path, question_field=self.question_field, answer_field=self.answer_field, where=where)
+    def _read(self, path: Path, where: str, most_lines: int | None = None) -> list[Item]:
+        fields = {"question_field": self.question_field, "answer_field": self.answer_field}
+        return read_items(path, **fields, where=where, most_lines=most_lines)

@@ -33,12 +33,20 @@ class MultiTurnTask(Task):
         """Number of seats that the policy plays; the same for every item."""
         return 1
 
+    def num_other_seats(self) -> int:
+        """Number of further seats that another policy may play, which is not trained; the same for every item."""
+        return 0
+
     async def play(self, item: Item, seats: Sequence[Seat]) -> Sequence[float]:
         """Play one game and return the reward of every seat.
 
         Seed all randomness from the item, so that the games of one item differ only in the policy's answers. A long
         game ends when none of its seats `has_room`.
         """
+        raise NotImplementedError
+
+    async def play_against(self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]) -> Sequence[float]:
+        """As `play`, with `num_other_seats` seats of another policy, whose rewards do not count."""
         raise NotImplementedError
 
     def score(self, item: Item, completion: str) -> float:

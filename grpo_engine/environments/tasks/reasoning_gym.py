@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BeforeValidator, Field
 
 from grpo_engine.config import did_you_mean
-from grpo_engine.environments.tasks.base import Item, Split, Task, belongs_to
+from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task, belongs_to
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
@@ -51,6 +51,10 @@ class ReasoningGym(Task):
         """Generate the first item of every level."""
         for task in reversed(self.levels()):
             next(task.items(0))
+
+    def packages(self) -> Mapping[str, str]:
+        """reasoning-gym."""
+        return {"reasoning_gym": DATA_EXTRA}
 
     def levels(self) -> Sequence[ReasoningGym]:
         """Those of the dataset's curriculum up to `level`."""

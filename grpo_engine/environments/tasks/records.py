@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,22 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, generator, plain
 from grpo_engine.errors import ConfigError
 
+FIRST_LINES = 1000
+"""Of a file, which a check before a start reads: a few milliseconds."""
+MAX_LINE_CHARS = 16 << 20
+"""No record is longer; a file without line ends would fill the memory."""
 
-def read_items(path: Path, *, question_field: str, answer_field: str, where: str) -> list[Item]:
-    """Every record of a JSON Lines file; other fields are ignored.
+
+def read_items(
+    path: Path, *, question_field: str, answer_field: str, where: str, most_lines: int | None = None
+) -> list[Item]:
+    """Every record of a JSON Lines file, or of its first lines; other fields are ignored.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a field is missing or null; the message names the line.
     """
     items: list[Item] = []
-    for number, record in read_records(path, where=where):
+    for number, record in read_records(path, where=where, most_lines=most_lines):
         for field in (question_field, answer_field):
             if field not in record:
                 hint = did_you_mean(field, record)
@@ -30,31 +38,34 @@ def read_items(path: Path, *, question_field: str, answer_field: str, where: str
     return items
 
 
-def read_records(path: Path, *, where: str) -> list[tuple[int, dict[str, Any]]]:
-    """Every object of a JSON Lines file, with the number of its line.
+def read_records(path: Path, *, where: str, most_lines: int | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """Every object of a JSON Lines file, or of its first lines, with the number of its line.
 
     Raises:
         ConfigError: the file cannot be read, has no record, or a line is no JSON object; the message names the line.
     """
     try:
         # Windows editors write a byte order mark. splitlines() would also split at U+2028, inside a text.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            lines = islice(iter(lambda: file.readline(MAX_LINE_CHARS + 1), ""), most_lines)
+            records = [(n, _record(line, f"{where}: {path}:{n}")) for n, line in enumerate(lines, 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    records: list[tuple[int, dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {path}:{number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where}: {path}:{number}: must be an object, not {type(record).__name__}")
-        records.append((number, record))
     if not records:
         raise ConfigError(f"{where}: {path} has no record")
     return records
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE_CHARS:
+        raise ConfigError(f"{where}: longer than {MAX_LINE_CHARS:,} characters; one record stands on a line")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: must be an object, not {type(record).__name__}")
+    return record
 
 
 def of_split(

@@ -13,7 +13,7 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, Task, belongs_to, generator
 from grpo_engine.environments.tasks.ifeval.instructions import UnknownInstruction, checked_arguments, follows
 from grpo_engine.environments.tasks.ifeval.prompts import draw_prompt
-from grpo_engine.environments.tasks.records import endless, of_files, read_records
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
@@ -39,6 +39,12 @@ class IFEval(Task):
     def check(self) -> None:
         """Read the file once."""
         next(self.items(0))
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Read the first lines of both files."""
+        for key, path in {"path": self.path, "held_out_path": self.held_out_path}.items():
+            if path is not None:
+                self._read(folder / path, f"task.{key}", FIRST_LINES)
 
     def levels(self) -> Sequence[IFEval]:
         """One per number of instructions, for generated prompts."""
@@ -68,10 +74,10 @@ class IFEval(Task):
             if belongs_to(split, prompt.text):
                 yield Item(question=prompt.text, answer="", entry=entry)
 
-    def _read(self, path: Path, where: str) -> list[Item]:
+    def _read(self, path: Path, where: str, most_lines: int | None = None) -> list[Item]:
         items: list[Item] = []
         skipped: list[UnknownInstruction] = []
-        for line, record in read_records(path, where=where):
+        for line, record in read_records(path, where=where, most_lines=most_lines):
             try:
                 items.append(_item(record, f"{where}: {path}:{line}"))
             except UnknownInstruction as error:

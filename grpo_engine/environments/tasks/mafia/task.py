@@ -47,7 +47,8 @@ class Mafia(MultiTurnTask):
     num_mafia: int = Field(1, ge=1, le=2)
     """Number of mafia seats."""
     policy_plays: Literal["all", "town", "mafia"] = "all"
-    """Seats of the policy, each of which gives one group per item; scripted players have the others."""
+    """Seats of the policy, each of which gives one group per item; scripted players have the others, or another policy
+    (`opponent_urls`)."""
     max_days: int = Field(3, ge=1, le=10)
     """Days after which the game ends without a winner."""
     num_talks: int = Field(1, ge=0, le=3)
@@ -68,6 +69,10 @@ class Mafia(MultiTurnTask):
             self.policy_plays
         ]
 
+    def num_other_seats(self) -> int:
+        """Number of seats of the other side."""
+        return self.num_players - self.num_seats()
+
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """Endless games, identified by seed; one seed in sixteen is held out."""
         rng = generator(self.label(), seed, split)
@@ -85,26 +90,33 @@ class Mafia(MultiTurnTask):
         return Deal(names=tuple(rng.sample(NAMES, self.num_players)), roles=tuple(roles))
 
     async def play(self, item: Item, seats: Sequence[Seat]) -> list[float]:
+        """Play one game with scripted players on the other seats."""
+        return await self.play_against(item, seats, ())
+
+    async def play_against(self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]) -> list[float]:
         """Play one game: in each phase all acting players answer, then the state advances."""
         deal = self.deal(item)
         of_policy = dict(zip(self._places_of_policy(deal), seats, strict=True))
+        left = [place for place in range(self.num_players) if place not in of_policy]
+        asked = {**of_policy, **(dict(zip(left, others, strict=True)) if others else {})}
         counts: dict[int, list[float]] = {place: [] for place in of_policy}
         num_shown: dict[int, int] = {}
         state = begin(deal, Rules(max_days=self.max_days, num_talks=self.num_talks, max_statement=self.max_statement))
         while places := acting(state):
-            questions = {place: self._question(state, place, num_shown) for place in places if place in of_policy}
-            answers = await ask_seats({of_policy[place]: text for place, text in questions.items()})
+            questions = {place: self._question(state, place, num_shown) for place in places if place in asked}
+            answers = await ask_seats({asked[place]: text for place, text in questions.items()})
             actions: dict[int, Action] = {}
             for place in places:
-                if place not in of_policy:
+                if place not in asked:
                     actions[place] = scripted(knowledge(state, place), self._randomness(item, state, place))
                     continue
-                seat = of_policy[place]
+                seat = asked[place]
                 if not seat.has_room:
                     continue  # passes from now on; its turns have no value
                 action = parse(answers[seat])
                 is_allowed = action is not None and is_legal(state, place, action)
-                counts[place].append(self._count(action, is_allowed=is_allowed))
+                if place in of_policy:
+                    counts[place].append(self._count(action, is_allowed=is_allowed))
                 if action is not None and is_allowed:
                     actions[place] = action
             state = advance(state, actions)

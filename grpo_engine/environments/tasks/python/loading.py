@@ -13,13 +13,15 @@ from typing import Any
 
 from grpo_engine.config import did_you_mean
 from grpo_engine.errors import ConfigError
+from grpo_engine.python_command import others_may_write
 
 
 def load_attribute(module: str, name: str, *, where: str) -> Any:
     """Attribute `name` of a module.
 
     Args:
-        module: a module on the path, the current folder first, or a file that ends in .py.
+        module: a module on the path, the current folder first (last where other users may write to it), or a file that
+            ends in .py.
         where: the setting that names both, for messages.
 
     Raises:
@@ -45,7 +47,7 @@ def import_user_module(module: str, *, where: str) -> ModuleType:
     is_file = module.endswith(".py")
     if not is_file:
         _refuse_shadowed(module, where)
-    _put_first(Path(module).resolve().parent if is_file else Path.cwd())
+    _add_to_path(Path(module).resolve().parent if is_file else Path.cwd())
     importlib.invalidate_caches()
     try:
         return _run_file(Path(module).resolve()) if is_file else importlib.import_module(module)
@@ -93,9 +95,10 @@ def _refuse_shadowed(module: str, where: str) -> None:
         )
 
 
-def _put_first(folder: Path) -> None:
+def _add_to_path(folder: Path) -> None:
+    """Put a folder first on the path of modules; last where others may write to it and so stand in for any library."""
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+        sys.path.insert(len(sys.path) if others_may_write(folder) else 0, str(folder))
 
 
 def _run_file(file: Path) -> ModuleType:

@@ -19,7 +19,7 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.concurrency import Threads, run_in_background_loop
 from grpo_engine.environments.tasks.python.loading import describe_error
-from grpo_engine.errors import ConfigError, DataError
+from grpo_engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,16 @@ _OF_THE_GROUP = frozenset({"completions", "prompts"})
 """Parameters that mark a function as per group."""
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Names that TRL does not pass as columns."""
+_SLOW_S = 2.0
+"""A call that takes longer is logged."""
+_HANGING_S = 10.0
+"""A call that takes longer is logged before it has returned."""
 _SHOWN = 80
 """Longest excerpt of an item's text in a message, in characters."""
 
 
-class RewardFailed(DataError):
-    """A reward function raised an exception, or returned no valid reward."""
+class RewardFailed(ConfigError):
+    """A reward function raised an exception, returned no valid reward, or did not return: a restart changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,8 @@ class RewardFunctions:
         self._timeout_s = timeout_s
         self._error_reward = error_reward
         self._num_errors = 0
+        self._num_slow = 0
+        self._num_hanging = 0
 
     async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
         """One reward per completion: the sum over the functions that returned one.
@@ -187,15 +193,21 @@ class RewardFunctions:
             ] * len(completions)
 
     async def _called(self, each: RewardFunction, arguments: dict[str, Any]) -> Any:
-        """What the function returns; its time counts from when it begins, not from when it waits for a thread."""
+        """What the function returns; its time counts from when it begins, not from when it waits for a thread.
+
+        A slow call, and one that does not return, are logged with their seconds, at growing intervals.
+        """
         if each.is_async:
             ended = run_in_background_loop(each.call(**arguments))
         else:
             begun, ended = self._threads.submit(lambda: each.call(**arguments))
             await asyncio.wrap_future(begun)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        notice = loop.call_later(_HANGING_S, self._log_hanging, each)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await asyncio.wrap_future(ended)
+                returned = await asyncio.wrap_future(ended)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -204,6 +216,31 @@ class RewardFunctions:
             raise RewardFailed(
                 f"{each.name} has not returned within {self._timeout_s:g} s: raise task.timeout_s, or fix the hang"
             ) from None
+        finally:
+            notice.cancel()
+        self._log_slow(each, loop.time() - began)
+        return returned
+
+    def _log_hanging(self, each: RewardFunction) -> None:
+        self._num_hanging += 1
+        if _is_logged(self._num_hanging):
+            log.warning(
+                "%s has not returned for %g s (call %d that takes so long); after %g s (task.timeout_s) it has failed",
+                each.name,
+                _HANGING_S,
+                self._num_hanging,
+                self._timeout_s,
+            )
+
+    def _log_slow(self, each: RewardFunction, seconds: float) -> None:
+        if seconds <= _SLOW_S:
+            return
+        self._num_slow += 1
+        if _is_logged(self._num_slow):
+            how = (
+                "" if each.is_async else ", and calls wait for each other: raise task.threads if it waits for something"
+            )
+            log.warning("%s took %.1f s (slow call %d)%s", each.name, seconds, self._num_slow, how)
 
     def _error_reward_for(self, problem: RewardFailed, cause: BaseException | None = None) -> float:
         """`error_reward` in place of a missing reward; logged at the 1st, 10th, 100th … time."""
@@ -212,7 +249,7 @@ class RewardFunctions:
                 f"task.functions: {problem}. Correct it, or set task.error_reward for such completions"
             ) from cause
         self._num_errors += 1
-        if math.log10(self._num_errors).is_integer():
+        if _is_logged(self._num_errors):
             log.warning("using error_reward %g (occurrence %d): %s", self._error_reward, self._num_errors, problem)
         return self._error_reward
 
@@ -222,6 +259,11 @@ class RewardFunctions:
         if kind == "auto":
             kind = "messages" if isinstance(_prompt(item), list) else "text"
         return [{"role": "assistant", "content": completion}] if kind == "messages" else completion
+
+
+def _is_logged(occurrence: int) -> bool:
+    """Whether the 1st, 10th, 100th … time of something is reached."""
+    return math.log10(occurrence).is_integer()
 
 
 def completion_arguments(item: Item, completion: Any) -> dict[str, Any]:

@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_engine.config import did_you_mean
+from grpo_engine.config import PathText, did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, Task
 from grpo_engine.environments.tasks.python.items import items_from_module
 from grpo_engine.environments.tasks.python.loading import load_attribute
-from grpo_engine.environments.tasks.records import endless, of_files, read_records
+from grpo_engine.environments.tasks.python.reading import check_attribute
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
 if TYPE_CHECKING:
     from grpo_engine.environments.tasks.python.reward_functions import RewardFunctions
+
+
+_NO_NUMBER = "I do not know."
+"""A completion as policies write them; a reward that only reads numbers fails on it."""
 
 
 class Python(Task):
@@ -29,10 +34,11 @@ class Python(Task):
     """
 
     name: Annotated[Literal["python"], Flag(("--task", "--task.name"))] = "python"
-    module: str
+    module: Annotated[str, PathText(r".*\.py")]
     """Module on the path, the current folder first, or a file that ends in .py."""
     functions: tuple[str, ...] = Field(min_length=1)
-    """Functions of the module; the reward is the sum of their values, without those that return None."""
+    """Functions of the module; the reward is the sum of their values, without those that return None. Where `module` is
+    not set, with it: my_rewards:right,brief."""
     weights: tuple[float, ...] = ()
     """Factor of each function's value; unset: 1."""
     path: Path | None = None
@@ -63,6 +69,11 @@ class Python(Task):
                 f"functions: no function of {given['module']} is named: write "
                 f"python:{given['module']}:FUNCTION, or set task.functions"
             )
+        if isinstance(given, Mapping) and any(":" in str(name) for name in given.get("functions") or ()):
+            raise ValueError(
+                f"functions: {', '.join(map(str, given['functions']))} with module {given.get('module')!r}: all are of "
+                "one module, so name it once"
+            )
         return given
 
     @model_validator(mode="after")
@@ -78,10 +89,20 @@ class Python(Task):
         return Path(self.module).stem if self.module.endswith(".py") else self.module.rpartition(".")[2]
 
     def check(self) -> None:
-        """Import the functions, and call each once with the first item and its answer as the completion."""
+        """Import the functions, and score a group of two for the first item: its answer, and one that is no number."""
         functions = _reward_functions(self)
         item = next(self.items(0))
-        _run(functions.rewards(item, [item.answer]))
+        _run(functions.rewards(item, [item.answer, _NO_NUMBER]))
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Read the first lines of the files, and the source of the module."""
+        for key, path in {"path": self.path, "held_out_path": self.held_out_path}.items():
+            if path is not None:
+                self._read(folder / path, f"task.{key}", FIRST_LINES)
+        for function in self.functions:
+            check_attribute(self.module, function, (folder, *search_path), where="task.functions")
+        if self.path is None:
+            check_attribute(self.module, self.items_from, (folder, *search_path), where="task.items_from")
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """Records of the file, or items of the module."""
@@ -104,8 +125,9 @@ class Python(Task):
         """
         return await _reward_functions(self).rewards(item, completions)
 
-    def _read(self, path: Path, where: str) -> list[Item]:
-        return [self._item(record, f"{where}: {path}:{line}") for line, record in read_records(path, where=where)]
+    def _read(self, path: Path, where: str, most_lines: int | None = None) -> list[Item]:
+        records = read_records(path, where=where, most_lines=most_lines)
+        return [self._item(record, f"{where}: {path}:{line}") for line, record in records]
 
     def _item(self, given: Any, where: str) -> Item:
         """An item from a record, a pair of question and answer, a question, or an item."""
@@ -124,6 +146,20 @@ class Python(Task):
             hint = did_you_mean(self.question_field, map(str, given))
             raise ConfigError(f"{where}: no field {self.question_field!r}{hint}; it has {', '.join(map(str, given))}")
         return Item(question=_question(asked, where), answer=str(given.get(self.answer_field, "")), entry=dict(given))
+
+
+def spell_out_functions(table: dict[str, Any]) -> dict[str, Any]:
+    """`functions` of a task's table as a list without the module, which goes into `module` where it is not set."""
+    given = table.get("functions")
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+        return table
+    parts = [each.rpartition(":") for each in listed]
+    modules = {module for module, _, _ in parts if module} | ({table["module"]} if "module" in table else set())
+    if len(modules) > 1:
+        return table  # contradicts itself, which validation reports
+    names = [name.strip() for _, _, several in parts for name in several.split(",")]
+    return {**table, **({"module": modules.pop()} if modules else {}), "functions": names}
 
 
 def _question(asked: Any, where: str) -> str:

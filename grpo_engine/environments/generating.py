@@ -1,0 +1,92 @@
+"""Turns the next item of a task into scored groups: one group, or for a game one per seat that the policy plays."""
+
+from __future__ import annotations
+
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.items.source import ItemSource
+from grpo_engine.environments.sampling.groups import scored_group
+from grpo_engine.environments.sampling.policy import Inference, Opponent, Policy, PromptTooLong
+from grpo_engine.environments.sampling.prompts import Tokenizer
+from grpo_engine.environments.sampling.sample import Rollouts, num_groups, sample_item, sample_rewards, without_empty
+from grpo_engine.environments.tasks.base import Item
+from grpo_engine.errors import ConfigError
+from grpo_engine.wire.rollouts import ScoredGroup
+
+_MAX_SKIPPED_ITEMS = 100
+"""Consecutive items that are too long; with more, the limit is wrong and not the items."""
+
+
+class GroupGenerator:
+    """Groups of training items, several at a time if `next` is called concurrently."""
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer, inference: Inference, opponent: Opponent | None = None
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the user's curriculum cannot be loaded.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._inference = inference
+        self._opponent = opponent
+        self._source = ItemSource(config)
+        self.num_per_item = num_groups(config.task)
+        """Groups of each item, those that are dropped included."""
+        self.num_too_long = 0
+        """Items that were left out, since their prompt leaves no room for a completion."""
+
+    def progress(self) -> str:
+        """What the curriculum and the filter say of themselves, for a log line."""
+        return self._source.progress()
+
+    async def next(self, longest: int) -> list[ScoredGroup]:
+        """Sample and score the next item; groups that are not wanted are left out.
+
+        Args:
+            longest: tokens that a prompt and its completion may have together.
+
+        Raises:
+            ConfigError: none of `_MAX_SKIPPED_ITEMS` consecutive prompts leaves room.
+            GrpoError: the inference server refuses a request, or a reward is not finite.
+        """
+        item, of_seats = await self._sample(longest)
+        self._source.result(item, sample_rewards(of_seats))
+        return [
+            scored_group(sampled.conversations, sampled.rewards, temperature=self._config.temperature)
+            for sampled in map(without_empty, of_seats)
+            if self._is_wanted(sampled)
+        ]
+
+    def close(self) -> None:
+        """Write the state file, if one is configured."""
+        self._source.close()
+
+    def _is_wanted(self, sampled: Rollouts) -> bool:
+        """Whether the group has at least two samples, and different rewards where that is required."""
+        if len(sampled.conversations) < min(2, self._config.group_size):
+            return False
+        return not self._config.ensure_scores_are_not_same or len(set(sampled.rewards)) > 1
+
+    async def _sample(self, longest: int) -> tuple[Item, list[Rollouts]]:
+        """Sample the next item whose prompt leaves room for a completion."""
+        config = self._config
+        policy = Policy(
+            config=config,
+            tokenizer=self._tokenizer,
+            inference=self._inference,
+            temperature=config.temperature,
+            longest=longest,
+        )
+        opponent = self._opponent.as_policy(config, config.temperature, longest) if self._opponent else None
+        for _ in range(_MAX_SKIPPED_ITEMS):
+            item = self._source.next()
+            try:
+                return item, await sample_item(policy, item, config.group_size, opponent=opponent)
+            except PromptTooLong as error:
+                self.num_too_long += 1
+                num_tokens = error.num_tokens
+        raise ConfigError(
+            f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
+            f"(the last has {num_tokens}): raise it, or the trainer's seq_len"
+        )
