@@ -1,4 +1,4 @@
-"""`grpo-engine api | server | env | atropos-env | train | check`: each service by hand, and a check before training.
+"""`grpo-engine api | server | env | atropos-env | train | launch | check | export`: services, and what is beside them.
 
 Imports only the chosen command.
 """
@@ -7,15 +7,30 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
-from grpo_engine.errors import ConfigError, GrpoError
-from grpo_engine.flags import parse_flags
+from grpo_engine.config import Config, ConfigT
+from grpo_engine.errors import GrpoError
+from grpo_engine.flags import flags_of, parse_flags
+from grpo_engine.other_names import COLOCATE
+from grpo_engine.own_file import open_own_file
+from grpo_engine.python_command import module_command
+from grpo_engine.ranks.launching import launch_ranks
+from grpo_engine.ranks.place import rank_place
+from grpo_engine.wire.terminal_text import PrintableFormatter, printable
 
-USAGE_ERROR = 2
-"""What argparse exits with too."""
+FINAL_ERROR = 2
+"""For an error that a restart does not change: a wrong setting, as argparse, or code of the user that fails."""
+
+COMPILE = frozenset({"server", "train", "launch", "check"})
+"""Commands in which torch may compile code."""
+USER_CODE = frozenset({"env", "atropos-env"})
+"""Commands that run code of the user, whose child processes find modules as they always do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,27 +38,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in {"-h", "--help"}:
         print(_usage())
-        return 0 if words else USAGE_ERROR
+        return 0 if words else FINAL_ERROR
     command = COMMANDS.get(words[0])
     if command is None:
         print(f"grpo-engine: {words[0]!r} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return USAGE_ERROR
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+        return FINAL_ERROR
+    if argv is None:  # else this process is not ours alone
+        _close_to_others(words[0])
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own
     try:
         code = command(words[1:])
     except GrpoError as error:
         who = f"grpo-engine {words[0]}: "  # messages about settings have the prefix already, on each line
-        print(who + str(error).removeprefix(who), file=sys.stderr)
-        code = USAGE_ERROR if isinstance(error, ConfigError) else 1
+        print(printable(who + str(error).removeprefix(who), keep="\n\t"), file=sys.stderr)
+        code = FINAL_ERROR if error.is_final else 1
     except KeyboardInterrupt:
         return 130
     if command is _server and code:
         _leave(code)
     return code
+
+
+def _log_from(level: str) -> None:
+    """Log lines of this level and above; of libraries none below info, which would be thousands."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger("grpo_engine").setLevel(number)
+    logging.getLogger().setLevel(max(number, logging.INFO))
+
+
+def _redirect_output(path: Path) -> None:
+    """Append stdout and stderr of this process, and of those that it starts, to a file that only its owner can read.
+
+    Raises:
+        ConfigError: see `open_own_file`.
+    """
+    descriptor = open_own_file(path, f"--redirect-output {path}")
+    if not os.path.sameopenfile(descriptor, sys.stderr.fileno()):  # the same where a rank inherits it
+        print(f"stdout and stderr go to {path}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+
+
+def _close_to_others(name: str) -> None:
+    """Keep other users from the files that a command writes, and from writing code that it would load.
+
+    Torch and vLLM start interpreters of their own (`-c`, `-m`), which look for modules in the working directory first.
+
+    An export is meant to be passed on, and keeps the umask. Torch's own folder for compiled code is in /tmp, where any
+    user can make it first; it stays where ours cannot be made.
+    """
+    if name == "export":
+        return
+    os.umask(0o077)
+    if name not in USER_CODE:
+        os.environ["PYTHONSAFEPATH"] = "1"
+    if name not in COMPILE:
+        return
+    from grpo_engine.models.local import cache_folder
+
+    with suppress(OSError, RuntimeError):  # no home folder
+        folder = cache_folder(os.environ) / "inductor"  # as settle_environment of vLLM
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def _leave(code: int) -> NoReturn:
@@ -60,7 +123,7 @@ def _api(argv: Sequence[str]) -> int:
     """Collects scored groups from environments, hands batches to the trainer."""
     from grpo_engine.rollouts.config import ApiConfig
 
-    config = parse_flags(ApiConfig, argv, prog="grpo-engine api", description=_api.__doc__ or "")
+    config = _parsed(ApiConfig, argv, "api", _api)
     from grpo_engine.rollouts.main import run
 
     return run(config)
@@ -70,7 +133,8 @@ def _server(argv: Sequence[str]) -> int:
     """Samples completions with their log-probabilities, and takes new weights."""
     from grpo_engine.server.config import ServerConfig
 
-    config = parse_flags(ServerConfig, argv, prog="grpo-engine server", description=_server.__doc__ or "")
+    config = _parsed(ServerConfig, argv, "server", _server)
+    _log_from(config.log_level)
     from grpo_engine.server.main import run
 
     return run(config)
@@ -80,7 +144,8 @@ def _env(argv: Sequence[str]) -> int:
     """Turns the items of a task into scored groups."""
     from grpo_engine.environments.config import EnvironmentConfig
 
-    config = parse_flags(EnvironmentConfig, argv, prog="grpo-engine env", description=_env.__doc__ or "")
+    config = _parsed(EnvironmentConfig, _without_serve(argv), "env", _env)
+    _log_from(config.log_level)
     from grpo_engine.environments.main import run
 
     return run(config)
@@ -90,20 +155,55 @@ def _atropos_env(argv: Sequence[str]) -> int:
     """Runs an environment of Atropos, and reports when it uses the wrong inference server."""
     from grpo_engine.environments.atropos.config import AtroposEnvConfig
 
-    description = _atropos_env.__doc__ or ""
-    config = parse_flags(AtroposEnvConfig, argv, prog="grpo-engine atropos-env", description=description)
+    config = _parsed(AtroposEnvConfig, _without_serve(argv), "atropos-env", _atropos_env)
     from grpo_engine.environments.atropos.main import run
 
     return run(config)
 
 
+def _without_serve(argv: Sequence[str]) -> Sequence[str]:
+    """Drop the `serve` of `python environment.py serve …`, which is all that an environment does here."""
+    return argv[1:] if argv[:1] == ["serve"] else argv
+
+
 def _train(argv: Sequence[str]) -> int:
     """Trains on batches from the rollout API and hands new weights to inference."""
-    from grpo_engine.train.config import TrainConfig
+    from grpo_engine.colocate.config import TrainerConfig
 
-    config = parse_flags(TrainConfig, argv, prog="grpo-engine train", description=_train.__doc__ or "")
+    config = _parsed(TrainerConfig, argv, "train", _train, names_of=COLOCATE if _is_colocated(argv) else None)
+    _log_from(config.log_level)
+    if config.redirect_output is not None:
+        _redirect_output(config.redirect_output)
+    if config.num_ranks > 1 and not config.dry_run and rank_place(os.environ) is None:
+        from grpo_engine.serving.reporting import ranks_report
+
+        return launch_ranks(
+            module_command("grpo_engine", "train", *argv),
+            num_local=config.processes or 1,
+            num_nodes=config.nodes,
+            node_rank=config.node_rank,
+            master_addr=config.master_addr,
+            master_port=config.master_port,
+            stall_s=config.rank_stall_s,
+            report=ranks_report(os.environ),
+        )
+    if config.bridge.samples_in_process:
+        from grpo_engine.colocate.main import run as run_sampling
+
+        return run_sampling(config)
     from grpo_engine.train.main import run
 
+    return run(config)
+
+
+def _launch(argv: Sequence[str]) -> int:
+    """Starts an inference server and trains with it; takes the flags of train, and of the server."""
+    from grpo_engine.train.launch import LaunchConfig, run
+
+    config = _parsed(LaunchConfig, argv, "launch", _launch)
+    _log_from(config.log_level)
+    if config.redirect_output is not None:
+        _redirect_output(config.redirect_output)
     return run(config)
 
 
@@ -111,10 +211,64 @@ def _check(argv: Sequence[str]) -> int:
     """Checks before training whether sampler and trainer agree; takes the flags of train."""
     from grpo_engine.check.config import CheckConfig
 
-    config = parse_flags(CheckConfig, argv, prog="grpo-engine check", description=_check.__doc__ or "")
+    config = _parsed(CheckConfig, argv, "check", _check)
+    _log_from(config.log_level)
     from grpo_engine.check.main import run
 
     return run(config)
+
+
+def _export(argv: Sequence[str]) -> int:
+    """Writes a checkpoint as a folder that transformers, PEFT and vLLM load, and checks that it loads."""
+    from grpo_engine.export.config import ExportConfig
+
+    config = _parsed(ExportConfig, argv, "export", _export)
+    from grpo_engine.export.main import run
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing half is left
+    return run(config)
+
+
+def _is_colocated(argv: Sequence[str]) -> bool:
+    """Whether a command line of train chooses the mode in which the trainer samples itself."""
+    text = " ".join(argv)
+    return any(
+        f"{name}{COLOCATE}" in text for name in ("--weight-bridge-mode ", "--weight-bridge-mode=", "bridge.mode=")
+    )
+
+
+def _parsed(
+    model: type[ConfigT],
+    argv: Sequence[str],
+    name: str,
+    command: Callable[..., int],
+    *,
+    names_of: str | None = None,
+) -> ConfigT:
+    return parse_flags(
+        model,
+        argv,
+        prog=f"grpo-engine {name}",
+        description=command.__doc__ or "",
+        whose=_command_with,
+        command=names_of,
+    )
+
+
+def _command_with(flag: str) -> str | None:
+    """The service whose command takes a flag."""
+    from grpo_engine.colocate.config import TrainerConfig
+    from grpo_engine.environments.config import EnvironmentConfig
+    from grpo_engine.rollouts.config import ApiConfig
+    from grpo_engine.server.config import ServerConfig
+
+    models: dict[str, type[Config]] = {
+        "train": TrainerConfig,
+        "server": ServerConfig,
+        "env": EnvironmentConfig,
+        "api": ApiConfig,
+    }
+    return next((f"`grpo-engine {name}`" for name, model in models.items() if flag in flags_of(model)), None)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -123,7 +277,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "env": _env,
     "atropos-env": _atropos_env,
     "train": _train,
+    "launch": _launch,
     "check": _check,
+    "export": _export,
 }
 
 

@@ -6,15 +6,20 @@ JSON, applies dotted overrides and formats validation errors; `flags.py` makes t
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
+import os
+import re
+import stat
 import tomllib
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from grpo_engine.errors import ConfigError
@@ -24,47 +29,146 @@ RawTable = dict[str, Any]
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+LogLevel = Annotated[
+    Literal["critical", "error", "warning", "info", "debug"],
+    BeforeValidator(lambda level: level.lower() if isinstance(level, str) else level),
+]
+"""Least severe level of the lines that a service logs; capitals do not matter."""
+
+
+_OPEN = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
+"""Paths of descriptors that are open already."""
+MAX_YAML_VALUES = 100_000
+_KINDS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+"""Of files, by their suffix; others are TOML."""
+
+
+class Fault(NamedTuple):
+    """What is wrong with a setting."""
+
+    key: str
+    """Dotted; empty where it is of several settings at the top together."""
+    text: str
+    """What is wrong, and what was probably meant."""
+
 
 class Config(BaseModel):
     """Base of all settings: unknown keys are refused, values never change.
 
-    The docstrings under the fields are the help, which `flags` reads from the source on demand.
+    The docstrings under the fields are the help, which `flags` reads from the source on demand. A number is taken where
+    a text is expected, as in `train_layer_indices = 1`.
     """
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        coerce_numbers_to_str=True,
         validate_by_name=True,
         validate_by_alias=True,
         defer_build=True,  # most kinds of settings that are loaded are never validated
     )
 
+    foreign_tables: ClassVar[tuple[str, ...]] = ()
+    """Tables of another program's layout, which a `--config` file and dotted flags (`--env.group_size 4`) may have."""
+
+    @classmethod
+    def from_foreign(cls, table: RawTable) -> RawTable:
+        """The table with those of `foreign_tables` replaced by settings of this class.
+
+        Raises:
+            ConfigError: one of them cannot be.
+        """
+        return table
+
 
 def read_table(path: Path) -> RawTable:
-    """Read a TOML or JSON file.
+    """Read a TOML, YAML or JSON file. A pipe is read only where it is open already, as in `--config <(command)`.
 
     Raises:
         ConfigError: the file is missing, unreadable or malformed; the message names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        if not stat.S_ISREG(path.stat().st_mode) and not _OPEN.fullmatch(str(path)):
+            raise ConfigError(f"{path}: cannot be read: not a regular file")
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return parsed_table(content, path)
+
+
+def parsed_table(content: bytes, path: Path) -> RawTable:
+    """The content of a TOML, YAML or JSON file, by the suffix of its path.
+
+    Raises:
+        ConfigError: it is malformed; the message names the line.
+    """
+    kind = _KINDS.get(path.suffix, "TOML")
+    try:
+        text = content.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     try:
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = _reader(path)(text)
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+        raise ConfigError(f"{path}: not valid {kind}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid {kind}: nested too deep") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: must hold a table, not {type(table).__name__}")
     return table
 
 
-def apply_overrides(table: RawTable, overrides: Iterable[str]) -> RawTable:
+def _reader(path: Path) -> Callable[[str], Any]:
+    """What parses a file of this name; raises `ValueError` on malformed text."""
+    readers: dict[str, Callable[[str], Any]] = {"JSON": json.loads, "YAML": _read_yaml}
+    return readers.get(_KINDS.get(path.suffix, ""), _toml)
+
+
+def _read_yaml(text: str) -> Any:
+    """YAML without tags; `1e-5`, which YAML reads as text, is a number to every setting that is one."""
+    import yaml  # here: TOML is the usual kind
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        if _num_values(node, [], {}) > MAX_YAML_VALUES:
+            raise ValueError(f"its aliases stand for more than {MAX_YAML_VALUES} values")
+        return loader.construct_document(node) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: Any, above: list[int], known: dict[int, int]) -> int:
+    """How many values a YAML node stands for, an alias for all that it names; `above` are the nodes that it is in.
+
+    Raises:
+        ValueError: an alias puts a table or list into itself.
+    """
+    if not isinstance(node.value, list):
+        return 1
+    if id(node) in above:
+        raise ValueError("an alias names the table or list that it is in")
+    if id(node) not in known:
+        within = [*above, id(node)]
+        parts = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
+        known[id(node)] = 1 + sum(_num_values(part, within, known) for part in parts)
+    return known[id(node)]
+
+
+def apply_overrides(
+    table: RawTable, overrides: Iterable[str], *, spell_out: Callable[[RawTable], RawTable] | None = None
+) -> RawTable:
     """Return a copy of `table` with each `a.b.c=value` put in its place.
 
-    The value is read as TOML (`2e-6`, `true`, `[1, 2]`, `{ a = 1 }`), and else as plain text.
+    The value is read as TOML (`2e-6`, `true`, `[1, 2]`, `{ a = 1 }`), and else as plain text. A path may go on through
+    the short form of a table: `task.path=x` over `task = "jsonl"` makes `{ name, path }`.
+
+    Args:
+        spell_out: returns a copy in which short forms are tables, as `with_absolute_paths`; unset: there are none.
 
     Raises:
         ConfigError: an override without `=`, or a path through a value that is not a table.
@@ -75,13 +179,87 @@ def apply_overrides(table: RawTable, overrides: Iterable[str]) -> RawTable:
         keys = [key.strip() for key in dotted.split(".")]
         if not separator or not all(keys):
             raise ConfigError(f"--set {override}: expected KEY=VALUE, as in services.trainer.lr=2e-6")
+        if spell_out is not None and _leads_through_text(result, keys[:-1]):
+            result = spell_out(result)
         inner = result
         for depth, key in enumerate(keys[:-1], start=1):
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"--set {override}: {'.'.join(keys[:depth])} is {inner!r}, not a table")
-        inner[keys[-1]] = _toml_value(text.strip())
+        inner[keys[-1]] = toml_value(text.strip())
     return result
+
+
+def _leads_through_text(table: RawTable, keys: Sequence[str]) -> bool:
+    value: Any = table
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else value
+    return isinstance(value, str)
+
+
+@dataclass(frozen=True, slots=True)
+class PathText:
+    """Marks a setting whose texts are paths where they match the whole pattern; those of type `Path` always are."""
+
+    pattern: str
+
+
+class OfWorkingDirectory:
+    """Marks a path that is relative to the working directory of its service, and so is not made absolute."""
+
+
+def with_absolute_paths(model: type[BaseModel], table: RawTable, folder: Path) -> RawTable:
+    """Return a copy of `table` in which paths below `folder` are absolute, and short forms of tables spelled out.
+
+    Names that are no paths, as `:memory:`, and those that begin with a variable are left as they are.
+    """
+    result = dict(table)
+    for name, field in model.model_fields.items():
+        for key in keys_of(name, field):
+            if key in table:
+                result[key] = _with_absolute_paths(field.annotation, (field, *field.metadata), table[key], folder)
+    return result
+
+
+def _with_absolute_paths(annotation: Any, marks: Sequence[Any], value: Any, folder: Path) -> Any:
+    leaves, marks = union_leaves(annotation), (*marks, *_marks_of(annotation))
+    members = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+    if isinstance(value, str | dict) and members:
+        for mark in marks:
+            value = mark.func(value) if isinstance(mark, BeforeValidator) else value  # type: ignore[call-arg]
+    match value:
+        case str():
+            patterns = [mark.pattern for mark in marks if isinstance(mark, PathText)]
+            is_path = Path in leaves or any(re.fullmatch(pattern, value) for pattern in patterns)
+            is_fixed = value.startswith((":", "$")) or any(isinstance(mark, OfWorkingDirectory) for mark in marks)
+            return os.path.abspath(folder / Path(value).expanduser()) if is_path and not is_fixed else value
+        case list():
+            inner = [get_args(leaf)[0] for leaf in leaves if get_origin(leaf) in (tuple, list)]
+            return [_with_absolute_paths(inner[0], marks, each, folder) for each in value] if inner else value
+        case dict() if mappings := [leaf for leaf in leaves if get_origin(leaf) is dict]:
+            of_values = get_args(mappings[0])[1]
+            return {key: _with_absolute_paths(of_values, marks, each, folder) for key, each in value.items()}
+        case dict():
+            tags = [mark.discriminator for mark in marks if isinstance(getattr(mark, "discriminator", None), str)]
+            chosen = [each for each in members if any(value.get(tag) in _tags_of(each, tag) for tag in tags)]
+            chosen = members if len(members) == 1 else chosen
+            return with_absolute_paths(chosen[0], value, folder) if chosen else value
+        case _:
+            return value
+
+
+def _marks_of(annotation: Any) -> list[Any]:
+    """What `Annotated` adds to an annotation, and to the alternatives of a union."""
+    if get_origin(annotation) is Annotated:
+        inner, *marks = get_args(annotation)
+        return [*_marks_of(inner), *marks]
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return [mark for part in get_args(annotation) for mark in _marks_of(part)] if is_union else []
+
+
+def _tags_of(member: type[BaseModel], discriminator: str) -> tuple[Any, ...]:
+    field = member.model_fields.get(discriminator)
+    return () if field is None else get_args(field.annotation)
 
 
 def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
@@ -93,13 +271,16 @@ def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(error, model, where))) from None
+        lines = [": ".join(part for part in (where, *fault) if part) for fault in faults_of(error, model)]
+        raise ConfigError("\n".join(lines)) from None
 
 
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[str]:
-    """Turn a validation error into lines `where: dotted.key: what is wrong (what was probably meant)`."""
-    lines: list[str] = []
+def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
+    """The faults in a validation error, each once."""
+    faults: list[Fault] = []
     for fault in error.errors():
+        if fault["type"] == "default_factory_not_called":
+            continue  # a default that depends on another setting, which has a fault of its own
         written, _ = _follow(model, fault["loc"])
         key = ".".join(part if part.isprintable() else repr(part) for part in written)
         match fault["type"]:
@@ -125,15 +306,28 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> list[
                 text = str(fault["ctx"]["error"])
             case _:
                 text = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, but this is {_shown(fault['input'])}"
-        line = ": ".join(part for part in (where, key, text) if part)  # no key: it is of several settings together
-        if line not in lines:
-            lines.append(line)
-    return lines
+        if Fault(key, text) not in faults:
+            faults.append(Fault(key, text))
+    return faults
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("max_iterations", "max_steps", "total_steps"), "training_steps"),
+    "per_device_train_batch_size": "batch_size",
+    "num_generations": "group_size",
+    "max_completion_length": "max_tokens",
+    "epsilon": "clip_eps",
+    "beta": "kl_coef",
+}
+"""Names that other trainers give to a setting, with ours, which no likeness of letters finds."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the nearest of `names`, or nothing when none is near."""
-    near = difflib.get_close_matches(name, list(names), 1)
+    """` (did you mean 'x'?)` for the one of `names` that is meant, or the nearest; nothing when none is near."""
+    known = list(names)
+    ours = _ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
+    meant = [each for each in known if ours is not None and each.removeprefix("--").replace("-", "_") == ours]
+    near = meant or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -205,11 +399,31 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """What the text of an override stands for: a value of TOML, and else plain text, as a date, which no setting is."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = _toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(value, datetime.date | datetime.time) else value
+
+
+class _Float(float):
+    """A number whose text is as it was written, for a setting that is a text: a version 0.10 is not 0.1."""
+
+    def __new__(cls, text: str | float) -> _Float:
+        number = super().__new__(cls, text)
+        number._text = str(text)
+        return number
+
+    def __str__(self) -> str:
+        return self._text
+
+    _text: str
+
+
+def _toml(text: str) -> RawTable:
+    return tomllib.loads(text, parse_float=_Float)
 
 
 def _deep_copy(table: RawTable) -> RawTable:

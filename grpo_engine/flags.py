@@ -11,14 +11,14 @@ import argparse
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
@@ -35,15 +35,10 @@ from grpo_engine.config import (
     setting_names,
     union_leaves,
     validated,
+    with_absolute_paths,
 )
 from grpo_engine.errors import ConfigError
-
-_REPLACED_FLAGS = {
-    "--single-copy": "--weight-bridge-mode shared_vllm always has one copy: leave it out",
-    "--use-shared-memory": "weights are not broadcast over NCCL; leave it out where trainer and server share a GPU "
-    "(--weight-bridge-mode shared_vllm), and take --weight-bridge-mode none where they do not",
-}
-"""Flags of earlier reference trainers, with their replacement."""
+from grpo_engine.other_names import BARE_OVERRIDE, bare_overrides, own_override, own_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +46,11 @@ class Flag:
     """Annotation of a field whose command line flags do not follow from its name."""
 
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutPrefix:
+    """Annotation of a table whose settings have flags without its name: `--task` of `environment.task`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +79,48 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Config], *, with_help
             parser.add_argument(*names, dest=dest, default=argparse.SUPPRESS, metavar=metavar, help=help_text)
 
 
-def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
-    """Read settings from a command line: `--config FILE`, flags, and `--set dotted.key=value`, in rising precedence.
+def nobody(_flag: str) -> str | None:
+    """No other command takes a flag."""
+    return None
+
+
+def parse_flags(
+    model: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    whose: Callable[[str], str | None] = nobody,
+    command: str | None = None,
+) -> ConfigT:
+    """Read settings from a command line: `--config FILE`, flags, and overrides, in rising precedence.
+
+    Overrides are `--set dotted.key=value`, or the same without `--set`; also by the names of other trainers, which are
+    then told on stderr with ours.
+
+    Args:
+        command: whose settings the names of other trainers stand for; None: of the last word of `prog`.
+        whose: the other command that takes a flag which this one does not, for the error.
 
     Raises:
         ConfigError: what is wrong, by flag name.
     """
     parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s [flags]", description=description, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, help="TOML or JSON file with the same settings")
+    parser.add_argument("--config", type=Path, help="TOML, YAML or JSON file with the same settings")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="dotted override, repeatable")
     add_flags(parser, model, with_help=not {"-h", "--help"}.isdisjoint(argv))
     others = _table_for_others(model)
-    namespace, rest = parser.parse_known_args(argv)
+    words, overrides = bare_overrides(argv)
+    namespace, rest = parser.parse_known_args(words)
+    foreign, rest = _foreign_tables(model, rest)
+    overrides += [word for word in rest if BARE_OVERRIDE.match(word)]
+    rest = [word for word in rest if word not in overrides]
     if rest and (others is None or not rest[0].startswith("--")):
-        raise ConfigError(f"{prog}: {_unknown(rest, [flag for each in _settings(model) for flag in each.flags])}")
-    table = read_table(namespace.config) if namespace.config else {}
+        raise ConfigError(f"{prog}: {_unknown(rest, flags_of(model), whose)}")
+    command = command or prog.rpartition(" ")[2]
+    table, told = own_table(read_table(namespace.config), command) if namespace.config else ({}, [])
+    if model.foreign_tables:
+        table = model.from_foreign(_with_foreign(table, foreign))
     given = {dest: value for dest, value in vars(namespace).items() if dest not in {"config", "set"}}
     for dest, value in given.items():
         path = dest.split(".")
@@ -103,7 +130,11 @@ def parse_flags(model: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
         inner[path[-1]] = value
     if others is not None and rest:
         table[others] = {**table.get(others, {}), **_table_of(rest, prefix=f"{others}.")}
-    table = apply_overrides(table, namespace.set)
+    by_own_names = [own_override(override, command) for override in [*overrides, *namespace.set]]
+    for line in [*told, *(text for _, text in by_own_names if text)]:
+        sys.stderr.write(f"{prog}: {line}\n")
+    own_overrides = [override for override, _ in by_own_names]
+    table = apply_overrides(table, own_overrides, spell_out=lambda table: with_absolute_paths(model, table, Path.cwd()))
     return validated(model, _without_foreign_keys(model, table), where=prog)
 
 
@@ -114,12 +145,15 @@ def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
     """
     argv: list[str] = []
     for setting in _settings(model or type(config)):
+        owner: Any = None
         value: Any = config
         for key in setting.path:
-            value = getattr(value, key, PydanticUndefined)
+            owner, value = value, getattr(value, key, PydanticUndefined)
             if value is PydanticUndefined:
                 break
-        if value is PydanticUndefined or (not setting.is_tag and value == _default(setting.field)) or value is None:
+        if value is PydanticUndefined or value is None:
+            continue
+        if not setting.is_tag and value == _default(setting.field, vars(owner)):
             continue
         flag = setting.flags[0]
         if isinstance(value, bool):
@@ -132,15 +166,32 @@ def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
     return argv
 
 
-def _unknown(words: Sequence[str], flags: Sequence[str]) -> str:
+def flags_of_table(table: Mapping[str, Any]) -> list[str]:
+    """Flags that give the keys of a table: `{"block_size": 32, "eager": True}` → `--block-size 32 --eager`."""
+    argv: list[str] = []
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            argv += [f"--{name}", *map(_flag_text, value if isinstance(value, list) else [value])]
+    return argv
+
+
+def flags_of(model: type[BaseModel]) -> list[str]:
+    """Every flag that `add_flags` adds, but for the `--no-…` of switches."""
+    return [flag for setting in _settings(model) for flag in setting.flags]
+
+
+def _unknown(words: Sequence[str], flags: Sequence[str], whose: Callable[[str], str | None]) -> str:
     """The message for unknown flags and arguments."""
     first = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
     if first is None:
         return f"unrecognized arguments: {' '.join(words)}"
-    if first in _REPLACED_FLAGS:
-        return f"{first}: {_REPLACED_FLAGS[first]}"
     if first.startswith(("--env.", "--openai.")):
         return f"{first}: a flag of Atropos environments; see `grpo-engine atropos-env --help`"
+    if (other := whose(first)) is not None:
+        return f"{first}: not a flag here, but of {other}: give it to that command"
     return f"{first}: unknown flag{did_you_mean(first, flags)}; --help lists all flags"
 
 
@@ -175,14 +226,45 @@ def _table_of(words: Sequence[str], *, prefix: str) -> RawTable:
     return table
 
 
-def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[_Setting]:
+def _foreign_tables(model: type[Config], words: Sequence[str]) -> tuple[dict[str, RawTable], list[str]]:
+    """Of unknown words, those of the model's foreign tables (`--env.group_size 4`), and the others."""
+    found: dict[str, RawTable] = {}
+    others: list[str] = []
+    of_name: dict[str, list[str]] = {}
+    taken = others
+    for word in words:
+        if word.startswith("--"):
+            name = next((name for name in model.foreign_tables if word.startswith(f"--{name}.")), None)
+            taken = others if name is None else of_name.setdefault(name, [])
+        taken.append(word)
+    for name, own in of_name.items():
+        found[name] = _table_of(own, prefix=f"{name}.")
+    return found, others
+
+
+def _with_foreign(table: RawTable, foreign: Mapping[str, RawTable]) -> RawTable:
+    """The table with more settings in its foreign tables, or in each of a list of them."""
+    result = dict(table)
+    for name, more in foreign.items():
+        before = result.get(name) or {}
+        if isinstance(before, dict):
+            result[name] = {**before, **more}
+        elif isinstance(before, list):
+            result[name] = [{**each, **more} for each in before]
+    return result
+
+
+def _settings(
+    model: type[BaseModel], prefix: tuple[str, ...] = (), flag_prefix: tuple[str, ...] = ()
+) -> Iterator[_Setting]:
     seen: set[tuple[str, ...]] = set()
     for name, field in model.model_fields.items():
         members = _config_members(field)
         if members:
             tag = field.discriminator if isinstance(field.discriminator, str) else None
+            own = () if any(isinstance(mark, WithoutPrefix) for mark in field.metadata) else (name,)
             for member in members:
-                for inner in _settings(member, (*prefix, name)):
+                for inner in _settings(member, (*prefix, name), (*flag_prefix, *own)):
                     if inner.path not in seen:
                         seen.add(inner.path)
                         if tag is not None and inner.path == (*prefix, name, tag):
@@ -194,7 +276,7 @@ def _settings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
                         yield inner
             continue
         explicit = next((m.names for m in field.metadata if isinstance(m, Flag)), None)
-        keys = [".".join((*prefix, key)).replace("_", "-") for key in keys_of(name, field)]
+        keys = [".".join((*flag_prefix, key)).replace("_", "-") for key in keys_of(name, field)]
         flags = explicit or tuple(f"--{key}" for key in keys)
         yield _Setting((*prefix, name), field, model, flags, (field.annotation,))
 
@@ -228,6 +310,8 @@ def _without_foreign_keys(model: type[BaseModel], table: RawTable) -> RawTable:
     result = dict(table)
     for name, field in model.model_fields.items():
         members, inner = _config_members(field), result.get(name)
+        if len(members) == 1 and isinstance(inner, dict):
+            result[name] = _without_foreign_keys(cast(type[Config], members[0]), inner)
         if len(members) < 2 or not isinstance(inner, dict) or not isinstance(field.discriminator, str):
             continue
         default = _default(field)
@@ -266,8 +350,11 @@ def _metavar(*annotations: Any) -> str:
     return {int: "N", float: "F", Path: "PATH"}.get(leaves[0] if leaves else str, "TEXT")
 
 
-def _default(field: FieldInfo) -> Any:
-    return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+def _default(field: FieldInfo, settings: Mapping[str, Any] | None = None) -> Any:
+    """Its default beside these settings, on which it may depend."""
+    if field.is_required():
+        return PydanticUndefined
+    return field.get_default(call_default_factory=True, validated_data=dict(settings or {}))
 
 
 def _default_text(field: FieldInfo) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -19,6 +20,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.02
 _KILL_ROUND_S = 0.01
+MAX_DESCRIPTORS = 1 << 16
+"""As the soft limit, if the hard one allows; the usual 1024 are soon spent on connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class _Stat:
 
     identity: ProcessIdentity
     is_zombie: bool
+    is_stopped: bool
     parent: int
     group: int
     session: int
@@ -153,6 +157,12 @@ def kill(
     return ()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger."""
+    stat = _read_stat(pid)
+    return stat is not None and stat.is_stopped
+
+
 def is_resource_tracker(process: ProcessIdentity) -> bool:
     """Whether a process is a resource tracker of multiprocessing.
 
@@ -180,6 +190,14 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as it may allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _read_stat(pid: int) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
@@ -189,6 +207,7 @@ def _read_stat(pid: int) -> _Stat | None:
     return _Stat(
         identity=ProcessIdentity(pid, int(fields[19])),
         is_zombie=fields[0] in (b"Z", b"X"),
+        is_stopped=fields[0] in (b"T", b"t"),
         parent=int(fields[1]),
         group=int(fields[2]),
         session=int(fields[3]),

@@ -14,24 +14,6 @@ from grpo_engine.diagnosis.finding import Check, Finding
 
 _NOTICED = 0.1
 """Share of the expected change below which the update did not arrive."""
-CAUSES = {
-    "shared_vllm": "inference does not read the memory that the trainer writes: it computes with a copy (repacked or "
-    "compiled-in weights), or the bridge file is another server's",
-    "lora_merged": "inference does not read the memory that adapters are folded into: it computes with a copy, or the "
-    "bridge file is another server's",
-    "lora_only": "requests do not use the adapter that was loaded",
-    "lora_restart": "the server acknowledged the reload and kept its old weights",
-    "none": "the server acknowledged the reload and kept its old weights",
-}
-ADVICE = {
-    "shared_vllm": "restart the server with --shared-weights and without quantization, and point --vllm-config-path at "
-    "its bridge file",
-    "lora_merged": "restart the server with --shared-weights and without quantization or --enable-lora, and point "
-    "--vllm-config-path at its bridge file",
-    "lora_only": "look at /lora/status; start the server with --enable-lora and a --max-lora-rank of at least --lora-r",
-    "lora_restart": "look at the server's log; restart it",
-    "none": "look at the server's log; restart it",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +42,9 @@ class CanaryReading:
     """Versions that the answers then declared."""
 
 
-def judge_canary(reading: CanaryReading, *, bridge: str, band: NoiseBand) -> Finding:
+def judge_canary(reading: CanaryReading, *, if_not_served: tuple[str, str], band: NoiseBand) -> Finding:
     """Whether a change of the weights arrives completely and at once, and is reverted."""
+    cause, advice = if_not_served
     expected = difference(reading.trainer_changed, reading.trainer_before).abs_mean
     moved = difference(reading.server_changed, reading.server_before).abs_mean
     left = difference(reading.trainer_changed, reading.server_changed).abs_mean
@@ -74,15 +57,15 @@ def judge_canary(reading: CanaryReading, *, bridge: str, band: NoiseBand) -> Fin
         return line.fail(
             f"{reading.parameter} was changed and inference did not follow: its log-probs moved by {moved:.2g}, the "
             f"trainer's by {expected:.2g}",
-            cause=CAUSES[bridge],
-            hint=ADVICE[bridge],
+            cause=cause,
+            hint=advice,
         )
     if left > 2 * limit:
         return line.fail(
             f"{reading.parameter} was changed and inference differs: log-probs moved by {moved:.2g} (trainer "
             f"{expected:.2g}), and are {left:.2g} from the trainer's now",
             cause="part of the weights arrived, or they were mapped to other parameters or scaled in transit",
-            hint=f"{ADVICE[bridge]}; check that trainer and server have the same model, dtype and adapter rank",
+            hint=f"{advice}; check that trainer and server have the same model, dtype and adapter rank",
         )
     if (unfollowed := _unfollowed(reading, limit)) is not None:
         return line.fail(

@@ -77,7 +77,7 @@ def check_canary(
         versions=(version + 1, version + 2),
         served=(asked_changed[0].policy_version or 0, asked_after[0].policy_version or 0),
     )
-    finding = judge_canary(reading, bridge=config.bridge.mode, band=band)
+    finding = judge_canary(reading, if_not_served=config.bridge.if_not_served, band=band)
     if not torch.equal(canary.parameter.data, canary.original):
         text = f"{canary.name} was not restored bit for bit; {finding.text}"
         return replace(finding, severity="error", text=text)

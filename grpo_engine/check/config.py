@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_engine.flags import Flag
 from grpo_engine.train.config import TrainConfig
@@ -25,3 +25,12 @@ class CheckConfig(TrainConfig):
     """Longest completion."""
     check_timeout_s: float = Field(60.0, gt=0)
     """Seconds within which the inference server must answer."""
+
+    @model_validator(mode="after")
+    def _has_a_server(self) -> Self:
+        if self.bridge.samples_in_process:
+            raise ValueError(
+                f"weight_bridge_mode {self.bridge.mode} has no inference server to check: alignment/… of its first "
+                "step in metrics.jsonl says how far trainer and engine differ"
+            )
+        return self

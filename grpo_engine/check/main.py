@@ -23,7 +23,6 @@ import torch
 from grpo_engine.bridges import Bridge, BridgeModel
 from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.memory.weight_lock import WeightLock
-from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.bridges.transport.in_place import InPlaceSettings
 from grpo_engine.check.alignment import difference, judge_alignment, judge_order
 from grpo_engine.check.changing import check_canary
@@ -195,10 +194,10 @@ def _ask_vocabulary(server: CheckedServer, config: CheckConfig, tokenizer: PreTr
 
 
 def _build_bridge(config: CheckConfig, folder: Path) -> Bridge:
-    settings = config.bridge
-    if isinstance(settings, CheckpointSettings):  # each publish must reach the server
-        settings = settings.model_copy(update={"every_steps": 1, "restart": False, "handover": None})
-    return settings.build(replace(bridge_context(config, folder), patience_s=config.check_timeout_s))
+    undropped = config.model_copy(update={"lora_dropout": 0.0})  # so that only the served weights can differ
+    return config.bridge.updating_at_once().build(
+        replace(bridge_context(undropped, folder), patience_s=config.check_timeout_s)
+    )
 
 
 def _other_trainer(config: CheckConfig) -> ProcessIdentity | None:

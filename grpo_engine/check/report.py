@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.diagnosis.finding import Finding, Severity
+from grpo_engine.wire.terminal_text import printable
 
 _MOST_COLUMNS = 100
 _LEVELS: dict[Severity, str] = {"ok": "ok", "warning": "warn", "error": "fail"}
@@ -30,7 +31,7 @@ class Report:
         self._as_json = config.as_json
         self._has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
-        self._say(f"{config.model_name} by {config.bridge.mode}, server on port {config.vllm_port}\n")
+        self._say(f"{printable(config.model_name)} by {config.bridge.mode}, server on port {config.vllm_port}\n")
 
     def add(self, *findings: Finding) -> None:
         """Take findings."""
@@ -41,7 +42,7 @@ class Report:
     def end(self) -> None:
         """Say how it stands."""
         if self._as_json:
-            sys.stdout.write(json.dumps(as_table(self.findings), ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(as_table(self.findings)) + "\n")
         self._say(f"\n{summary_line(self.findings, has_colour=self._has_colour)}")
 
     def _say(self, text: str) -> None:
@@ -62,7 +63,7 @@ def finding_lines(finding: Finding, *, width: int, has_colour: bool) -> list[str
             head, *rest = _wrapped(text, width - len(label))
             lines.append(f"{_INDENT}{label}{head}")
             lines += [f"{_INDENT}{' ' * len(label)}{line}" for line in rest]
-    return [*lines, *(f"{_INDENT}{_cut(line, width - len(_INDENT))}" for line in finding.details)]
+    return [*lines, *(f"{_INDENT}{_cut(printable(line), width - len(_INDENT))}" for line in finding.details)]
 
 
 def summary_line(findings: Sequence[Finding], *, has_colour: bool) -> str:
@@ -105,7 +106,9 @@ def passes(findings: Sequence[Finding]) -> bool:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(width - len(_INDENT), 24), break_long_words=False, break_on_hyphens=False)
+    """The lines of a text, which may be a server's: nothing in it is a command to the terminal."""
+    plain = printable(text, keep="\n")
+    return textwrap.wrap(plain, max(width - len(_INDENT), 24), break_long_words=False, break_on_hyphens=False)
 
 
 def _cut(text: str, width: int) -> str:

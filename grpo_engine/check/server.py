@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from grpo_engine.check.canary import ADVICE
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.check.sampling import ServerFacts, ServerKind
 from grpo_engine.diagnosis.finding import Check, Finding
 from grpo_engine.errors import BridgeError, GrpoError, ModelError
 from grpo_engine.models.loading import resolve_model
+from grpo_engine.train.config import USUAL_DROPOUT
 
 
 def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
@@ -30,13 +30,14 @@ def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
             cause=f"another name than the trainer's {config.model_name!r}; alignment shows whether it is the same",
             hint="start the server with the trainer's --model-name",
         )
-    if config.bridge.trains_adapter and config.lora_dropout > 0:
+    if config.bridge.trains_adapter and config.lora_dropout > USUAL_DROPOUT:
         return Check("server").warn(
             seen,
             cause=f"--lora-dropout {config.lora_dropout:g} makes the trainer disagree with the sampler on every token",
             hint="train with --lora-dropout 0",
         )
-    return Check("server").ok(seen)
+    noise = config.bridge.trains_adapter and config.lora_dropout > 0
+    return Check("server").ok(f"{seen}; --lora-dropout {config.lora_dropout:g} is noise in training" if noise else seen)
 
 
 def can_be_handed_weights(facts: ServerFacts, config: CheckConfig) -> bool:
@@ -77,7 +78,7 @@ def no_trainer(config: CheckConfig, error: GrpoError) -> Finding:
     return Check("trainer").fail(
         str(error),
         cause="the trainer cannot start with these flags",
-        hint=ADVICE[config.bridge.mode] if isinstance(error, BridgeError) else "change the flag in the message",
+        hint=config.bridge.if_not_served[1] if isinstance(error, BridgeError) else "change the flag in the message",
     )
 
 

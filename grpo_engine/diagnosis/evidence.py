@@ -79,14 +79,20 @@ class RunSettings:
     logprobs_mode: str | None = None
     """`raw` or `processed`, of the inference server."""
     bridge_mode: str | None = None
+    has_adapter: bool = False
+    """Whether the bridge is known to train one, whatever its mode."""
     dtypes: tuple[str, ...] = ()
     """Of the trainer and of inference, each once."""
     model: str | None = None
+    eval_prompts: int | None = None
+    """Held-out prompts that an evaluation asks each environment for."""
+    training_steps: int | None = None
+    """At which the run ends."""
 
     @property
     def trains_adapter(self) -> bool:
         """Whether a LoRA adapter is trained."""
-        return self.bridge_mode is not None and self.bridge_mode.startswith("lora")
+        return self.has_adapter or (self.bridge_mode is not None and self.bridge_mode.startswith("lora"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,149 @@
+"""The model in an exported folder: its adapter merged, its base named, and the check that it loads and samples."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jinja2 import TemplateError
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_engine.bridges.transport.saving import save_model
+from grpo_engine.errors import CheckpointError, ModelError, first_of
+from grpo_engine.models.loading import load_model, resolve_model
+from grpo_engine.models.lora import adapter_tensors
+from grpo_engine.models.merged_lora import merged_weights
+from grpo_engine.models.stored_weights import checkpoint_folder
+from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, CheckpointMarker, open_regular
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+GENERATION_CONFIG = "generation_config.json"
+MAX_GENERATION_CONFIG_BYTES = 1 << 20
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+NUM_TOKENS = 8
+"""Sampled for the check."""
+PROMPT = "1 + 1 ="
+
+log = logging.getLogger(__name__)
+
+
+def name_base(folder: Path, marker: CheckpointMarker) -> None:
+    """Name the base model as the run named it: a hub id, or a folder of this machine."""
+    path = folder / ADAPTER_CONFIG
+    table = json.loads(path.read_text())
+    base = resolve_model(marker.model_name)
+    path.write_text(json.dumps({**table, "base_model_name_or_path": base}, indent=2) + "\n")
+    if Path(base).is_dir():
+        log.warning(
+            "the base model is a folder of this machine, %s: elsewhere the adapter does not load; use --merge-lora",
+            base,
+        )
+
+
+def merge(folder: Path, marker: CheckpointMarker, device: str) -> None:
+    """Replace the adapter in a folder by the model with the adapter merged into it."""
+    adapted = _load_adapted(folder, marker, device)
+    with torch.no_grad():
+        parameters = {
+            name.replace(".base_layer.", "."): parameter
+            for name, parameter in adapted.get_base_model().named_parameters()
+        }
+        for name, weight in merged_weights(adapted):
+            parameters[name].copy_(weight)
+    for path in folder.glob("adapter_*"):
+        path.unlink()
+    try:
+        save_model(adapted.unload(), marker.model_name, folder)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"the merged model cannot be written: {error}; make room, or choose another folder"
+        ) from error
+
+
+def _load_adapted(folder: Path, marker: CheckpointMarker, device: str) -> PeftModel:
+    base = load_model(marker.model_name, dtype=marker.settings.get("dtype", "auto"), device=device)
+    return PeftModel.from_pretrained(base, folder).eval()
+
+
+def add_generation_config(folder: Path, marker: CheckpointMarker) -> None:
+    """The base model's: one that was built on shared memory has none of its own.
+
+    A checkpoint from elsewhere may name any folder as its base, and a plan any as the hub's cache, so no link in one is
+    followed but to the `blobs` beside its `snapshots`, as in that cache, and only a JSON object is taken.
+
+    Raises:
+        CheckpointError: the file is a link, no regular file, too long, or no JSON object.
+    """
+    base = checkpoint_folder(marker.model_name)
+    if base is None or not (base / GENERATION_CONFIG).is_file():
+        return
+    path, target = base / GENERATION_CONFIG, (base / GENERATION_CONFIG).resolve()
+    snapshots = base.resolve().parent
+    is_cached = snapshots.name == "snapshots" and target.parent == snapshots.parent / "blobs"
+    with open_regular(target if is_cached else path) as file:
+        content = file.read(MAX_GENERATION_CONFIG_BYTES + 1)
+    try:
+        table = json.loads(content) if len(content) <= MAX_GENERATION_CONFIG_BYTES else None
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise CheckpointError(
+            f"{path}: is no JSON object of at most {MAX_GENERATION_CONFIG_BYTES} bytes: correct or remove it"
+        )
+    (folder / GENERATION_CONFIG).write_text(json.dumps(table, indent=2) + "\n")
+
+
+# --- the check -------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def check(folder: Path, device: str) -> str:
+    """Load the folder as others will, and sample once; returns what it sampled.
+
+    Raises:
+        ModelError: tensors are missing or not finite, or nothing is sampled.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = _load_exported(folder, device)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:  # of transformers
+        raise ModelError(f"the exported model does not load: {error}") from error
+    prompt = _prompt(tokenizer).to(device)
+    if not torch.isfinite(model(**prompt).logits).all():
+        raise ModelError("the exported model's logits are not finite: export another checkpoint (--step)")
+    sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    answer = tokenizer.decode(sampled[0, prompt["input_ids"].shape[1] :])
+    return f"it loads, and answers {PROMPT!r} with {answer!r}"
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+    """A question in the chat template; as plain text where there is none, or it renders no single question."""
+    text = PROMPT
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": PROMPT}]
+        try:
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            log.warning("the chat template renders no single question (%s); checked with plain text", error)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=text == PROMPT, return_token_type_ids=False)
+
+
+def _load_exported(folder: Path, device: str) -> PreTrainedModel:
+    """As `from_pretrained` loads it, which only logs tensors that are missing."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        model: PreTrainedModel = AutoPeftModelForCausalLM.from_pretrained(folder)
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            wrong = sorted(set(file.keys()) ^ adapter_tensors(model).keys())
+    else:
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        wrong = [*loading["missing_keys"], *loading["unexpected_keys"], *loading["mismatched_keys"]]
+    if wrong:
+        raise ModelError(f"the exported model does not load: missing or wrong tensors: {first_of(map(str, wrong))}")
+    return model.to(device).eval()

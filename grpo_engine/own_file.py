@@ -1,0 +1,46 @@
+"""Files that output is appended to: of our user, and read by nobody else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from grpo_engine.errors import ConfigError
+
+
+def open_own_file(path: Path, what: str) -> int:
+    """Open a file to append to, or make it; returns its descriptor.
+
+    Args:
+        what: begins the error, e.g. `--redirect-output out.log`.
+
+    Raises:
+        ConfigError: the file cannot be opened, is a link or no regular file, or others own it or may read or write it.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"{what}: cannot be opened: {why}; choose a file in a folder of your own") from error
+    os.set_blocking(descriptor, True)
+    if fault := _not_for_output(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise ConfigError(f"{what}: {fault}")
+    return descriptor
+
+
+def _not_for_output(status: os.stat_result) -> str | None:
+    """Why a file is not taken for the output of services; None where it is."""
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file; choose another"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}; choose a file in a folder of your own"
+    if status.st_mode & 0o077:
+        return f"has mode {status.st_mode & 0o777:04o}, so that others may read or change it: `chmod 600` it"
+    return None
