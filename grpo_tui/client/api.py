@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.run_folder import PLAN_FILE, SUPERVISOR_LOG
-from grpo_engine.wire.supervisor import RunStatus, Warning
+from grpo_engine.wire.supervisor import RunStatus, Warning, how_to_go_on
 from grpo_tui.client.launch import OpenedRun, ensure_daemon, open_run, replace_daemon
 from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import socket_path
+from grpo_tui.paths import registration_path, socket_path
 from grpo_tui.supervisor.lock import has_daemon
 
 __all__ = [
@@ -49,7 +50,7 @@ def daemon_of(run_folder: Path) -> Daemon:
         StartFailed: a new supervisor was needed and did not start.
     """
     if not ensure_daemon(run_folder):
-        raise NoSuchRun(f"run {run_folder.name} is over")
+        raise NoSuchRun(f"run {run_folder.name} is over; {how_to_go_on(run_folder)}")
     return Daemon(run_folder)
 
 
@@ -65,7 +66,8 @@ async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
         return False
     await teardown.sweep(run_id, None, ports=(), report=report)
     for folder in folders:
-        socket_path(folder).unlink(missing_ok=True)
+        for path in (socket_path(folder), registration_path(folder)):
+            path.unlink(missing_ok=True)
     return True
 
 
@@ -88,11 +90,16 @@ async def until_gone(run_folder: Path) -> None:
 def run_status(run: Run) -> RunStatus:
     """The status of a run: from its supervisor if it answers, else from its files; with its latest metrics.
 
+    Without metrics where their file cannot be read.
+
     Raises:
         PeerError: neither is available.
     """
     status = asyncio.run(_ask(run)) if run.has_daemon else stored_status(run)
-    return status.model_copy(update={"metrics": latest_metrics(run.folder)})
+    metrics: dict[str, float] = {}
+    with suppress(OSError):
+        metrics = latest_metrics(run.folder)
+    return status.model_copy(update={"metrics": metrics})
 
 
 async def _ask(run: Run) -> RunStatus:

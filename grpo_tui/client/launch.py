@@ -9,30 +9,42 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.wire.access_token import write_token
-from grpo_engine.wire.codec import write_atomically, write_json_atomically
-from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, START_LOCK_FILE
+from grpo_engine.wire.codec import write_atomically
+from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, START_LOCK_FILE
 from grpo_engine.wire.supervisor import Hello
-from grpo_tui.client.local import NoSuchRun, Run, is_over, look_at, lost_runs, runs
+from grpo_tui.client.local import NoSuchRun, Run, StartRefused, is_over, look_at, lost_runs
 from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
-from grpo_tui.paths import LOGS, new_run_id, require_own, runtime_folder
+from grpo_tui.paths import (
+    HOST_LOCK_FILE,
+    LOGS,
+    host_folder,
+    is_run_id_of,
+    name_of_run,
+    new_run_id,
+    require_own,
+    runtime_folder,
+)
 from grpo_tui.supervisor.keeper.client import end_of
 from grpo_tui.supervisor.keeper.owners import owner_of
-from grpo_tui.supervisor.keeper.proc import ProcessId, lock_holder, read_stat, send_signal
+from grpo_tui.supervisor.keeper.proc import ProcessId, lock_holder, read_stat, send_signal, user_name
 from grpo_tui.supervisor.lock import has_daemon, listening_daemon
 
 if TYPE_CHECKING:
+    from grpo_tui.client.start_queue import StartQueue
     from grpo_tui.profile.loading import LoadedProfile
 
 END_WITHIN_S, END_POLL_S = 60.0, 0.02
@@ -40,6 +52,8 @@ END_WITHIN_S, END_POLL_S = 60.0, 0.02
 EXIT_WITHIN_S = 30.0
 START_WITHIN_S, START_POLL_S = 90.0, 0.02
 """For another start in the same folder: it may wait for the end of a run, and then for its supervisor."""
+Second = Literal["new", "join"]
+"""What a start does where a run of its profile is live; without either it joins one that has the same settings."""
 SUSPENDED = "tT"
 """States in /proc of a process that a signal or a debugger has stopped."""
 
@@ -50,39 +64,176 @@ class OpenedRun:
 
     folder: Path
     is_new: bool
+    is_resumed: bool = False
     note: str | None = None
-    """For people, about a run that was joined."""
+    """For people: settings that a joined run keeps, ports that were chosen, runs on the same GPUs, or where a resumed
+    run goes on."""
 
 
 def open_run(
-    profile: str, overrides: Sequence[str] = (), *, daemon: NewDaemon, take_ports: bool = False, logs: Path = LOGS
+    profile: str,
+    overrides: Sequence[str] = (),
+    *,
+    daemon: NewDaemon,
+    take_ports: bool = False,
+    second: Second | None = None,
+    shares_gpus: bool | None = None,
+    labels: Labels | None = None,
+    queue: StartQueue | None = None,
+    logs: Path = LOGS,
 ) -> OpenedRun:
-    """Start a run of a profile, or join the live one.
+    """Start a run of a profile, or join a live one that has the same settings.
+
+    As `open_loaded`, of a profile that is read now.
+    """
+    from grpo_engine.config import read_table
+    from grpo_tui.profile.loading import find, load_table
+
+    path = find(profile)
+    return open_loaded(
+        partial(load_table, read_table(path), path, overrides),  # of now, however long it waits in the queue
+        daemon=daemon,
+        take_ports=take_ports,
+        second=second,
+        shares_gpus=shares_gpus,
+        labels=labels,
+        queue=queue,
+        logs=logs,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a person calls a run."""
+
+    name: str | None = None
+    """The beginning of its id; None: the name of its profile."""
+    tags: tuple[str, ...] = ()
+
+
+class ReadProfile(Protocol):
+    """Loads a profile, with other ports in the place of those that it states, and ports where it has 0."""
+
+    def __call__(
+        self, *, moved_ports: Mapping[int, int] | None = None, chosen_ports: Mapping[str, int] | None = None
+    ) -> LoadedProfile:
+        """The checked profile; raises ConfigError."""
+
+
+def open_loaded(
+    read: ReadProfile,
+    *,
+    daemon: NewDaemon,
+    take_ports: bool = False,
+    second: Second | None = None,
+    shares_gpus: bool | None = None,
+    labels: Labels | None = None,
+    queue: StartQueue | None = None,
+    fill: Callable[[Path], None] | None = None,
+    logs: Path = LOGS,
+) -> OpenedRun:
+    """Start a run, or join a live one that has the same settings.
 
     Args:
         daemon: the supervisor process for a new run; unused when a run was joined.
         take_ports: whether the first start of a service ends foreign processes of our own user on its ports.
+        second: what to do where a run of the profile is live: `new` starts another, on free ports; `join` joins it
+            whatever its settings are.
+        shares_gpus: whether it starts on GPUs of live runs, where the memory that all of them plan fits; unset: as the
+            profile says, and with `new`.
+        labels: of a new run; one that has a name joins no run of another name.
+        queue: where the start waits instead of being refused; it joins no run.
+        fill: puts into the folder of a new run what it begins with.
 
     Raises:
-        ConfigError: the profile is wrong; nothing was started.
+        ConfigError: the profile is wrong, or lacks something on this machine; nothing was started.
+        StartRefused: a run of the profile is live with other settings, or any run uses the ports or GPUs of a new one,
+            and `second` does not say what to do; a live run writes the same checkpoints or store; or another process
+            listens on a port.
+        NoSuchRun: `second` is `join`, and no run of the profile is live.
         GrpoError: the folder of runs or that of sockets cannot be used; nothing was started.
         StartFailed: the supervisor did not start.
+        NotInTime: it has waited in the queue as long as it was to.
     """
-    from grpo_tui.profile.loading import load
-
-    loaded = load(profile, overrides)
+    labels = labels or Labels()
     runtime_folder()  # before the run, whose supervisor could not listen without it
-    with _starting(logs):
-        joined = _live_run(loaded, logs)
-        if joined is not None:
-            return joined
-        folder = _make_folder(loaded, logs, take_ports)
-        daemon.supervise(folder)
-    return OpenedRun(folder=folder, is_new=True)
+    if queue is not None:
+        from grpo_tui.profile.loading import require_needs
+
+        require_needs(read())  # now, and not when it has waited
+    while True:
+        loaded = read()
+        shares = (
+            shares_gpus if shares_gpus is not None else loaded.profile.share_gpus or (second == "new" and not queue)
+        )
+        try:
+            with starting(logs):
+                is_alone = second == "new" or queue is not None
+                if not is_alone and (joined := _live_run(loaded, second, logs, labels.name)) is not None:
+                    return joined
+                with alone_on_host(daemon):
+                    loaded, notes = _granted(
+                        read, loaded, logs, take_ports=take_ports, moves=second == "new", shares=shares, queue=queue,
+                        labels=labels,
+                    )  # fmt: skip
+                    folder = make_folder(loaded, logs, take_ports=take_ports, labels=labels, fill=fill)
+                    daemon.supervise(folder)
+            return OpenedRun(folder=folder, is_new=True, note="\n".join(notes) or None)
+        except StartRefused as refused:
+            if queue is None:
+                raise
+            queue.wait(refused)
+
+
+def _granted(
+    read: ReadProfile,
+    loaded: LoadedProfile,
+    logs: Path,
+    *,
+    take_ports: bool,
+    moves: bool,
+    shares: bool,
+    queue: StartQueue | None,
+    labels: Labels,
+) -> tuple[LoadedProfile, list[str]]:
+    """A profile with ports that are free, once nothing that it needs is another run's; and notes for people.
+
+    Raises:
+        StartRefused: something is; the start then has its place in the queue.
+    """
+    from grpo_tui.client.gpu_leases import crowded_gpus, require_gpus
+    from grpo_tui.client.second_run import (
+        chosen_ports,
+        free_ports,
+        live_runs_anywhere,
+        note_on_ports,
+        require_free_ports,
+        require_own_files,
+        require_own_ports,
+    )
+    from grpo_tui.client.start_queue import refuse_before, start_of, waiting_starts
+
+    start = start_of(loaded, moves=moves, shares=shares, name=labels.name)
+    try:
+        earlier = waiting_starts() if queue is None else queue.earlier()
+        refuse_before(start, earlier, hint="--queue waits behind it")
+        moved = free_ports(loaded, logs) if moves else {}
+        if moved or loaded.chosen_ports:
+            loaded = read(moved_ports=moved, chosen_ports=chosen_ports(loaded, moved, logs))
+        require_own_ports(loaded, logs)
+        crowds = crowded_gpus(loaded, live_runs_anywhere(logs), logs)
+        require_gpus(crowds, shares=shares)
+        require_own_files(loaded, logs)
+        require_free_ports(loaded, take_ports=take_ports)
+    except StartRefused:
+        if queue is not None:
+            queue.join(start)
+        raise
+    return loaded, [*(crowd.words for crowd in crowds), *note_on_ports(loaded.moved_ports)]
 
 
 @contextmanager
-def _starting(logs: Path) -> Iterator[None]:
+def starting(logs: Path) -> Iterator[None]:
     """Allow one start at a time in this folder, which is made if missing.
 
     Raises:
@@ -90,19 +241,63 @@ def _starting(logs: Path) -> Iterator[None]:
     """
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        lock = os.open(logs / START_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = _open_own(logs / START_LOCK_FILE)
     except OSError as error:
         raise GrpoError(
             f"{logs.resolve()}, the folder of runs, cannot be used: {error.strerror}; "
             "move the file away, or start in a folder that you can write to"
         ) from None
     try:
-        with suppress(PermissionError):  # another user's, in a folder of several users
-            os.fchmod(lock, 0o600)  # earlier versions let everybody open it, and so hold it
+        os.fchmod(lock, 0o600)  # earlier versions let everybody open it, and so hold it
         _take(lock, logs / START_LOCK_FILE)
         yield
     finally:
         os.close(lock)
+
+
+@contextmanager
+def alone_on_host(daemon: NewDaemon) -> Iterator[None]:
+    """Allow one start at a time on this host, in whatever folder, so that no two are given the same port or GPU.
+
+    Args:
+        daemon: inherits the lock, and keeps it until it has the run, also where this process is killed.
+
+    Raises:
+        GrpoError: another start does not end.
+    """
+    from grpo_tui.client.start_queue import remove_left
+    from grpo_tui.supervisor.registered import forget_ended
+
+    _take(daemon.host_lock, host_folder() / HOST_LOCK_FILE)
+    try:
+        forget_ended(lambda folder: look_at(folder).is_live)
+        remove_left()
+        yield
+    finally:
+        daemon.release_host_lock()
+
+
+def _open_own(path: Path) -> int:
+    """Open the lock file of this user; another user's, who could hold it for ever, is replaced where that is allowed.
+
+    Raises:
+        GrpoError: it belongs to another user.
+    """
+    owner = os.geteuid()
+    with suppress(FileNotFoundError):
+        if (owner := path.lstat().st_uid) != os.geteuid():
+            with suppress(PermissionError):  # the folder is not ours either, or its files are their owners' (sticky)
+                path.unlink()
+                owner = os.geteuid()
+    if owner == os.geteuid():
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if (owner := os.fstat(lock).st_uid) == os.geteuid():
+            return lock
+        os.close(lock)
+    raise GrpoError(
+        f"{path.absolute()} belongs to user {user_name(owner)}, who could hold up every start here: remove it, or "
+        "start in a folder of your own"
+    )
 
 
 def _take(lock: int, path: Path) -> None:
@@ -112,7 +307,7 @@ def _take(lock: int, path: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                pid = lock_holder(os.fstat(lock).st_ino)
+                pid = lock_holder(os.fstat(lock))
                 who = "a process that is not visible here" if pid is None else owner_of(pid).who()
                 raise GrpoError(
                     f"{path} is locked since {START_WITHIN_S:g} s by {who}: wait for its start of a run, or end it"
@@ -122,25 +317,38 @@ def _take(lock: int, path: Path) -> None:
             return
 
 
-def _live_run(loaded: LoadedProfile, logs: Path) -> OpenedRun | None:
-    from grpo_tui.profile.loading import resolved
-    from grpo_tui.profile.plan_file import Plan
+def _live_run(loaded: LoadedProfile, second: Second | None, logs: Path, name: str | None) -> OpenedRun | None:
+    """The live run of a profile to join: the newest with these settings, else the newest if it is to be joined.
+
+    Args:
+        name: only of runs with this name.
+    """
+    from grpo_tui.client.second_run import differences, live_runs_of, note_on, refusal
 
     for name in lost_runs(logs):
-        if name.startswith(f"{loaded.name}-"):
+        if is_run_id_of(loaded.name, name):
             raise GrpoError(f"run {name} is live and its folder was deleted: end it with `grpo-tui down {name}` first")
-    for run in runs(logs):
-        if not run.is_live or Plan.from_json((run.folder / PLAN_FILE).read_text()).profile_name != loaded.name:
+    others: list[tuple[Run, list[str]]] = []
+    for live in live_runs_of(loaded, logs):
+        if name is not None and name_of_run(live.run.id) != name:
             continue
-        if not ensure_daemon(run.folder) or _wait_if_ending(run):
+        if not ensure_daemon(live.run.folder) or wait_if_ending(live.run):
             continue
-        changed = _read_json_text(run.folder / RESOLVED_FILE) != _as_written(resolved(loaded))
-        note = f"the profile has changed since {run.id} was started; the run keeps its settings" if changed else None
-        return OpenedRun(folder=run.folder, is_new=False, note=note)
+        changes = differences(live, loaded)
+        if not changes:
+            return OpenedRun(folder=live.run.folder, is_new=False)
+        others.append((live.run, changes))
+    if others and second == "join":
+        run, changes = others[0]
+        return OpenedRun(folder=run.folder, is_new=False, note=note_on(run, changes))
+    if others:
+        raise refusal(*others[0])
+    if second == "join":
+        raise NoSuchRun(f"--join: no run of {loaded.path} is live here; without it the command starts one")
     return None
 
 
-def _wait_if_ending(run: Run) -> bool:
+def wait_if_ending(run: Run) -> bool:
     """Wait for the end of a run that is being taken down; returns whether it was."""
     try:
         reply = asyncio.run(Daemon(run.folder).command("status"))
@@ -156,12 +364,21 @@ def _wait_if_ending(run: Run) -> bool:
     return True
 
 
-def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
-    """Make the run's folder with its plan: readable by its owner only, since the environment may hold secrets."""
-    from grpo_tui.profile.loading import resolved
-    from grpo_tui.profile.plan import make_plan
+def make_folder(
+    loaded: LoadedProfile,
+    logs: Path,
+    *,
+    take_ports: bool,
+    labels: Labels | None = None,
+    fill: Callable[[Path], None] | None = None,
+) -> Path:
+    """Make the run's folder with its plan: readable by its owner only, since the environment may hold secrets.
 
-    base = new_run_id(loaded.name)
+    Args:
+        fill: puts into it what the run begins with, before the plan makes it the folder of a run.
+    """
+    labels = labels or Labels()
+    base = new_run_id(labels.name or loaded.name)
     folder, number = logs.resolve() / base, 1
     while True:
         try:
@@ -171,18 +388,49 @@ def _make_folder(loaded: LoadedProfile, logs: Path, take_ports: bool) -> Path:
             number += 1
             folder = logs.resolve() / f"{base}.{number}"  # not "-": shared memory is swept by the prefix "grpo-<run>-"
     try:
-        plan = make_plan(loaded, run_folder=folder, python=sys.executable, take_ports=take_ports)
-        token = _own_token(loaded)
-    except GrpoError:
-        folder.rmdir()  # nothing will run in it
+        files = run_files(loaded, folder, take_ports=take_ports, tags=labels.tags)
+        token = own_token(loaded)
+        if fill is not None:
+            fill(folder)
+    except BaseException:  # Ctrl-C too: copying a checkpoint takes a while
+        shutil.rmtree(folder)  # nothing will run in it
         raise
     write_token(folder, token)
-    write_json_atomically(folder / RESOLVED_FILE, resolved(loaded), mode=0o600)
-    write_atomically(folder / PLAN_FILE, plan.to_json().encode(), mode=0o600)
+    write_files(folder, files)
     return folder
 
 
-def _own_token(loaded: LoadedProfile) -> str | None:
+def run_files(loaded: LoadedProfile, folder: Path, *, take_ports: bool, tags: tuple[str, ...] = ()) -> dict[str, str]:
+    """What a run is started and resumed from, by the name of the file, in the order in which they are written.
+
+    Raises:
+        ConfigError: this machine lacks something that the profile needs, or a file that it names cannot be read.
+    """
+    from grpo_tui.profile.loading import require_needs, resolved
+    from grpo_tui.profile.plan import make_plan
+
+    require_needs(loaded)
+    plan = make_plan(loaded, run_folder=folder, python=sys.executable, take_ports=take_ports, tags=tags)
+    return {
+        SETTINGS_FILE: _to_json(loaded.written),
+        RESOLVED_FILE: _to_json(resolved(loaded)),
+        PLAN_FILE: plan.to_json(),
+    }
+
+
+def _to_json(document: Mapping[str, object]) -> str:
+    import json
+
+    return json.dumps(document, indent=1) + "\n"
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files that only we can read: the plan's environment may hold secrets."""
+    for name, text in files.items():
+        write_atomically(folder / name, text.encode(), mode=0o600)
+
+
+def own_token(loaded: LoadedProfile) -> str | None:
     """The token that the profile sets, which all services then use."""
     own = (service.own_token(loaded.path.parent) for service in loaded.profile.services.values())
     return next((token for token in own if token), None)
@@ -232,7 +480,7 @@ def _no_answer_text(folder: Path, pid: int) -> str:
         )
     return (
         f"the supervisor of {folder.name} (pid {pid}) has not answered in {HELLO_LIMIT_S:g} s: `kill -9 {pid}` ends "
-        "it, services keep running and the next command takes them over"
+        f"it, and `grpo-tui upgrade {folder.name}` starts another, which takes over the services"
     )
 
 
@@ -261,7 +509,7 @@ async def replace_daemon(folder: Path) -> tuple[Hello | None, Hello]:
     from grpo_tui.profile.plan_file import Plan
 
     require_own(folder)
-    Plan.from_json((folder / PLAN_FILE).read_text(), where=str(folder / PLAN_FILE))
+    Plan.of(folder)
     with NewDaemon() as successor:
         await asyncio.to_thread(_answers, folder, any_version=True)
         successor.wait_until_loaded()
@@ -285,19 +533,6 @@ async def _stop_supervisor(folder: Path) -> Hello | None:
                 await end_of(ProcessId(process.pid, process.start_ticks))
         except TimeoutError:
             text = f"the supervisor of {folder.name} (pid {hello.pid}) has not exited"
-            hint = f"`kill -9 {hello.pid}` ends it; services keep running, and the next command takes them over"
+            hint = f"`kill -9 {hello.pid}` ends it, and the same command then takes over the services"
             raise StartFailed(f"{text} {EXIT_WITHIN_S:g} s after SIGTERM: {hint}") from None
     return hello
-
-
-def _read_json_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
-
-
-def _as_written(document: dict[str, object]) -> str:
-    import json
-
-    return json.dumps(document, indent=1) + "\n"

@@ -5,18 +5,29 @@ Reads only. The state that a dead supervisor left in `state.json` is checked aga
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, STATE_FILE, SUPERVISOR_LOG
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, RunStatus, ServiceState, ServiceStatus, Warning
-from grpo_tui.paths import LOGS, registration_path
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    RunState,
+    RunStatus,
+    ServiceState,
+    ServiceStatus,
+    Warning,
+    how_to_go_on,
+)
+from grpo_tui.paths import LOGS, name_of_run
 from grpo_tui.run_files.metrics import latest_metrics as latest_metrics
+from grpo_tui.run_files.whole_file import require_readable
 from grpo_tui.supervisor.keeper.client import KeeperState, keeper_states, living_keepers
 from grpo_tui.supervisor.lock import has_daemon
 
@@ -25,11 +36,35 @@ if TYPE_CHECKING:
 
 READ_SUFFIXES = {".json", ".jsonl", ".log", ".txt"}
 """Of the files that commands and the screen read; services may put others, such as sockets, into the run folder."""
+READ_WHOLE_SUFFIX = ".json"
+"""Of those that are read at once; the others are read in parts."""
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
 class NoSuchRun(GrpoError):
     """No run has this name, or several do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A file or folder that prevents a run from being read, and why."""
+
+    path: Path
+    why: str
+
+
+class StartRefused(GrpoError):
+    """A live run is in the way of a start; `choices` are what would settle it: joining it, or a run beside it.
+
+    `reasons` are the lines of the text that say what is in the way, without what to do.
+    """
+
+    def __init__(
+        self, text: str, *, choices: tuple[Literal["join", "new"], ...] = (), reasons: Sequence[str] = ()
+    ) -> None:
+        super().__init__(text)
+        self.choices = choices
+        self.reasons = tuple(reasons) or (text,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +89,41 @@ class Run:
 
 def runs(logs: Path = LOGS) -> list[Run]:
     """All runs below a folder, the newest first."""
-    folders = [folder for folder in _run_folders(logs) if unreadable_file(folder) is None]
-    return [look_at(folder) for folder in sorted(folders, key=_started_at, reverse=True)]
+    return runs_and_left_out(logs)[0]
 
 
-def unreadable_file(folder: Path) -> Path | None:
-    """A file of a run folder that would hang or flood its reader: a pipe, a device, a socket; None in a proper one."""
-    for path in (*folder.iterdir(), *folder.glob(f"{KEEPERS}/*")):
+def runs_and_left_out(logs: Path = LOGS) -> tuple[list[Run], list[Unreadable]]:
+    """All runs below a folder, the newest first, and for each run that cannot be read the file that prevents it."""
+    files = {folder: unreadable_file(folder) for folder in _run_folders(logs)}
+    readable = sorted((folder for folder, file in files.items() if file is None), key=_started_at, reverse=True)
+    return [look_at(folder) for folder in readable], [file for file in files.values() if file is not None]
+
+
+def unreadable_file(folder: Path) -> Unreadable | None:
+    """What of a run folder cannot be read, or would hang its reader or fill the memory; None in a proper one."""
+    try:
+        paths = [*folder.iterdir(), *folder.glob(f"{KEEPERS}/*")]
+    except OSError as error:  # another user's
+        return Unreadable(path=folder, why=error.strerror or str(error))
+    for path in paths:
         if path.suffix in READ_SUFFIXES:
-            with suppress(OSError):  # a link to nothing, a file that was removed meanwhile
-                if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
-                    return path
+            try:
+                _require_readable(path)
+            except FileNotFoundError:  # a link to nothing, a file that was removed meanwhile
+                continue
+            except OSError as error:
+                return Unreadable(path=path, why=error.strerror or str(error))
     return None
 
 
-def left_out_runs(logs: Path = LOGS) -> list[Path]:
-    """The first such file of each folder that `runs` leaves out."""
-    return [path for path in map(unreadable_file, _run_folders(logs)) if path is not None]
+def _require_readable(path: Path) -> None:
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        return
+    if path.suffix == READ_WHOLE_SUFFIX or not stat.S_ISREG(status.st_mode):
+        require_readable(status)
+    if path.suffix == READ_WHOLE_SUFFIX and not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _run_folders(logs: Path) -> list[Path]:
@@ -90,13 +143,14 @@ def has_orphans(folder: Path) -> bool:
     The ledger counts only for a run that is registered: in a folder from elsewhere it may name any process.
     """
     from grpo_tui.supervisor.keeper import proc
+    from grpo_tui.supervisor.registered import is_registered
     from grpo_tui.supervisor.state_file import boot_id, read_state
 
     marks = (proc.marker(process.pid) for process in proc.processes_of_run(folder.name))
     if any(mark is not None and mark.run_folder == str(folder.resolve()) for mark in marks):
         return True
     try:
-        if registration_path(folder).read_text() != boot_id():
+        if not is_registered(folder):
             return False
         document = read_state(folder)
     except (GrpoError, OSError):
@@ -109,11 +163,23 @@ def has_orphans(folder: Path) -> bool:
 
 def lost_runs(logs: Path = LOGS) -> set[str]:
     """Live runs of this folder whose own folder was deleted, from the markers of their processes."""
+    folders = marked_folders()
+    return {each.name for each in folders if each.parent == logs.resolve() and not (each / PLAN_FILE).exists()}
+
+
+def marked_folders() -> set[Path]:
+    """The folders of all runs on this machine that have a process whose marker can be read."""
     from grpo_tui.supervisor.keeper import proc
 
     marks = filter(None, (proc.marker(process.pid) for process in proc.living()))
-    folders = {Path(mark.run_folder) for mark in marks if mark.run_folder is not None}
-    return {each.name for each in folders if each.parent == logs.resolve() and not (each / PLAN_FILE).exists()}
+    return {Path(mark.run_folder) for mark in marks if mark.run_folder is not None}
+
+
+def run_folders_anywhere() -> set[Path]:
+    """The folders of all runs of this user on this host, in whatever folder of runs: registered, or marked."""
+    from grpo_tui.supervisor.registered import registered_folders
+
+    return registered_folders() | marked_folders()
 
 
 def is_over(folder: Path) -> bool:
@@ -138,7 +204,8 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     """
     known = runs(logs)
     if prefix is not None:
-        found = [run for run in known if run.id == prefix] or [run for run in known if run.id.startswith(prefix)]
+        exact = [run for run in known if run.id == prefix] or [run for run in known if name_of_run(run.id) == prefix]
+        found = exact or [run for run in known if run.id.startswith(prefix)]
         if len(found) == 1:
             return found[0]
         names = ", ".join(run.id for run in (found or known)[:8]) or f"none in {logs.resolve()}"
@@ -146,7 +213,9 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     live = [run for run in known if run.is_live]
     if live or (also_ended and known):
         return (live or known)[0]
-    hint = f"the newest, {known[0].id}, has ended" if known else "no run was started here"
+    hint = (
+        f"the newest, {known[0].id}, has ended; {how_to_go_on(known[0].folder)}" if known else "no run was started here"
+    )
     raise NoSuchRun(f"no live run in {logs.resolve()}: {hint}")
 
 
@@ -180,13 +249,13 @@ def _unsupervised(run: Run, document: StateDocument, status: RunStatus) -> RunSt
     if num_living:
         services_run = "1 service keeps" if num_living == 1 else f"{num_living} services keep"
         text = f"the supervisor of this run has exited; {services_run} running without it"
-        hint = f"`grpo-tui attach {run.id}` (or start, stop, down) starts a supervisor that takes them over"
+        hint = f"`grpo-tui upgrade {run.id}` (or attach, start, stop, down) starts a supervisor that takes them over"
     elif run.has_services:
         text = "the supervisor of this run and its keepers have exited; processes of its services are still alive"
         hint = f"`grpo-tui down {run.id}` ends them; `grpo-tui attach {run.id}` ends them and starts the services again"
     else:
         text = "the supervisor of this run and all its services have exited"
-        hint = f"see {run.folder / SUPERVISOR_LOG}"
+        hint = f"see {run.folder / SUPERVISOR_LOG}; {how_to_go_on(run.folder)}"
     warning = Warning(id="no-supervisor", severity="error", text=text, hint=hint)
     return status.model_copy(
         update={
@@ -222,7 +291,11 @@ def age_words(started_at: float | None, ended_at: float | None) -> str:
     """The duration of a run so far: `42 s`, `5 min`, `3.2 h`."""
     if started_at is None:
         return "-"
-    seconds = max(0.0, (ended_at or time.time()) - started_at)
+    return duration_words(max(0.0, (ended_at or time.time()) - started_at))
+
+
+def duration_words(seconds: float) -> str:
+    """`42 s`, `5 min`, `3.2 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

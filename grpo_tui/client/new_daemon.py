@@ -5,15 +5,17 @@ Hence this module imports nothing slow at the top; what `supervise` needs is imp
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.python_command import module_command
+from grpo_tui.paths import HOST_LOCK_FILE, host_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,13 +31,23 @@ class StartFailed(GrpoError):
     """The supervisor of a run did not start."""
 
 
+def open_host_lock() -> int:
+    """The lock of all starts on this host, not yet taken."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(host_folder() / HOST_LOCK_FILE, flags, 0o600)
+
+
 class NewDaemon:
     """A supervisor process that waits for its run folder; without one it is killed at the end of this context."""
 
     def __init__(self) -> None:
+        self._is_given = False
+        self.host_lock = open_host_lock()
+        """The lock of all starts on this host, which the process inherits; `alone_on_host` takes it."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object, which closes it
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_tui.supervisor.daemon", "-"],
+            module_command("grpo_tui.supervisor.daemon", "-", str(self.host_lock)),
+            pass_fds=[self.host_lock],
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,
@@ -49,6 +61,19 @@ class NewDaemon:
         self._process.kill()  # once it has its run it has detached from this process
         self._process.communicate()
         self._output.close()
+        self._close_host_lock()
+
+    def release_host_lock(self) -> None:
+        """Let others start runs. A process that was given its run, and has not yet locked it, keeps the lock."""
+        if self._is_given:
+            self._close_host_lock()
+        else:
+            fcntl.flock(self.host_lock, fcntl.LOCK_UN)
+
+    def _close_host_lock(self) -> None:
+        if self.host_lock >= 0:
+            os.close(self.host_lock)
+            self.host_lock = -1
 
     def wait_until_loaded(self) -> None:
         """Return once it waits for its run folder.
@@ -72,7 +97,10 @@ class NewDaemon:
         """
         from grpo_tui.client.local import is_over
         from grpo_tui.client.socket import answers
+        from grpo_tui.supervisor.registered import register
 
+        register(folder)
+        self._is_given = True
         with suppress(BrokenPipeError):
             self._process.communicate(os.fsencode(folder) + b"\n")
         deadline = time.monotonic() + HELLO_WITHIN_S

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +28,13 @@ from grpo_engine.wire.supervisor import (
     read_from_daemon,
 )
 from grpo_tui.paths import socket_path
+from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.supervisor.lock import read_address
 
 HELLO_LIMIT_S = 3.5
 """A supervisor answers within milliseconds, whatever its services do; one that takes longer than this hangs."""
+_UCRED = struct.Struct("iII")
+"""Pid, uid and gid, as SO_PEERCRED gives them (unix(7))."""
 Do = Literal["status", "start", "stop", "restart", "kill", "down"]
 
 
@@ -43,7 +49,7 @@ class Daemon:
 
         Raises:
             PeerUnavailable: it does not answer.
-            PeerError: it uses another protocol, and `any_version` is not set.
+            PeerError: it uses another protocol, and `any_version` is not set; or it is another user's.
         """
         async with self._connected(any_version=any_version) as (hello, _, _):
             return hello
@@ -100,12 +106,28 @@ class Daemon:
         except OSError as error:
             raise PeerUnavailable(f"the supervisor of {name} does not answer on {path}: {error.strerror}") from None
         try:
+            pid = self._listener(writer)
             hello = await self._shake_hands(reader, writer, any_version)
-            yield hello, reader, writer
+            yield hello.model_copy(update={"pid": pid}), reader, writer
         except (OSError, asyncio.IncompleteReadError) as error:  # also ENOTCONN, when its backlog is full
             raise PeerUnavailable(f"the supervisor of {name} closed the connection: {error}") from None
         finally:
             writer.transport.abort()
+
+    def _listener(self, writer: asyncio.StreamWriter) -> int:
+        """Pid of the process that listens: the kernel's word, since a foreign one may name any process.
+
+        Raises:
+            PeerError: it is neither of this user nor of the owner of the run folder.
+        """
+        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(credentials)
+        trusted = {os.geteuid()}
+        with suppress(OSError):  # a folder that was deleted
+            trusted.add(self.run_folder.stat().st_uid)
+        if uid not in trusted:
+            raise PeerError(f"{self.run_folder}: user {user_name(uid)} (pid {pid}) listens in place of its supervisor")
+        return int(pid)
 
     async def _shake_hands(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, any_version: bool

@@ -1,31 +1,32 @@
 """Checks before a start: of the machine, and of one profile on it. Each finding says what to do.
 
 Reads only; starts, ends and downloads nothing. GPUs and holders of ports come in as arguments. Checks of GPU software
-are in `doctor_gpu`, those of models and checkpoints in `doctor_model`.
+are in `doctor_gpu`, those of models and checkpoints in `doctor_model`, those of several ranks in `doctor_ranks`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_engine.diagnosis.finding import Finding, Severity
-from grpo_tui.profile.doctor_gpu import examine_software, installed_version
+from grpo_engine.installed import installed_version
+from grpo_tui.profile import mps
+from grpo_tui.profile.doctor_gpu import examine_software
 from grpo_tui.profile.doctor_model import examine_model
+from grpo_tui.profile.doctor_ranks import Links, examine_ranks
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.profile.plan import Plan
+from grpo_tui.profile.start_checks import needs_of
 from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.base import Launch
-from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
-from grpo_tui.services.trainer import Trainer
 from grpo_tui.services.visible_gpus import gpus_of
 
 GIB = 1 << 30
@@ -62,6 +63,10 @@ class Machine:
     """Processes that listen on these ports, one sentence each; stale ones left out."""
     port_leftovers: Callable[[Sequence[int]], Sequence[str]] = lambda ports: ()
     """Stale processes that listen on these ports, one sentence each."""
+    mps_refusal: Callable[[Sequence[int]], str | None] = lambda gpus: None
+    """Why MPS cannot use one of these GPUs."""
+    links: Links = field(default_factory=dict)
+    """What connects the GPUs, as far as the driver says."""
 
 
 def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, logs: Path) -> list[Finding]:
@@ -69,11 +74,14 @@ def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, l
     findings = [*_python(), *_gpus(machine), *_room(logs), *_limits()]
     if loaded is not None and plan is not None:
         findings += [
-            *_packages(loaded),
+            *_needs(loaded),
             *_atropos(loaded),
             *examine_software(loaded.profile, machine.driver, installed_version),
         ]
-        findings += [*_ports(machine, plan), *_gpu_use(machine, loaded, plan), *examine_model(loaded.profile, logs)]
+        findings += [*_ports(machine, plan), *_gpu_use(machine, loaded, plan), *_mps(machine, plan)]
+        gpus = [gpu.index for gpu in machine.gpus]
+        findings += examine_ranks(loaded.profile, plan, gpus, machine.links, machine.port_holders)
+        findings += examine_model(loaded.profile, logs)
     return findings
 
 
@@ -124,28 +132,13 @@ def _limits() -> Iterator[Finding]:
         )
 
 
-def _packages(loaded: LoadedProfile) -> Iterator[Finding]:
-    services = loaded.profile.services.values()
-    wanted: dict[str, str] = {}
-    if any(isinstance(s, Inference | Trainer) for s in services):
-        wanted |= {"torch": "pip install torch", "transformers": "pip install transformers"}
-    if any(isinstance(s, Inference) and s.engine == "vllm" for s in services):
-        wanted["vllm"] = "pip install 'grpo-tui[vllm]', or set services.vllm.engine=torch"
-    if any(isinstance(s, Trainer) and s.optimizer == "adamw_8bit" for s in services):
-        wanted["bitsandbytes"] = "pip install bitsandbytes, or set services.trainer.optimizer=adamw"
-    if any(isinstance(s, Environment) and s.task.name == "reasoning_gym" for s in services):
-        wanted["reasoning_gym"] = "pip install 'grpo-tui[data]'"
-    if any(isinstance(s, Environment) and s.task.name in {"gsm8k", "jsonl"} for s in services):
-        wanted["math_verify"] = "pip install 'grpo-tui[data]'"
-    if any(isinstance(s, Environment) and s.task.name == "gsm8k" and s.task.path is None for s in services):
-        wanted["datasets"] = "pip install 'grpo-tui[data]', or give services.env.task.path"
-    if any(isinstance(s, Trainer) and s.use_wandb for s in services):
-        wanted["wandb"] = "pip install 'grpo-tui[trackers]'"
-    for package, remedy in wanted.items():
-        if importlib.util.find_spec(package) is None:
-            yield Finding(id="package", severity="error", text=f"{package} is not installed", hint=remedy)
+def _needs(loaded: LoadedProfile) -> Iterator[Finding]:
+    """What a start would refuse, by the setting that asks for it, and what is there."""
+    for need in needs_of(loaded):
+        if need.is_met:
+            yield Finding(id=need.id, severity="warning" if need.hint else "ok", text=need.text, hint=need.hint)
         else:
-            yield Finding(id="package", severity="ok", text=package)
+            yield Finding(id=need.id, severity="error", text=f"{need.key}: {need.text}", hint=need.hint)
 
 
 def _atropos(loaded: LoadedProfile) -> Iterator[Finding]:
@@ -170,7 +163,7 @@ def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:
     for words in leftovers:
         yield Finding(id="port", severity="warning", text=words, hint=START_ENDS)
     for words in holders:
-        yield Finding(id="port", severity="error", text=words, hint="end it, or choose another with --set services.…")
+        yield Finding(id="port", severity="error", text=words, hint="end it, or start with --new on a free port")
     if ports and not holders and not leftovers:
         yield Finding(id="port", severity="ok", text=f"{', '.join(map(str, ports))} free")
 
@@ -178,7 +171,8 @@ def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:
 def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Finding]:
     indices = {gpu.index: gpu for gpu in machine.gpus}
     if not indices:
-        wanting = [launch.name for launch in plan.launches if _wants_gpu(launch, loaded.profile.services[launch.name])]
+        services = loaded.profile.services
+        wanting = [launch.name for launch in plan.launches if _wants_gpu(launch, services.get(launch.name))]
         if wanting:
             yield Finding(
                 id="gpu",
@@ -194,9 +188,24 @@ def _gpu_use(machine: Machine, loaded: LoadedProfile, plan: Plan) -> Iterator[Fi
                     id="gpu",
                     severity="error",
                     text=f"{launch.name} uses GPU {index}, which does not exist",
-                    hint=f"--set services.{launch.name}.gpus=[…]",
+                    hint=f"--set {launch.settings}.gpus=[…]",
                 )
         yield from _gpu_room(launch, indices)
+
+
+def _mps(machine: Machine, plan: Plan) -> Iterator[Finding]:
+    """Whether services that share a GPU compute at the same time."""
+    for note in plan.notes:
+        yield Finding(id="mps", severity="warning", text=note)
+    daemon = next((launch for launch in plan.launches if launch.kind == mps.NAME), None)
+    if daemon is None:
+        return
+    names = " and ".join(daemon.followers)
+    gpus = sorted({gpu for launch in plan.launches if launch.name in daemon.followers for gpu in launch.gpus})
+    if (why := machine.mps_refusal(gpus)) is not None:
+        yield Finding(id="mps", severity="warning", text=f"{names} share a GPU without MPS: {why}")
+    else:
+        yield Finding(id="mps", severity="ok", text=f"{names} share a GPU with MPS; its daemon starts with the run")
 
 
 def _wants_gpu(launch: Launch, service: object) -> bool:
@@ -205,13 +214,10 @@ def _wants_gpu(launch: Launch, service: object) -> bool:
 
 
 def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]:
-    """Whether each GPU of a launch has its `gpu_memory_share` free, and which processes hold the rest."""
-    share = launch.gpu_memory_share
-    if share is None:
-        return
+    """Whether each GPU of a launch has the memory free that it plans, and which processes hold the rest."""
     for gpu in (gpus[index] for index in gpus_of(launch, {gpu.index: gpu.uuid for gpu in gpus.values()})):
-        needed_bytes = share * gpu.total_bytes
-        if gpu.free_bytes >= needed_bytes:
+        share = launch.gpu_share_of(gpu.total_bytes)
+        if share is None or gpu.free_bytes >= (needed_bytes := share * gpu.total_bytes):
             continue
         held = "".join(f"; {words}" for words in gpu.holders)
         text = (
@@ -222,5 +228,6 @@ def _gpu_room(launch: Launch, gpus: Mapping[int, GpuFacts]) -> Iterator[Finding]
             yield Finding(id="gpu", severity="warning", text=text, hint=START_ENDS)
         else:
             key = "gpu_memory_utilization" if launch.kind == "inference" else "gpu_memory_share"
-            hint = f"free the GPU, or --set services.{launch.name}.{key}=…"
+            key = key if launch.gpu_memory_bytes is None else "gpu_memory_gb"
+            hint = f"free the GPU, or --set {launch.settings}.{key}=…"
             yield Finding(id="gpu", severity="error", text=text, hint=hint)

@@ -32,56 +32,49 @@ def examine_software(profile: Profile, driver: str | None, version: Callable[[st
         version: returns the version of a distribution; None where it is not installed.
     """
     services = profile.services.values()
-    on_gpu = [each for each in services if isinstance(each, Inference | Trainer) and _wants_gpu(each)]
+    on_gpu = [each for each in services if isinstance(each, Inference | Trainer) and wants_gpu(each)]
     if not on_gpu:
         return
     yield from _torch(driver, version)
-    if any(isinstance(each, Inference) and each.engine == "vllm" for each in on_gpu):
+    if any((each.engine if isinstance(each, Inference) else each.own_engine) == "vllm" for each in on_gpu):
         yield from _vllm(version)
         yield from _compiler()
 
 
-def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, without its local part (`+cu130`)."""
-    try:
-        return metadata.version(package).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def torch_cuda() -> str | None:
     """The CUDA version that the installed torch is built for, as in `13.0`; None for a build without CUDA."""
+    return _built_with("cuda")
+
+
+def is_torch_for_gpus() -> bool:
+    """Whether the installed torch is built for GPUs: with CUDA, or with ROCm."""
+    return _built_with("cuda") is not None or _built_with("hip") is not None
+
+
+def _built_with(name: str) -> str | None:
+    """A version that the installed torch states in `version.py`."""
     spec = importlib.util.find_spec("torch")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     for folder in folders:
         file = Path(folder) / "version.py"
-        found = re.search(r"^cuda\b[^=]*= '([\d.]+)'", file.read_text(), re.MULTILINE) if file.is_file() else None
+        text = file.read_text() if file.is_file() else ""
+        found = re.search(rf"^{name}\b[^=]*= '([\w.-]+)'", text, re.MULTILINE)
         if found:
             return found[1]
     return None
 
 
-def _wants_gpu(service: Inference | Trainer) -> bool:
+def wants_gpu(service: Inference | Trainer) -> bool:
+    """Whether a service is set to run on a GPU."""
     return service.device.startswith("cuda") or (service.device == "auto" and bool(service.gpus))
 
 
 def _torch(driver: str | None, version: Callable[[str], str | None]) -> Iterator[Finding]:
-    torch = version("torch")
-    if torch is None:
-        return  # reported with the other missing packages
-    cuda = torch_cuda()
-    if cuda is None:
-        yield Finding(id="torch", severity="error", text=f"torch {torch} is a build without CUDA", hint=INSTALL)
-        return
+    torch, cuda = version("torch"), torch_cuda()
+    if torch is None or cuda is None or driver is None:
+        return  # what is missing is in `start_checks`
     needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
-    if driver is None:
-        yield Finding(
-            id="driver",
-            severity="error",
-            text="no NVIDIA driver is loaded",
-            hint=f"install one{'' if needed is None else f', {needed} or newer'}, or give the container its GPUs",
-        )
-    elif needed is not None and driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < needed:
+    if needed is not None and driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < needed:
         yield Finding(
             id="driver",
             severity="error",

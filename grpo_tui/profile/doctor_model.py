@@ -6,7 +6,6 @@ parameters.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from grpo_engine.diagnosis.finding import Finding
 from grpo_engine.models.local import RANDOM_MODEL_BYTES, lacking_bytes
+from grpo_tui.profile.hub import cache_state, hub_cache, hub_token
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.trainer import Trainer
 
@@ -55,19 +55,14 @@ def _generated(name: str) -> Iterator[Finding]:
 
 
 def _from_hub(name: str) -> Iterator[Finding]:
-    cache = _hub_cache()
-    blobs = cache / f"models--{name.replace('/', '--')}" / "blobs"
-    if blobs.is_dir() and not any(blobs.glob("*.incomplete")):
-        yield Finding(id="model", severity="ok", text=f"{name} is in the hub's cache")
+    """What a download takes; whether it is needed, and the hub can be reached, is in `start_checks`."""
+    state = cache_state(name)
+    if state == "complete":
         return
-    where = f"{name} is {'partly' if blobs.is_dir() else 'not'} in the hub's cache"
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        yield Finding(id="model", severity="error", text=where, hint="unset HF_HUB_OFFLINE or set a folder")
-        return
-    yield Finding(id="model", severity="warning", text=where, hint="it is downloaded at the first start")
+    cache = hub_cache()
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     free, parameters = shutil.disk_usage(existing).free, parameters_by_name(name)
-    size = 0.0 if parameters is None or blobs.is_dir() else BYTES_PER_PARAMETER * parameters
+    size = 0.0 if parameters is None or state == "partial" else BYTES_PER_PARAMETER * parameters
     if free < size:
         yield Finding(
             id="disk",
@@ -75,7 +70,7 @@ def _from_hub(name: str) -> Iterator[Finding]:
             text=f"{name} takes about {size / 1e9:.0f} GB; {cache} has {free / 1e9:.0f} GB free",
             hint="free some, or set HF_HOME to a folder on a larger disk",
         )
-    if name.partition("/")[0] in GATED_OWNERS and not _has_token():
+    if name.partition("/")[0] in GATED_OWNERS and hub_token() is None:
         yield Finding(
             id="model",
             severity="warning",
@@ -113,14 +108,3 @@ def _checkpoints(profile: Profile, model: str, logs: Path) -> Iterator[Finding]:
                 f"{folder} has {free / 1e9:.0f} GB free",
                 hint=f"--set {', or '.join(remedies)}",
             )
-
-
-def _hub_cache() -> Path:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface").expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-
-
-def _has_token() -> bool:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface").expanduser()
-    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
-    return bool(os.environ.get("HF_TOKEN")) or file.is_file()

@@ -39,8 +39,16 @@ class ModelTable(Config):
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     device: str = "auto"
     """`cuda`, `cpu`; auto: a GPU where there is one."""
-    max_model_len: int = Field(4096, ge=2)
+    max_model_len: int = Field(4096, ge=8)
     """Longest sequence that is sampled or trained on, prompt included."""
+
+
+class GpuTable(Config):
+    """How services share GPUs."""
+
+    mps: bool = True
+    """Whether services on the same GPU compute at the same time, by a CUDA MPS daemon of the run, where one can be had;
+    else the driver lets one of them compute at a time."""
 
 
 class Profile(Config):
@@ -55,6 +63,9 @@ class Profile(Config):
     """The services, by name."""
     hooks: tuple[Hook, ...] = ()
     """Commands that are run on events of a service or of the run."""
+    gpu: GpuTable = GpuTable()
+    share_gpus: bool = False
+    """Whether a run starts on GPUs that live runs use, where the memory that all of them plan fits."""
 
 
 def profile_type(table: Mapping[str, Any]) -> type[Profile]:

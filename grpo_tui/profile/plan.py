@@ -8,22 +8,31 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from grpo_engine.wire.secrets import masked_argv, masked_value
+from grpo_engine.wire.secrets import masked_argv, masked_settings
 from grpo_tui.profile.loading import LoadedProfile, resolved
 from grpo_tui.profile.model import Profile
+from grpo_tui.profile.mps import MachineFacts, with_mps
 from grpo_tui.profile.plan_file import Plan, shown_command, shown_env
 from grpo_tui.services.base import Launch, Place
 
 __all__ = ["Plan", "describe", "make_plan", "plan_text"]
 
 
-def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_ports: bool = False) -> Plan:
-    """Make the plan of a profile; `run_folder` need not exist.
+def make_plan(
+    loaded: LoadedProfile,
+    *,
+    run_folder: Path,
+    python: str,
+    take_ports: bool = False,
+    tags: tuple[str, ...] = (),
+    machine: MachineFacts | None = None,
+) -> Plan:
+    """Make the plan of a profile; `run_folder` need not exist. Without `machine` it is for this one.
 
     Raises:
         ConfigError: a file of `env_files` is missing or cannot be read.
@@ -42,12 +51,24 @@ def make_plan(loaded: LoadedProfile, *, run_folder: Path, python: str, take_port
     names = sorted(services, key=lambda name: (depth[name], position[name]))
     launches = [services[name].launch(name, place) for name in names]
     kinds = {launch.kind for launch in launches}
+    launches = [
+        dataclasses.replace(
+            _with_followers(launch, loaded.profile, kinds), replica_of=loaded.replica_of.get(launch.name)
+        )
+        for launch in launches
+    ]
+    launches, notes = with_mps(launches, loaded.profile, place, machine or MachineFacts.of_this())
     return Plan(
         profile_name=loaded.name,
         profile_folder=place.profile_folder,
-        launches=tuple(_with_followers(launch, loaded.profile, kinds) for launch in launches),
+        launches=tuple(launches),
         hooks=loaded.profile.hooks,
         take_ports=take_ports,
+        profile_file=loaded.file,
+        moved_ports=loaded.moved_ports,
+        chosen_ports=loaded.chosen_ports,
+        tags=tags,
+        notes=notes,
     )
 
 
@@ -71,6 +92,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
             {
                 "name": launch.name,
                 "kind": launch.kind,
+                "replica_of": launch.replica_of,
                 "order": index,
                 "needs": {name: str(condition) for name, condition in launch.needs.items()},
                 "argv": masked_argv(launch.argv),
@@ -79,6 +101,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "cwd": str(launch.cwd),
                 "ports": list(launch.ports),
                 "gpus": list(launch.gpus),
+                "ranks": [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(launch.rank_gpus)],
                 "access": launch.access,
                 "ready": launch.ready.model_dump(mode="json", exclude_none=True) if launch.ready else None,
                 "restart": str(launch.restart),
@@ -86,27 +109,9 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
             }
             for index, launch in enumerate(plan.launches, start=1)
         ],
-        "resolved": _masked(resolved(loaded)),
+        "notes": list(plan.notes),
+        "resolved": masked_settings(resolved(loaded)),
     }
-
-
-def _masked(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved profile without secrets."""
-    return {key: _masked_setting(key, value) for key, value in document.items()}
-
-
-def _masked_setting(key: str, value: Any) -> Any:
-    match value:
-        case str():
-            return masked_value(key, value)
-        case dict():
-            return _masked(value)
-        case list() if all(isinstance(each, str) for each in value):
-            return masked_argv(value)
-        case list():
-            return [_masked_setting(key, each) for each in value]
-        case _:
-            return value
 
 
 def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
@@ -123,6 +128,17 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
         ]
         rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
         rows += [f"   {launch.access}"] if launch.access else []
+        rows += [f"   {_ranks(launch)}"] if launch.rank_gpus else []
         rows += [f"   {variable}={shlex.quote(value)}" for variable, value in shown_env(launch).items()]
+        rows += [f"   {variable}=$TMPDIR/{folder}" for variable, folder in launch.env_in_temporary.items()]
         rows.append(f"   {shown_command(launch)}")
+    rows += [f"\n{note}" for note in plan.notes]
     return "\n".join(rows)
+
+
+def _ranks(launch: Launch) -> str:
+    """The ranks with their GPUs, and how to see the memory of each: counting it needs torch, which a plan does not."""
+    where = ", ".join(
+        f"rank {rank} on {'CPU' if gpu is None else f'GPU {gpu}'}" for rank, gpu in enumerate(launch.rank_gpus)
+    )
+    return f"{where}; memory of each: the command below with --dry-run"

@@ -7,13 +7,16 @@ was edited in the meantime. Imports no engine settings, which keeps the supervis
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.secrets import masked_argv, masked_variables
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.services.base import Launch
 from grpo_tui.services.hook import Hook
 
@@ -32,10 +35,34 @@ class Plan:
     hooks: tuple[Hook, ...] = ()
     take_ports: bool = False
     """Whether foreign processes of the same user on a declared port are ended at a service's first start."""
+    profile_file: Path | None = None
+    """By which a later start recognises a run of its profile; None in plans of earlier versions."""
+    moved_ports: Mapping[int, int] = field(default_factory=dict)
+    """Ports of the profile that were in use when this run was started beside another, with those chosen instead."""
+    chosen_ports: Mapping[str, int] = field(default_factory=dict)
+    """By service: the free ports that were chosen where the profile has 0."""
+    tags: tuple[str, ...] = ()
+    """Words that a person gave the run."""
+    notes: tuple[str, ...] = ()
+    """What this machine lacks that the run goes on without, a sentence each."""
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it."""
         return _PLAN.dump_json(self, indent=1, exclude_defaults=False).decode()
+
+    @staticmethod
+    def of(run_folder: Path) -> Plan:
+        """The plan of a run.
+
+        Raises:
+            PeerError: missing, damaged, or of another version.
+        """
+        path = run_folder / PLAN_FILE
+        try:
+            text = read_whole(path).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PeerError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        return Plan.from_json(text, where=str(path))
 
     @staticmethod
     def from_json(text: str, *, where: str = "plan") -> Plan:

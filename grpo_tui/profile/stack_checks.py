@@ -6,13 +6,16 @@ Not in `loading`, because it imports the settings of the engine, which a profile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from grpo_engine.bridges import TO_MANY_SERVERS
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.models.config import check_model_name
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
+from grpo_tui.services.rollout_api import RolloutApi
 from grpo_tui.services.trainer import Trainer
 
 
@@ -44,6 +47,23 @@ def _batches_are_whole_groups(profile: Profile) -> Iterator[str]:
             )
 
 
+def _completions_leave_room_for_a_prompt(profile: Profile) -> Iterator[str]:
+    """Only where `max_tokens` is set: unset, a completion is as long as there is room."""
+    services = profile.services.items()
+    limits = {f"services.{name}.seq_len": each.seq_len for name, each in services if isinstance(each, Trainer)}
+    limits |= {f"services.{name}.max_model_len": e.max_model_len for name, e in services if isinstance(e, Inference)}
+    for name, environment in services:
+        if not isinstance(environment, Environment) or "max_tokens" not in environment.model_fields_set:
+            continue
+        for key, limit in limits.items():
+            if environment.max_tokens >= limit:
+                yield (
+                    f"services.{name}.max_tokens: {environment.max_tokens} leaves no room for a prompt within {key} "
+                    f"{limit}: lower it, or raise model.max_model_len"
+                )
+                break
+
+
 def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
     servers = [service for service in profile.services.values() if isinstance(service, Inference)]
     sharing = [server for server in servers if server.shared_weights]
@@ -57,23 +77,98 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
             yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: set it once, in [model]"
 
 
+def _shared_memory_is_of_one_gpu(profile: Profile) -> Iterator[str]:
+    """The trainer of a mode that shares memory is one process, on the GPU whose memory it maps."""
+    servers = {name: each for name, each in profile.services.items() if isinstance(each, Inference)}
+    for name, service in profile.services.items():
+        if not isinstance(service, Trainer) or not service.bridge.shares_memory:
+            continue
+        mode = service.bridge.mode
+        for server_name, server in servers.items():
+            if not server.shared_weights:
+                continue
+            size = server.tensor_parallel_size
+            if size > 1:
+                yield (
+                    f"services.{server_name}.tensor_parallel_size: {size}, and bridge.mode {mode} maps the whole "
+                    "weights of one GPU: set it to 1, or bridge.mode to broadcast with the trainer on another GPU"
+                )
+            elif "cpu" not in (service.device, server.device) and service.gpus:
+                gpu = server.gpus[0] if server.gpus else 0
+                if gpu not in service.gpus:
+                    where = list(server.gpus) if server.gpus else "not set, so the first"
+                    yield (
+                        f"services.{name}.gpus: {list(service.gpus)}, and services.{server_name}.gpus is {where}: "
+                        f"bridge.mode {mode} maps the memory of the server's GPU: set both to the same one, or "
+                        "bridge.mode to broadcast, none or lora_only"
+                    )
+
+
 def _a_server_to_restart_has_a_name(profile: Profile) -> Iterator[str]:
     for name, service in profile.services.items():
         if not isinstance(service, Trainer):
             continue
         if not isinstance(service.bridge, CheckpointSettings) or not service.bridge.restart:
             continue
-        server = service.inference_service
-        if server not in profile.services:
+        at = f"services.{name}"
+        if not service.inference_service:
             yield (
-                f"services.{name}.inference_service: {server!r} is not a service here, and bridge.restart needs it "
-                f"(set it to the inference service, or remove restart)"
+                f"{at}.inference_service: not set, and bridge.restart needs it (set it to the inference service, or "
+                f"remove restart)"
             )
-        elif server in service.restart_with:
+        for server in service.inference_service:
+            if server not in profile.services:
+                yield (
+                    f"{at}.inference_service: {server!r} is not a service here, and bridge.restart needs it "
+                    f"(set it to the inference service, or remove restart)"
+                )
+            elif server in service.restart_with:
+                yield (
+                    f"{at}.restart_with: {server!r}, which this trainer restarts (bridge.restart), so it would "
+                    f"restart itself: remove one of the two"
+                )
+
+
+def _weights_reach_every_server(profile: Profile) -> Iterator[str]:
+    """`loading` names the servers to a trainer that names none itself, unless its mode is of one server."""
+    services = profile.services.items()
+    for name, service in services:
+        if not isinstance(service, Trainer) or service.model_fields_set & {"vllm_port", "server_urls"}:
+            continue
+        servers = [n for n, each in services if isinstance(each, Inference) and each.model_name == service.model_name]
+        if len(servers) > 1:
             yield (
-                f"services.{name}.restart_with: {server!r}, which this trainer restarts (bridge.restart), so it would "
-                f"restart itself: remove one of the two"
+                f"bridge.mode: {service.bridge.mode} updates one server, and there are {', '.join(servers)}: choose "
+                f"{', '.join(TO_MANY_SERVERS)}, keep one of them (replicas = 1), or set services.{name}.vllm_port to "
+                "that of the one to update"
             )
+
+
+def _no_service_is_idle_beside_a_trainer_that_samples(profile: Profile) -> Iterator[str]:
+    services = profile.services.items()
+    sampling = {n: each for n, each in services if isinstance(each, Trainer) and each.bridge.samples_in_process}
+    for trainer_name, trainer in sampling.items():
+        for name, service in services:
+            if isinstance(service, RolloutApi | Environment | AtroposEnvironment) or (
+                isinstance(service, Inference) and service.model_name == trainer.model_name
+            ):
+                what = f"its task is services.{trainer_name}.environment.task, and " if "env" in service.kind else ""
+                yield (
+                    f"services.{name}.kind: {service.kind}, and with bridge.mode {trainer.bridge.mode} the trainer "
+                    f"samples itself: {what}nothing would use this service: remove it, or choose another bridge.mode"
+                )
+
+
+def _one_server_writes_a_bridge_file(profile: Profile) -> Iterator[str]:
+    writers: dict[Path | None, str] = {}
+    for name, service in profile.services.items():
+        if isinstance(service, Inference) and service.shared_weights:
+            first = writers.setdefault(service.bridge_file, name)
+            if first != name:
+                yield (
+                    f"services.{name}.bridge_file: {service.bridge_file or 'unset'}, as for services.{first}, which "
+                    f"shares its weights too: set another for one of the two"
+                )
 
 
 def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
@@ -101,8 +196,13 @@ def _environments_of_atropos_can_work(profile: Profile) -> Iterator[str]:
 STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _models_exist,
     _batches_are_whole_groups,
+    _completions_leave_room_for_a_prompt,
     _shared_weights_have_their_bridge,
+    _shared_memory_is_of_one_gpu,
     _a_server_to_restart_has_a_name,
+    _weights_reach_every_server,
+    _no_service_is_idle_beside_a_trainer_that_samples,
+    _one_server_writes_a_bridge_file,
     _trainer_alone_writes_metrics,
     _environments_of_atropos_can_work,
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
+from grpo_tui.run_files.opening import open_file
+
 NUM_CHECKED_BYTES = 64
 """Bytes before the current offset that are compared, to detect a file that was rewritten."""
 
@@ -65,7 +67,7 @@ class LineTail:
     def read(self) -> NewLines:
         """The whole lines that were added since the last call; none of a file that cannot be read."""
         try:
-            with self._path.open("rb", buffering=0) as file:
+            with open_file(self._path) as file:
                 return self._read_from(file.fileno())
         except FileNotFoundError:
             is_restarted = self.bookmark.offset > 0

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tui.keeper_process import ATTEMPT_OPENING, extent
+from grpo_tui.run_files.opening import open_file
 
 MOVING_MS_MAX = 200
 """Copying takes less than this; a header that says longer that bytes are moved was left by a killed supervisor, and
@@ -87,7 +88,7 @@ def place(descriptor: int) -> Place:
 def written_so_far(log: Path) -> int:
     """Absolute offset of the end of a log; 0 where there is none."""
     try:
-        with log.open("rb", buffering=0) as file:
+        with open_file(log) as file:
             return place(file.fileno()).end
     except FileNotFoundError:
         return 0
@@ -119,7 +120,7 @@ def last_lines(path: Path, offset: int, num_lines: int = LAST_LINES) -> tuple[st
     out."""
     num_bytes = num_lines * LAST_LINE_BYTES
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             end = place(file.fileno()).end
             part = read_part(file.fileno(), max(min(offset, end), end - num_bytes), num_bytes, with_header=False)
     except OSError:

@@ -1,7 +1,7 @@
 """Reads `metrics.jsonl`: as it grows, or its newest lines alone.
 
-A line that cannot be parsed is skipped. In the others, only values that are not finite numbers are left out, so that
-one NaN does not hide the rest of its step.
+A line that cannot be parsed, or of a step beyond `MAX_STEP`, is skipped. In the others, only values that are not finite
+numbers are left out, so that one NaN does not hide the rest of its step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from pydantic import ValidationError
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE
 from grpo_tui.run_files.line_tail import LineTail
+from grpo_tui.run_files.opening import open_file
 
 MAX_BYTES_A_READ = 1 << 20
 """A longer line is not one of metrics, and is skipped."""
 TAIL_BYTES = 64 * 1024
 """About a hundred steps of metrics: enough for the latest value of names that do not come with every step."""
+MAX_STEP = 10**12
+"""Also where a program counts tokens. A line of a later step is damaged; as the newest one it would hide all others."""
+
+MAX_VALUE = 1e100
+"""Beyond all that float32 holds; sums, products and squares of values up to it are finite. Larger ones are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,34 @@ class MetricsTail:
         )
 
 
+def all_steps(run_folder: Path) -> list[MetricsLine]:
+    """Every step of a run, one line each, in rising order; none before the first.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    steps: list[MetricsLine] = []
+    tail = MetricsTail(run_folder / METRICS_FILE)
+    while (chunk := tail.read()).has_more or chunk.lines:
+        for line in chunk.lines:
+            append_step(steps, line)
+    return steps
+
+
+def append_step(steps: list[MetricsLine], line: MetricsLine) -> None:
+    """Append a line; a trainer that resumed repeats steps, and then its newer measurement counts.
+
+    Two lines of one step that measure different things, as an evaluation that is written by itself, become one.
+    """
+    while steps and steps[-1].step > line.step:
+        steps.pop()
+    if steps and steps[-1].step == line.step:
+        before = steps.pop()
+        if before.metrics.keys().isdisjoint(line.metrics):
+            line = line.model_copy(update={"metrics": {**before.metrics, **line.metrics}})
+    steps.append(line)
+
+
 def newest_lines(run_folder: Path) -> list[MetricsLine]:
     """The lines in the last `TAIL_BYTES` of a run's metrics; none before the first step.
 
@@ -61,13 +95,43 @@ def newest_lines(run_folder: Path) -> list[MetricsLine]:
         OSError: the file is there and cannot be read.
     """
     try:
-        with (run_folder / METRICS_FILE).open("rb") as file:
+        with open_file(run_folder / METRICS_FILE) as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             tail = file.read(TAIL_BYTES)
     except FileNotFoundError:
         return []
     # The first line of the tail is cut, and the last may be half-written: neither can be parsed.
     return [line for raw in tail.splitlines() if (line := read_line(raw)) is not None]
+
+
+def spread_lines(
+    run_folder: Path, *, num_places: int, bytes_a_place: int, tail_bytes: int = TAIL_BYTES
+) -> list[MetricsLine]:
+    """Lines at so many places spread evenly over a run's metrics, and its newest ones, in rising order of steps.
+
+    A run of any length costs the same; of a short one it is every line.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        with open_file(run_folder / METRICS_FILE) as file:
+            size = file.seek(0, 2)
+            old = max(0, size - tail_bytes)
+            parts = [(old * place // num_places, bytes_a_place) for place in range(num_places)] + [(old, tail_bytes)]
+            if old <= num_places * bytes_a_place:
+                parts = [(0, size)]
+            raws: list[bytes] = []
+            for offset, length in parts:
+                file.seek(offset)
+                lines = file.read(length).split(b"\n")
+                raws += lines[1 if offset else 0 : -1]  # the first and the last are cut
+    except FileNotFoundError:
+        return []
+    steps: list[MetricsLine] = []
+    for line in filter(None, map(read_line, raws)):
+        append_step(steps, line)
+    return steps
 
 
 def latest_metrics(run_folder: Path) -> dict[str, float]:
@@ -85,9 +149,13 @@ def latest_metrics(run_folder: Path) -> dict[str, float]:
 def read_line(line: bytes) -> MetricsLine | None:
     """Parse a line, without values that are not finite numbers; None where it is not a line of metrics."""
     try:
-        return MetricsLine.model_validate_json(line)
+        read: MetricsLine | None = MetricsLine.model_validate_json(line)
     except ValidationError:
-        return _read_finite_part(line)
+        read = _read_finite_part(line)
+    if read is not None and any(abs(value) > MAX_VALUE for value in read.metrics.values()):
+        metrics = {name: value for name, value in read.metrics.items() if abs(value) <= MAX_VALUE}
+        read = read.model_copy(update={"metrics": metrics})
+    return None if read is None or abs(read.step) > MAX_STEP else read
 
 
 def _read_finite_part(line: bytes) -> MetricsLine | None:

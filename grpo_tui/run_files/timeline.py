@@ -7,10 +7,14 @@ over (and where lines were lost), then `ServiceChanged`, `RunChanged` and `Notic
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
     Event,
     Notice,
+    RankStatus,
+    RankUsage,
     RunChanged,
     RunStatus,
     ServiceChanged,
@@ -37,7 +41,13 @@ def after_event(status: RunStatus, event: Snapshot | Event) -> RunStatus:
         case UsageSampled():
             services = [_with_usage(each, event) for each in status.services]
             return status.model_copy(
-                update={"services": services, "gpus": event.gpus, "gpu_note": event.gpu_note},
+                update={
+                    "services": services,
+                    "gpus": event.gpus,
+                    "gpu_note": event.gpu_note,
+                    "low_disks": event.low_disks,
+                    "write_faults": event.write_faults,
+                },
             )
         case Notice():
             return status
@@ -51,5 +61,12 @@ def _with_usage(service: ServiceStatus, usage: UsageSampled) -> ServiceStatus:
             "cpu_percent": usage.cpu_percent.get(service.name),
             "rss_bytes": usage.rss_bytes.get(service.name),
             "gpu_memory_bytes": usage.gpu_memory_bytes.get(service.name),
+            "ranks": with_usage(service.ranks, usage.ranks.get(service.name, ())),
         }
     )
+
+
+def with_usage(ranks: Iterable[RankStatus], usage: Iterable[RankUsage]) -> list[RankStatus]:
+    """Ranks with the figures of a sample."""
+    figures = {each.rank: dict(each) for each in usage}
+    return [rank.model_copy(update=figures.get(rank.rank, {})) for rank in ranks]

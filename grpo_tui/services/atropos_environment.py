@@ -24,5 +24,5 @@ class AtroposEnvironment(Service, AtroposEnvConfig):
             name,
             self.kind,
             place,
-            argv=(place.python, "-m", "grpo_engine", "atropos-env", *to_flags(config, AtroposEnvConfig)),
+            argv=place.engine_command("atropos-env", *to_flags(config, AtroposEnvConfig)),
         )

@@ -11,17 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config
+from grpo_engine.config import Config, OfWorkingDirectory
 from grpo_engine.errors import ConfigError
+from grpo_engine.python_command import module_command
 
 PORT = Annotated[int, Field(ge=1, le=65535)]
-USAGE_ERROR = 2
-"""Exit code of `grpo-engine` when a setting is wrong."""
+FINAL_ERROR = 2
+"""Exit code of `grpo-engine` for an error that a restart does not change."""
+PLACES = frozenset(
+    {
+        *("save_path", "run_folder", "store", "database", "state_file", "yaml_file"),
+        *("bridge_file", "config_path", "handover", "adapter_folder"),
+    }
+)
+"""Settings of services and bridges that name a file or folder which one run alone writes; unset, it is in the run's own
+folder."""
 VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+MPS_THREADS, MPS_PRIORITY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIENT_PRIORITY"
 
 
 def _can_be_executed(argv: tuple[str, ...]) -> tuple[str, ...]:
@@ -42,6 +52,8 @@ class NeedCondition(StrEnum):
     STARTED = "started"
     READY = "ready"
     FINISHED = "finished"
+    SETTLED = "settled"
+    """Ready, or at rest without having become so: what needs it can do without it."""
 
 
 class RestartPolicy(StrEnum):
@@ -65,7 +77,7 @@ class Probe(Config):
     """`host:port` that must accept a connection."""
     log: str | None = None
     """Regular expression that a line of this attempt's log must match."""
-    file: Path | None = None
+    file: Annotated[Path | None, OfWorkingDirectory()] = None
     """Path that must exist, relative to the service's working directory."""
     command: ARGV | None = None
     """Command that must exit 0."""
@@ -120,7 +132,7 @@ class RestartInPlace(Config):
     log: str | None = None
     """Regular expression for the line that it logs when its last start has ended: from there on, its probe is answered
     by the new one. Without it within `stop_grace_s`, the service is stopped and started."""
-    file: Path | None = None
+    file: Annotated[Path | None, OfWorkingDirectory()] = None
     """File whose content it changes then, instead of a line in its log; relative to the working directory."""
 
     @model_validator(mode="after")
@@ -174,7 +186,14 @@ class Service(Config):
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; none with `[]`, unset: all."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
-    """Share of the memory of each of its GPUs that must be free before it is started."""
+    """Share of the memory of each of its GPUs that it plans to use, and that must be free before it is started."""
+    gpu_memory_gb: float | None = Field(None, gt=0)
+    """The same in 10^9 bytes, instead of a share."""
+    gpu_share: float | None = Field(None, gt=0, le=1)
+    """Share of the multiprocessors of its GPUs that it may use at a time where MPS lets services share a GPU; unset:
+    all. CUDA's active thread percentage, here from 0 to 1."""
+    gpu_priority: Literal["normal", "low"] | None = None
+    """Whose kernels go first where MPS lets services share a GPU; unset: `normal`."""
     env: dict[str, str] = {}
     """Environment variables besides the inherited ones."""
     env_files: tuple[Path, ...] = ()
@@ -214,6 +233,13 @@ class Service(Config):
         return self
 
     @model_validator(mode="after")
+    def _gpu_memory_is_set_once(self) -> Service:
+        share, size_gb = self.gpu_memory_share, self.gpu_memory_gb
+        if share is not None and size_gb is not None:
+            raise ValueError(f"gpu_memory_share = {share} and gpu_memory_gb = {size_gb}: keep one of them")
+        return self
+
+    @model_validator(mode="after")
     def _gpus_are_set_once(self) -> Service:
         if self.gpus is not None and len(set(self.gpus)) < len(self.gpus):
             raise ValueError(f"gpus = {list(self.gpus)} names a GPU twice: name each once")
@@ -226,8 +252,8 @@ class Service(Config):
 
     @property
     def final_exit_codes(self) -> tuple[int, ...]:
-        """Exit codes after which a restart would fail the same way: those for a wrong setting."""
-        return (USAGE_ERROR,)
+        """Exit codes after which a restart would fail the same way."""
+        return (FINAL_ERROR,)
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
@@ -255,6 +281,10 @@ class Service(Config):
         if self.gpus is not None:
             environment[VISIBLE_DEVICES] = ",".join(str(index) for index in self.gpus)
             environment.setdefault(DEVICE_ORDER, "PCI_BUS_ID")  # as in nvidia-smi; CUDA's default is fastest first
+        if self.gpu_share is not None:
+            environment[MPS_THREADS] = f"{100 * self.gpu_share:g}"
+        if self.gpu_priority is not None:
+            environment[MPS_PRIORITY] = "1" if self.gpu_priority == "low" else "0"
         shared: dict[str, Any] = {
             "name": name,
             "kind": kind,
@@ -265,6 +295,7 @@ class Service(Config):
             "phases": self.start_phases,
             "final_exit_codes": self.final_exit_codes,
             "gpu_memory_share": self.gpu_memory_share,
+            "gpu_memory_bytes": None if self.gpu_memory_gb is None else int(self.gpu_memory_gb * 1e9),
             "cpus": self.cpus,
             "nice": self.nice,
             "memory_limit_bytes": None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9),
@@ -302,6 +333,10 @@ class Place:
     python: str
     """Interpreter that runs our own services."""
 
+    def engine_command(self, command: str, *flags: str) -> tuple[str, ...]:
+        """The command line of one of our own services."""
+        return module_command("grpo_engine", command, *flags, python=self.python)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -309,13 +344,19 @@ class Launch:
 
     name: str
     kind: str
+    replica_of: str | None = None
+    """The service of the profile that it is another replica of, with the settings of that one."""
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables besides the supervisor's own environment."""
+    env_in_temporary: Mapping[str, str] = field(default_factory=dict)
+    """Variables that name a folder in the temporary folder of the run, relative to it."""
     env_from_files: tuple[str, ...] = ()
     """Those of them whose value comes from a file: often secrets, never shown."""
     cwd: Path
     needs: Mapping[str, NeedCondition]
+    needs_one_replica: bool = False
+    """Whether another start than the first leaves out replicas that have failed or were stopped, where one is ready."""
     ready: Probe | None
     live: Probe | None
     restart: RestartPolicy
@@ -327,7 +368,14 @@ class Launch:
     stop_signal: signal.Signals
     ports: tuple[int, ...]
     gpus: tuple[int, ...]
+    num_ranks: int = 1
+    """Processes of a trainer on this machine, one on each of its GPUs where it has any."""
     ends_run: bool | None
+    failed_by: Mapping[str, str] = field(default_factory=dict)
+    """Services whose failure ends it, each with a regular expression for the line of its log that shows so. It is then
+    restarted with that service, whatever `restart` says."""
+    is_optional: bool = False
+    """Whether the run goes on without it: its last log line says why it exits with 0 before it is ready."""
     followers: tuple[str, ...] = ()
     """Services that must be restarted after this one was, in order."""
     after_restart: str | None = None
@@ -336,12 +384,16 @@ class Launch:
     """Of its start-up: (regular expression for a log line, text for what the service does from there on)."""
     restart_in_place: RestartInPlace | None = None
     """How it is restarted while its process stays; None: it is stopped and started."""
+    written_folders: tuple[Path, ...] = ()
+    """Folders outside the run folder that it writes to, watched for free space."""
     access: str | None = None
     """Whom it answers, for `grpo-tui plan`; None where it is not known."""
     final_exit_codes: tuple[int, ...] = ()
     """Exit codes after which it has failed whatever `restart` says: it would fail the same way again."""
     gpu_memory_share: float | None = None
     """Share of the memory of each of its GPUs that must be free before it is started."""
+    gpu_memory_bytes: int | None = None
+    """The same in bytes, where it is not a share."""
     cpus: tuple[int, ...] | None = None
     nice: int = 0
     memory_limit_bytes: int | None = None
@@ -349,6 +401,29 @@ class Launch:
     log_limit_bytes: int = 256_000_000
     console: Mapping[str, ConsoleMetric] = field(default_factory=dict)
     """Metrics to be read from its log, by name."""
+
+    @property
+    def plans_gpu_memory(self) -> bool:
+        """Whether it says how much memory of a GPU it uses."""
+        return self.gpu_memory_share is not None or self.gpu_memory_bytes is not None
+
+    def gpu_share_of(self, card_bytes: int | None) -> float | None:
+        """The share of a GPU of this size that it plans to use; None where it does not say, or the size is unknown."""
+        if self.gpu_memory_bytes is None:
+            return self.gpu_memory_share
+        return None if card_bytes is None else self.gpu_memory_bytes / card_bytes
+
+    @property
+    def rank_gpus(self) -> tuple[int | None, ...]:
+        """The GPU of each of several ranks, by rank; None on a CPU."""
+        if self.num_ranks == 1:
+            return ()
+        return self.gpus if len(self.gpus) == self.num_ranks else (None,) * self.num_ranks
+
+    @property
+    def settings(self) -> str:
+        """The key of its settings in the profile, as in `services.vllm`."""
+        return f"services.{self.replica_of or self.name}"
 
 
 def read_env_file(path: Path, *, where: str) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
@@ -24,7 +26,7 @@ STALLED_S = 180.0
 minute of compilation on two cores."""
 
 VLLM_PHASES = (
-    (FORK_SERVER_IMPORTS.pattern + r"|Uvicorn running on", "importing vLLM"),
+    (FORK_SERVER_IMPORTS.pattern + r"|Started server process", "importing vLLM"),
     (f"{FORK_SERVER_HAS_IMPORTED.pattern}|{FORK_SERVER_RESTARTS.pattern}", "starting the server"),
     (r"Resolved architecture: (\w+)", "configuring the engine for {0}"),
     (r"Initializing a V1 LLM engine", "starting the engine core"),
@@ -51,7 +53,7 @@ VLLM_PHASES = (
 )
 """Lines of vLLM 0.20 to 0.33 and of our server, in order."""
 TORCH_PHASES = (
-    (r"Uvicorn running on", "importing torch"),
+    (r"Started server process", "importing torch"),
     (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
     (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
     (WEIGHTS_EXPORTED.pattern, "weights are shared, {0} tensors"),
@@ -65,6 +67,9 @@ class Inference(Service, ServerConfig):
     kind: Literal["inference"]
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """The trainer has the weights and publishes them to the next server, so a crash does not end the run."""
+    replicas: int = Field(1, ge=1, le=256)
+    """Servers of this kind, each on the next port and the next `tensor_parallel_size` of its GPUs; the second one is
+    the service `NAME-2`."""
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
@@ -75,7 +80,8 @@ class Inference(Service, ServerConfig):
     @property
     def demanded_share(self) -> float | None:
         """Share of each GPU that must be free: vLLM refuses to start with less than `gpu_memory_utilization`."""
-        if self.gpu_memory_share is not None or self.engine != "vllm" or self.device == "cpu":
+        is_stated = self.gpu_memory_share is not None or self.gpu_memory_gb is not None
+        if is_stated or self.engine != "vllm" or self.device == "cpu":
             return self.gpu_memory_share
         return self.gpu_memory_utilization
 
@@ -96,7 +102,7 @@ class Inference(Service, ServerConfig):
             name,
             self.kind,
             place,
-            argv=(place.python, "-m", "grpo_engine", "server", *to_flags(config, ServerConfig)),
+            argv=place.engine_command("server", *to_flags(config, ServerConfig)),
             env=environment,
             restart_in_place=in_place,
             access=access_text(allow_without_token=self.allow_without_token, routes="/bridge, /lora"),

@@ -30,9 +30,10 @@ class RolloutApi(Service, ApiConfig):
             name,
             self.kind,
             place,
-            argv=(place.python, "-m", "grpo_engine", "api", *to_flags(config, ApiConfig)),
+            argv=place.engine_command("api", *to_flags(config, ApiConfig)),
             env={TOKEN_VARIABLE: self.token} if self.token else {},  # every user can read a command line
             access=access_text(allow_without_token=self.allow_without_token, routes="groups, batches, reset"),
+            written_folders=() if self.store is None else (place.profile_folder / self.cwd / self.store.parent,),
             ports=(self.port, *self.ports),
             ready=self.ready or Probe(http=f"{url}/info", within_s=60),
             live=self.live or Probe(http=f"{url}/health", interval_s=5, timeout_s=10, within_s=20),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, model_validator
+
+from grpo_engine.bridges import Broadcast
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.bridges.transport.in_place import InPlaceSettings
+from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.flags import to_flags
-from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE
 from grpo_engine.wire.log_lines import (
     MODEL_MADE,
@@ -17,8 +20,9 @@ from grpo_engine.wire.log_lines import (
     WAITING_FOR_PEER,
     WEIGHTS_ATTACHED,
 )
-from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER
+from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, item_state_file
 from grpo_tui.services.base import Launch, Place, Probe, Service
+from grpo_tui.services.inference import VLLM_PHASES
 
 READY_WITHIN_S = 600.0
 """Longer than it waits for an inference server that is being restarted."""
@@ -35,20 +39,46 @@ PHASES = (
 """Lines of transformers and of our trainer, in order."""
 
 
-class Trainer(Service, TrainConfig):
+def _one_or_several(value: Any) -> Any:
+    """A name is short for a list of it, and an earlier version wrote None for none."""
+    return () if value is None else (value,) if isinstance(value, str) else value
+
+
+class Trainer(Service, TrainerConfig):
     """Trains on batches from the rollout API and publishes new weights; the run ends with it."""
 
     kind: Literal["trainer"]
     ends_run: bool | None = True
     stop_grace_s: float = 30.0
     """Long enough to save a checkpoint on SIGTERM."""
-    inference_service: str | None = None
-    """The service that a bridge with `restart = true` restarts; unset: the only one of kind inference."""
+    inference_service: Annotated[tuple[str, ...], BeforeValidator(_one_or_several)] = ()
+    """The service, or services, that a bridge with `restart = true` restarts; unset: those of kind inference."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rank_a_gpu(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("processes") is None and len(values.get("gpus") or ()) > 1:
+            return {**values, "processes": len(values["gpus"])}
+        return values
+
+    @model_validator(mode="after")
+    def _ranks_and_gpus_are_as_many(self) -> Trainer:
+        if self.gpus and len(self.gpus) != (self.processes or 1):
+            raise ValueError(
+                f"gpus = {list(self.gpus)} and processes = {self.processes}: each rank takes one GPU, so leave "
+                "processes out"
+            )
+        return self
+
+    @property
+    def starts_server(self) -> bool:
+        """Never: the supervisor does."""
+        return False
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
-        """Log lines until training begins."""
-        return PHASES
+        """Log lines until training begins; an engine in the trainer starts first."""
+        return (*VLLM_PHASES, *PHASES) if self.own_engine == "vllm" else PHASES
 
     def launch(self, name: str, place: Place) -> Launch:
         """Write metrics, rollouts and checkpoints into the run folder; be ready when training begins."""
@@ -57,14 +87,19 @@ class Trainer(Service, TrainConfig):
             update["run_folder"] = place.run_folder
         if isinstance(self.bridge, InPlaceSettings) and self.bridge.config_path is None:
             update["bridge"] = self.bridge.model_copy(update={"config_path": place.run_folder / BRIDGE_FILE})
-        if isinstance(self.bridge, CheckpointSettings) and self.bridge.handover is None:
+        if isinstance(self.bridge, CheckpointSettings | Broadcast) and self.bridge.handover is None:
             update["bridge"] = self.bridge.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
+        if self.environment is not None and self.environment.state_file is None:
+            file = item_state_file(place.run_folder, name)
+            update["environment"] = self.environment.model_copy(update={"state_file": file})
         config = self.model_copy(update=update)
         return self._launch(
             name,
             self.kind,
             place,
-            argv=(place.python, "-m", "grpo_engine", "train", *to_flags(config, TrainConfig)),
-            env={} if self.inference_service is None else {INFERENCE_VARIABLE: self.inference_service},
+            argv=place.engine_command("train", *to_flags(config, TrainerConfig)),
+            env={INFERENCE_VARIABLE: ",".join(self.inference_service)} if self.inference_service else {},
+            written_folders=() if self.save_path is None else (place.profile_folder / self.cwd / self.save_path,),
+            num_ranks=self.processes or 1,
             ready=self.ready or Probe(log=TRAINER_READY.pattern, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
         )

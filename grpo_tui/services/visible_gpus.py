@@ -9,7 +9,7 @@ from grpo_tui.services.base import VISIBLE_DEVICES, Launch
 
 
 def gpus_of(launch: Launch, uuids: Mapping[int, str], inherited: Mapping[str, str] = os.environ) -> list[int]:
-    """The GPUs that a launch names; without any, a launch with `gpu_memory_share` uses the first visible one.
+    """The GPUs that a launch names; without any, a launch that plans GPU memory uses the first visible one.
 
     Args:
         uuids: of the GPUs of this machine, by number.
@@ -17,7 +17,7 @@ def gpus_of(launch: Launch, uuids: Mapping[int, str], inherited: Mapping[str, st
     """
     if launch.gpus:
         return [index for index in launch.gpus if index in uuids]
-    if launch.gpu_memory_share is None:
+    if not launch.plans_gpu_memory:
         return []
     listed = {**inherited, **launch.env}.get(VISIBLE_DEVICES)
     return sorted(uuids)[:1] if listed is None else _first(listed, uuids)

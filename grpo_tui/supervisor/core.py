@@ -12,15 +12,27 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG, service_log
 from grpo_engine.wire.secrets import masked_text
-from grpo_engine.wire.supervisor import Notice, RunChanged, RunState, RunStatus, ServiceChanged
+from grpo_engine.wire.supervisor import (
+    Notice,
+    RanksReport,
+    RunChanged,
+    RunState,
+    RunStatus,
+    ServiceChanged,
+    ServiceReport,
+    how_to_go_on,
+)
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.services.base import Launch
 from grpo_tui.services.hook import HookEvent
 from grpo_tui.supervisor import order, takeover, teardown
 from grpo_tui.supervisor.capped_log import LogCapper
@@ -28,15 +40,27 @@ from grpo_tui.supervisor.explanations import why
 from grpo_tui.supervisor.hooks import HOOKS, Hooks
 from grpo_tui.supervisor.keeper.client import ExitReport, Keeper
 from grpo_tui.supervisor.keeper.proc import ProcessId
-from grpo_tui.supervisor.machine import RUNNING, Event, LimitExceeded, RestartRequired, Service, Tick, step
+from grpo_tui.supervisor.machine import (
+    RUNNING,
+    Event,
+    Exited,
+    LimitExceeded,
+    RestartAsked,
+    RestartRequired,
+    Service,
+    Tick,
+    step,
+)
 from grpo_tui.supervisor.report.broadcast import Broadcast
 from grpo_tui.supervisor.report.crash_report import secrets, write_report
 from grpo_tui.supervisor.report.machine_facts import oom_kill_count
+from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.report.timeline import Timeline
 from grpo_tui.supervisor.service_runner import ServiceRunner
 from grpo_tui.supervisor.state_file import StateDocument, StateWriter
 from grpo_tui.supervisor.status import RunRecord, StatusReport, shown
 from grpo_tui.supervisor.temporary import TemporaryFolder
+from grpo_tui.supervisor.usage.disks import SHARED_MEMORY
 from grpo_tui.supervisor.usage.sampling import Sampler
 
 OWN_LOG_LIMIT_BYTES = 64_000_000
@@ -84,7 +108,14 @@ class Supervisor:
             over_limit=self._exceed_memory_limit,
             attempts=lambda: {name: each.attempt for name, each in self._run.services.items()},
             logs={name: service_log(run_folder, name) for name in self._launches},
+            folders=_written_folders(run_folder, self._temporary.path, self._launches.values()),
+            write_faults=lambda: self._writer.faults,
+            ranks=lambda: {
+                name: self._rank_reports.of(name, each.attempt) for name, each in self._run.services.items()
+            },
         )
+        self._self_reports = SelfReports(ServiceReport)
+        self._rank_reports = SelfReports(RanksReport)
         self._report = StatusReport(
             plan=plan,
             run_folder=run_folder,
@@ -92,6 +123,8 @@ class Supervisor:
             launches=self._launches,
             runners=self._runners,
             sampler=self._sampler,
+            self_reports=self._self_reports,
+            rank_reports=self._rank_reports,
             record=self._run,
         )
         self._hooks = Hooks(
@@ -122,6 +155,8 @@ class Supervisor:
             background = self._start_runners(tasks)
             self._take_over()
             self._timeline.begin()
+            for note in self._plan.notes if self._is_new_run else ():
+                self.notice("warning", note, None)
             await self._writer.write()
             for part in (self._writer, self._timeline, self._sampler, self._log_capper):
                 background.append(tasks.create_task(self._run_in_background(part)))
@@ -146,6 +181,7 @@ class Supervisor:
                 post=self.post,
                 notice=self.notice,
                 sampler=self._sampler,
+                end_of_ranks=partial(self._end_of_ranks, name),
                 prepare=lambda: self._temporary.restore(lambda text: self.notice("warning", text, None)),
                 mask=lambda text: masked_text(text, known),
             )
@@ -237,8 +273,11 @@ class Supervisor:
             ledger=self._sampler.seen,
             take_ports=self._takes_ports_at_end,
             temporary_folder=self._temporary.path,
+            run_folder=self._run_folder,
         )
         log.info("run %s is over: %s; ports %s are free", self.run_name, self._run.ending.state, ports or "(none)")
+        if self._run.ending.state is not RunState.FINISHED:
+            self.notice("info", how_to_go_on(self._run_folder), None)
         self._run.ended_at = time.time()
         self._run.supervisor = None
         self._set_state(self._run.ending.state)
@@ -277,6 +316,18 @@ class Supervisor:
     def take_ports(self, name: str) -> None:
         """At its next start, end foreign processes of our own user that hold a port of this service."""
         self._runners[name].may_take_ports = True
+
+    def take_report(self, report: ServiceReport | RanksReport) -> None:
+        """Show what a service reports of itself."""
+        if report.service not in self._launches:
+            return
+        is_new = self._rank_reports.take(report) if isinstance(report, RanksReport) else self._self_reports.take(report)
+        if is_new:
+            self._send_service(report.service)
+
+    def _end_of_ranks(self, name: str, attempt: int) -> str | None:
+        """Why the ranks of a service ended, if it has any and said so."""
+        return self._rank_reports.of(name, attempt).end
 
     def write_state(self) -> None:
         """Write the state again, though nothing changed."""
@@ -329,20 +380,24 @@ class Supervisor:
 
     def status(self, *, last_usage_of: str | None = None) -> RunStatus:
         """The status document of the run."""
-        return self._report.run(write_fault=self._writer.fault, last_usage_of=last_usage_of)
+        return self._report.run(write_faults=self._writer.faults, last_usage_of=last_usage_of)
 
     def _state_document(self) -> StateDocument:
-        return self._report.state_document(write_fault=self._writer.fault)
+        return self._report.state_document(write_faults=self._writer.faults)
 
     # --- state changes ---------------------------------------------------------------------------------------------
 
     def _apply(self, name: str, event: Event) -> None:
         """The only place where the state of a service changes."""
         before = self._run.services[name]
+        if isinstance(event, Exited) and event.failed_by and order.is_at_rest(self._run.services[event.failed_by]):
+            event = replace(event, failed_by=None)  # it did without that service: what its log says has another cause
         after, effects = step(before, event, time.monotonic(), self._launches[name])
         self._run.services[name] = after
         for effect in effects:
             self._runners[name].carry_out(effect, after)
+        if isinstance(event, Exited) and event.failed_by is not None and after.state is S.BACKOFF:
+            self._restart_culprit(event.failed_by, name)
         if after.is_restart_pending is not before.is_restart_pending:
             self._writer.mark()
             if after.is_restart_pending:
@@ -354,6 +409,12 @@ class Supervisor:
             for other, service in self._run.services.items():
                 if service.state is S.WAITING and name in self._launches[other].needs:
                     self._send_service(other)
+
+    def _restart_culprit(self, name: str, ended: str) -> None:
+        """Restart a service whose failure ended another one, unless its own exit was seen too: then it restarts."""
+        if self._run.services[name].state in RUNNING and not self._run.services[name].is_restart_pending:
+            self.notice("warning", f"{ended} ended by a failure of {name}, as its log shows: both are restarted", ended)
+            self.post(name, RestartAsked())
 
     def _announce_restart(self, name: str) -> None:
         followers = order.transitive_followers(name, self._launches)
@@ -380,7 +441,9 @@ class Supervisor:
         if after.state is S.FAILED:
             reason = why(name, self._run.services, self._launches, time.monotonic())
             self.notice("error", f"{name} failed: {reason}", name)
-        if after.state is S.FINISHED:
+        if after.state is S.FINISHED and self._launches[name].is_optional and not after.was_ready:
+            self.notice("warning", after.reason or f"{name} cannot be had", name)
+        elif after.state is S.FINISHED:
             self._fire_hook(HookEvent.FINISHED, name)
         if after.state in {S.FAILED, S.BACKOFF}:
             self._tasks.create_task(self._write_crash_report(name, after), name=f"crash report of {name}")
@@ -388,7 +451,8 @@ class Supervisor:
             seconds = time.monotonic() - before.since_s
             exit_ = "no process" if after.exit_code is None else f"exit code {after.exit_code}"
             self.notice("info", f"{name} ended in {seconds:.2f} s ({exit_})", name)
-        if after.state is S.BACKOFF:
+        is_lost = self._launches[name].is_optional and after.state in {S.FAILED, S.STOPPED} and not self.is_ending
+        if after.state is S.BACKOFF or is_lost:
             for follower in order.transitive_followers(name, self._launches):
                 if self._run.services[follower].state in RUNNING:
                     self.post(follower, RestartRequired(f"restarted because {name} restarts"))
@@ -435,7 +499,9 @@ class Supervisor:
         self._writer.mark()
 
     def _send_waiting_services(self) -> None:
-        """Send the services whose explanation counts seconds."""
+        """Send the services whose explanation counts seconds, and those that no longer report what they did."""
+        for name in {*self._self_reports.forget_old(), *self._rank_reports.forget_old()}:
+            self._send_service(name)
         for name, service in self._run.services.items():
             if service.state in {S.WAITING, S.STARTING, S.STOPPING}:
                 self._send_service(name)
@@ -462,6 +528,12 @@ class Supervisor:
     def _wake_waiters(self) -> None:
         waiting, self._changed = self._changed, asyncio.Event()
         waiting.set()
+
+
+def _written_folders(run_folder: Path, temporary: Path | None, launches: Iterable[Launch]) -> list[Path]:
+    """The folders that the run writes to, as far as its plan says."""
+    of_services = [folder for launch in launches for folder in launch.written_folders]
+    return [run_folder, *([] if temporary is None else [temporary]), SHARED_MEMORY, *of_services]
 
 
 def _log_limits(plan: Plan, run_folder: Path) -> dict[Path, int]:

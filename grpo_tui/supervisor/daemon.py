@@ -1,7 +1,8 @@
 """The supervisor process of one run: `python -m grpo_tui.supervisor.daemon RUN_FOLDER`. Detaches, listens, supervises.
 
-With `-` it prints that it is loaded and reads the run folder from stdin, so that it can be started before the folder
-exists or before its predecessor exits; on an empty line it exits.
+With `- N` it prints that it is loaded and reads the run folder from stdin, so that it can be started before the folder
+exists or before its predecessor exits; on an empty line it exits. Descriptor N is the lock of all starts on this host,
+which it keeps until it has locked the run.
 It reads `plan.json` from the run folder and adopts the services that an earlier supervisor left running. It exits when
 the run is over. SIGTERM, SIGINT and a crash leave every service running, so that a log-out script or an upgrade ends no
 training; `grpo-tui down` ends a run. A second supervisor on the same run folder exits at once.
@@ -19,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from grpo_engine.errors import GrpoError, PeerError
-from grpo_engine.wire.codec import MAX_LINE_BYTES, write_atomically
-from grpo_engine.wire.run_folder import ADDRESS_FILE, PLAN_FILE, SUPERVISOR_LOG
+from grpo_engine.wire.codec import MAX_LINE_BYTES
+from grpo_engine.wire.run_folder import ADDRESS_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
 from grpo_tui.paths import registration_path, socket_path
 from grpo_tui.profile.plan_file import Plan
@@ -28,8 +29,9 @@ from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
 from grpo_tui.supervisor.keeper.orphans import become_reaper
 from grpo_tui.supervisor.lock import LOADED, read_address, take_lock, write_address
+from grpo_tui.supervisor.registered import register
 from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
-from grpo_tui.supervisor.state_file import StateDocument, boot_id, read_state
+from grpo_tui.supervisor.state_file import StateDocument, read_state
 
 FILES_CHECK_S = 2.0
 """Between two checks of the socket and the run folder: log-outs, cleaners of /tmp and people remove them."""
@@ -40,23 +42,26 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Detach from the parent, and supervise; 0 also when another supervisor of the run is running."""
-    if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER|-\n")
+    if len(sys.argv) != (3 if sys.argv[1:2] == ["-"] else 2):
+        sys.stderr.write("usage: python -m grpo_tui.supervisor.daemon RUN_FOLDER|- N\n")
         return 2
     folder = sys.argv[1] if sys.argv[1] != "-" else _read_folder()
     if not folder:
         return 0
     run_folder = Path(folder).resolve()
-    plan = Plan.from_json((run_folder / PLAN_FILE).read_text(), where=str(run_folder / PLAN_FILE))
+    plan = Plan.of(run_folder)
     _detach(run_folder / SUPERVISOR_LOG)
     become_reaper()
     lock = take_lock(run_folder)
+    if sys.argv[2:]:
+        os.close(int(sys.argv[2]))
     if lock is None:
         log.info("another supervisor of %s is running: this one exits", run_folder.name)
         return 0
     predecessor = _predecessor(run_folder)
     if predecessor is not None and predecessor.state in ENDED_RUN_STATES:
         log.info("run %s is over: %s", run_folder.name, predecessor.state)
+        registration_path(run_folder).unlink(missing_ok=True)  # made anew by the command that started this process
         return 0
     try:
         asyncio.run(_serve(plan, run_folder, predecessor))
@@ -143,7 +148,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
             await converse(supervisor, reader, writer, f"client {count}")
 
     files = RunFolder(run_folder)
-    path, registration = socket_path(run_folder), registration_path(run_folder)
+    path = socket_path(run_folder)
     server: asyncio.Server | None = None
     is_found, fault = False, ""
     try:
@@ -160,8 +165,6 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                         log.warning("the socket or its address file was removed: listening again on %s", path)
                         before.close()
                     write_address(run_folder, path)
-                    registration = registration_path(run_folder)
-                    write_atomically(registration, boot_id().encode(), mode=0o600)
                     is_found, fault = True, ""
             except (OSError, GrpoError) as error:  # a full disk, a runtime folder that went with a log-out
                 if server is None:
@@ -169,6 +172,9 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                 if str(error) != fault:
                     fault = str(error)
                     log.error("clients cannot connect: %s; services keep running, and it is tried again", fault)
+            with suppress(OSError, GrpoError):  # a full disk: it is tried again
+                if not registration_path(run_folder).exists():
+                    register(run_folder)
             await asyncio.sleep(FILES_CHECK_S)
     finally:
         _clear(path)
@@ -176,7 +182,7 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         if supervisor.state in ENDED_RUN_STATES:
-            registration.unlink(missing_ok=True)
+            registration_path(run_folder).unlink(missing_ok=True)
             supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
         await _close(conversations)
 

@@ -11,6 +11,7 @@ CONDITION_WORDS = {
     NeedCondition.STARTED: "to start",
     NeedCondition.READY: "to be ready",
     NeedCondition.FINISHED: "to finish",
+    NeedCondition.SETTLED: "to be ready or to end",
 }
 
 

@@ -13,8 +13,10 @@ from grpo_engine.wire.supervisor import (
     PROTOCOL_VERSION,
     Command,
     Hello,
+    RanksReport,
     Reply,
     RunState,
+    ServiceReport,
     Snapshot,
     Subscribe,
     read_from_client,
@@ -86,6 +88,8 @@ async def _read(supervisor: Supervisor, client: Client, reader: asyncio.StreamRe
             case Subscribe():
                 client.send(Snapshot(number=supervisor.broadcast.number, status=supervisor.status()))
                 supervisor.broadcast.watch(client)
+            case ServiceReport() | RanksReport():
+                supervisor.take_report(message)
             case Command():
                 tasks.create_task(_answer(supervisor, client, message), name=f"{message.do} for {client.name}")
 

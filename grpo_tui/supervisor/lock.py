@@ -12,6 +12,7 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import from_line, write_json_atomically
 from grpo_engine.wire.run_folder import ADDRESS_FILE, LOCK_FILE
 from grpo_engine.wire.supervisor import Address
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import identify
 
 LOADED = "loaded\n"
@@ -26,6 +27,7 @@ def take_lock(run_folder: Path) -> int | None:
     `has_daemon` in another process takes the lock for a moment, so one failure does not prove that there is one.
     """
     descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    os.fchmod(descriptor, 0o600)  # one that others can open counts for nothing in `has_daemon`
     deadline = time.monotonic() + TAKE_LIMIT_S
     while True:
         try:
@@ -48,6 +50,8 @@ def has_daemon(run_folder: Path) -> bool:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            return False
+        if status.st_nlink != 1:  # maybe the lock of another run, which lives
             return False
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,6 +77,6 @@ def read_address(run_folder: Path) -> Address | None:
     """Where the run's supervisor listens, or listened; None where the file is missing or damaged."""
     path = run_folder / ADDRESS_FILE
     try:
-        return from_line(Address, path.read_bytes(), peer=str(path))
+        return from_line(Address, read_whole(path), peer=str(path))
     except (OSError, PeerError):
         return None

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from grpo_tui.services.base import Launch
 
 MAX_BACKOFF_S = 60.0
+MAX_INNOCENT_RESTARTS = 3
+"""Within `restart_window_s`, of a service that another one ended: which of the two is at fault is not certain."""
 KILL_MARGIN_S = 2.0
 """The keeper sends SIGKILL after the grace; this much later the supervisor does, in case the keeper hangs."""
 MAX_QUOTED_CHARS = 200
@@ -67,6 +69,8 @@ class Service:
     """Whether the signal for a restart in place was sent and its log has not confirmed it yet."""
     is_restart_pending: bool = False
     """Whether a restart was requested and waits until the services that follow it have ended."""
+    was_asked_to_restart: bool = False
+    """Whether it has left ready since its restart, or that of a service that it follows, was requested."""
     has_process: bool = False
     """Whether an attempt was started and has not been seen to exit; at most one at any time."""
     is_running: bool = False
@@ -99,6 +103,12 @@ class Service:
     """Whether it was not started because another process holds what it needs."""
     refusals: tuple[Refusal, ...] = ()
     """What it needs and who holds it, while it is refused."""
+
+    @property
+    def is_restarting_by_request(self) -> bool:
+        """Whether it restarts since that was requested; a stop or a failure meanwhile ends it."""
+        is_under_way = self.state in {S.WAITING, S.STARTING} or self.after_stop is AfterStop.RESTART
+        return self.was_asked_to_restart and is_under_way
 
     @property
     def num_starts(self) -> int:
@@ -202,6 +212,10 @@ class Exited:
     code: int | None
     """Negative for a signal; None when unknown."""
     error: str | None = None
+    failed_by: str | None = None
+    """The service whose failure ended it, as its log shows."""
+    cause: str | None = None
+    """Which of its ranks ended first, and how, as it reported."""
     last_lines: tuple[str, ...] = ()
     jitter: float = 0.0
     """Fraction, 0 to 1, of the spread added to a backoff, so that services do not restart at the same moment."""
@@ -237,7 +251,7 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
         case Admitted(), _ if service.is_restart_pending:
             return _restart(replace(service, is_restart_pending=False), now_s, launch)
         case RestartRequired(reason), S.STARTING | S.READY | S.UNHEALTHY:
-            return _stop(service, now_s, launch, AfterStop.RESTART, reason)
+            return _stop(_asked_to_restart(service), now_s, launch, AfterStop.RESTART, reason)
         case StopAsked(reason), S.WAITING | S.BACKOFF:
             return _settle(service, S.STOPPED, now_s, f"{reason}, before it was started"), ()
         case KillAsked(), S.WAITING | S.BACKOFF:
@@ -259,7 +273,7 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             confirmed = replace(service, is_running=True, is_restarting_in_place=False, phase=None)
             return _spawned(confirmed, now_s, launch), ()
         case Refused(), _ if service.has_process:
-            return _refused(service, event, now_s), ()
+            return _refused(service, event, now_s, launch), ()
         case ProbeAnswered(), S.STARTING | S.READY | S.UNHEALTHY if _is_of_this_start(event, service):
             answered = replace(service, answer=event.words, outcome=event.outcome)
             return _answered(answered, event.passed, now_s, launch), ()
@@ -308,7 +322,8 @@ def adopted(service: Service, now_s: float, launch: Launch) -> Service:
 
 
 def _enter(service: Service, state: S, now_s: float, *, reason: str | None) -> Service:
-    return replace(service, state=state, since_s=now_s, deadline_s=None, reason=reason)
+    was_asked = service.was_asked_to_restart and state in {S.STOPPING, S.WAITING, S.STARTING}
+    return replace(service, state=state, since_s=now_s, deadline_s=None, reason=reason, was_asked_to_restart=was_asked)
 
 
 def _settle(service: Service, state: S, now_s: float, reason: str | None) -> Service:
@@ -325,7 +340,12 @@ def _wait_by_request(service: Service, now_s: float) -> Service:
     return _wait(replace(service, restarted_at_s=(), is_refused=False, refusals=()), now_s)
 
 
+def _asked_to_restart(service: Service) -> Service:
+    return replace(service, was_asked_to_restart=service.was_asked_to_restart or service.state is S.READY)
+
+
 def _restart(service: Service, now_s: float, launch: Launch) -> Step:
+    service = _asked_to_restart(service)
     match service.state:
         case S.STOPPED | S.FINISHED | S.FAILED | S.BACKOFF if not service.has_process:
             return _wait_by_request(service, now_s), ()
@@ -412,7 +432,7 @@ def _answered(service: Service, passed: bool, now_s: float, launch: Launch) -> S
 
 
 def _become_ready(service: Service, now_s: float, launch: Launch) -> Service:
-    ready = replace(_enter(service, S.READY, now_s, reason=None), was_ready=True, phase=None)
+    ready = replace(_enter(service, S.READY, now_s, reason=None), was_ready=True, phase=None, refusals=())
     return replace(ready, deadline_s=_live_deadline_s(launch, now_s))
 
 
@@ -464,10 +484,15 @@ def _escalate_stop(service: Service, now_s: float) -> Step:
     return _kill(service, now_s, service.after_stop)
 
 
-def _refused(service: Service, refused: Refused, now_s: float) -> Service:
+def _refused(service: Service, refused: Refused, now_s: float, launch: Launch) -> Service:
+    """It has failed; but a restart by policy, to which somebody was faster at its port, is tried again."""
     gone = replace(service, has_process=False, is_running=False)
     if service.state is not S.STOPPING:
-        return replace(_settle(gone, S.FAILED, now_s, refused.words), is_refused=True, refusals=refused.refusals)
+        settled = _settle(gone, S.FAILED, now_s, refused.words)
+        if gone.restarted_at_s and {each.resource for each in refused.refusals} == {"port"}:
+            settled = _failed(gone, refused.words, 0.0, now_s, launch)
+        is_refused = settled.state is S.FAILED
+        return replace(settled, is_refused=is_refused, refusals=refused.refusals if is_refused else ())
     if service.after_stop is AfterStop.FAILURE:
         return _settle(gone, S.FAILED, now_s, service.reason)
     return _after_stop(gone, now_s)
@@ -485,16 +510,22 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
         return _after_stop(gone, now_s)
     gone = replace(gone, last_lines=exit_.last_lines)
     if service.state is S.STOPPING:
-        return _failed(gone, service.reason or "stopped", exit_, now_s, launch)
-    reason = exit_.error or exit_text(exit_.code)
+        return _failed(gone, service.reason or "stopped", exit_.jitter, now_s, launch)
+    reason = exit_.error or exit_text(exit_.code) + (f": {exit_.cause}" if exit_.cause else "")
     if exit_.code == 0 and service.state is S.STARTING and launch.ready is not None:
         reason = f"{reason} before it was ready ({service.answer or 'its probe never answered'})"
+        if launch.is_optional and exit_.last_lines:
+            reason = shortened(exit_.last_lines[-1])
     if exit_.code == 0 and launch.restart is not RestartPolicy.ALWAYS:
         return _settle(gone, S.FINISHED, now_s, reason)
+    if exit_.code != 0 and exit_.failed_by is not None:
+        return _failed(
+            gone, f"ended by a failure of {exit_.failed_by}: {reason}", exit_.jitter, now_s, launch, is_innocent=True
+        )
     if exit_.code in launch.final_exit_codes:
         last_line = f": {shortened(exit_.last_lines[-1])}" if exit_.last_lines else ""
         return _settle(gone, S.FAILED, now_s, f"{reason}{last_line}")
-    return _failed(gone, reason, exit_, now_s, launch)
+    return _failed(gone, reason, exit_.jitter, now_s, launch)
 
 
 def _after_stop(gone: Service, now_s: float) -> Service:
@@ -503,18 +534,25 @@ def _after_stop(gone: Service, now_s: float) -> Service:
     return _settle(gone, S.STOPPED, now_s, gone.reason)
 
 
-def _failed(gone: Service, cause: str, exit_: Exited, now_s: float, launch: Launch) -> Service:
-    """Restart after a backoff if the policy and the limit of restarts allow it; else it has failed."""
+def _failed(
+    gone: Service, cause: str, jitter: float, now_s: float, launch: Launch, *, is_innocent: bool = False
+) -> Service:
+    """Restart after a backoff if the policy and the limit of restarts allow it; else it has failed.
+
+    Args:
+        is_innocent: another service ended it, which is restarted too: its own policy does not count.
+    """
     from grpo_tui.services.base import RestartPolicy
 
     recent = tuple(at for at in gone.restarted_at_s if now_s - at < launch.restart_window_s)
-    if launch.restart is RestartPolicy.NEVER:
+    most = min(launch.max_restarts, MAX_INNOCENT_RESTARTS) if is_innocent else launch.max_restarts
+    if launch.restart is RestartPolicy.NEVER and not is_innocent:
         return _settle(gone, S.FAILED, now_s, cause)
-    if len(recent) >= launch.max_restarts:
+    if len(recent) >= most:
         times = "1 restart" if len(recent) == 1 else f"{len(recent)} restarts"
         return replace(_settle(gone, S.FAILED, now_s, f"{cause}; given up after {times}"), restarted_at_s=recent)
-    delay_s = backoff_s(launch, len(recent), exit_.jitter)
-    reason = f"{cause}; restart {len(recent) + 1} of {launch.max_restarts} after {delay_s:.1f} s"
+    delay_s = backoff_s(launch, len(recent), jitter)
+    reason = f"{cause}; restart {len(recent) + 1} of {most} after {delay_s:.1f} s"
     resting = replace(_enter(gone, S.BACKOFF, now_s, reason=reason), restarted_at_s=(*recent, now_s))
     return replace(resting, deadline_s=now_s + delay_s, after_stop=AfterStop.REST)
 

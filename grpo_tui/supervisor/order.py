@@ -71,12 +71,27 @@ def is_met(condition: NeedCondition, needed: Service) -> bool:
             return is_up or (needed.state is S.FINISHED and needed.was_ready)
         case NeedCondition.FINISHED:
             return needed.state is S.FINISHED
+        case NeedCondition.SETTLED:
+            return is_at_rest(needed) or is_met(NeedCondition.READY, needed)
+
+
+def is_at_rest(service: Service) -> bool:
+    """Whether it has ended and is not about to start again."""
+    return service.state in {S.FINISHED, S.FAILED, S.STOPPED} and not service.has_process
 
 
 def unmet_needs(name: str, services: Services, launches: Launches) -> list[tuple[str, NeedCondition]]:
     """The needs that a service still waits for."""
     needs = launches[name].needs.items()
-    return [(needed, condition) for needed, condition in needs if not is_met(condition, services[needed])]
+    unmet = [(needed, condition) for needed, condition in needs if not is_met(condition, services[needed])]
+    if not launches[name].needs_one_replica or services[name].attempt == 0:
+        return unmet
+    up = {launches[needed].settings for needed, condition in needs if is_met(condition, services[needed])}
+    return [
+        (needed, condition)
+        for needed, condition in unmet
+        if services[needed].state not in {S.FAILED, S.STOPPED} or launches[needed].settings not in up
+    ]
 
 
 def admissible(services: Services, launches: Launches) -> list[str]:
@@ -191,11 +206,14 @@ def dependants(name: str, launches: Launches) -> list[str]:
 
 
 def run_state(services: Services, launches: Launches, *, has_been_up: bool) -> RunState:
-    """The state of a run that has not ended; `has_been_up` tells `starting` from `degraded`."""
-    states = {service.state for service in services.values()}
-    if states & {S.FAILED, S.UNHEALTHY, S.BACKOFF, S.STOPPED}:
+    """The state of a run that has not ended; `has_been_up` tells `starting` from `restarting` and `degraded`."""
+    if any(service.state in {S.FAILED, S.UNHEALTHY, S.BACKOFF, S.STOPPED} for service in services.values()):
         return RunState.DEGRADED
-    is_lost = any(service.state is S.READY and not service.is_running for service in services.values())
-    if is_lost or states & {S.WAITING, S.STARTING, S.STOPPING}:
-        return RunState.DEGRADED if has_been_up else RunState.STARTING
-    return RunState.RUNNING
+    moving = [service for service in services.values() if service.state in {S.WAITING, S.STARTING, S.STOPPING}]
+    lost = [service for service in services.values() if service.state is S.READY and not service.is_running]
+    if not moving and not lost:
+        return RunState.RUNNING
+    if not has_been_up:
+        return RunState.STARTING
+    is_asked = not lost and all(service.is_restarting_by_request for service in moving)
+    return RunState.RESTARTING if is_asked else RunState.DEGRADED

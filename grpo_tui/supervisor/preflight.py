@@ -132,7 +132,7 @@ async def free_resources(
 
 async def look_at_gpus(launches: Iterable[Launch], gpu_reader: GpuReader) -> list[Gpu]:
     """The GPUs that these launches use, with the processes on them; none without a driver that answers. Reads only."""
-    launches = [launch for launch in launches if launch.gpus or launch.gpu_memory_share is not None]
+    launches = [launch for launch in launches if launch.gpus or launch.plans_gpu_memory]
     if not launches:
         return []
     memories = await gpu_reader.memory(ANSWER_LIMIT_S)
@@ -224,17 +224,18 @@ async def _shortfalls(
     launch: Launch, run: str, hanging: frozenset[ProcessId], report: Report, gpu_reader: GpuReader
 ) -> list[Refusal]:
     """One refusal for each GPU with too little free memory, after waiting for what is still being freed."""
-    share = launch.gpu_memory_share
-    if share is None:
+    if not launch.plans_gpu_memory:
         return []
     started = time.monotonic()
     has_waited = False
     # A process that has mapped the weights of the last attempt unmaps them, a trainer at the end of its step.
     unmapping_run = run if launch.after_restart is not None else None
     while True:
-        short = [gpu for gpu in await look_at_gpus([launch], gpu_reader) if not gpu.has_room(share)]
-        is_being_freed = all(gpu.may_get_room(share, hanging) for gpu in short)
-        is_being_unmapped = all(gpu.may_get_room(share, hanging, but_for_run=unmapping_run) for gpu in short)
+        gpus = await look_at_gpus([launch], gpu_reader)
+        shares = [(gpu, share) for gpu in gpus if (share := launch.gpu_share_of(gpu.memory.usable_bytes)) is not None]
+        short = [(gpu, share) for gpu, share in shares if not gpu.has_room(share)]
+        is_being_freed = all(gpu.may_get_room(share, hanging) for gpu, share in short)
+        is_being_unmapped = all(gpu.may_get_room(share, hanging, but_for_run=unmapping_run) for gpu, share in short)
         limit_s = FREEING_LIMIT_S if is_being_freed or unmapping_run is None else UNMAPPING_LIMIT_S
         if not short or time.monotonic() - started > limit_s or not (is_being_freed or is_being_unmapped):
             break
@@ -244,7 +245,7 @@ async def _shortfalls(
         await asyncio.sleep(teardown.GPU_ROUND_S)
     if has_waited and not short:
         report(f"{launch.name}: waited {time.monotonic() - started:.2f} s until GPU memory was free")
-    return [_refusal(launch, run, share, gpu) for gpu in short]
+    return [_refusal(launch, run, share, gpu) for gpu, share in short]
 
 
 def _refusal(launch: Launch, run: str, share: float, gpu: Gpu) -> Refusal:
@@ -252,11 +253,14 @@ def _refusal(launch: Launch, run: str, share: float, gpu: Gpu) -> Refusal:
     memory = gpu.memory
     need = f"{_gb(share * memory.usable_bytes)} ({share:.0%} of {_gb(memory.usable_bytes)})"
     key = "gpu_memory_utilization" if launch.kind == "inference" else "gpu_memory_share"
+    if launch.gpu_memory_bytes is not None:
+        key = "gpu_memory_gb"
     fitting = math.floor(100 * (memory.free_bytes - CONTEXT_BYTES) / memory.usable_bytes) / 100
     remedies = [f"end pid {each.pid}" for each in gpu.holders if _is_foreign(each)]
     if fitting > 0:
-        remedies.append(f"request less: `--set services.{launch.name}.{key}={fitting:.2f}`")
-    remedies.append(f"use another GPU: `--set services.{launch.name}.gpus=[…]`")
+        most = f"{fitting * memory.usable_bytes / 1e9:.1f}" if key == "gpu_memory_gb" else f"{fitting:.2f}"
+        remedies.append(f"request less: `--set {launch.settings}.{key}={most}`")
+    remedies.append(f"use another GPU: `--set {launch.settings}.gpus=[…]`")
     parts = [f"GPU {memory.index} has {_gb(memory.free_bytes)} free, and {launch.name} needs {need}"]
     return Refusal(
         resource="gpu",

@@ -13,13 +13,14 @@ import re
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_engine.wire.supervisor import ProbeOutcome
+from grpo_engine.wire.tcp_sockets import stranger_behind, who_has
 from grpo_tui.run_files.log_file import read_part
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.keeper.client import end_of
@@ -56,22 +57,39 @@ class Answer:
         return cls(ProbeOutcome.PASSED if is_yes else ProbeOutcome.NOT_YET, words)
 
 
-async def ask(probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> Answer:
+class ForeignListener(Exception):
+    """A process of another user listens on a port of the service; says which."""
+
+
+async def ask(
+    probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str], ports: Collection[int] = ()
+) -> Answer:
     """Run a probe once; to repeat it keep a `Prober`, which does not read the same log twice."""
-    return await Prober(probe, log=log, log_offset=log_offset, cwd=cwd, env=env).ask()
+    return await Prober(probe, log=log, log_offset=log_offset, cwd=cwd, env=env, ports=ports).ask()
 
 
 class Prober:
     """Runs one probe of one attempt repeatedly."""
 
-    def __init__(self, probe: Probe, *, log: Path, log_offset: int, cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        *,
+        log: Path,
+        log_offset: int,
+        cwd: Path,
+        env: Mapping[str, str],
+        ports: Collection[int] = (),
+    ) -> None:
         """Send nothing yet.
 
         Args:
             log_offset: where in `log` this attempt begins; the log of earlier attempts is not searched.
             env: environment of a `command` probe, added to ours.
+            ports: of the service; on loopback, another user's process that listens there is not the service.
         """
         self._probe = probe
+        self._ports = ports
         self._cwd = cwd
         self._env = env
         self._log = None if probe.log is None else LogSearch(log, log_offset, probe.log)
@@ -85,6 +103,8 @@ class Prober:
                 return await self._ask()
         except TimeoutError:
             return Answer(ProbeOutcome.SILENT, f"{self._subject()}no answer in {self._probe.timeout_s:g} s")
+        except ForeignListener as error:
+            return Answer(ProbeOutcome.FOREIGN_LISTENER, str(error))
         except OSError as error:  # a log or a file that may not be read, no descriptor left
             return Answer(ProbeOutcome.UNASKABLE, f"{self._subject()}{_reason(error)}")
 
@@ -93,7 +113,7 @@ class Prober:
         if probe.http is not None:
             return await self._ask_pages(probe.http, probe.then_http)
         if probe.tcp is not None:
-            return await _ask_tcp(probe.tcp)
+            return await _ask_tcp(probe.tcp, self._ports)
         if self._log is not None:
             return await asyncio.to_thread(self._log.search)
         if probe.file is not None:
@@ -104,12 +124,12 @@ class Prober:
     async def _ask_pages(self, http: str, then_http: str | None) -> Answer:
         """GET one page, and then the one that needs the engine behind it."""
         wanted, body_within_s = self._probe.status, min(BODY_WITHIN_S, self._probe.timeout_s / 2)
-        answer = await _ask_http(http, wanted, body_within_s=body_within_s)
+        answer = await _ask_http(http, wanted, self._ports, body_within_s=body_within_s)
         if then_http is None or not answer.passed:
             return answer
         try:
             async with asyncio.timeout(self._probe.timeout_s / 2):
-                then = await _ask_http(then_http, wanted, body_within_s=body_within_s / 2)
+                then = await _ask_http(then_http, wanted, self._ports, body_within_s=body_within_s / 2)
         except TimeoutError:
             path = _path(urlsplit(then_http))
             then = Answer(ProbeOutcome.SILENT, f"{path} does not answer in {self._probe.timeout_s / 2:g} s")
@@ -179,14 +199,15 @@ class LogSearch:
             return False
 
 
-async def _ask_http(url: str, wanted: tuple[int, ...], *, body_within_s: float) -> Answer:
+async def _ask_http(url: str, wanted: tuple[int, ...], own_ports: Collection[int], *, body_within_s: float) -> Answer:
     """GET it over a new connection; the body is read only if the status is not a wanted one, for the reason."""
     parts = urlsplit(url)
     path, port, host = _path(parts), _port(parts), parts.netloc.rpartition("@")[2]
     target = f"{path}?{parts.query}" if parts.query else path
     body = b""
     try:
-        async with _connected(parts.hostname or "", port, is_tls=parts.scheme == "https") as (reader, writer):
+        is_tls = parts.scheme == "https"
+        async with _connected(parts.hostname or "", port, own_ports, is_tls=is_tls) as (reader, writer):
             request = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\nConnection: close\r\n\r\n"
             writer.write(request.encode())
             await writer.drain()
@@ -234,7 +255,7 @@ def _explained(body: bytes) -> tuple[str, bool]:
     """
     try:
         told = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", False
     reason = told.get("detail") or told.get("error") or told.get("message")
     if isinstance(reason, dict):
@@ -243,10 +264,10 @@ def _explained(body: bytes) -> tuple[str, bool]:
     return words, told.get("engine") == "stalled"
 
 
-async def _ask_tcp(address: str) -> Answer:
+async def _ask_tcp(address: str, own_ports: Collection[int]) -> Answer:
     host, _, port = address.rpartition(":")
     try:
-        async with _connected(host, int(port), is_tls=False):
+        async with _connected(host, int(port), own_ports, is_tls=False):
             return Answer(ProbeOutcome.PASSED, f"port {port} is open")
     except ConnectionRefusedError:
         return Answer(ProbeOutcome.CLOSED, f"port {port} is closed")
@@ -298,11 +319,20 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 @asynccontextmanager
 async def _connected(
-    host: str, port: int, *, is_tls: bool
+    host: str, port: int, own_ports: Collection[int], *, is_tls: bool
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is aborted at the end, without draining."""
+    """A connection that is aborted at the end, without draining.
+
+    Raises:
+        ForeignListener: it is to one of `own_ports`, where another user's process listens.
+    """
     reader, writer = await asyncio.open_connection(host, port, ssl=ssl.create_default_context() if is_tls else None)
     try:
+        if port in own_ports:
+            stranger = await asyncio.to_thread(stranger_behind, writer.get_extra_info("peername"))
+            if stranger is not None:
+                who = await asyncio.to_thread(who_has, stranger)
+                raise ForeignListener(f"port {port} is held by {who}, not by this service; end that process")
         yield reader, writer
     finally:
         writer.transport.abort()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_engine.wire.codec import write_atomically
-from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, RESOLVED_FILE, SUPERVISOR_LOG, TOKEN_FILE
+from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, SUPERVISOR_LOG, TOKEN_FILE
 from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.lock import take_lock
 
@@ -20,15 +20,17 @@ LOST = (
 )
 
 
+RESTORED = (TOKEN_FILE, SETTINGS_FILE, RESOLVED_FILE, PLAN_FILE)
+"""The plan last: it makes this a run folder again."""
+
+
 class RunFolder:
     """Holds the content of the files to restore."""
 
     def __init__(self, folder: Path) -> None:
         """Read the files that were written when the run was opened."""
         self.folder = folder
-        self._plan = (folder / PLAN_FILE).read_bytes()
-        self._token = (folder / TOKEN_FILE).read_bytes() if (folder / TOKEN_FILE).exists() else None
-        self._resolved = (folder / RESOLVED_FILE).read_bytes() if (folder / RESOLVED_FILE).exists() else b"{}\n"
+        self._files = {name: (folder / name).read_bytes() for name in RESTORED if (folder / name).exists()}
 
     @property
     def is_lost(self) -> bool:
@@ -47,10 +49,8 @@ class RunFolder:
         log_to(self.folder / SUPERVISOR_LOG)
         for keeper in keepers:
             keeper.write_state()
-        if self._token is not None:
-            write_atomically(self.folder / TOKEN_FILE, self._token, mode=0o600)
-        write_atomically(self.folder / RESOLVED_FILE, self._resolved, mode=0o600)
-        write_atomically(self.folder / PLAN_FILE, self._plan, mode=0o600)  # last: it makes this a run folder again
+        for name, content in self._files.items():
+            write_atomically(self.folder / name, content, mode=0o600)
 
 
 def log_to(log_file: Path) -> None:

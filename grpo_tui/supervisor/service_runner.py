@@ -63,6 +63,7 @@ class ServiceRunner:
         post: Post,
         notice: Notice,
         sampler: Sampler,
+        end_of_ranks: Callable[[int], str | None],
         prepare: Callable[[], None],
         mask: Callable[[str], str],
     ) -> None:
@@ -74,8 +75,11 @@ class ServiceRunner:
         self._post = post
         self._notice = notice
         self._sampler = sampler
+        self._end_of_ranks = end_of_ranks
+        """Returns why the ranks of an attempt ended, if it had any and reported it."""
         self._prepare = prepare
-        """Called before each start: makes the temporary folder of the run again if it was removed."""
+        """Called before each start: makes the temporary folder of the run again if it was removed; raises `GrpoError`
+        where the service must not be started."""
         self._mask = mask
         """Masks secrets in what the service printed or answered, before it becomes part of the state."""
         self._effects: asyncio.Queue[tuple[Effect, Service]] = asyncio.Queue()
@@ -142,8 +146,8 @@ class ServiceRunner:
             self._post_event(refused)
             return
         self.oom_kills_before = oom_kill_count()
-        self._prepare()
         try:
+            self._prepare()
             keeper = await self._start(service.attempt)
         except GrpoError as error:
             log.error("%s: %s", name, error)
@@ -260,7 +264,23 @@ class ServiceRunner:
         if report.keeper_lost or self._launch.ports or self._sampler.gpus:
             await self._sweep()
         lines = tuple(map(self._mask, await asyncio.to_thread(last_lines, self._log, log_offset)))
-        self._post_event(Exited(code=report.code, error=report.error, last_lines=lines, jitter=random.random()))
+        failed_by = None if report.code == 0 else await asyncio.to_thread(self._failed_by, log_offset)
+        self._post_event(
+            Exited(
+                code=report.code,
+                error=report.error,
+                failed_by=failed_by,
+                cause=self._end_of_ranks(attempt),
+                last_lines=lines,
+                jitter=random.random(),
+            )
+        )
+
+    def _failed_by(self, log_offset: int) -> str | None:
+        """The service whose failure ended this attempt, as its log shows."""
+        patterns = self._launch.failed_by.items()
+        found = (name for name, line in patterns if LogSearch(self._log, log_offset, line).search().passed)
+        return next(found, None)
 
     async def _sweep(self) -> None:
         name = self._launch.name
@@ -272,6 +292,7 @@ class ServiceRunner:
                 report=self._post_notice,
                 ledger=self._sampler.processes(name),
                 gpu_memory=self._sampler.gpu_memory_reader(name),
+                run_folder=self._run_folder,
             )
         except OSError as error:
             text = f"cannot search for processes that it left: {error}; the end of the run searches again"
@@ -332,7 +353,8 @@ class ServiceRunner:
 
     def _prober(self, probe: Probe, keeper: Keeper) -> Prober:
         launch = self._launch
-        return Prober(probe, log=self._log, log_offset=self._offset(keeper), cwd=launch.cwd, env=launch.env)
+        offset = self._offset(keeper)
+        return Prober(probe, log=self._log, log_offset=offset, cwd=launch.cwd, env=launch.env, ports=launch.ports)
 
     def _offset(self, keeper: Keeper) -> int:
         """Offset in the log where the current start begins."""

@@ -14,18 +14,21 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import FiniteFloat, ValidationError
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import Message, write_atomically
+from grpo_engine.serving.reporting import write_fault
+from grpo_engine.wire.codec import Message, Pid, Ticks, Time, Whole, write_atomically
 from grpo_engine.wire.run_folder import STATE_FILE
-from grpo_engine.wire.supervisor import Refusal, RunState, RunStatus, ServiceState
+from grpo_engine.wire.supervisor import Refusal, RunState, RunStatus, ServiceState, WriteFault
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import ProcessId
 from grpo_tui.supervisor.machine import AfterStop, Service
 
 LEDGER_VERSION = 2
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RECOVERY = "while the run lives, the next command to it (start, stop, down) writes it again"
+NOT_STATED = "the state is written again at the next change"
 log = logging.getLogger(__name__)
 
 
@@ -33,31 +36,32 @@ class ServiceLedger(Message):
     """The state of one service; times are on the monotonic clock, which is not affected by clock changes."""
 
     state: ServiceState
-    attempt: int
-    num_renewals: int = 0
+    attempt: Whole
+    num_renewals: Whole = 0
     """Restarts in place."""
     is_renewing: bool = False
     """Whether a restart in place is in progress."""
     has_process: bool
     was_ready: bool
-    since_s: float
-    deadline_s: float | None
-    moved_at_s: float
+    since_s: FiniteFloat
+    deadline_s: FiniteFloat | None
+    moved_at_s: FiniteFloat
     """When its start-up last made progress."""
-    restarted_at_s: tuple[float, ...]
+    restarted_at_s: tuple[FiniteFloat, ...]
     after_stop: AfterStop
-    exit_code: int | None
+    exit_code: Whole | None
     reason: str | None
     last_lines: tuple[str, ...]
     is_refused: bool
     refusals: tuple[Refusal, ...] = ()
-    started_at: float | None
+    started_at: Time | None
     """Unix time, as in the status document."""
-    begins_at: int | None = None
+    begins_at: Whole | None = None
     """Offset in its log where this start begins; None: where its attempt begins."""
-    ready_at: float | None
+    ready_at: Time | None
     is_restart_pending: bool = False
-    processes: tuple[tuple[int, int], ...]
+    was_asked_to_restart: bool = False
+    processes: tuple[tuple[Pid, Ticks], ...]
     """PID and start time of every process seen of it, needed if its keeper dies together with the supervisor."""
 
 
@@ -93,7 +97,7 @@ def read_state(run_folder: Path) -> StateDocument | None:
     """
     path = run_folder / STATE_FILE
     try:
-        content = path.read_bytes()
+        content = read_whole(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -122,7 +126,7 @@ def to_ledger(
     service: Service,
     *,
     started_at: float | None,
-    begins_at: int | None,
+    begins_at: Whole | None,
     ready_at: float | None,
     processes: Iterable[ProcessId],
 ) -> ServiceLedger:
@@ -145,6 +149,7 @@ def to_ledger(
         is_refused=service.is_refused,
         refusals=service.refusals,
         is_restart_pending=service.is_restart_pending,
+        was_asked_to_restart=service.was_asked_to_restart,
         started_at=started_at,
         begins_at=begins_at,
         ready_at=ready_at,
@@ -173,6 +178,7 @@ def from_ledger(name: str, entry: ServiceLedger) -> Service:
         is_refused=entry.is_refused,
         refusals=entry.refusals,
         is_restart_pending=entry.is_restart_pending,
+        was_asked_to_restart=entry.was_asked_to_restart,
     )
 
 
@@ -190,12 +196,12 @@ class StateWriter:
         self._document = document
         self._has_changed = asyncio.Event()
         self._one_at_a_time = threading.Lock()
-        self._fault: str | None = None
+        self._fault: WriteFault | None = None
 
     @property
-    def fault(self) -> str | None:
-        """Why the last write failed; None when it did not."""
-        return self._fault
+    def faults(self) -> list[WriteFault]:
+        """Why the last write failed; empty when it did not."""
+        return [] if self._fault is None else [self._fault]
 
     def mark(self) -> None:
         """Have the document written soon."""
@@ -224,6 +230,7 @@ class StateWriter:
         except OSError as error:
             if self._fault is None:
                 log.error("%s: cannot be written: %s; services keep running", self._path, error.strerror or error)
-            self._fault = f"{self._path} cannot be written: {error.strerror or error}"
+            since = time.time() if self._fault is None else self._fault.since
+            self._fault = await asyncio.to_thread(write_fault, self._path, error, effect=NOT_STATED, since=since)
         else:
             self._fault = None

@@ -6,27 +6,31 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from grpo_engine.wire.run_folder import service_log
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
+    RanksReport,
+    RankStatus,
     RunState,
     RunStatus,
+    ServiceReport,
     ServiceStatus,
     SupervisorInfo,
-    Warning,
+    WriteFault,
 )
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.run_files.timeline import with_usage
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.explanations import why
 from grpo_tui.supervisor.machine import Service
 from grpo_tui.supervisor.order import Ending
+from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.service_runner import ServiceRunner
 from grpo_tui.supervisor.state_file import Ledger, StateDocument, boot_id, to_ledger
 from grpo_tui.supervisor.usage.sampling import Sampler
-
-_NO_SPACE_HINT = "free some space; services keep running, and the state is written again at the next change"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,27 +65,28 @@ class StatusReport:
     launches: Mapping[str, Launch]
     runners: Mapping[str, ServiceRunner]
     sampler: Sampler
+    self_reports: SelfReports[ServiceReport]
+    rank_reports: SelfReports[RanksReport]
     record: RunRecord
 
-    def run(self, *, write_fault: str | None, last_usage_of: str | None = None) -> RunStatus:
+    def run(self, *, write_faults: list[WriteFault], last_usage_of: str | None = None) -> RunStatus:
         """The status of the run, without metrics, which the reader adds from their file.
 
         Args:
-            write_fault: why the state could not be written, if so.
+            write_faults: what the supervisor cannot write.
             last_usage_of: a service that has ended, whose last sample is included nevertheless.
         """
-        warnings = []
-        if write_fault is not None:
-            warnings.append(Warning(id="state-file", severity="error", text=write_fault, hint=_NO_SPACE_HINT))
         return RunStatus(
             run=self.run_folder.name,
             profile=self.plan.profile_name,
+            tags=list(self.plan.tags),
             state=self.record.state,
             supervisor=self.record.supervisor,
             services=[self.service(name, with_last_usage=name == last_usage_of) for name in self.launches],
             gpus=self.sampler.gpus,
             gpu_note=self.sampler.gpu_note,
-            warnings=warnings,
+            low_disks=self.sampler.low_disks,
+            write_faults=write_faults,
             is_ending=self.record.is_ending,
             started_at=self.record.started_at,
             ended_at=self.record.ended_at,
@@ -93,6 +98,8 @@ class StatusReport:
         pid = runner.keeper.main_pid if runner.keeper is not None else None
         has_usage = service.has_process or with_last_usage
         usage = self.sampler.usage.get(name) if has_usage else None
+        attempt = service.attempt if service.has_process else -1
+        said, ranks = self.self_reports.of(name, attempt), self.rank_reports.of(name, attempt)
         return ServiceStatus(
             name=name,
             kind=launch.kind,
@@ -116,9 +123,24 @@ class StatusReport:
             why=why(name, self.record.services, self.launches, time.monotonic()),
             is_refused=service.is_refused,
             refusals=list(service.refusals),
+            waits_for=said.waits_for,
+            waits_since=said.waits_since,
+            note=said.note,
+            write_faults=said.write_faults,
+            ranks=self._ranks(name, ranks.ranks),
+            rank_stall=ranks.stall,
         )
 
-    def state_document(self, *, write_fault: str | None) -> StateDocument:
+    def _ranks(self, name: str, reported: list[RankStatus]) -> list[RankStatus]:
+        """The reported ranks with their GPUs and figures; they are in the order of the service's GPUs."""
+        ranks = [
+            rank.model_copy(update={"gpu": gpu})
+            for rank, gpu in zip_longest(reported, self.launches[name].rank_gpus)
+            if rank is not None
+        ]
+        return with_usage(ranks, self.sampler.rank_usage.get(name, ()))
+
+    def state_document(self, *, write_faults: list[WriteFault]) -> StateDocument:
         """The status and the ledger, for `state.json`."""
         ledger = Ledger(
             ending=self.record.ending.state if self.record.ending is not None and self.record.is_ending else None,
@@ -136,7 +158,7 @@ class StatusReport:
                 for name, service in self.record.services.items()
             },
         )
-        return StateDocument(**dict(self.run(write_fault=write_fault)), ledger=ledger)
+        return StateDocument(**dict(self.run(write_faults=write_faults)), ledger=ledger)
 
 
 def shown(service: Service) -> tuple[object, ...]:

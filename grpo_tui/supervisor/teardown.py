@@ -20,10 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_engine.errors import GrpoError
 from grpo_tui.supervisor import temporary
 from grpo_tui.supervisor.keeper import orphans, proc
 from grpo_tui.supervisor.keeper.ports import Holder, port_holders
 from grpo_tui.supervisor.keeper.proc import ProcessId, Stat
+from grpo_tui.supervisor.registered import registered_folders
 
 Report = Callable[[str], None]
 """Takes a line for people: what was ended, which process is in the way, how long a stage took."""
@@ -70,6 +72,7 @@ async def sweep(
     gpu_memory: GpuMemory | None = None,
     take_ports: bool = False,
     temporary_folder: Path | None = None,
+    run_folder: Path | None = None,
 ) -> SweepReport:
     """End stale processes of a service, or of the whole run if `service` is None, and report what could not be ended.
 
@@ -77,11 +80,12 @@ async def sweep(
         ledger: processes known to be the service's, for those that have neither parent nor marker any more.
         take_ports: whether to end foreign processes of our own user that hold a declared port.
         temporary_folder: of the run, if known.
+        run_folder: if known; a run of the same id in another folder is then left alone.
     """
     started = time.monotonic()
     ledger = frozenset(ledger)
     whose = service or f"run {run}"
-    ended, stuck = await end_all(lambda: _left(run, service, ledger))
+    ended, stuck = await end_all(lambda: _left(run, service, ledger, run_folder))
     if ended:
         report(f"{whose}: ended its remaining processes in {_since(started)}: {', '.join(ended)}")
     freed, hanging, foreign = await clear_ports(run, service, ports=ports, report=report, take=take_ports)
@@ -144,9 +148,10 @@ async def _settled_holders(ports: frozenset[int]) -> list[Holder]:
         await asyncio.sleep(KILL_ROUND_S)
 
 
-def _left(run: str, service: str | None, ledger: frozenset[ProcessId]) -> list[Stat]:
+def _left(run: str, service: str | None, ledger: frozenset[ProcessId], run_folder: Path | None) -> list[Stat]:
     """Stale processes of a service: marked ones, those in the ledger, their descendants, and orphans of any keeper."""
-    found = {process.pid: process for process in (*proc.processes_of_run(run, service), *orphans.adopted())}
+    marked = proc.processes_of_run(run, service, run_folder=run_folder)
+    found = {process.pid: process for process in (*marked, *orphans.adopted())}
     if any(entry.is_alive() for entry in ledger):
         processes = proc.living()
         for process in processes:
@@ -204,13 +209,16 @@ async def _remove_temporary(run: str, folder: Path | None, report: Report) -> li
 def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:
     """Remove files of dead processes in shared memory, and at the end of a run `grpo-<run>-*`; only our own user's.
 
+    Of a run `a`, what a live run `a-b` has made, `grpo-a-b-*`, is left alone.
+
     The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`) and torch (`torch_<pid>_*`) leave the files by which memory
     was shared between processes, unless every process that mapped it ended in the right order.
     """
     dead = {entry.pid for entry in ledger if proc.identify(entry.pid) is None}  # nor a later process with its pid
     removed = []
+    others = () if run is None else _stems_of_longer_names(run)
     for entry in _shared_memory():
-        is_of_run = run is not None and entry.name.startswith(f"grpo-{run}-")
+        is_of_run = run is not None and entry.name.startswith(f"grpo-{run}-") and not entry.name.startswith(others)
         if not is_of_run and _left_by(entry.name) not in dead:
             continue
         with suppress(OSError):  # it was removed meanwhile, or may not be removed
@@ -222,6 +230,14 @@ def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list
                 os.unlink(entry.path)
             removed.append(entry.path)
     return removed
+
+
+def _stems_of_longer_names(run: str) -> tuple[str, ...]:
+    """How the shared memory of live runs is called whose names begin as that of this run does."""
+    names = {mark.run for process in proc.living() if (mark := proc.marker(process.pid)) is not None}
+    with suppress(GrpoError):  # the folder of registrations cannot be used
+        names |= {folder.name for folder in registered_folders()}
+    return tuple(f"grpo-{name}-" for name in names if name.startswith(f"{run}-"))
 
 
 def _left_by(name: str) -> int | None:

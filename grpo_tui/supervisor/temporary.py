@@ -10,6 +10,7 @@ import getpass
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 
+from grpo_engine.errors import GrpoError
 from grpo_engine.models.local import cache_folder
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 from grpo_tui.paths import ALWAYS_SHORT
@@ -25,10 +27,16 @@ from grpo_tui.services.base import Launch
 
 FOLDER, COMPILED_CODE = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
 CHANCE_BYTES = len("-12345678")
+CHANCE = re.compile(r"[a-z0-9_]{8}")
+"""The end that `mkdtemp` gives a name."""
 OF_TORCH = "torchinductor_{user}"
 OF_OTHERS = ("{user}", "data-gym-cache", "tiktoken-rs-cache")
 """The caches of CUTLASS and FlashAttention, of tiktoken and of its Rust port in the temporary folder."""
 log = logging.getLogger(__name__)
+
+
+class TakenFolder(GrpoError):
+    """Something that is not ours is where the temporary folder of the run was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +56,27 @@ class TemporaryFolder:
             return cls(None)
 
     def with_variables(self, launch: Launch) -> Launch:
-        """A launch with TMPDIR set to this folder, unless its profile sets it."""
-        return launch if self.path is None else replace(launch, env={**variables(self.path), **launch.env})
+        """A launch with TMPDIR set to this folder, and with its folders inside, unless its profile sets them."""
+        if self.path is None:
+            return launch
+        inside = {name: str(self.path / folder) for name, folder in launch.env_in_temporary.items()}
+        return replace(launch, env={**variables(self.path), **inside, **launch.env})
 
     def restore(self, warn: Callable[[str], None]) -> None:
-        """Make the folder again if it was removed; `warn` takes why that is impossible."""
+        """Make the folder again if it was removed; `warn` takes why that is impossible.
+
+        Raises:
+            TakenFolder: another user has taken its name, and would read and write what services put there.
+        """
         if self.path is None:
             return
         try:
             restore_folder(self.path)
+        except FileExistsError:
+            raise TakenFolder(
+                f"{self.path}, its TMPDIR, was removed, and is not a folder of this user now: remove what is there, or "
+                "end the run and start it anew"
+            ) from None
         except OSError as error:
             warn(f"{self.path}, TMPDIR of the services, was removed and cannot be made again: {error}")
 
@@ -102,7 +122,13 @@ def remove_folders(run: str, known: Path | None) -> tuple[list[str], list[str]]:
     Returns the removed folders that were not empty, and a line for each file that could not be removed.
     """
     removed, left = [], []
-    named = {path for base in _bases() for path in base.glob(f"{escape(_stem(run, base))}-*")}
+    stems = {base: f"{_stem(run, base)}-" for base in _bases()}
+    named = {
+        path
+        for base, stem in stems.items()
+        for path in base.glob(f"{escape(stem)}*")
+        if CHANCE.fullmatch(path.name.removeprefix(stem))  # not of a run whose longer name begins with this one
+    }
     for folder in sorted(named | ({known} if known is not None else set())):
         if not _is_ours(folder):
             continue

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.codec import Message, write_json_atomically
+from grpo_engine.wire.codec import Message, Pid, Ticks, Time, Whole, write_json_atomically
 from grpo_engine.wire.environment_variables import (
     ATTEMPT_VARIABLE,
     RUN_FOLDER_VARIABLE,
@@ -40,6 +40,7 @@ from grpo_engine.wire.run_folder import (
 )
 from grpo_engine.wire.secrets import masked_argv
 from grpo_tui import keeper_process
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.orphans import own_children
 from grpo_tui.supervisor.keeper.proc import ProcessId, marker, read_stat, send_signal
 
@@ -55,8 +56,8 @@ POLL_S = 0.05
 class ProcessEntry(Message):
     """A process in a state file."""
 
-    pid: int
-    start_ticks: int
+    pid: Pid
+    start_ticks: Ticks
 
     def identity(self) -> ProcessId:
         """The same, to compare with running processes."""
@@ -66,7 +67,7 @@ class ProcessEntry(Message):
 class EndedEntry(Message):
     """A process that a keeper had to terminate, in a state file."""
 
-    pid: int
+    pid: Pid
     comm: str
     how: str
 
@@ -79,16 +80,16 @@ class KeeperState(Message):
     """A keeper's state file; written by `keeper_process.py`, read here."""
 
     service: str
-    attempt: int
+    attempt: Whole
     state: str
     """`running`, `exited` (the main process has exited, the rest is being ended) or `gone` (no process is left)."""
     keeper: ProcessEntry
     main: ProcessEntry | None
-    started_at: float
-    ended_at: float | None
-    exit_code: int | None
+    started_at: Time
+    ended_at: Time | None
+    exit_code: Whole | None
     error: str | None
-    log_offset: int
+    log_offset: Whole
     ended: tuple[EndedEntry, ...]
     unkillable: tuple[EndedEntry, ...]
 
@@ -223,7 +224,7 @@ def keeper_states(folder: Path) -> Iterator[KeeperState]:
     """The state files of a run's keepers, alive or not."""
     for path in keeper_state_files(folder):
         try:
-            yield KeeperState.model_validate_json(path.read_bytes())
+            yield KeeperState.model_validate_json(read_whole(path))
         except (ValidationError, OSError):
             continue  # being written, or damaged: a supervisor that takes over reports it
 
@@ -305,7 +306,7 @@ def forget_attempt(run_folder: Path, service: str, attempt: int) -> None:
 def _read_state(state_file: Path) -> KeeperState | None:
     """Read a state file; None when it is missing or damaged, as of a lost keeper."""
     try:
-        return KeeperState.model_validate_json(state_file.read_bytes())
+        return KeeperState.model_validate_json(read_whole(state_file))
     except (FileNotFoundError, ValidationError):
         return None
 

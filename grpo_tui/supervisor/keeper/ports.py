@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grpo_tui.supervisor.keeper import proc
+from grpo_engine.wire.tcp_sockets import listening_sockets, socket_owners
 from grpo_tui.supervisor.keeper.owners import Owner, owner_of
 
 
@@ -27,8 +27,8 @@ class Holder:
 
 def port_holders(ports: Iterable[int]) -> list[Holder]:
     """All processes that listen on one of these ports, one entry per process and port."""
-    sockets = proc.listening_sockets(ports)
-    owners = proc.socket_owners(socket.inode for socket in sockets)
+    sockets = listening_sockets(ports)
+    owners = socket_owners(socket.inode for socket in sockets)
     found: dict[tuple[int, int | None], Holder] = {}
     for socket in sockets:
         pids: list[int | None] = [*owners[socket.inode]]

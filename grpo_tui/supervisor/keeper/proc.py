@@ -1,4 +1,4 @@
-"""Processes of this machine, read from /proc: identities, descendants, markers, owners of sockets.
+"""Processes of this machine, read from /proc: identities, descendants, markers.
 
 Everything is a snapshot that may be stale a microsecond later, so signals go by pid *and* start time (`send_signal`).
 What the keeper needs too is defined in `grpo_tui/keeper_process.py`, which must run alone.
@@ -7,19 +7,18 @@ What the keeper needs too is defined in `grpo_tui/keeper_process.py`, which must
 from __future__ import annotations
 
 import os
-import pwd
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE
 from grpo_engine.wire.secrets import masked_argv
+from grpo_engine.wire.tcp_sockets import user_name
 from grpo_tui.keeper_process import Stat, all_processes, below, read_stat, send_signal
 
-__all__ = ["ProcessId", "Stat", "all_processes", "below", "identify", "read_stat", "send_signal"]
-
-LISTENING = "0A"
-"""The state of a listening socket in /proc/net/tcp."""
+__all__ = ["ProcessId", "Stat", "all_processes", "below", "identify", "read_stat", "send_signal", "user_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +40,6 @@ class Marker:
     run: str
     service: str | None
     run_folder: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListeningSocket:
-    """A TCP socket that listens."""
-
-    port: int
-    inode: int
-    uid: int
 
 
 def identify(pid: int) -> ProcessId | None:
@@ -94,10 +84,13 @@ def marker(pid: int) -> Marker | None:
     )
 
 
-def processes_of_run(run: str, service: str | None = None) -> list[Stat]:
+def processes_of_run(run: str, service: str | None = None, *, run_folder: Path | None = None) -> list[Stat]:
     """Living processes with the marker of this run (and service), and all below them, except `ourselves()`.
 
     Descendants of a marked process count too, so a cleaned environment does not hide one with a living parent.
+
+    Args:
+        run_folder: if known; processes of a run of this id in another folder, which exists, are then left out.
     """
     processes = living()
     spared = ourselves()
@@ -106,8 +99,17 @@ def processes_of_run(run: str, service: str | None = None) -> list[Stat]:
         mark = marker(process.pid)
         if mark is None or mark.run != run or (service is not None and mark.service != service):
             continue
+        if run_folder is not None and _is_elsewhere(mark, run_folder):
+            continue
         found.update((each.pid, each) for each in (process, *below(process.pid, processes)))
     return [process for process in found.values() if process.pid not in spared]
+
+
+def _is_elsewhere(mark: Marker, run_folder: Path) -> bool:
+    """Whether the run of a marker is in another folder; one that is gone may have been moved to this one."""
+    if mark.run_folder is None or mark.run_folder == str(run_folder.resolve()):
+        return False
+    return os.path.isdir(mark.run_folder)
 
 
 def command_line(pid: int) -> str:
@@ -130,68 +132,38 @@ def uid_of(pid: int) -> int | None:
         return None
 
 
-def user_name(uid: int) -> str:
-    """The name of a user, or the number where there is no name (usual in containers)."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+def arguments(pid: int) -> list[str]:
+    """The command line as it is, secrets too; empty when the process is gone or shows none."""
+    return _strings(pid, "cmdline")
 
 
-def lock_holder(inode: int) -> int | None:
-    """The process that took the lock (`flock`) of a file; None where that is not visible."""
-    with open("/proc/locks") as file:
-        for line in file:
+def lock_holder(file: os.stat_result) -> int | None:
+    """The process that took the lock (`flock`) of a file and has it open; None where that is not visible.
+
+    /proc/locks alone does not tell: another file system may have a file of the same inode, which another user locks,
+    and the devices that it names are not those of `stat` on btrfs and overlayfs.
+    """
+    with open("/proc/locks") as locks:
+        for line in locks:
             fields = line.split()
             if fields[1] != "FLOCK":  # "->" is one that waits
                 continue
             pid, place = fields[4:6]
-            if int(place.rpartition(":")[2]) == inode and int(pid) > 0:
+            if int(place.rpartition(":")[2]) == file.st_ino and int(pid) > 0 and _has_open(int(pid), file):
                 return int(pid)
     return None
 
 
-def listening_sockets(ports: Iterable[int]) -> list[ListeningSocket]:
-    """The TCP sockets, IPv4 and IPv6, that listen on one of these ports."""
-    wanted = set(ports)
-    found = []
-    for table in ("tcp", "tcp6"):
-        try:
-            with open(f"/proc/net/{table}") as file:
-                lines = file.readlines()[1:]
-        except FileNotFoundError:
-            continue  # IPv6 is disabled
-        for line in lines:
-            fields = line.split()
-            port = int(fields[1].rpartition(":")[2], 16)
-            if fields[3] == LISTENING and port in wanted:
-                found.append(ListeningSocket(port=port, inode=int(fields[9]), uid=int(fields[7])))
-    return found
-
-
-def socket_owners(inodes: Iterable[int]) -> dict[int, list[int]]:
-    """For each socket inode the pids that hold it open, as far as permissions allow."""
-    owners: dict[int, list[int]] = {inode: [] for inode in inodes}
-    links = {f"socket:[{inode}]": inode for inode in owners}
-    if not links:
-        return owners
-    for process in all_processes():
-        folder = f"/proc/{process.pid}/fd"
-        try:
-            descriptors = os.listdir(folder)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        held = {links[link] for link in map(_link, (f"{folder}/{name}" for name in descriptors)) if link in links}
-        for inode in held:
-            owners[inode].append(process.pid)
-    return owners
-
-
-def _link(path: str) -> str:
+def _has_open(pid: int, file: os.stat_result) -> bool:
     try:
-        return os.readlink(path)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # gone, or another user's
+        return False
+    for descriptor in descriptors:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), file):
+                return True
+    return False
 
 
 def _strings(pid: int, name: str) -> list[str]:

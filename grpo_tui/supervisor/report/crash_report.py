@@ -26,6 +26,7 @@ from grpo_engine.wire.supervisor import GpuStatus, RunStatus, ServiceState, Serv
 from grpo_tui.keeper_process import on_one_line
 from grpo_tui.run_files.log_file import last_lines
 from grpo_tui.run_files.metrics import latest_metrics
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.keeper.client import KeeperState
 from grpo_tui.supervisor.machine import exit_text
@@ -58,6 +59,10 @@ LOG_HINTS = (
     (
         re.compile(r"Address already in use|EADDRINUSE"),
         "`grpo-tui doctor --profile …` names the process that holds the port",
+    ),
+    (
+        re.compile(r"cudaErrorMps|MPS server|MPS client"),
+        "its MPS server ended, or another service on the GPU had a fault, which ends all: see mps.log and their logs",
     ),
     (re.compile(r"Connection refused|ConnectError|ConnectionError"), "check the service that it connects to, below"),
 )
@@ -399,7 +404,7 @@ def _history(run_folder: Path, service: str, attempt: int) -> list[KeeperState]:
     found = []
     for number in numbers:
         with suppress(OSError, ValidationError):
-            content = keeper_state_file(run_folder, service, number).read_bytes()
+            content = read_whole(keeper_state_file(run_folder, service, number))
             found.append(KeeperState.model_validate_json(content))
     return found
 

@@ -199,7 +199,9 @@ def _news(service: ServiceStatus) -> tuple[object, ...]:
     """What a line about a service says, its state first; without figures and the seconds in `why`."""
     why = _COUNTED.sub("#", service.why or "")
     state = (service.state, service.attempt, service.restarts, service.exit_code)
-    return (state, service.health, service.probe, service.phase, why, service.is_refused)
+    said = (service.waits_for, service.waits_since, [fault.path for fault in service.write_faults])
+    stall = service.rank_stall and service.rank_stall.text
+    return (state, service.health, service.probe, service.phase, why, service.is_refused, said, stall)
 
 
 def _is_worth_keeping(before: UsageSampled | None, now: UsageSampled) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from grpo_tui.supervisor.keeper.proc import ProcessId, Stat, below, identify, read_stat
 
@@ -27,7 +28,7 @@ OverLimit = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a service uses at one moment."""
+    """What a service, or a rank of one, uses at one moment."""
 
     cpu_percent: float | None
     """Of one core, since the previous sample; None in the first."""
@@ -35,6 +36,8 @@ class Usage:
     """Resident; shared pages count once for each process."""
     processes: frozenset[ProcessId]
     """Its processes: to attribute GPU memory, and as the ledger of `teardown.sweep`."""
+    parts: Mapping[int, Usage] = field(default_factory=dict)
+    """By the pid of a rank: of that process and those below it."""
 
     @property
     def pids(self) -> frozenset[int]:
@@ -54,10 +57,19 @@ class UsageReader:
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
-    def sample(self, keepers: Mapping[str, int], now: float | None = None) -> dict[str, Usage]:
+    def sample(
+        self,
+        keepers: Mapping[str, int],
+        now: float | None = None,
+        *,
+        parts: Mapping[str, Collection[int]] = MappingProxyType({}),
+    ) -> dict[str, Usage]:
         """Usage by service name, from the pids of their keepers, which are not counted.
 
         A service whose keeper is gone has no processes. `now` is on the monotonic clock.
+
+        Args:
+            parts: by service, processes of it whose part is wanted.
         """
         now = time.monotonic() if now is None else now
         listed = self._visible(set(keepers.values()), now)
@@ -68,7 +80,9 @@ class UsageReader:
         # A process whose parent exited meanwhile is left undecided: its keeper may be about to adopt it.
         parents = {0, *self._unrelated, *(process.pid for process in listed)}
         self._unrelated.update(each.pid for each in listed if each.pid not in known and each.parent in parents)
-        return {service: self._usage(group, before, elapsed_s) for service, group in ours.items()}
+        return {
+            service: self._usage(group, before, elapsed_s, parts.get(service, ())) for service, group in ours.items()
+        }
 
     def _visible(self, keepers: set[int], now: float) -> list[Stat]:
         """Every process that may be below a keeper."""
@@ -80,7 +94,13 @@ class UsageReader:
         stats = map(read_stat, pids - self._unrelated)
         return [stat for stat in stats if stat is not None and not stat.is_dead]
 
-    def _usage(self, group: list[Stat], before: Mapping[ProcessId, int], elapsed_s: float | None) -> Usage:
+    def _usage(
+        self,
+        group: list[Stat],
+        before: Mapping[ProcessId, int],
+        elapsed_s: float | None,
+        parts: Collection[int] = (),
+    ) -> Usage:
         ticks = {ProcessId(process.pid, process.start_ticks): process.cpu_ticks for process in group}
         self._cpu_ticks.update(ticks)
         spent = sum(count - before.get(process, 0) for process, count in ticks.items())
@@ -88,6 +108,10 @@ class UsageReader:
             cpu_percent=100 * spent / self._ticks_per_s / elapsed_s if elapsed_s else None,
             rss_bytes=sum(process.rss_pages for process in group) * self._page_bytes,
             processes=frozenset(ticks),
+            parts={
+                pid: self._usage([each for each in group if each.pid == pid] + below(pid, group), before, elapsed_s)
+                for pid in parts
+            },
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import shlex
 import threading
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from grpo_engine.wire.supervisor import GpuProcess, GpuStatus, MigInstance
 from grpo_tui.supervisor.keeper import proc
@@ -27,6 +28,9 @@ LIMIT_S = 2.0
 RETRY_S = 60.0
 """After NVML failed: a driver is rarely installed during a run, and loading NVML costs milliseconds."""
 MAX_COMMAND_CHARS = 200
+P2P_READ = 0
+"""The driver's number of the capability; in `pynvml` a stray comma makes it a tuple."""
+Result = TypeVar("Result")
 NO_INSTANCE = 0xFFFFFFFF
 """The driver's value for a process without a MIG instance."""
 
@@ -44,6 +48,8 @@ class Nvml(Protocol):
     """Version of the memory figures that separates used memory from what the driver reserves."""
     NVML_TEMPERATURE_GPU: int
     NVML_DEVICE_MIG_ENABLE: int
+    NVML_P2P_CAPS_INDEX_NVLINK: int
+    NVML_P2P_STATUS_OK: int
 
     def nvmlInit(self) -> None: ...
     def nvmlDeviceGetCount(self) -> int: ...
@@ -61,6 +67,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
     def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int: ...
+    def nvmlDeviceGetP2PStatus(self, handle: Any, other: Any, capability: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +187,17 @@ class GpuReader:
             for device in self._last.devices
             if device.free_bytes is not None and device.used_bytes is not None
         ]
+
+    async def links(self, limit_s: float = LIMIT_S) -> dict[tuple[int, int], str]:
+        """What connects each two GPUs, by their numbers; empty when there is no driver, or it does not answer."""
+        await self._refresh(limit_s)
+        nvml = self._nvml
+        if self._is_late or nvml is None:
+            return {}
+        pairs = list(itertools.combinations((device.index for device in self._last.devices), 2))
+        reading = asyncio.wrap_future(_in_daemon_thread(lambda: _read_links(nvml, pairs)))
+        await asyncio.wait({reading}, timeout=limit_s)
+        return reading.result() if reading.done() else {}
 
     async def _refresh(self, limit_s: float) -> None:
         """Start a reading unless one is pending, and wait for it until the limit."""
@@ -304,6 +322,21 @@ class GpuReader:
         return _Reading(devices=(), failure=words, read_at=self._clock())
 
 
+def _read_links(nvml: Nvml, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    """Pairs of which the driver does not say it are left out."""
+    links: dict[tuple[int, int], str] = {}
+    for first, second in pairs:
+        with suppress(nvml.NVMLError):
+            one, other = (nvml.nvmlDeviceGetHandleByIndex(index) for index in (first, second))
+            if nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+                links[first, second] = "NVLink"
+            elif nvml.nvmlDeviceGetP2PStatus(one, other, P2P_READ) == nvml.NVML_P2P_STATUS_OK:
+                links[first, second] = "PCIe"
+            else:
+                links[first, second] = "main memory (no peer access)"
+    return links
+
+
 def _read_device(nvml: Nvml, index: int) -> _Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _if_supported(nvml, functools.partial(_memory, nvml), handle)
@@ -407,9 +440,9 @@ def _if_supported(nvml: Nvml, function: Callable[[Any], Any], handle: Any) -> An
         return None
 
 
-def _in_daemon_thread(function: Callable[[], _Reading]) -> Future[_Reading]:
+def _in_daemon_thread(function: Callable[[], Result]) -> Future[Result]:
     """Run it in a thread that does not keep the process alive: a hanging driver must not block the exit."""
-    future: Future[_Reading] = Future()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:

@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
+from grpo_engine.wire.supervisor import DiskSpace, GpuStatus, RanksReport, RankUsage, UsageSampled, WriteFault
 from grpo_tui.run_files.log_file import written_so_far
 from grpo_tui.supervisor.keeper.orphans import kill_adopted
 from grpo_tui.supervisor.keeper.proc import ProcessId
 from grpo_tui.supervisor.report.broadcast import Broadcast
 from grpo_tui.supervisor.usage.cpu_memory import MemoryLimits, OverLimit, Usage, UsageReader
+from grpo_tui.supervisor.usage.disks import DiskWatch
 from grpo_tui.supervisor.usage.gpus import GpuReader
 
 MAX_DEAD = 2000
@@ -40,6 +41,9 @@ class Sampler:
         over_limit: OverLimit = lambda service, held_bytes: None,
         attempts: Callable[[], Mapping[str, int]] = dict,
         logs: Mapping[str, Path] | None = None,
+        folders: Iterable[Path] = (),
+        write_faults: Callable[[], list[WriteFault]] = list,
+        ranks: Callable[[], Mapping[str, RanksReport]] = dict,
     ) -> None:
         """Take no sample yet.
 
@@ -51,6 +55,9 @@ class Sampler:
             over_limit: called with a service and its bytes, once per attempt.
             attempts: returns the number of each service's running attempt.
             logs: files whose length is part of a sample.
+            folders: those whose file systems are watched for free space.
+            write_faults: returns what the supervisor cannot write.
+            ranks: returns the ranks of each service that has several.
         """
         self._broadcast = broadcast
         self._keepers = keepers
@@ -59,9 +66,14 @@ class Sampler:
         self._memory_limits = MemoryLimits(limits or {}, over_limit)
         self._attempts = attempts
         self._logs = dict(logs or {})
+        self._disks = DiskWatch(folders)
+        self._write_faults = write_faults
+        self._ranks = ranks
+        self.low_disks: list[DiskSpace] = []
         self._usage_reader = UsageReader()
         self.gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
+        self.rank_usage: dict[str, list[RankUsage]] = {}
         self._living: dict[str, frozenset[ProcessId]] = {}
         self._dead: deque[ProcessId] = deque(maxlen=MAX_DEAD)
         self.gpus: list[GpuStatus] = []
@@ -114,14 +126,17 @@ class Sampler:
 
     async def _sample(self) -> None:
         keepers = self._keepers()
-        self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
+        ranks = {name: {each.pid: each.rank for each in report.ranks} for name, report in self._ranks().items()}
+        self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers, parts=ranks)
         for service in {*self._living, *self.usage}:
             self._note(service)
         await asyncio.to_thread(kill_adopted)
         await self._memory_limits.check(self.usage, keepers)
         pids = {name: usage.pids for name, usage in self.usage.items()}
         gpus = await self.gpu_reader.sample(pids, self._attempts())
-        self.gpus, self.gpu_note = list(gpus.gpus), gpus.note
+        self.gpus, self.gpu_note = [with_ranks(gpu, self.usage, ranks) for gpu in gpus.gpus], gpus.note
+        self.rank_usage = {name: rank_usage(name, self.usage, ranks[name], self.gpus) for name in ranks if ranks[name]}
+        self.low_disks = await asyncio.to_thread(self._disks.low)
         log_bytes, at = await asyncio.to_thread(self._log_ends), time.time()
         self._broadcast.send(lambda number: self._event(number, at, log_bytes))
         if self._broadcast.is_watched:
@@ -156,4 +171,42 @@ class Sampler:
             gpus=self.gpus,
             gpu_note=self.gpu_note,
             log_bytes=log_bytes,
+            low_disks=self.low_disks,
+            write_faults=self._write_faults(),
+            ranks=self.rank_usage,
         )
+
+
+def with_ranks(gpu: GpuStatus, usage: Mapping[str, Usage], ranks: Mapping[str, Mapping[int, int]]) -> GpuStatus:
+    """A GPU whose processes know which rank they belong to."""
+    rank_of = {
+        pid: ranks[service][root]
+        for service, each in usage.items()
+        for root, part in each.parts.items()
+        for pid in part.pids
+    }
+    if rank_of.keys().isdisjoint(process.pid for process in gpu.processes):
+        return gpu
+    processes = [each.model_copy(update={"rank": rank_of.get(each.pid)}) for each in gpu.processes]
+    return gpu.model_copy(update={"processes": processes})
+
+
+def rank_usage(
+    service: str, usage: Mapping[str, Usage], ranks: Mapping[int, int], gpus: Iterable[GpuStatus]
+) -> list[RankUsage]:
+    """The figures of the ranks of a service; those of GPUs from the processes that the driver lists."""
+    held: dict[int, int] = {}
+    for gpu in gpus:
+        for process in gpu.processes:
+            if process.service == service and process.rank is not None and process.memory_bytes is not None:
+                held[process.rank] = held.get(process.rank, 0) + process.memory_bytes
+    parts = usage[service].parts if service in usage else {}
+    return [
+        RankUsage(
+            rank=rank,
+            cpu_percent=parts[pid].cpu_percent if pid in parts else None,
+            rss_bytes=parts[pid].rss_bytes if pid in parts else None,
+            gpu_memory_bytes=held.get(rank),
+        )
+        for pid, rank in ranks.items()
+    ]

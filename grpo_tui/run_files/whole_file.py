@@ -1,0 +1,43 @@
+"""Reads a file of a run folder whole: a regular file of a length that a run writes, whoever made the folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from grpo_tui.run_files.opening import open_file
+
+MAX_BYTES = 64 << 20
+"""State and plan of a large run have less than 1 MB."""
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: it is missing or cannot be read, or is a pipe, a device or a folder, or longer than `MAX_BYTES`.
+    """
+    with open_file(path) as file:
+        require_readable(os.fstat(file.fileno()))
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:  # it grew
+        raise _too_long()
+    return content
+
+
+def require_readable(status: os.stat_result) -> None:
+    """Refuse what would hang its reader or fill the memory.
+
+    Raises:
+        OSError: it is no regular file, or too long.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    if status.st_size > MAX_BYTES:
+        raise _too_long()
+
+
+def _too_long() -> OSError:
+    return OSError(errno.EFBIG, f"longer than {MAX_BYTES:,} bytes")
