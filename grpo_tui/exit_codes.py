@@ -16,7 +16,11 @@ class ExitCode(IntEnum):
     NOT_IN_TIME = 3
     """Not ready, finished or stopped within the time limit."""
     REFUSED = 4
-    """A port or GPU is held by a foreign process, or the run does not take this command now."""
+    """A port or GPU is held by another process, a live run has other settings, or it does not take this command now."""
     NO_SUCH_RUN = 5
     INTERRUPTED = 130
     """Ctrl-C, as shells count it."""
+
+
+TO_BOARD = -1
+"""No exit code: the user left the screen of a run for the board."""

@@ -16,27 +16,34 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_engine.errors import ConfigError, GrpoError
-from grpo_tui.cli.arguments import ReadOnlyOption, ThemeOption
+from grpo_tui.cli.arguments import JoinOption, NewOption, ReadOnlyOption, ThemeOption, second_of
 from grpo_tui.cli.printing import write_line
 from grpo_tui.exit_codes import ExitCode
 
 COMMANDS = {
     "up": "up",
+    "resume": "resume",
+    "branch": "resume",
     "attach": "attach",
     "ps": "look",
     "status": "look",
-    "metrics": "follow",
+    "metrics": "metrics",
+    "compare": "compare",
+    "sweep": "sweep",
     "logs": "follow",
     "start": "act",
     "stop": "act",
     "restart": "act",
     "down": "act",
     "upgrade": "act",
+    "export": "export",
     "plan": "planning",
     "doctor": "planning",
     "profiles": "planning",
 }
 """Each command with the module of this package that registers it."""
+TAKE_OVERRIDES = frozenset({"up", "plan", "doctor", "sweep"})
+"""Those that take overrides of a profile."""
 
 
 class LazyGroup(TyperGroup):
@@ -55,6 +62,14 @@ class LazyGroup(TyperGroup):
         own.callback()(lambda: None)
         importlib.import_module(f"grpo_tui.cli.{module}").register(own)
         return typer.main.get_group(own).commands[cmd_name]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments; an override needs no `--set` before it."""
+        if args and (args[0] in TAKE_OVERRIDES or args[0].startswith("-")) and any("=" in word for word in args):
+            from grpo_tui.cli.overrides import with_set
+
+            args = with_set(args)
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments begin with; an error names the nearest one."""
@@ -87,6 +102,8 @@ def _screen(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, repeatable.")
     ] = None,
+    new: NewOption = False,
+    join: JoinOption = False,
     read_only: ReadOnlyOption = False,
     theme: ThemeOption = None,
     is_version_asked: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -94,7 +111,7 @@ def _screen(
     """Bring up, watch and take down a whole GRPO training stack.
 
     `grpo-tui --profile NAME` starts the profile, or joins its run, and opens the screen; `q` leaves it running.
-    `grpo-tui` alone, in a terminal, offers the existing runs and profiles.
+    `grpo-tui` alone, in a terminal, opens the board of all runs; where there is none yet it offers profiles.
     """
     if is_version_asked:
         from importlib.metadata import version
@@ -102,17 +119,27 @@ def _screen(
         typer.echo(f"grpo-tui {version('grpo-tui')}")
         raise typer.Exit
     if ctx.invoked_subcommand is not None:
-        if profile is not None or set_ or read_only or theme is not None:
+        if profile is not None or set_ or new or join or read_only or theme is not None:
             raise typer.BadParameter(f"options come after the command: {ctx.invoked_subcommand} --profile …")
         return
-    from grpo_tui.cli.screen import has_terminal, pick_and_show, start_and_show
+    from grpo_tui.cli.overrides import own_overrides
+    from grpo_tui.cli.screen import has_terminal, show_board, start_and_show
 
     if profile is not None:
-        raise typer.Exit(start_and_show(profile, set_ or [], theme=theme, is_read_only=read_only))
+        second = second_of(new=new, join=join)
+        if read_only and new:
+            raise typer.BadParameter("--read-only starts no run: leave out --new")
+        raise typer.Exit(
+            start_and_show(
+                profile, own_overrides(profile, set_ or []), second=second, theme=theme, is_read_only=read_only
+            )
+        )
+    if new or join:
+        raise typer.BadParameter("--new and --join need --profile")
     if not has_terminal():
         typer.echo(ctx.get_help())
         raise typer.Exit(ExitCode.USAGE)
-    raise typer.Exit(pick_and_show(set_ or [], theme=theme, is_read_only=read_only))
+    raise typer.Exit(show_board(set_ or [], theme=theme, is_read_only=read_only))
 
 
 def main() -> NoReturn:
@@ -140,12 +167,17 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _exit_code(error: GrpoError) -> ExitCode:
-    from grpo_tui.client.local import NoSuchRun
+    from grpo_tui.client.local import NoSuchRun, StartRefused
+    from grpo_tui.client.start_queue import NotInTime
 
     match error:
         case ConfigError():
             return ExitCode.USAGE
+        case StartRefused():
+            return ExitCode.REFUSED
         case NoSuchRun():
             return ExitCode.NO_SUCH_RUN
+        case NotInTime():
+            return ExitCode.NOT_IN_TIME
         case _:
             return ExitCode.FAILED

@@ -9,6 +9,7 @@ import typer
 from grpo_tui.cli.printing import write_line
 
 if TYPE_CHECKING:
+    from grpo_tui.client.launch import Second
     from grpo_tui.client.local import Run
 
 RunArgument = Annotated[
@@ -24,6 +25,11 @@ TakePortsOption = Annotated[
         "--take-ports", help="End processes of your own that hold a declared port, also if no run started them."
     ),
 ]
+NewOption = Annotated[
+    bool, typer.Option("--new", help="Start another run beside live ones, with free ports in place of used ones.")
+]
+JoinOption = Annotated[bool, typer.Option("--join", help="Join the live run of the profile, whatever its settings.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 ReadOnlyOption = Annotated[bool, typer.Option("--read-only", help="Watch only: keys that change the run are refused.")]
@@ -31,6 +37,13 @@ ThemeOption = Annotated[
     str | None,
     typer.Option("--theme", metavar="NAME", help="Colours: dark, light, ansi or one of Textual's; default: the last."),
 ]
+
+
+def second_of(*, new: bool, join: bool) -> Second | None:
+    """What `--new` and `--join` ask for."""
+    if new and join:
+        raise typer.BadParameter("--new and --join exclude each other")
+    return "new" if new else "join" if join else None
 
 
 def split(words: list[str]) -> tuple[str | None, str]:
@@ -48,6 +61,13 @@ def run_to_read(prefix: str | None) -> Run:
     if prefix is None and not run.is_live:
         write_line(f"no live run here; showing {run.id}, which has ended", to_stderr=True)
     return run
+
+
+def note_unsupervised(run: Run) -> None:
+    """Print to stderr that a live run has lost its supervisor: a command that only reads starts none."""
+    if run.is_live and not run.has_daemon:
+        how = f"`grpo-tui upgrade {run.id}` starts one that takes them over"
+        write_line(f"{run.id} has no supervisor; its services keep running, and {how}", to_stderr=True)
 
 
 def run_to_act_on(prefix: str | None) -> Run:

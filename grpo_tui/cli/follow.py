@@ -1,4 +1,4 @@
-"""`grpo-tui logs | metrics`: the log of a service and the metrics of a run, from its files, without its supervisor."""
+"""`grpo-tui logs`: the log of a service from its file, without its supervisor; and reading any file as it grows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, BinaryIO, TextIO
 
 import typer
 
-from grpo_engine.wire.run_folder import METRICS_FILE, logged_services, service_log
-from grpo_tui.cli.arguments import JsonOption, RunAndService, RunArgument, run_to_read, split
+from grpo_engine.errors import GrpoError
+from grpo_engine.wire.run_folder import logged_services, service_log
+from grpo_tui.cli.arguments import RunAndService, note_unsupervised, run_to_read, split
 from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import look_at
 from grpo_tui.run_files.log_file import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
-from grpo_tui.run_files.metrics import read_line
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs.tail import RESET, ended, on_terminal, without_colours
 
@@ -33,8 +34,7 @@ FollowOption = Annotated[bool, typer.Option("-f", "--follow", help="Continue as 
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("metrics")(metrics_command)
+    """Add the command of this module."""
     app.command("logs")(logs_command)
 
 
@@ -47,6 +47,7 @@ def logs_command(
     """Show the end of a service's log over all its attempts. Works for ended runs too."""
     prefix, service = split(words)
     run = run_to_read(prefix)
+    note_unsupervised(run)
     path = service_log(run.folder, service)
     if not path.exists():
         names = ", ".join(logged_services(run.folder))
@@ -75,34 +76,6 @@ def logs_command(
     printer.end()
 
 
-def metrics_command(
-    run: RunArgument = None,
-    follow: FollowOption = False,
-    as_json: JsonOption = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Only metrics with this prefix, repeatable."),
-    ] = None,
-) -> None:
-    """Show the metrics of every step. --json prints the lines of metrics.jsonl unchanged."""
-    if only and as_json:
-        raise typer.BadParameter("--json prints lines unchanged: remove --only")
-    starts = tuple(only or ("",))
-    found = run_to_read(run)
-    path = found.folder / METRICS_FILE
-    last = tail(path, sys.maxsize, lambda line: True, with_unfinished=not follow)
-    num_shown = sum(_put_metrics(line, as_json, starts) for line in last.lines)
-    sys.stdout.flush()
-    if follow:
-        for line in grown(path, last, lambda: look_at(found.folder).is_live):
-            _put_metrics(line, as_json, starts)
-            sys.stdout.flush()
-    elif last.lines and not num_shown:
-        write_line(f"no metric of {found.id} starts with {' or '.join(starts)}", to_stderr=True)
-    elif not last.lines:
-        write_line(f"{found.id} has no metrics yet", to_stderr=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Tail:
     """The end of a file. Lines keep their newline; a piece of a line that is too long has none."""
@@ -121,7 +94,7 @@ def tail(path: Path, count: int, keep: Callable[[bytes], bool], *, with_unfinish
         with_unfinished: include a last line without a newline; else `grown` yields it once it is complete.
     """
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             end = place(file.fileno()).end
             pieces = _backwards(file.fileno(), end)
             first = next(pieces, b"")
@@ -201,10 +174,19 @@ def _lines(block: bytes) -> list[bytes]:
 def _read_from(path: Path, offset: int) -> Part:
     """The part of the file from an absolute offset on."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             return read_part(file.fileno(), offset, BLOCK_BYTES)
     except FileNotFoundError:
         return Part(b"", 0, Place(0, 0, 0))
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_file(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise GrpoError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 class _Printer:
@@ -251,25 +233,6 @@ def _report_gap(num_bytes: int) -> None:
     write_line(f"{bytes_text(num_bytes)} were dropped from the log before they could be read", to_stderr=True)
 
 
-def _put_metrics(line: bytes, as_json: bool, starts: tuple[str, ...]) -> bool:
-    """Print the metrics of a step with these prefixes; returns whether there were any."""
-    if as_json:
-        write_line(line.decode(errors="replace").rstrip("\n"))
-        return True
-    from grpo_tui.view.metrics.names import printed
-
-    record = read_line(line)
-    if record is None:
-        write_line(f"not a valid line of metrics.jsonl: {line[:120]!r}", to_stderr=True)
-        return False
-    shown = {name: value for name, value in record.metrics.items() if name.startswith(starts)}
-    if shown:
-        write_line(
-            f"step {record.step}  " + "  ".join(f"{name} {printed(name, value)}" for name, value in shown.items())
-        )
-    return bool(shown)
-
-
 def _pattern(grep: str | None) -> re.Pattern[bytes] | None:
     try:
         return None if grep is None else re.compile(grep.encode())
@@ -278,7 +241,6 @@ def _pattern(grep: str | None) -> re.Pattern[bytes] | None:
 
 
 def _is_service(folder: Path, service: str) -> bool:
-    from grpo_engine.wire.run_folder import PLAN_FILE
     from grpo_tui.profile.plan_file import Plan
 
-    return any(launch.name == service for launch in Plan.from_json((folder / PLAN_FILE).read_text()).launches)
+    return any(launch.name == service for launch in Plan.of(folder).launches)

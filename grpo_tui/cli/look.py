@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import compress
+from typing import Annotated
 
 import typer
 
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.metrics import HEALTHY_BANDS, Band, is_evaluated_score
-from grpo_engine.wire.supervisor import RunStatus
-from grpo_tui.cli.arguments import JsonOption, RunArgument, run_to_read
-from grpo_tui.cli.printing import write_line
-from grpo_tui.client.api import Run, run_status, runs
-from grpo_tui.client.local import age_words, left_out_runs, stored_status
+from grpo_engine.wire.metrics import Band, is_evaluated_score
+from grpo_engine.wire.supervisor import RunState, RunStatus, how_to_go_on
+from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
+from grpo_tui.cli.printing import indented, one_line, table, write_line
+from grpo_tui.client.api import Run, run_status
+from grpo_tui.client.local import age_words, duration_words, runs_and_left_out, stored_status
+from grpo_tui.paths import name_of_run
+from grpo_tui.view.progress import read_progress
 
+HELD = ("PORTS", "GPUS", "TAGS")
+"""Columns that are shown where any run has something in them."""
 FIRST_METRICS = (
     "reward/mean",
     "grpo/mean_ratio",
@@ -35,35 +44,68 @@ def register(app: typer.Typer) -> None:
     app.command("status")(status_command)
 
 
-def ps_command(as_json: JsonOption = False) -> None:
-    """List the runs of this folder, the newest first."""
-    rows = [(run, _stored(run)) for run in runs()]
+def ps_command(
+    as_json: JsonOption = False,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
+) -> None:
+    """List the runs of this folder, the newest first; on stderr the starts of this host that wait."""
+    from grpo_tui.client.start_queue import waiting_starts, who
+    from grpo_tui.view.diagnosis import diagnose
+
+    found, left_out = runs_and_left_out()
+    rows = [(run, _stored(run)) for run in found]
+    if tag is not None:
+        rows = [(run, status) for run, status in rows if status is not None and tag in status.tags]
+    for run, _ in rows:
+        note_unsupervised(run)
     if as_json:
         write_line(json.dumps([_summary(run, status) for run, status in rows], indent=1))
         return
-    lines = [("RUN", "STATE", "SERVICES", "AGE", "SUPERVISOR")]
+    lines: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LEFT", "SERVICES", "AGE", "SUPERVISOR", *HELD)]
     for run, status in rows:
         if status is None:
-            lines.append((run.id, "unknown", "-", "-", "alive" if run.has_daemon else "none"))
+            lines.append((run.id, "unknown", "-", "-", "-", "-", "alive" if run.has_daemon else "none", "", "", ""))
             continue
         up = sum(service.pid is not None for service in status.services)
         supervisor = f"pid {status.supervisor.pid}" if run.has_daemon and status.supervisor else "none"
         age = age_words(status.started_at, status.ended_at)
-        lines.append((run.id, status.state, f"{up}/{len(status.services)}", age, supervisor))
-    write_line(_table(lines))
-    for path in left_out_runs():
-        write_line(f"{path.parent}: left out, since {path.name} is not a regular file", to_stderr=True)
+        progress = read_progress(run.folder, is_live=run.is_live)
+        left = "-" if progress.time_left_s is None else duration_words(progress.time_left_s)
+        lines.append(
+            (run.id, status.state, progress.of_steps or "-", left, f"{up}/{len(status.services)}", age, supervisor,
+             *(",".join(map(str, each)) for each in _held(status)))
+        )  # fmt: skip
+    has_column = [
+        index < len(lines[0]) - len(HELD) or any(line[index] for line in lines[1:]) for index in range(len(lines[0]))
+    ]
+    write_line(table([tuple(compress(line, has_column)) for line in lines]))
+    for start in waiting_starts():
+        wanted = [*(f"port {port}" for port in start.ports), *(f"GPU {gpu}" for gpu in start.gpus)]
+        waited = f"{age_words(start.since, None)} in the queue"
+        write_line(one_line(f"{who(start)}: {waited}, for {', '.join(wanted) or 'files'}"), to_stderr=True)
+    for run, status in rows:
+        for warning in diagnose((), status) if run.is_live else ():
+            write_line(f"{run.id}: {warning.severity}: {indented(warning.text)}", to_stderr=True)
+    for each in left_out:
+        write_line(one_line(f"{each.path}: the run is left out: {each.why}"), to_stderr=True)
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:
     """Show the status of a run and what is wrong. Its services, GPUs and latest metrics."""
+    from grpo_tui.view.metrics.names import bands_of
+    from grpo_tui.view.run_settings import read_settings
+
     found = run_to_read(run)
-    status = _with_diagnosis(found, run_status(found))
+    settings = read_settings(found.folder)
+    status = _with_diagnosis(found, run_status(found), settings)
+    progress = read_progress(found.folder, is_live=found.is_live)
     if as_json:
-        write_line(status.model_dump_json(indent=1))
+        write_line(json.dumps({**status.model_dump(mode="json"), **asdict(progress)}, indent=1))
         return
     state = f"{status.state}, being taken down" if status.is_ending else status.state
-    write_line(f"{status.run}  {state}  {age_words(status.started_at, status.ended_at)}\n")
+    step = progress.of_steps and f"step {progress.of_steps}"
+    age = age_words(status.started_at, status.ended_at)
+    write_line("  ".join(filter(None, (one_line(status.run), state, step, progress.left, age))) + "\n")
     lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS")]
     for service in status.services:
         cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"
@@ -72,30 +114,40 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
             (service.name, service.state, service.health or "-", str(service.pid or "-"), str(service.restarts), cpu,
              _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports)
         )  # fmt: skip
-    write_line(_table(lines))
+        for rank in service.ranks:
+            cpu = "-" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f} %"
+            lines.append(
+                (f"  rank {rank.rank}", "", "" if rank.gpu is None else f"GPU {rank.gpu}", str(rank.pid), "", cpu,
+                 _bytes(rank.rss_bytes), _bytes(rank.gpu_memory_bytes), "")
+            )  # fmt: skip
+    write_line(table(lines))
     explained: list[str] = []
     for service in status.services:
         if service.why is not None:
-            explained.append(f"{service.name}: {service.why}")
+            explained.append(f"{one_line(service.name)}: {indented(service.why)}")
     if explained:
         write_line("\n" + "\n".join(explained))
-    _print_rest(status)
+    _print_rest(status, bands_of(settings))
+    if not found.is_live and status.state is not RunState.FINISHED:
+        write_line("\n" + how_to_go_on(found.folder))
 
 
-def _print_rest(status: RunStatus) -> None:
+def _print_rest(status: RunStatus, bands: Mapping[str, Band]) -> None:
     for gpu in status.gpus:
-        shares = ", ".join(f"{name} {_bytes(held)}" for name, held in gpu.by_service.items()) or "none of ours"
+        holders = (f"{name} {_bytes(held)}" for name, held in gpu.by_service.items())
+        shares = one_line(", ".join(holders) or "none of ours")
         used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
-        write_line(f"\nGPU {gpu.index} {gpu.name}: {used} of {total} ({shares})")
+        write_line(f"\nGPU {gpu.index} {one_line(gpu.name)}: {used} of {total} ({shares})")
     if status.gpu_note is not None:
-        write_line(f"\nGPUs: {status.gpu_note}")
+        write_line(f"\nGPUs: {indented(status.gpu_note)}")
     if status.metrics:
-        write_line(f"\n{_table(_metric_lines(status.metrics))}")
+        write_line(f"\n{table(_metric_lines(status.metrics, bands))}")
     for warning in status.warnings:
-        write_line(f"\n{warning.severity}: {warning.text}" + (f"\n  → {warning.hint}" if warning.hint else ""))
+        hint = f"\n  → {indented(warning.hint)}" if warning.hint else ""
+        write_line(f"\n{warning.severity}: {indented(warning.text)}{hint}")
 
 
-def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+def _metric_lines(metrics: Mapping[str, float], bands: Mapping[str, Band]) -> list[tuple[str, ...]]:
     """The latest values of the main metrics, with their healthy bands; `grpo-tui metrics` has all."""
     from grpo_tui.view.metrics.names import printed
 
@@ -103,7 +155,7 @@ def _metric_lines(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
     for name in ("step", *FIRST_METRICS, *filter(is_evaluated_score, metrics)):
         value = metrics.get(name)
         if value is not None:
-            band = HEALTHY_BANDS.get(name)
+            band = bands.get(name)
             verdict = "" if band is None else f"{'yes' if band.holds(value) else 'NO'}, {_band(band)}"
             lines.append((name, printed(name, value), verdict))
     return lines
@@ -115,7 +167,7 @@ def _band(band: Band) -> str:
     return f"{band.low} to {band.high}"
 
 
-def _with_diagnosis(run: Run, status: RunStatus) -> RunStatus:
+def _with_diagnosis(run: Run, status: RunStatus, settings: RunSettings) -> RunStatus:
     """Add a warning for each finding in the latest metrics and services."""
     from grpo_engine.wire.run_folder import METRICS_FILE
     from grpo_tui.run_files.metrics import MetricsTail
@@ -123,7 +175,7 @@ def _with_diagnosis(run: Run, status: RunStatus) -> RunStatus:
 
     history = MetricsTail(run.folder / METRICS_FILE).read().lines
     known = {warning.id for warning in status.warnings}
-    found = [warning for warning in diagnose(history, status) if warning.id not in known]
+    found = [warning for warning in diagnose(history, status, settings, now=time.time()) if warning.id not in known]
     return status.model_copy(update={"warnings": [*status.warnings, *found]})
 
 
@@ -134,7 +186,16 @@ def _stored(run: Run) -> RunStatus | None:
         return None
 
 
+def _held(status: RunStatus) -> tuple[list[int], list[int], list[str]]:
+    """The ports and GPUs that the services of a run declare, and its tags."""
+    services = status.services
+    gpus = {gpu for each in services for gpu in each.gpus}
+    return [port for each in services for port in each.ports], sorted(gpus), status.tags
+
+
 def _summary(run: Run, status: RunStatus | None) -> dict[str, object]:
+    from grpo_tui.view.diagnosis import diagnose
+
     return {
         "run": run.id,
         "profile": status.profile if status else None,
@@ -143,7 +204,11 @@ def _summary(run: Run, status: RunStatus | None) -> dict[str, object]:
         "supervisor": status.supervisor.model_dump() if status and status.supervisor else None,
         "started_at": status.started_at if status else None,
         "ended_at": status.ended_at if status else None,
+        **asdict(read_progress(run.folder, is_live=run.is_live)),
+        "warnings": [warning.model_dump() for warning in diagnose((), status)] if run.is_live else [],
         "folder": str(run.folder),
+        "name": name_of_run(run.id),
+        **(dict(zip(("ports", "gpus", "tags"), _held(status), strict=True)) if status else {}),
     }
 
 
@@ -151,11 +216,3 @@ def _bytes(count: int | None) -> str:
     if count is None:
         return "-"
     return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
-
-
-def _table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Left-aligned columns, without the import time of a library."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

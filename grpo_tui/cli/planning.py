@@ -11,15 +11,15 @@ import typer
 
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
+from grpo_tui.cli.arguments import JsonOption, NewOption, SetOption
+from grpo_tui.cli.overrides import own_overrides
 from grpo_tui.cli.printing import write_line
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
-from grpo_tui.profile.loading import LoadedProfile, load
+from grpo_tui.profile.loading import LoadedProfile, load, require_needs
 from grpo_tui.profile.plan import Plan, describe, make_plan, plan_text
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,13 +29,16 @@ def register(app: typer.Typer) -> None:
     app.command("profiles")(profiles_command)
 
 
-def plan_command(profile: ProfileOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
-    """Show what would start, without starting it. The order, and each command with its ports and GPUs."""
-    loaded, plan = planned(profile, set_ or [])
-    if as_json:
-        write_line(json.dumps(describe(plan, loaded), indent=1))
-        return
-    write_line(plan_text(plan, loaded))
+def plan_command(
+    profile: ProfileOption, set_: SetOption = None, as_json: JsonOption = False, new: NewOption = False
+) -> None:
+    """Show what would start, without starting it. The order, and each command with its ports and GPUs.
+
+    Exit code 2 if it could not start on this machine; stderr says what is lacking.
+    """
+    loaded, plan = planned(profile, own_overrides(profile, set_ or []), is_second=new)
+    write_line(json.dumps(describe(plan, loaded), indent=1) if as_json else plan_text(plan, loaded))
+    require_needs(loaded)
 
 
 def doctor_command(
@@ -46,19 +49,22 @@ def doctor_command(
     """Check this machine, and a profile on it. Each finding says what to do."""
     import asyncio
 
+    from grpo_tui.mps_process import of_driver, refusal
     from grpo_tui.profile.doctor import GpuFacts, Machine, examine
+    from grpo_tui.profile.doctor_ranks import Links
     from grpo_tui.supervisor.keeper.ports import port_holders
     from grpo_tui.supervisor.preflight import Gpu, look_at_gpus
     from grpo_tui.supervisor.report.machine_facts import nvidia_driver
     from grpo_tui.supervisor.usage.gpus import GpuReader, GpuSample
 
-    loaded, plan = planned(profile, set_ or []) if profile else (None, None)
+    loaded, plan = planned(profile, own_overrides(profile, set_ or [])) if profile else (None, None)
 
-    async def seen() -> tuple[GpuSample, list[Gpu]]:  # in one event loop: a late answer of the driver belongs to it
+    async def seen() -> tuple[GpuSample, list[Gpu], Links]:  # in one event loop, of which a late answer is a part
         reader = GpuReader()
-        return await reader.sample({}), await look_at_gpus(plan.launches if plan else (), reader)
+        sample = await reader.sample({})
+        return sample, await look_at_gpus(plan.launches if plan else (), reader), await reader.links()
 
-    sample, gpus = asyncio.run(seen())
+    sample, gpus, links = asyncio.run(seen())
     taken = {gpu.memory.index: gpu for gpu in gpus}
     machine = Machine(
         gpus=[
@@ -82,6 +88,8 @@ def doctor_command(
         port_leftovers=lambda ports: [
             each.words() for each in port_holders(ports) if each.owner.is_left_over(None, None)
         ],
+        mps_refusal=lambda gpus: of_driver(lambda nvml: refusal(nvml, gpus)),
+        links=links,
     )
     findings = examine(machine, loaded, plan, LOGS)
     if as_json:
@@ -122,7 +130,12 @@ def profiles_command(as_json: JsonOption = False) -> None:
         write_line(f"{name:<{width}}  {text}")
 
 
-def planned(profile: str, overrides: list[str]) -> tuple[LoadedProfile, Plan]:
-    """Load a profile and make its plan for a folder in ./logs, as a start would."""
+def planned(profile: str, overrides: list[str], *, is_second: bool = False) -> tuple[LoadedProfile, Plan]:
+    """Load a profile and make its plan for a folder in ./logs, as a start would; a second run on free ports."""
     loaded = load(profile, overrides)
+    if is_second or loaded.chosen_ports:
+        from grpo_tui.client.second_run import chosen_ports, free_ports
+
+        moves = free_ports(loaded, LOGS) if is_second else {}
+        loaded = load(profile, overrides, moved_ports=moves, chosen_ports=chosen_ports(loaded, moves, LOGS))
     return loaded, make_plan(loaded, run_folder=Path(LOGS) / new_run_id(loaded.name), python=sys.executable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
 def write_line(text: object, *, to_stderr: bool = False, flush: bool = False) -> None:
@@ -10,3 +11,31 @@ def write_line(text: object, *, to_stderr: bool = False, flush: bool = False) ->
     from grpo_engine.wire.terminal_text import printable  # here: a command starts the supervisor before it imports
 
     print(printable(str(text), keep="\n\t"), file=sys.stderr if to_stderr else sys.stdout, flush=flush)
+
+
+def one_line(text: object) -> str:
+    """Text from elsewhere for a part of a line: without line feeds, which would begin lines that look like ours."""
+    from grpo_engine.wire.terminal_text import printable
+
+    return printable(str(text))
+
+
+def indented(text: str) -> str:
+    """Text from elsewhere that may have several lines: those after its first do not begin as ours do."""
+    return text.replace("\n", "\n  ")
+
+
+def write_bytes(content: bytes) -> None:
+    """Write data that is not text to stdout, which is no terminal."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, without the import time of a library."""
+    rows = [[one_line(cell) for cell in line] for line in lines]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

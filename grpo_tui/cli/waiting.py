@@ -97,12 +97,16 @@ class ProgressPrinter:
     """Services whose failure a notice has explained."""
 
     def opened(self, opened: OpenedRun) -> None:
-        """Print that the run was started or joined."""
+        """Print that the run was started, resumed or joined."""
         name = opened.folder.name
-        verb = "started" if opened.is_new else "joined"
+        verb = "resumed" if opened.is_resumed else "started" if opened.is_new else "joined"
         self._say(f"run {name} {verb}", event=verb, run=name, folder=str(opened.folder), note=opened.note)
         if opened.note is not None and not self.as_json:
             write_line(opened.note, to_stderr=True)
+
+    def queued(self, text: str) -> None:
+        """Print what the start waits for."""
+        self._say(text, event="queued", text=text)
 
     def event(self, message: Snapshot | Event | Bye) -> None:
         """Print an event."""
@@ -126,9 +130,13 @@ class ProgressPrinter:
         self._say(text, event="note", text=text)
 
     def ended(self, watch: Watch, code: ExitCode) -> None:
-        """Print the result as JSON."""
+        """Print the result: for people, once more why each service failed, which is far up by now."""
         if self.as_json:
             self._say("", event="end", state=watch.state, exit_code=int(code), failed=list(watch.failed))
+            return
+        for service in watch.failed.values():
+            reason = (service.why or "no reason known").partition("\n")[0].removesuffix("; last lines:")
+            self._say(f"{service.name} failed: {reason}")
 
     def _service(self, service: ServiceStatus) -> None:
         now = (str(service.state), service.attempt)

@@ -23,16 +23,17 @@ from textual.screen import Screen
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.run_folder import newest_crash_report
-from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus
+from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus, how_to_go_on
 from grpo_engine.wire.terminal_text import printable
-from grpo_tui.exit_codes import ExitCode
+from grpo_tui.exit_codes import TO_BOARD, ExitCode
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.ui import messages, questions
 from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import wants_ascii
 from grpo_tui.ui.keys import EVERYWHERE, bindings
 from grpo_tui.ui.news import RunNews
-from grpo_tui.ui.pages import help_page, messages_page, page_width, service_page, warnings_page
+from grpo_tui.ui.pages import copied_commands, help_page, messages_page, page_width, service_page, warnings_page
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
@@ -66,7 +67,7 @@ class GrpoScreen(ThemedApp[None]):
     VERTICAL_BREAKPOINTS = [(0, "-too-low"), (MIN_ROWS, "-has-rows")]
     BINDINGS = [
         *bindings(EVERYWHERE),
-        Binding("ctrl+q", "detach", "detach", show=False, priority=True, tooltip="leave; the run keeps running"),
+        Binding("ctrl+q", "quit", "leave", show=False, priority=True, tooltip="leave; the run keeps running"),
         Binding("ctrl+c", "copy_or_leave", "copy", show=False, priority=True, tooltip="copy the selection, or leave"),
     ]
 
@@ -81,10 +82,12 @@ class GrpoScreen(ThemedApp[None]):
         theme: str = DARK,
         preferences: Preferences | None = None,
         remember: Callable[[Preferences], None] = lambda _: None,
+        has_board: bool = False,
     ) -> None:
         """Watch a run.
 
         Args:
+            has_board: whether it was opened from the board, which `q` leads back to.
             is_read_only: refuse every key that acts on the run.
             theme: a name of `themes.known_themes()`.
             preferences: saved preferences; None skips the hint for new users.
@@ -93,13 +96,15 @@ class GrpoScreen(ThemedApp[None]):
         super().__init__(theme=theme, is_ascii=is_ascii)
         self._preferences = preferences or Preferences(has_read_hint=True)
         self._remember = remember
-        who = viewer.Viewer(is_read_only=is_read_only, is_new=not self._preferences.has_read_hint)
+        who = viewer.Viewer(is_read_only=is_read_only, is_new=not self._preferences.has_read_hint, has_board=has_board)
         self.state = view.ViewState(run_folder=run_folder, now=clock(), viewer=who)
         self._connection = connection
         self._clock = clock
         self._is_draw_due = False
         self._news = RunNews(connection, state=lambda: self.state, post=self.post_message)
         self._screens_of_run: dict[str, RunScreen] = {}
+        self.goes_back = False
+        """Whether the user left for the board that this screen was opened from."""
 
     def get_default_screen(self) -> Screen[None]:
         """The main screen; it composes the parts."""
@@ -147,6 +152,7 @@ class GrpoScreen(ThemedApp[None]):
         self._is_draw_due = False
         if shown is not None:
             shown.draw(displayed(self.state))
+        self.show_title(title_of(self.state))
 
     @property
     def shown(self) -> RunScreen | None:
@@ -259,7 +265,8 @@ class GrpoScreen(ThemedApp[None]):
             self.shown.query_one(TravelBar).take_keys()
 
     def action_detach(self) -> None:
-        """Leave the screen; the run keeps running."""
+        """Leave the screen, to the board if it was opened from there; the run keeps running."""
+        self.goes_back = self.state.viewer.has_board
         self.leave()
 
     def action_copy_or_leave(self) -> None:
@@ -274,8 +281,8 @@ class GrpoScreen(ThemedApp[None]):
             screen.dismiss()
 
     async def action_quit(self) -> None:
-        """Detach: the palette's quit command must not end the run."""
-        self.action_detach()
+        """Leave the program, also if it was opened from the board; the run keeps running."""
+        self.leave()
 
     def action_select(self, by: int) -> None:
         """Move the selection by `by` rows."""
@@ -318,7 +325,9 @@ class GrpoScreen(ThemedApp[None]):
 
     def action_warnings(self) -> None:
         """Open every warning in full."""
-        self.push_screen(ReadingScreen("warnings", warnings_page(displayed(self.state), page_width(self.size.width))))
+        warnings = displayed(self.state).warnings
+        page = warnings_page(warnings, page_width(self.size.width))
+        self.push_screen(ReadingScreen("warnings", page, commands=copied_commands(warnings)))
 
     def action_messages(self) -> None:
         """Open the past messages in full."""
@@ -341,7 +350,7 @@ class GrpoScreen(ThemedApp[None]):
             return
         try:
             path = await asyncio.to_thread(newest_crash_report, self.state.run_folder, service.name)
-            text = "" if path is None else await asyncio.to_thread(path.read_text, "utf-8", "replace")
+            text = "" if path is None else (await asyncio.to_thread(read_whole, path)).decode(errors="replace")
         except OSError as error:
             self._show_message("error", f"the crash report of {service.name} cannot be read: {error}")
             return
@@ -399,9 +408,7 @@ class GrpoScreen(ThemedApp[None]):
         """Start or restart a service; if a foreign process holds its port, ask first whether to end that."""
         service = self.state.service(name)
         if self.state.status is not None and self.state.has_ended:
-            self._show_message(
-                "info", f"the run is over; grpo-tui --profile {self.state.status.profile} starts another"
-            )
+            self._show_message("info", f"the run is over; {how_to_go_on(self.state.run_folder)}")
             return
         question = None if service is None else questions.about_a_taken_port(service, user_name(os.getuid()))
         if question is None:
@@ -433,15 +440,18 @@ class GrpoScreen(ThemedApp[None]):
         self._apply(view.MessageShown(severity=severity, text=text, time=self._clock()))
 
 
-def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: bool = False) -> int:
+def open_screen(
+    run_folder: Path, *, theme: str | None = None, is_read_only: bool = False, has_board: bool = False
+) -> int:
     """Show a run until the user leaves; the run keeps running.
 
     Args:
+        has_board: whether it was opened from the board.
         theme: the theme to open with; None for the saved one.
         is_read_only: refuse every key that acts on the run.
 
     Returns:
-        The exit code: 1 if the run has failed, else 0.
+        The exit code: 1 if the run has failed, else 0; `TO_BOARD` if the user went back to the board.
     """
     folder = run_folder.resolve()
     file = preferences_file()
@@ -454,13 +464,23 @@ def open_screen(run_folder: Path, *, theme: str | None = None, is_read_only: boo
         theme=theme_to_open(theme, preferences.theme, os.environ),
         preferences=preferences,
         remember=lambda changed: write_preferences(file, changed),
+        has_board=has_board,
     )
     app.run_on_terminal()
+    if app.goes_back:
+        return TO_BOARD
     if app.return_code:
         return app.return_code
     sys.stderr.write(printable(exit_message(app.state)) + "\n")
     has_failed = app.state.status is not None and app.state.status.state is RunState.FAILED
     return ExitCode.FAILED if has_failed else ExitCode.OK
+
+
+def title_of(state: view.ViewState) -> str:
+    """The title of the terminal: `12/150  3m left  tiny-cpu-1122-033239-b9f4`; what changes comes first."""
+    progress, status = state.progress, state.status
+    run_state = None if status is None or status.state is RunState.RUNNING else status.state
+    return "  ".join(filter(None, (run_state, progress.of_steps, progress.left, state.run)))
 
 
 def exit_message(state: view.ViewState) -> str:
@@ -474,4 +494,5 @@ def exit_message(state: view.ViewState) -> str:
     step = f", step {state.history.last.step}" if state.history.last else ""
     failed = [service for service in status.services if service.state is ServiceState.FAILED]
     causes = "".join(f"; {service.name}: {service.why or 'failed'}" for service in failed)
-    return f"{state.run} {status.state}{lasted}{step}{causes}; its files are in {state.run_folder}"
+    further = "" if status.state is RunState.FINISHED else f"; {how_to_go_on(state.run_folder)}"
+    return f"{state.run} {status.state}{lasted}{step}{causes}; its files are in {state.run_folder}{further}"

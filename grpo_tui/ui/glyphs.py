@@ -14,6 +14,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState
+from grpo_tui.view.format import SPARK_BARS as SPARK_BARS
 
 SERVICE_GLYPHS = {
     ServiceState.WAITING: "○",
@@ -34,13 +35,24 @@ PROBE_SIGNS = {
 RUN_GLYPHS = {
     RunState.STARTING: "◐",
     RunState.RUNNING: "●",
+    RunState.RESTARTING: "↻",
     RunState.DEGRADED: "▲",
     RunState.FINISHED: "✓",
     RunState.FAILED: "✗",
     RunState.STOPPED: "■",
 }
+RUN_STYLES = {
+    RunState.STARTING: ".busy",
+    RunState.RUNNING: ".ok",
+    RunState.RESTARTING: ".busy",
+    RunState.DEGRADED: ".warning",
+    RunState.FINISHED: ".ok",
+    RunState.FAILED: ".error",
+    RunState.STOPPED: ".muted",
+}
+SEVERITY_STYLES = {"error": ".error", "warning": ".warning", "info": ".muted"}
+"""Styles of `grpo_tui.ui.widgets.lines`."""
 SEVERITY_GLYPHS = {"error": "✗", "warning": "▲", "info": "·"}
-SPARK_BARS = "▁▂▃▄▅▆▇█"
 SHARE_FILLS = "█▓▒▚▞▤▥▦▧▨▩▣"
 """One per service, so that a bar can be read without colours."""
 OTHERS_FILL = "╳"

@@ -54,7 +54,7 @@ LAST_EVERYWHERE = (
     Key(key="t", shown="t", action="app.travel", label="past",
         help="go back in time: every screen shows the run as it was then"),
     Key(key="w", shown="w", action="app.warnings", label="warnings", is_in_footer=False,
-        help="every warning in full: what is wrong, and what to change"),
+        help="every warning in full: what is wrong, and what to change; there 1 to 9 copy the commands"),
     Key(key="M", shown="M", action="app.messages", label="messages", is_in_footer=False,
         help="past messages in full: answers to keys, refusals, and notices of the supervisor"),
     Key(key="y", shown="y", action="screen.copy", label="copy", is_in_footer=False,

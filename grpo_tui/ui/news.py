@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.run_folder import METRICS_FILE
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, RunState, how_to_go_on
 from grpo_tui.run_files.metrics import MetricsTail
 from grpo_tui.ui import messages
 from grpo_tui.ui.connection import RunConnection
@@ -21,6 +21,7 @@ from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.view import state as view
 from grpo_tui.view.folder_watch import FolderWatch
 from grpo_tui.view.logs.tail import LogTail
+from grpo_tui.view.run_settings import read_settings
 from grpo_tui.view.service_details import read_launches
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.file import TimelineFile
@@ -120,15 +121,18 @@ class RunNews:
         is_over = status.state in ENDED_RUN_STATES
         if is_over and self._state().status is None:  # already over when the screen opened
             self._post(messages.MovedInTime(travel.Opened()))
+        further = "" if status.state is RunState.FINISHED else f"{how_to_go_on(self._state().run_folder)}, "
         words = (
-            f"the run is over: {status.state}; t goes back in time, q leaves"
+            f"the run is over: {status.state}; {further}t goes back in time, q leaves"
             if is_over
             else f"last known state, reconnecting: {note}"
         )
         self._post(messages.SupervisorLost(view.ConnectionLost(note=words, is_over=is_over)))
 
     async def _read_plan(self) -> None:
-        """Read once what the plan says of each service; it does not change while the run lasts."""
+        """Read once what the plan says of each service, and the settings; they do not change while the run lasts."""
+        settings = await asyncio.to_thread(read_settings, self._state().run_folder)
+        self._post(messages.StateChanged(view.SettingsRead(settings=settings)))
         with suppress(GrpoError):  # a run without one shows less
             launches = await asyncio.to_thread(read_launches, self._state().run_folder)
             self._post(messages.StateChanged(view.LaunchesRead(launches=launches)))

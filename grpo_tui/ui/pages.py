@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from textual.content import Content
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_engine.wire.secrets import masked_argv, masked_text
-from grpo_engine.wire.supervisor import ServiceStatus
+from grpo_engine.wire.supervisor import ServiceStatus, Warning
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.profile.plan_file import shown_command, shown_env
 from grpo_tui.services.base import Launch, Probe
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
 from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
 from grpo_tui.ui.widgets.frame.travel_bar import MARKS_LEGEND
+from grpo_tui.ui.widgets.lines import wrapped
 from grpo_tui.ui.widgets.main.metrics_panel import band_text
 from grpo_tui.ui.widgets.main.services_table import state_text
-from grpo_tui.ui.widgets.main.warnings_bar import wrapped
 from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, duration_text, percent_text
 from grpo_tui.view.metrics.names import MEANINGS, meaning_of
+from grpo_tui.view.rank_rows import rank_rows
 from grpo_tui.view.service_details import Attempt, ServiceHistory
 from grpo_tui.view.service_rules import reason
 from grpo_tui.view.state import ViewState
@@ -26,6 +29,8 @@ from grpo_tui.view.timeline.state import clock_at
 
 KEY_WIDTH = 7
 FACT_WIDTH = 12
+MAX_COPIED = 9
+"""As many keys as there are digits."""
 PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
 BAND_NAME_WIDTH = 25
 METRIC_NAME_WIDTH = 28
@@ -77,16 +82,40 @@ def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
     return Content("\n").join(rows)
 
 
-def warnings_page(state: ViewState, width: int) -> Content:
-    """Every warning with its cause and hint."""
-    if not state.warnings:
+def keys_page(groups: Mapping[str, Sequence[Key]], width: int, notes: Sequence[str] = ()) -> Content:
+    """Keys in words, below their headings, and what else is to be said."""
+    rows: list[Content] = []
+    for heading, keys in groups.items():
+        rows += [_heading(heading), *(row for key in keys if key.label for row in _key_rows(key, width)), Content("")]
+    rows += [row for note in notes for row in _hanging("", note, width)]
+    return Content("\n").join(rows)
+
+
+def warnings_page(warnings: Sequence[Warning], width: int) -> Content:
+    """Every warning with its cause and hint, and the commands of that with the keys that copy them."""
+    if not warnings:
         return Content("No warnings: every service is healthy, every metric in its band.")
     rows: list[Content] = []
-    for warning in state.warnings:
+    commands = copied_commands(warnings)
+    for warning in warnings:
         rows += _hanging((f"{SEVERITY_GLYPHS[warning.severity]} ", "bold"), warning.text, width, "bold")
         rows += _hanging("  → ", warning.hint, width) if warning.hint else []
+        for command in _commands_in(warning):
+            if command in commands:
+                rows += _hanging(f"    {commands.index(command) + 1} copies ", command, width, "bold")
         rows.append(Content(""))
     return Content("\n").join(rows[:-1])
+
+
+def copied_commands(warnings: Sequence[Warning]) -> list[str]:
+    """What the keys 1 to 9 copy on the page of warnings: the commands in their hints, in order."""
+    found = [command for warning in warnings for command in _commands_in(warning)]
+    return list(dict.fromkeys(found))[:MAX_COPIED]
+
+
+def _commands_in(warning: Warning) -> list[str]:
+    """What stands between backticks in its hint, on one line: it may be pasted into a shell."""
+    return [printable(each) for each in re.findall("`([^`]+)`", warning.hint or "")]
 
 
 def messages_page(state: ViewState, width: int) -> Content:
@@ -105,6 +134,8 @@ def service_page(
 ) -> Content:
     """All that is known of a service; `launch` is None where the plan cannot be read. Secrets are masked."""
     rows = [row for name, fact in _facts(service, launch, state) for row in _fact_rows(name, fact, width)]
+    if ranks := rank_rows([service], state.now):
+        rows += [Content(""), _heading("ranks"), *(Content(f"  {each}") for each in ranks)]
     rows += [Content(""), _heading("attempts")]
     rows += [row for attempt in history.attempts for row in _attempt_rows(attempt, state.now, width)]
     rows += [] if history.attempts else [Content("  none recorded")]
@@ -124,6 +155,8 @@ def _facts(service: ServiceStatus, launch: Launch | None, state: ViewState) -> I
     yield "state", f"{state_text(service, state)}, kind {service.kind}"
     if why := reason(service) or service.health:
         yield "why", why
+    if service.rank_stall is not None:
+        yield "stalled", f"for {duration_text(state.now - service.rank_stall.since)}: {service.rank_stall.text}"
     if service.pid is not None:
         up = UNKNOWN if service.started_at is None else clock_text(max(0.0, state.now - service.started_at))
         yield "process", f"pid {service.pid}, attempt {service.attempt}, up {up}, restarted {service.restarts} times"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS
+from grpo_tui.view.board.state import BoardRun, BoardSweep
 from grpo_tui.view.format import count_text
 from grpo_tui.view.service_rules import TRAINER_KIND
 from grpo_tui.view.state import ViewState
@@ -59,6 +60,20 @@ def about_ending_the_run(state: ViewState) -> Question:
     """The confirmation for ending the run."""
     live = tuple(_described(service) for service in state.services if service.pid is not None)
     return Question(text=f"End the run {state.run}?", named=live or ("no service is running",))
+
+
+def about_ending_runs(runs: Sequence[BoardRun], sweep: BoardSweep | None) -> Question:
+    """The confirmation for ending live runs, or a sweep that starts runs."""
+    named = [f"{run.name}, {run.state_word}, {_at_step(run)}" for run in runs]
+    if sweep is not None:
+        again = f"grpo-tui sweep resume {sweep.name} goes on with it"
+        return Question(text=f"End the sweep {sweep.name} and its live runs?", named=(*named, again))
+    text = f"End the run {runs[0].name}?" if len(runs) == 1 else f"End these {len(runs)} runs?"
+    return Question(text=text, named=(*named, "and every process that they started"))
+
+
+def _at_step(run: BoardRun) -> str:
+    return "before its first step" if run.progress.step is None else f"step {run.progress.step:,}"
 
 
 def about_a_taken_port(service: ServiceStatus, user: str) -> Question | None:

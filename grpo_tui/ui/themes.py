@@ -18,14 +18,18 @@ from rich.console import RenderableType
 from textual import events
 from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import App, ReturnType
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 from textual.timer import Timer, TimerCallback
 
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.ui.glyphs import AsciiOnly
 from grpo_tui.ui.terminal.changed_cells import ChangedCells, TerminalCells
 from grpo_tui.ui.terminal.line_pace import GIVE_UP_S, LinePace
+from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
 from grpo_tui.ui.terminal.terminal_watch import TerminalWatch
 from grpo_tui.ui.waiting import wait_at_most
 
@@ -84,6 +88,8 @@ NO_COLOURS = NoColor()
 RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezterm", "foot", "iterm")
 """Parts of `TERM` that imply more than sixteen colours."""
 
+MAX_PASTED = 4096
+"""Characters."""
 LAYOUT_LIMIT_S = 0.2
 """Longest wait for the layout of a new screen before it is painted."""
 REPAINT_AFTER_S = 0.2
@@ -99,6 +105,7 @@ class ThemedApp(App[ReturnType]):
         self._ascii = AsciiOnly() if is_ascii else None
         self._cells = TerminalCells()
         self._pace = LinePace()
+        self._shown_title = ""
         self._is_paint_due = False
         self._leaves_with: tuple[ReturnType | None] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -114,6 +121,17 @@ class ThemedApp(App[ReturnType]):
                 os.environ.pop(name, None)
         with TerminalWatch(self._leave_soon):
             return self.run()
+
+    def get_driver_class(self) -> type[Driver]:
+        """Ours in place of Textual's for terminals; another one, as of `textual serve`, stays."""
+        chosen = super().get_driver_class()
+        return ResumableDriver if chosen is LinuxDriver else chosen
+
+    async def on_event(self, event: events.Event) -> None:
+        """Cut what is pasted: an input needs seconds for a line of a megabyte, and nothing is drawn meanwhile."""
+        if isinstance(event, events.Paste):
+            event.text = event.text[:MAX_PASTED]
+        await super().on_event(event)
 
     def _leave_soon(self) -> None:
         """Exit, called from any thread."""
@@ -179,15 +197,23 @@ class ThemedApp(App[ReturnType]):
             await wait_at_most(laid_out, LAYOUT_LIMIT_S)
         self.screen.refresh()
 
+    def show_title(self, text: str) -> None:
+        """Set the title of the terminal, where there is one."""
+        text = printable(text)
+        if text != self._shown_title and isinstance(self._driver, ResumableDriver):
+            self._shown_title = text
+            self._driver.show_title(text)
+
     def action_redraw(self) -> None:
-        """Send every cell again."""
+        """Send every cell and the title again."""
         self._cells.forget()
+        self._shown_title = ""
         self.screen.refresh()
 
     def on_mount(self) -> None:
         """Repaint everything after another program used the terminal."""
         self._event_loop = asyncio.get_running_loop()
-        self.app_resume_signal.subscribe(self, lambda _: self._cells.forget())
+        self.app_resume_signal.subscribe(self, lambda _: self.action_redraw())
 
     def on_ready(self) -> None:
         """Enable the garbage collector if start-up disabled it, and exempt what is loaded by now."""

@@ -8,6 +8,7 @@ from grpo_engine.diagnosis.text import UNKNOWN as UNKNOWN
 from grpo_engine.diagnosis.text import count_text as count_text
 from grpo_engine.diagnosis.text import number_text as number_text
 
+SPARK_BARS = "▁▂▃▄▅▆▇█"
 KIBI = 1024
 BYTE_UNITS = ("B", "K", "M", "G", "T", "P")
 MINUTE_S = 60
@@ -71,6 +72,11 @@ def whole_text(value: float) -> str:
             value, unit = value / unit_size, name
             break
     return f"{value:.4g}{unit}" if unit else f"{value:,.0f}"
+
+
+def span_text(first: int, last: int) -> str:
+    """`7`, `7–9`."""
+    return str(first) if first == last else f"{first}–{last}"
 
 
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:

@@ -97,16 +97,6 @@ def last_restart(transitions: tuple[Transition, ...]) -> tuple[Transition, ...]:
     return restart[: end + 1]
 
 
-def is_restart_by_request(transitions: tuple[Transition, ...]) -> bool:
-    """Whether a restart is under way that began with a stop of a service that was ready, and not with an exit."""
-    restart = last_restart(transitions)
-    is_over = not restart or restart[-1].state in SETTLED
-    if is_over or restart[0].state is ServiceState.BACKOFF:
-        return False
-    before = transitions[: len(transitions) - len(restart)]
-    return bool(before) and before[-1].state is ServiceState.READY
-
-
 def _is_begin(transitions: tuple[Transition, ...], place: int) -> bool:
     match transitions[place].state:
         case ServiceState.STOPPING | ServiceState.BACKOFF:

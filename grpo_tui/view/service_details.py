@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.run_folder import PLAN_FILE, TIMELINE_FILE
+from grpo_engine.wire.run_folder import TIMELINE_FILE
 from grpo_engine.wire.supervisor import ServiceChanged, ServiceState, ServiceStatus, Snapshot, read_from_daemon
 from grpo_tui.profile.plan_file import Plan
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.run_files.timeline import USAGE_START
 from grpo_tui.services.base import Launch
 from grpo_tui.view.service_rules import reason
@@ -63,21 +65,20 @@ def read_launches(run_folder: Path) -> Mapping[str, Launch]:
     Raises:
         PeerError: the plan is missing or damaged.
     """
-    path = run_folder / PLAN_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PeerError(f"{path.name} cannot be read: {error}") from None
-    return {launch.name: launch for launch in Plan.from_json(text, where=path.name).launches}
+    return {launch.name: launch for launch in Plan.of(run_folder).launches}
 
 
 def read_history(run_folder: Path, service: str, until: float | None = None) -> ServiceHistory:
     """Attempts and probe answers from the timeline, up to a moment; nothing where there is no timeline."""
+    earlier: list[Attempt] = []
     attempts: dict[int, Attempt] = {}
     answers: list[ProbeAnswer] = []
     for time, status in _statuses(run_folder, service):
         if until is not None and time > until:
             break
+        if not status.attempt and attempts:  # the run was resumed, and counts again
+            earlier += attempts.values()
+            attempts = {}
         known = attempts.get(status.attempt)
         if status.attempt and known is None:
             known = attempts[status.attempt] = Attempt(number=status.attempt, started_at=status.started_at or time)
@@ -86,14 +87,16 @@ def read_history(run_folder: Path, service: str, until: float | None = None) -> 
             attempts[status.attempt] = ended
         if status.health and (not answers or answers[-1].words != status.health):
             answers.append(ProbeAnswer(time=time, words=status.health))
-    return ServiceHistory(attempts=tuple(attempts.values())[-MAX_ATTEMPTS:], answers=tuple(answers[-MAX_ANSWERS:]))
+    return ServiceHistory(
+        attempts=(*earlier, *attempts.values())[-MAX_ATTEMPTS:], answers=tuple(answers[-MAX_ANSWERS:])
+    )
 
 
 def _statuses(run_folder: Path, service: str) -> Iterator[tuple[float, ServiceStatus]]:
     """Every recorded status of a service with its time; damaged lines are passed over."""
     try:
-        with (run_folder / TIMELINE_FILE).open("rb") as file:
-            lines = [line for line in file.readlines(MAX_BYTES) if not line.startswith(USAGE_START)]
+        with open_file(run_folder / TIMELINE_FILE) as file:
+            lines = [line for line in BytesIO(file.read(MAX_BYTES)) if not line.startswith(USAGE_START)]
     except OSError:
         return
     for line in lines:

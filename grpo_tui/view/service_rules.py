@@ -37,6 +37,10 @@ KNOWN_CAUSES = (
         ("address already in use", "eaddrinuse", "port is taken"),
         "another process has its port: end it, or set another --port",
     ),
+    (
+        ("mps server", "mps client", "cudaerrormps"),
+        "see mps.log; where it happens again, `mps = false` in [gpu] of the profile runs the services without MPS",
+    ),
     (("re-initialize cuda",), "set VLLM_WORKER_MULTIPROC_METHOD=spawn in the service's env"),
     (
         ("no module named", "modulenotfound", "command not found", "no such file"),

@@ -68,3 +68,6 @@ def _is_met(condition: NeedCondition, needed: ServiceStatus | None) -> bool:
             return needed.state in UP_STATES
         case NeedCondition.FINISHED:
             return needed.state is ServiceState.FINISHED
+        case NeedCondition.SETTLED:
+            at_rest = {ServiceState.FINISHED, ServiceState.FAILED, ServiceState.STOPPED}
+            return needed.state in UP_STATES or needed.state in at_rest

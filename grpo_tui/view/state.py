@@ -6,13 +6,14 @@ a clock tick.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, assert_never
 
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
@@ -32,15 +33,18 @@ from grpo_tui.run_files.timeline import after_event
 from grpo_tui.services.base import Launch
 from grpo_tui.view import viewer
 from grpo_tui.view.alignment import state as alignment_view
-from grpo_tui.view.diagnosis import GRAVITY, diagnose
+from grpo_tui.view.diagnosis import GRAVITY, UNKNOWN_SETTINGS, diagnose
 from grpo_tui.view.folder_watch import FolderState, folder_warnings
 from grpo_tui.view.gpus import state as gpu_view
 from grpo_tui.view.logs import state as log_view
 from grpo_tui.view.logs.tail import LogView
 from grpo_tui.view.metrics import state as plot_view
 from grpo_tui.view.metrics.history import MetricHistory, extended
+from grpo_tui.view.metrics.names import bands_of
 from grpo_tui.view.phases import StartPhases, Transition, Transitions, last_restart, with_service, with_services
+from grpo_tui.view.progress import Progress, progress_of
 from grpo_tui.view.rollouts import state as rollout_view
+from grpo_tui.view.stall_rules import stalls
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.state import Known
 
@@ -97,6 +101,8 @@ class ViewState:
     status: RunStatus | None = None
     launches: Mapping[str, Launch] = field(default_factory=lambda: MappingProxyType({}))
     """What the plan says of each service: needs, probes, limits; empty until it is read."""
+    settings: RunSettings = UNKNOWN_SETTINGS
+    """By which its metrics are judged; unknown until they are read."""
     transitions: Transitions = field(default_factory=lambda: MappingProxyType({}))
     """The latest states of each service, the newest last."""
     start_phases: StartPhases = field(default_factory=lambda: MappingProxyType({}))
@@ -163,6 +169,12 @@ class ViewState:
         return self.status is not None and self.status.state in ENDED_RUN_STATES
 
     @property
+    def progress(self) -> Progress:
+        """How far the run is; how long it will take is told of the present only."""
+        is_live = self.status is not None and not self.has_ended and self.until is None
+        return progress_of(self.history.lines, self.settings.training_steps, is_live=is_live)
+
+    @property
     def folder_warnings(self) -> tuple[Warning, ...]:
         """The warning about the run's folder if it was deleted or replaced."""
         is_supervised = self.connection is Connection.LIVE
@@ -215,6 +227,13 @@ class LaunchesRead:
     """The plan of the run was read."""
 
     launches: Mapping[str, Launch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsRead:
+    """The settings of the run were read."""
+
+    settings: RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +316,7 @@ class MessageShown:
 
 Change = (
     Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
-    | Ticked | ConnectionLost | StatusRead | LaunchesRead | MetricsRead | FolderChecked | LogRead
+    | Ticked | ConnectionLost | StatusRead | LaunchesRead | SettingsRead | MetricsRead | FolderChecked | LogRead
     | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | MessageShown
     | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
     | plot_view.PlotChange | log_view.LogChange | travel.TravelChange | viewer.ViewerChange
@@ -319,7 +338,8 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             note = f"the run is over: {change.state}"
             return _rediagnosed(replace(state, connection=Connection.ENDED, connection_note=note, status=status))
         case Ticked():
-            return replace(state, now=change.now, host_memory=_visible_memory(state.host_memory, change.host_memory))
+            memory = _visible_memory(state.host_memory, change.host_memory)
+            return _rediagnosed(replace(state, now=change.now, host_memory=memory))
         case ConnectionLost():
             connection = Connection.ENDED if change.is_over else Connection.LOST
             return _rediagnosed(replace(state, connection=connection, connection_note=change.note))
@@ -327,6 +347,10 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return _with_status(state, change.status)
         case LaunchesRead():
             return replace(state, launches=change.launches)
+        case SettingsRead():
+            bands = bands_of(change.settings)
+            judged = replace(state, settings=change.settings, history=replace(state.history, bands=bands))
+            return _with_history(judged, judged.history)
         case MetricsRead():
             return _with_metrics(state, change)
         case FolderChecked():
@@ -444,23 +468,31 @@ def _selecting_what_starts(state: ViewState) -> ViewState:
 
 def _rediagnosed(state: ViewState) -> ViewState:
     """Merge the supervisor's warnings and our own."""
-    warnings = merged_warnings(state.status, (*state.folder_warnings, *state.metric_warnings))
+    own = (*state.folder_warnings, *state.metric_warnings)
+    warnings = merged_warnings(state.status, own, state.history.lines, state.now)
     return state if warnings == state.warnings else replace(state, warnings=warnings)
 
 
-def merged_warnings(status: RunStatus | None, own: tuple[Warning, ...]) -> tuple[Warning, ...]:
+def merged_warnings(
+    status: RunStatus | None, own: tuple[Warning, ...], lines: Sequence[MetricsLine], now: float
+) -> tuple[Warning, ...]:
     """The supervisor's warnings and our own, each id once, the most severe first."""
     by_id = {warning.id: warning for warning in (status.warnings if status else [])}
-    for warning in (*diagnose((), status), *own):
+    stalled = () if status is None else stalls(lines, status, now)
+    for warning in (*diagnose((), status), *stalled, *own):
         by_id.setdefault(warning.id, warning)
     return tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
 
 
 def _with_metrics(state: ViewState, read: MetricsRead) -> ViewState:
-    history = extended(MetricHistory() if read.is_restarted else state.history, read.lines)
+    before = MetricHistory(bands=state.history.bands) if read.is_restarted else state.history
     num_bad = read.num_bad_lines + (0 if read.is_restarted else state.num_bad_metric_lines)
-    found = tuple(diagnose(history.lines, None))
-    return _rediagnosed(replace(state, history=history, num_bad_metric_lines=num_bad, metric_warnings=found))
+    return _with_history(replace(state, num_bad_metric_lines=num_bad), extended(before, read.lines))
+
+
+def _with_history(state: ViewState, history: MetricHistory) -> ViewState:
+    found = tuple(diagnose(history.lines, None, state.settings))
+    return _rediagnosed(replace(state, history=history, metric_warnings=found))
 
 
 def _with_log(state: ViewState, read: LogRead) -> ViewState:

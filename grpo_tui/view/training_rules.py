@@ -7,10 +7,13 @@ bounds stand below with their reasons. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import sqrt
 from statistics import median
 from types import MappingProxyType
 
-from grpo_engine.wire.metrics import HEALTHY_BANDS, MetricsLine
+from grpo_engine.diagnosis.evidence import USUAL_CLIP, RunSettings
+from grpo_engine.wire.metrics import EVALUATION_PREFIX, HEALTHY_BANDS, STALE_GROUPS, MetricsLine
 from grpo_engine.wire.supervisor import Warning
 from grpo_tui.view.format import number_text
 
@@ -21,9 +24,18 @@ YOUNG = 10
 DIFF_LIMIT = HEALTHY_BANDS["alignment/diff_abs_mean"].high or 0.1
 RATIO_BAND = HEALTHY_BANDS["grpo/mean_ratio"]
 MANY_CLIPPED = HEALTHY_BANDS["grpo/clipped_fraction"].high or 0.3
+MANY_CLIPPED_SEQUENCES = 0.6
+"""Share of tokens whose gradient the clip of whole sequences takes away. Its band is so narrow that arithmetic alone
+leaves it, which takes away up to one half: ratios above it have A > 0 as often as A < 0."""
 LOOK_CLOSER = "; the alignment screen (3) finds the cause from the tokens"
 SAME_REWARDS = 0.9
 """Share of groups without a difference in reward: at 0.9 only a tenth of the work teaches anything."""
+SOLVED = 0.9
+"""Mean reward from which on a task is solved, where rewards are 1 at most."""
+NO_DIFFERENCE = 1e-9
+"""Rewards that differ by less are one value, whatever their size."""
+FEW_PROMPTS = 16
+"""Held-out prompts below which pass@1 is uncertain by more than 0.12."""
 COLLAPSED_ENTROPY = 0.05
 """Nats a token: the policy is sure of nearly everything …"""
 COLLAPSE_FACTOR = 5
@@ -34,14 +46,23 @@ HUGE_GRADIENT = 1.0
 DIVERGED_LOSS = -10.0
 """The documented sign of missing clipping."""
 MANY_TRUNCATED = 0.3
+FALLEN_SHARE = 0.3
+"""Share of its best mean that the reward must have lost …"""
+FALLEN_NOISE = 3.0
+"""… and how many times more than it usually changes from one step to the next, before it is said to fall."""
 STALE_VERSIONS = 4.0
+MUCH_WAITING, LITTLE_WAITING = 0.3, 0.1
+"""Shares of the time in which a side waits for the other: from the one on it is named, up to the other it is none."""
+SHORT_STEP_S = 1.0
+"""Steps that are shorter say nothing about where the time goes."""
 
 
 class Measurements:
     """Lines of metrics, asked by name."""
 
-    def __init__(self, lines: Sequence[MetricsLine]) -> None:
+    def __init__(self, lines: Sequence[MetricsLine], settings: RunSettings) -> None:
         self.lines = lines
+        self.settings = settings
 
     def values(self, name: str) -> list[float]:
         """Every measurement, the oldest first."""
@@ -146,8 +167,12 @@ def _ratio_out_of_band(measured: Measurements) -> float | None:
 
 
 def _much_clipped(measured: Measurements) -> float | None:
-    clipped = measured.recent("grpo/clipped_fraction")
-    return None if clipped is None or clipped < MANY_CLIPPED else clipped
+    """The share of clipped tokens where it is large for the loss in use."""
+    name, limit = "grpo/clipped_fraction", MANY_CLIPPED
+    if measured.settings.clips_sequences:
+        name, limit = "grpo/clipped_fraction_acting", MANY_CLIPPED_SEQUENCES
+    clipped = measured.recent(name)
+    return None if clipped is None or clipped < limit else clipped
 
 
 def mean_ratio(measured: Measurements) -> Iterator[Warning]:
@@ -169,6 +194,17 @@ def clipped_fraction(measured: Measurements) -> Iterator[Warning]:
     clipped = _much_clipped(measured)
     if clipped is None:
         return
+    if measured.settings.clips_sequences:
+        low, high = measured.settings.clip_low, measured.settings.clip_high
+        yield Warning(
+            id="clipped-fraction",
+            severity="warning",
+            text=f"the clip of whole sequences takes the gradient of {100 * clipped:.0f}% of the tokens away (healthy: "
+            f"< {100 * MANY_CLIPPED_SEQUENCES:.0f}%; band: 1 - {low:g} to 1 + {high:g}): steps are too large for the "
+            "age of the rollouts",
+            hint="lower --lr, add --warmup-steps 20, or limit --max-staleness; --clip-low and --clip-high are the band",
+        )
+        return
     yield Warning(
         id="clipped-fraction",
         severity="warning",
@@ -184,14 +220,16 @@ def equal_rewards(measured: Measurements) -> Iterator[Warning]:
     if same is None or same < SAME_REWARDS:
         return
     rewards = measured.values("reward/mean")
-    least, most = min(rewards, default=0.0), max(rewards, default=0.0)
-    if reward is not None and reward >= 0.9:
+    newest, spread = rewards[-RECENT:], measured.recent("reward/std") or 0.0
+    has_one_value = spread <= NO_DIFFERENCE and max(newest, default=0.0) - min(newest, default=0.0) <= NO_DIFFERENCE
+    if reward is not None and reward >= SOLVED and max(rewards) <= 1:
         cause, hint = (
             "the task has become too easy",
             "make the task harder (--task.difficulty, where it has one), or end the run: it is solved",
         )
-    elif reward is not None and reward <= max(0.05, least) and most <= 0.1:
-        cause = "no answer is ever rewarded: the task is too hard, or the reward does not find the answer"
+    elif reward is not None and reward <= NO_DIFFERENCE and has_one_value:
+        often = "no answer is ever rewarded" if max(rewards) <= NO_DIFFERENCE else "no answer is rewarded any more"
+        cause = f"{often}: the task is too hard, or the reward does not find the answer"
         hint = (
             "make the task easier (--task.difficulty, where it has one), leave more room (--max-tokens, "
             "--max-token-length), and read a few completions in rollouts.jsonl"
@@ -203,6 +241,48 @@ def equal_rewards(measured: Measurements) -> Iterator[Warning]:
         id="equal-rewards",
         severity="warning",
         text=f"in {100 * same:.0f}% of the groups all rewards are equal, so they give no gradient: {cause}",
+        hint=hint,
+    )
+
+
+def single_groups(measured: Measurements) -> Iterator[Warning]:
+    """Groups of one completion, which has nothing to be compared with."""
+    size = measured.recent("rollout/group_size_mean")
+    if size is None or size > 1:
+        return
+    yield Warning(
+        id="single-groups",
+        severity="error",
+        text="every group has one completion, so there is nothing to compare its reward with: the advantage is 0 and "
+        "rewards give no gradient",
+        hint="set --group-size of the environment to 8, 4 at least",
+    )
+
+
+def few_held_out(measured: Measurements) -> Iterator[Warning]:
+    """An evaluation of so few prompts that its scores are chance."""
+    evaluated = next((line.metrics for line in reversed(measured.lines) if "eval/time" in line.metrics), {})
+    counts = {
+        name.removeprefix(EVALUATION_PREFIX).removesuffix("num_prompts").strip("/"): int(value)
+        for name, value in evaluated.items()
+        if name.startswith(EVALUATION_PREFIX) and name.endswith("num_prompts") and value < FEW_PROMPTS
+    }
+    if not counts:
+        return
+    environment, num = min(counts.items(), key=lambda each: each[1])
+    whose = f" of {environment}" if environment else ""
+    wanted = measured.settings.eval_prompts
+    hint = (
+        "give the task more to hold out: a file of its own (held_out_path of the task, --task.held-out-path), or more "
+        "records: without that file one in sixteen is held out"
+    )
+    if wanted is not None and wanted <= num:
+        hint = f"set --eval-prompts to 64, {FEW_PROMPTS} at least"
+    yield Warning(
+        id="few-held-out",
+        severity="warning",
+        text=f"evaluations{whose} have {num} held-out prompt{'' if num == 1 else 's'}, fewer than {FEW_PROMPTS}: "
+        f"their pass@1 is uncertain by up to ±{0.5 / sqrt(num):.2f}",
         hint=hint,
     )
 
@@ -270,6 +350,58 @@ def truncated(measured: Measurements) -> Iterator[Warning]:
         )
 
 
+def falling_reward(measured: Measurements) -> Iterator[Warning]:
+    """The policy has become worse than it was: the documented sign of updates that are too large."""
+    rewards = measured.values("reward/mean")
+    if len(rewards) < YOUNG + RECENT:
+        return
+    starts = range(0, len(rewards) - 2 * RECENT + 1, RECENT)
+    best, now = max(median(rewards[start : start + RECENT]) for start in starts), median(rewards[-RECENT:])
+    usual_change = median(abs(after - before) for before, after in pairwise(rewards))
+    if best - now <= max(FALLEN_SHARE * abs(best), FALLEN_NOISE * usual_change, NO_DIFFERENCE):
+        return
+    cause, hint = _why_it_falls(measured)
+    yield Warning(
+        id="falling-reward",
+        severity="warning",
+        text=f"the mean reward fell from {number_text(best)} to {number_text(now)}: {cause}",
+        hint=f"go back to the best checkpoint (grpo-tui branch RUN --from step_N) and {hint}; a curriculum that has "
+        "become harder lowers it too",
+    )
+
+
+def _why_it_falls(measured: Measurements) -> tuple[str, str]:
+    """The likeliest cause by the other metrics, and what to do about it."""
+    difference, ratio, clipped = (
+        measured.recent("alignment/diff_abs_mean"),
+        _ratio_out_of_band(measured),
+        _much_clipped(measured),
+    )
+    entropy, began = measured.recent("grpo/entropy"), measured.first("grpo/entropy")
+    cut_off, at_first = measured.recent("rollout/truncated_fraction"), measured.first("rollout/truncated_fraction")
+    if difference is not None and difference >= DIFF_LIMIT:
+        return "trainer and inference disagree, so the gradient is of another policy", (
+            "let them agree first: grpo-engine check with the flags of train"
+        )
+    if ratio is not None or clipped is not None:
+        which = (
+            f"mean_ratio is {number_text(ratio)}" if ratio is not None else f"{100 * (clipped or 0):.0f}% is clipped"
+        )
+        return f"updates are too large ({which})", "lower --lr, add --warmup-steps 20, keep --clip-eps 0.2"
+    if measured.settings.is_clip_known and measured.settings.clip_high > 2 * USUAL_CLIP:
+        return f"the clip is wide (1 + {measured.settings.clip_high:g})", "set --clip-eps 0.2"
+    if cut_off is not None and cut_off >= MANY_TRUNCATED > (at_first or 0.0):
+        return "completions have become longer than their limit", "raise --max-tokens, or set --overlong-buffer"
+    if entropy is not None and began is not None and entropy > max(2 * began, began + 0.5):
+        return f"the policy becomes random (entropy {number_text(began)}, now {number_text(entropy)})", (
+            "lower --lr and --entropy-coef, or hold it near its start with --kl-coef 0.01"
+        )
+    return "no other metric says why", (
+        "lower --lr, or hold the policy near its start with --kl-coef 0.01; read a few completions in rollouts.jsonl "
+        "(screen 4): a reward that can be had by another answer than the intended one looks like this on held-out items"
+    )
+
+
 def stale_rollouts(measured: Measurements) -> Iterator[Warning]:
     """Groups that an old policy sampled."""
     mean, most = measured.recent("rollout/staleness_mean"), measured.recent("rollout/staleness_max")
@@ -283,17 +415,77 @@ def stale_rollouts(measured: Measurements) -> Iterator[Warning]:
         )
 
 
+def dropped_groups(measured: Measurements) -> Iterator[Warning]:
+    """Groups that were sampled and became too old."""
+    dropped = measured.recent(STALE_GROUPS)
+    if dropped is not None and dropped >= 1:
+        yield Warning(
+            id="dropped-groups",
+            severity="warning",
+            text=f"{dropped:.0f} groups a step are sampled and dropped: faster ones overtake them, until they "
+            "are older than max_staleness",
+            hint="raise --max-staleness, or lower --max-tokens, so that lengths differ less; of a window or replay "
+            "buffer, services.api.buffer_sampling=oldest leaves the fewest behind",
+        )
+
+
+def waiting_sides(measured: Measurements) -> Iterator[Warning]:
+    """The trainer waits for groups, or environments wait for the trainer, or both in turns.
+
+    The shares of the time in which the sides work are the work of a step in their own times, so their quotient is how
+    many times as fast the slower side must be for neither to wait.
+    """
+    trainer, generation = measured.recent("train/busy_fraction"), measured.recent("rollout/busy_fraction")
+    if trainer is None or generation is None or len(measured.values("rollout/busy_fraction")) < YOUNG:
+        return
+    if (measured.recent("train/step_time") or 0.0) < SHORT_STEP_S:
+        return
+    for_groups, for_trainer = 1 - trainer, 1 - generation
+    if for_groups >= MUCH_WAITING and for_trainer >= MUCH_WAITING:
+        text = (
+            f"trainer and environments take turns: it waits for groups {100 * for_groups:.0f}% of the time, and they "
+            f"for it {100 * for_trainer:.0f}%"
+        )
+        hint = (
+            "raise --max-staleness of the trainer, or where it is unset --max-batches-offpolicy of environments, so "
+            "that both work at once: a step then takes the longer of both times, and not their sum"
+        )
+    elif for_groups >= MUCH_WAITING and for_trainer <= LITTLE_WAITING:
+        text = (
+            f"the trainer waits for groups {100 * for_groups:.0f}% of the time: generation is the slower side; "
+            f"trainer : generator is balanced at 1 : {generation / max(trainer, 0.01):.1f} of today"
+        )
+        hint = (
+            "give inference more: replicas of the server on more GPUs, a larger --gpu-memory-utilization, more "
+            "--max-workers of the environment; or lower --max-tokens"
+        )
+    elif for_trainer >= MUCH_WAITING and for_groups <= LITTLE_WAITING:
+        text = (
+            f"environments wait for the trainer {100 * for_trainer:.0f}% of the time: training is the slower side; "
+            f"trainer : generator is balanced at {trainer / max(generation, 0.01):.1f} : 1 of today"
+        )
+        hint = "give training more: --compile-layers, --micro-batch-tokens, more ranks (gpus of the trainer)"
+    else:
+        return
+    yield Warning(id="waiting-sides", severity="info", text=text, hint=hint)
+
+
 TRAINING_RULES: tuple[Callable[[Measurements], Iterator[Warning]], ...] = (
     no_logprobs,
     alignment,
     mean_ratio,
     clipped_fraction,
+    single_groups,
     equal_rewards,
+    few_held_out,
     entropy_collapse,
     gradients,
     diverged_loss,
+    falling_reward,
     truncated,
     stale_rollouts,
+    dropped_groups,
+    waiting_sides,
 )
 
 
@@ -302,6 +494,8 @@ EXPLAINED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
         "alignment": frozenset({"inference-logprobs"}),
         "mean-ratio": frozenset({"inference-logprobs", "alignment"}),
         "clipped-fraction": frozenset({"inference-logprobs", "alignment"}),
+        "equal-rewards": frozenset({"single-groups"}),
+        "falling-reward": frozenset({"equal-rewards"}),
     }
 )
 """By the id of a warning, those that name its cause: it is not told beside them."""

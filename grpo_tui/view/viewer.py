@@ -15,6 +15,8 @@ class Viewer:
     """Whether keys that act on the run are refused."""
     is_new: bool = False
     """Whether to show the hint for new users."""
+    has_board: bool = False
+    """Whether the screen was opened from the board, to which `q` leads back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

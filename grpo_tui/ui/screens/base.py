@@ -8,33 +8,27 @@ from typing import ClassVar, Literal
 
 from textual import events
 from textual.app import ComposeResult
-from textual.errors import NoWidget
-from textual.geometry import Offset
-from textual.screen import Screen
-from textual.widget import Widget
 
 from grpo_tui.ui.keys import PLACES, Key
 from grpo_tui.ui.messages import MovedInTime, StateChanged
+from grpo_tui.ui.text_screen import TextScreen
 from grpo_tui.ui.waiting import wait_at_most
 from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
 from grpo_tui.ui.widgets.frame.header import HeaderLine, TabsLine
 from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
 from grpo_tui.ui.widgets.frame.travel_bar import TravelBar, TravelInput
 from grpo_tui.ui.widgets.lines import Lines
-from grpo_tui.ui.widgets.selectable import Selectable
-from grpo_tui.view.format import count_text
 from grpo_tui.view.state import MessageShown, ViewState
 from grpo_tui.view.timeline.state import Closed, Jumped, Moved, TypingBegan
 
 
-class RunScreen(Screen[None]):
+class RunScreen(TextScreen):
     """Base of the screens that the keys 1 to 6 lead to.
 
     A screen declares `PLACE` and `KEYS`, composes its `body`, and extends `draw` for parts other than `Lines`. It is
     drawn only while it is shown, and starts reading in `on_screen_resume` or later.
     """
 
-    AUTO_FOCUS = None
     PLACE: ClassVar[str]
     """One of `grpo_tui.ui.keys.PLACES`."""
     KEYS: ClassVar[Sequence[Key]] = ()
@@ -68,43 +62,9 @@ class RunScreen(Screen[None]):
         for part in self.query(Lines):
             part.draw(state)
 
-    # --- text that is selected with the mouse ----------------------------------------------------------------------
-
-    def action_copy(self) -> None:
-        """Copy the selected text, or say how to select."""
-        if not self.copy_selection():
-            self.show_message("nothing is selected: drag over text, then y or ctrl+c copies it; y on a page copies all")
-
-    def copy_selection(self) -> bool:
-        """Copy the selected text to the terminal's clipboard; returns whether there is any."""
-        text = self.get_selected_text()
-        if not text:
-            return False
-        self.app.copy_to_clipboard(text)
-        self.show_message(f"copied {count_text(len(text), 'character')}; a click or esc ends the selection")
-        return True
-
     def show_message(self, text: str) -> None:
         """Answer a key."""
         self.post_message(StateChanged(MessageShown(severity="info", text=text)))
-
-    def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
-        """The widget at a cell of the screen, and the place in its text."""
-        try:
-            widget, region = self.get_widget_at(x, y)
-        except NoWidget:
-            return None, None
-        if not isinstance(widget, Selectable):
-            return super().get_widget_and_offset_at(x, y)
-        return widget, widget.text_offset(x - region.x - widget.gutter.left, y - region.y - widget.gutter.top)
-
-    def _forward_event(self, event: events.Event) -> None:
-        """The click with which a selection ends is not one on what is under the pointer."""
-        if not (isinstance(event, events.Click) and self.selections):
-            super()._forward_event(event)
-
-    def _select_all_in_widget(self, widget: Widget) -> None:
-        """Two clicks are two clicks: a list opens what they are on."""
 
     # --- keys of the timeline --------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from grpo_tui.ui.widgets.metric_list import MetricList
 from grpo_tui.ui.widgets.plot_panel import PAN, ZOOM, PlotPanel
 from grpo_tui.view.metrics import state as plot_view
 from grpo_tui.view.metrics.curves import listed
-from grpo_tui.view.metrics.other_runs import read_history
+from grpo_tui.view.metrics.other_runs import read_lineage, read_parent
 from grpo_tui.view.metrics.state import MAX_MARKED, ComparedRun, PlotChange
 from grpo_tui.view.state import MessageShown, ViewState
 
@@ -100,6 +100,10 @@ class MetricsScreen(RunScreen):
     MetricsScreen.-wide #metrics-list { display: none; }
     """
 
+    def __init__(self, state: ViewState) -> None:
+        super().__init__(state)
+        self._knows_parent = False
+
     def body(self) -> ComposeResult:
         """The search stands over the list while it is open."""
         with Horizontal(id="metrics-body"):
@@ -126,6 +130,12 @@ class MetricsScreen(RunScreen):
     def on_resize(self, event: object) -> None:
         """Divide the columns between list and plot."""
         self._share_columns(self.size.width)
+
+    def on_screen_resume(self) -> None:
+        """Draw a branch together with its parent, the first time that the screen is shown."""
+        if not self._knows_parent:
+            self._knows_parent = True
+            self.run_worker(self._read_parent(), name="compare", exclusive=True, group="compare")
 
     def _share_columns(self, width: int) -> None:
         columns = min(max(int(width * LIST_SHARE), MIN_LIST_COLUMNS), MAX_LIST_COLUMNS)
@@ -214,17 +224,26 @@ class MetricsScreen(RunScreen):
         self._post(plot_view.ComparisonBegan(run=run))
         self.run_worker(self._read(run), name="compare", exclusive=True, group="compare")
 
+    async def _read_parent(self) -> None:
+        parent = await asyncio.to_thread(read_parent, self._state.run_folder)
+        if parent is not None and self._state.plots.compared is None:
+            self._post(plot_view.ComparisonBegan(run=parent.run))
+            await self._read(parent.run)
+
     async def _read(self, run: str) -> None:
         """Read the other run in a thread; a long one takes a second or two."""
         folder = self._state.run_folder.parent / run
         try:
-            history = await asyncio.to_thread(read_history, folder)
+            parent = await asyncio.to_thread(read_parent, self._state.run_folder)
+            history = await asyncio.to_thread(read_lineage, folder)
         except OSError as error:
             self._post(plot_view.ComparisonRead(compared=None))
             text = f"the metrics of {run} cannot be read: {error}"
             self.post_message(StateChanged(MessageShown(severity="error", text=text)))
             return
-        self._post(plot_view.ComparisonRead(compared=ComparedRun(run=run, history=history)))
+        branched_at = parent.step if parent is not None and parent.run == run else None
+        compared = ComparedRun(run=run, history=history, branched_at=branched_at)
+        self._post(plot_view.ComparisonRead(compared=compared))
 
     @property
     def _plot(self) -> PlotPanel:

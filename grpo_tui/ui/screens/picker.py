@@ -1,4 +1,4 @@
-"""`grpo-tui` without a profile: an app that selects a run to attach to or a profile to start.
+"""Chooses a profile to start: what `U` on the board opens, and `grpo-tui` alone where there is no run yet.
 
 Typing filters; the selected entry is described below the list, `^e` shows its plan, `^o` opens it in an editor.
 """
@@ -18,18 +18,16 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from grpo_engine.errors import GrpoError
-from grpo_tui.ui.choices import Choice, ProfileChoice, RunChoice, editor_command, matching, own_copy
-from grpo_tui.ui.glyphs import RUN_GLYPHS
+from grpo_tui.ui.choices import ProfileChoice, editor_command, matching, own_copy
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.themes import DARK, ThemedApp
-from grpo_tui.ui.widgets.lines import fit
-from grpo_tui.ui.widgets.main.warnings_bar import wrapped
+from grpo_tui.ui.widgets.lines import fit, wrapped
 
 MAX_NAME_WIDTH = 36
 ABOUT_SHARE = 0.35
 """Share of the rows for the description."""
 KEYS = (
-    ("enter", "start or attach"),
+    ("enter", "start"),
     ("^e", "plan"),
     ("^o", "edit"),
     ("↑↓", "select"),
@@ -40,7 +38,7 @@ KEYS = (
 HELP = """\
 Type to filter; a row stays if it has every word (/ goes to the filter, esc clears it).
 
-enter   attach to the selected run, open an ended one, or start the selected profile
+enter   start a run of the selected profile, or attach to the one that is live
 ^e      the plan of the selected profile: services, commands, ports, GPUs
 ^o      open the selected profile in $VISUAL or $EDITOR; an installed one is copied into ./profiles first
 ↑ ↓     select
@@ -61,7 +59,7 @@ class Filter(Input):
                 await self.run_action("app.help")
 
 
-class PickerApp(ThemedApp[Choice]):
+class PickerApp(ThemedApp[ProfileChoice]):
     """Returns the choice, or None if the user left."""
 
     TITLE = "grpo-tui"
@@ -93,12 +91,11 @@ class PickerApp(ThemedApp[Choice]):
 
     def __init__(
         self,
-        read_choices: Callable[[], Sequence[Choice]],
+        read_choices: Callable[[], Sequence[ProfileChoice]],
         plan_of: Callable[[str], str],
         *,
         theme: str = DARK,
         is_ascii: bool = False,
-        is_read_only: bool = False,
     ) -> None:
         """Offer choices.
 
@@ -110,13 +107,11 @@ class PickerApp(ThemedApp[Choice]):
         self._read_choices = read_choices
         self._choices = read_choices()
         self._plan_of = plan_of
-        self._is_read_only = is_read_only
-        self._listed: dict[str, Choice] = {}
+        self._listed: dict[str, ProfileChoice] = {}
 
     def compose(self) -> ComposeResult:
         """A title, the filter, the list, what is marked, and the keys."""
-        asked = "choose a run to view" if self._is_read_only else "attach to a run, or start a profile"
-        yield Static(Content.assemble(("grpo-tui", "bold"), f"  {asked}"), classes="bar")
+        yield Static(Content.assemble(("grpo-tui", "bold"), "  choose a profile to start"), classes="bar")
         yield Filter(placeholder="type to filter", id="filter")
         yield OptionList(id="list")
         yield Static(id="about")
@@ -161,7 +156,7 @@ class PickerApp(ThemedApp[Choice]):
     async def action_plan(self) -> None:
         """Open the plan of the selected profile."""
         choice = self._marked
-        if isinstance(self.screen, ReadingScreen) or not isinstance(choice, ProfileChoice):
+        if isinstance(self.screen, ReadingScreen) or choice is None:
             return
         try:
             text = await asyncio.to_thread(self._plan_of, choice.name)
@@ -177,7 +172,7 @@ class PickerApp(ThemedApp[Choice]):
     def action_edit(self) -> None:
         """Open the marked profile in an editor; one that is installed is copied into `./profiles` first."""
         choice = self._marked
-        if isinstance(self.screen, ReadingScreen) or not isinstance(choice, ProfileChoice):
+        if isinstance(self.screen, ReadingScreen) or choice is None:
             return
         command = editor_command(os.environ)
         try:
@@ -193,8 +188,8 @@ class PickerApp(ThemedApp[Choice]):
         self._choices = self._read_choices()
         options = self.query_one(OptionList)
         self._list(self.query_one(Input).value)
-        if _key(choice) in self._listed:
-            options.highlighted = options.get_option_index(_key(choice))
+        if choice.name in self._listed:
+            options.highlighted = options.get_option_index(choice.name)
 
     def action_leave(self) -> None:
         """Clear the filter; where there is none, leave."""
@@ -205,12 +200,12 @@ class PickerApp(ThemedApp[Choice]):
             self.leave()
 
     @property
-    def _marked(self) -> Choice | None:
+    def _marked(self) -> ProfileChoice | None:
         option = self.screen_stack[0].query_one(OptionList).highlighted_option
         return self._listed.get(str(option.id)) if option is not None else None
 
-    def _take(self, choice: Choice) -> None:
-        if isinstance(choice, RunChoice) or choice.error is None:  # its error is shown already
+    def _take(self, choice: ProfileChoice) -> None:
+        if choice.error is None:  # its error is shown already
             self.leave(choice)
 
     def _describe(self) -> None:
@@ -224,49 +219,24 @@ class PickerApp(ThemedApp[Choice]):
 
     def _list(self, typed: str) -> None:
         found = matching(self._choices, typed)
-        self._listed = {_key(choice): choice for choice in found}
+        self._listed = {choice.name: choice for choice in found}
         options = self.query_one(OptionList)
         options.clear_options()
         width = min(MAX_NAME_WIDTH, max((len(choice.name) for choice in found), default=0))
-        heading = ""
-        for key, choice in self._listed.items():
-            if _heading(choice) != heading:
-                options.add_options([*([None] if heading else []), Option(_heading(choice), disabled=True)])
-                heading = _heading(choice)
-            options.add_option(Option(_row(choice, width), id=key))
+        options.add_options(Option(_row(choice, width), id=key) for key, choice in self._listed.items())
         if not found:
-            options.add_option(Option(_nothing(typed, is_read_only=self._is_read_only), disabled=True))
+            options.add_option(Option(_nothing(typed), disabled=True))
         options.action_first()
         self._describe()
 
 
-def _key(choice: Choice) -> str:
-    return f"{type(choice).__name__} {choice.name}"
+def _row(choice: ProfileChoice, width: int) -> Content:
+    sign = "✗" if choice.error else " "
+    lack = Content.styled(f"{choice.lack} · ", "dim") if choice.lack else Content("")
+    return Content(f"{sign} {fit(choice.name, width)}  ") + lack + Content(choice.description)
 
 
-def _heading(choice: Choice) -> str:
-    match choice:
-        case RunChoice(is_live=True):
-            return "running: enter attaches"
-        case RunChoice():
-            return "ended runs: enter opens"
-        case ProfileChoice():
-            return "profiles: enter starts a run, or attaches to the one that is running"
-
-
-def _row(choice: Choice, width: int) -> Content:
-    name = fit(choice.name, width)
-    if isinstance(choice, ProfileChoice):
-        sign = "✗" if choice.error else " "
-        lack = Content.styled(f"{choice.lack} · ", "dim") if choice.lack else Content("")
-        return Content(f"{sign} {name}  ") + lack + Content(choice.description)
-    sign, state = (RUN_GLYPHS[choice.state], str(choice.state)) if choice.state else ("·", "unknown")
-    return Content(f"{sign} {name}  {state}, {choice.words[1] if len(choice.words) > 1 else choice.words[0]}")
-
-
-def _nothing(typed: str, *, is_read_only: bool) -> str:
+def _nothing(typed: str) -> str:
     if typed:
-        return f"no run or profile matches {typed!r}; esc clears the filter"
-    if is_read_only:
-        return "no run in ./logs"
-    return "no run in ./logs and no profile in ./profiles; start one with grpo-tui --profile FILE"
+        return f"no profile matches {typed!r}; esc clears the filter"
+    return "no profile in ./profiles; start one with grpo-tui --profile FILE"

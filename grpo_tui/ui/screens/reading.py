@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -12,6 +14,8 @@ from textual.widgets import Static
 
 from grpo_tui.view.format import count_text
 
+CLOSING = "y copies all · esc closes"
+
 
 class ReadingScreen(ModalScreen[None]):
     """A titled page."""
@@ -19,6 +23,12 @@ class ReadingScreen(ModalScreen[None]):
     BINDINGS = [
         Binding("escape,q,enter,w,c,d,M,question_mark", "dismiss", "close", tooltip="go back to the main screen"),
         Binding("y", "copy", "copy", tooltip="copy the selection, or the whole page"),
+        *(
+            Binding(
+                str(number), f"copy_command({number})", "copy", show=False, tooltip="copy the command of this number"
+            )
+            for number in range(1, 10)
+        ),
         Binding("down,j", "scroll(1)", "on", tooltip="read on"),
         Binding("up,k", "scroll(-1)", "back", tooltip="read back"),
     ]
@@ -33,21 +43,24 @@ class ReadingScreen(ModalScreen[None]):
     ReadingScreen.-wide > VerticalScroll { width: 98%; max-width: 98%; padding: 0 1; }
     """
 
-    def __init__(self, title: str, page: Content, *, is_wide: bool = False) -> None:
+    def __init__(self, title: str, page: Content, *, is_wide: bool = False, commands: Sequence[str] = ()) -> None:
         """Show a page.
 
         Args:
             is_wide: use the whole width, for tables and log lines.
+            commands: what the keys from 1 on copy.
         """
         super().__init__(classes="-wide" if is_wide else None)
         self._page_title = title
         self._page = page
+        self._commands = commands
 
     def compose(self) -> ComposeResult:
         """The page in its frame."""
         frame = VerticalScroll(Static(self._page))
         frame.border_title = self._page_title
-        frame.border_subtitle = "y copies · esc closes"
+        numbers = f"1-{len(self._commands)}" if len(self._commands) > 1 else "1"
+        frame.border_subtitle = f"{numbers} copies a command · {CLOSING}" if self._commands else CLOSING
         yield frame
 
     def on_click(self, event: events.Click) -> None:
@@ -58,9 +71,16 @@ class ReadingScreen(ModalScreen[None]):
     def action_copy(self) -> None:
         """Copy the selected text, or the whole page, to the terminal's clipboard."""
         text = self.get_selected_text() or self._page.plain
+        self._put_on_clipboard(text, count_text(len(text), "character"))
+
+    def action_copy_command(self, number: int) -> None:
+        """Copy a command that stands on the page."""
+        for command in self._commands[number - 1 : number]:
+            self._put_on_clipboard(command, f"command {number}")
+
+    def _put_on_clipboard(self, text: str, words: str) -> None:
         self.app.copy_to_clipboard(text)
-        frame = self.query_one(VerticalScroll)
-        frame.border_subtitle = f"copied {count_text(len(text), 'character')} · esc closes"
+        self.query_one(VerticalScroll).border_subtitle = f"copied {words} · esc closes"
 
     def action_scroll(self, by: int) -> None:
         """Move by a line."""

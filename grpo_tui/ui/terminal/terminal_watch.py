@@ -20,8 +20,8 @@ from types import FrameType
 LEAVE_WITHIN_S = 1.5
 """From the hang-up or signal to the end of the process."""
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-RESTORE = b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m"
-"""What Textual writes when it leaves: main screen, cursor, no mouse, focus or paste reports, plain keys and colours."""
+RESTORE = b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m\x1b[23;0t"
+"""What is written at the end: main screen, cursor, no mouse, focus or paste reports, plain keys and colours, title."""
 EXIT_CODE = 128 + signal.SIGHUP
 
 

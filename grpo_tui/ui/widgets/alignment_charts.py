@@ -9,7 +9,6 @@ from textual.content import Content
 
 from grpo_engine.diagnosis.evidence import LIMIT, RunSettings
 from grpo_engine.diagnosis.token_differences import AlignmentNumbers, Part
-from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.widgets.charts import (
     AXIS_WIDTH,
@@ -177,7 +176,7 @@ def series_lines(history: MetricHistory, width: int, height: int) -> list[Conten
         series = history.series(name)
         if not series:
             continue
-        band = HEALTHY_BANDS.get(name)
+        band = history.bands.get(name)
         value = series[-1][1]
         verdict = judge(value, band)
         spark_width = max(0, width - name_width - value_width - band_width - 5)

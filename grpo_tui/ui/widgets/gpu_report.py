@@ -31,6 +31,7 @@ from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_te
 from grpo_tui.view.gpus.history import Columns, figures_of, laid_out, means, peaks
 from grpo_tui.view.gpus.rules import blame, compared, planned_on
 from grpo_tui.view.gpus.state import OTHERS, UNKNOWN_HOLDER, GpuFigures, GpuMoment, moments_until
+from grpo_tui.view.rank_rows import rank_name, rank_rows
 from grpo_tui.view.state import ViewState
 
 INDENT = 2
@@ -157,7 +158,7 @@ def report(
 def _form(state: ViewState, width: int, chart_rows: int) -> tuple[object, ...]:
     assert state.status is not None
     what = (width, chart_rows, state.until, state.gpus.span_s, state.gpus.has_whole_commands, state.gpus.plan)
-    shown = tuple(service.name for service in state.services)
+    shown = tuple((service.name, len(service.ranks)) for service in state.services)
     return (
         *what,
         shown,
@@ -335,7 +336,8 @@ def _who(process: GpuProcess, state: ViewState, *, are_shares_known: bool) -> tu
         attempt = process.attempt if process.attempt is not None else (status.attempt if status else None)
         if process.run is not None:  # has the marker of the run, but no keeper as ancestor
             return f"{process.service}, left over", ".warning"
-        return f"{process.service}" + (f", attempt {attempt}" if attempt else ""), ".strong"
+        name = process.service if process.rank is None else rank_name(process.service, process.rank)
+        return name + (f", attempt {attempt}" if attempt else ""), ".strong"
     if not process.is_visible:
         return "another container or the host" if are_shares_known else "unknown, may be ours", ".others"
     return f"user {process.user or 'unknown'}", ".others"
@@ -437,6 +439,10 @@ def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns)
     fullest = peaks(columns.moments, lambda moment: sum(moment.rss_bytes.values()))
     shown = [None if moment is None else service_parts(moment.rss_bytes, state) for moment in fullest]
     rows += [*_wrapped_pieces(_whole_legend(parts, shown), width, INDENT), Content("")]
+    if ranks := rank_rows(state.services, state.now):
+        styles = [".title", *(".muted" for _ in ranks[1:])]
+        rows += [line(" " * INDENT, each).truncate(width, ellipsis=True) for each in zip(ranks, styles, strict=True)]
+        rows.append(Content(""))
     most = max((sum(part.num_bytes for part in parts) for parts in shown if parts), default=0)
     if not most:
         return [*rows, line((NO_HISTORY, ".muted")).truncate(width, ellipsis=True)]

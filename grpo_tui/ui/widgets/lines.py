@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic
 
 from rich.cells import cell_len, set_cell_size
 from textual import events
@@ -17,10 +17,15 @@ from textual.strip import Strip
 from textual.style import Style
 from textual.visual import Visual
 from textual.widget import Widget
+from typing_extensions import TypeVar
 
 from grpo_tui.ui.widgets.selectable import Selectable
-from grpo_tui.view.state import ViewState
 
+if TYPE_CHECKING:
+    from grpo_tui.view.state import ViewState
+
+State = TypeVar("State", default="ViewState")
+"""What lines are drawn from: the state of a run, unless a widget says otherwise."""
 Styled = tuple[str, str]
 """Text and the name of its style, `.ok` for instance."""
 NUM_SHARES = 8
@@ -31,7 +36,7 @@ STYLES = frozenset(
 )
 
 
-class Lines(Selectable):
+class Lines(Selectable, Generic[State]):
     """Base of the parts; a part says its lines for a state and a size."""
 
     COMPONENT_CLASSES = set(STYLES)
@@ -65,19 +70,19 @@ class Lines(Selectable):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.auto_links = False  # a click works without; a row of underlined words would be the loudest on the screen
-        self._state: ViewState | None = None
+        self._state: State | None = None
         self._lines: list[Content] = []
         self._inputs: tuple[object, ...] | None = None
 
-    def inputs(self, state: ViewState) -> tuple[object, ...]:
+    def inputs(self, state: State) -> tuple[object, ...]:
         """What the lines are made of: while these are the same objects, the lines are not made again."""
         return (state,)
 
-    def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
+    def lines(self, state: State, width: int, height: int) -> list[Content]:
         """What to show; at most `height` lines of at most `width` cells."""
         raise NotImplementedError
 
-    def draw(self, state: ViewState) -> None:
+    def draw(self, state: State) -> None:
         """Show another state; only lines that differ are painted."""
         self._state = state
         width, height = self.size
@@ -187,6 +192,22 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
         return set_cell_size(text, width - 1) + "…" if width > 0 else ""
     padding = " " * (width - length)
     return padding + text if right else text + padding
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Rows of at most `width` cells, broken at spaces; a longer word is cut where it must be."""
+    rows: list[str] = []
+    row = ""
+    for word in text.split():
+        while cell_len(word) > max(1, width):
+            rows += [row] if row else []
+            row, rows, word = "", [*rows, word[: max(1, width)]], word[max(1, width) :]
+        if row and cell_len(row) + 1 + cell_len(word) > width:
+            rows.append(row)
+            row = word
+        else:
+            row = f"{row} {word}" if row else word
+    return [*rows, row] if row else rows
 
 
 def line(*parts: str | Styled) -> Content:

@@ -122,7 +122,7 @@ def _line(
     if row.name is None:
         return line((fit(row.text, width), ".title"))
     value = next((each.metrics[row.name] for each in reversed(history.lines) if row.name in each.metrics), None)
-    verdict = judge(value, band_of(row.name))
+    verdict = judge(value, band_of(row.name, history.bands))
     number = drawn.index(row.name) + 1 if row.name in drawn else 0
     sign = (str(number) if is_marked and number else "·" if number else " ", curve_style(number) if number else "")
     ours = our_name(row.name)

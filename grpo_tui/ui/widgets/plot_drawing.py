@@ -122,6 +122,8 @@ def _pane_rows(pane: Pane, plots: PlotView, geometry: Geometry, height: int, *, 
         height -= 1
     canvas = Canvas(geometry.columns, height)
     marks: dict[tuple[int, int], tuple[str, str]] = {}
+    for curve in pane.curves:
+        _draw_errors(curve, pane, plots, geometry, canvas)
     for curve in sorted(pane.curves, key=lambda each: each.run is None):  # this run's curves over the other's
         _draw(curve, pane, plots, geometry, canvas, marks)
     labels = _labels(pane, height)
@@ -152,7 +154,7 @@ def _draw(
     style = curve_style(curve.number)
     points = [(point.x, point.y) for point in curve.points]
     if plots.smoothing > 0 and not curve.is_sparse:
-        if curve.run is None:
+        if curve.run is None and not curve.errors:
             _draw_dots(points, scale, geometry, canvas, ".faint")
         even = [(point.x, point.y) for point in curve.points if not point.is_extreme]
         means = smoothed([y for _, y in even], plots.smoothing)
@@ -173,6 +175,29 @@ def _draw(
             cell = None if near is None else _cell_of(*near, scale, geometry, canvas.height)
             if cell is not None and cell not in marks:
                 marks[cell] = (str(curve.number), style)
+
+
+def _draw_errors(curve: Curve, pane: Pane, plots: PlotView, geometry: Geometry, canvas: Canvas) -> None:
+    """Fill the range of the standard error with a dot among eight."""
+    if not curve.errors:
+        return
+    scale = pane.scale or own_scale([curve], geometry.window, is_log=plots.is_log)
+    dot_of = _mapper(scale, geometry, canvas)
+    edges = []
+    for sign in (-1, 1):
+        edge = curve.edge(sign)
+        means = smoothed([y for _, y in edge], 0.0 if curve.is_sparse else plots.smoothing)
+        edges.append([dot_of(x, y) for (x, _), y in zip(edge, means, strict=True) if y is not None])
+    ranges = [(low, high) for low, high in zip(*edges, strict=True) if low is not None and high is not None]
+    for left, right in zip(ranges, ranges[1:] or ranges, strict=False):
+        (x0, low0), (_, high0) = left
+        (x1, low1), (_, high1) = right
+        for x in range(max(0, x0), min(x1, canvas.num_columns - 1) + 1):
+            share = (x - x0) / (x1 - x0) if x1 > x0 else 0.0
+            top, bottom = round(high0 + (high1 - high0) * share), round(low0 + (low1 - low0) * share)
+            for y in range(max(0, top), min(bottom, canvas.num_rows - 1) + 1):
+                if x % 2 == 0 and (x + y) % 4 == 0:
+                    canvas.dot(x, y, curve_style(curve.number))
 
 
 def _draw_dots(

@@ -14,10 +14,10 @@ from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
 from grpo_tui.ui.widgets.main.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import Drawn, Geometry, axis_rows, column_of, curve_style, drawn_of, metric_text
 from grpo_tui.view.format import duration_text
-from grpo_tui.view.metrics.curves import Curve, curve_of, plotted, x_range
+from grpo_tui.view.metrics.curves import Curve, continued, curve_of, plotted, x_range
 from grpo_tui.view.metrics.history import MetricHistory
-from grpo_tui.view.metrics.names import band_of, meaning_of, value_text
-from grpo_tui.view.metrics.state import CursorSet, PlotView, WindowSet
+from grpo_tui.view.metrics.names import meaning_of, value_text
+from grpo_tui.view.metrics.state import CursorSet, PlotView, WindowSet, XAxis
 from grpo_tui.view.state import ViewState
 
 ZOOM = 2.0
@@ -179,12 +179,14 @@ class PlotPanel(Lines):
 def _curves(state: ViewState, names: Sequence[str]) -> list[Curve]:
     plots = state.plots
     curves = [curve_of(state.history, name, number, plots.x) for number, name in enumerate(names, start=1)]
-    if plots.compared is not None:
-        other = plots.compared
-        curves += [
-            curve_of(other.history, name, number, plots.x, other.run) for number, name in enumerate(names, start=1)
-        ]
-    return curves
+    if plots.compared is None:
+        return curves
+    other = plots.compared
+    others = [curve_of(other.history, name, number, plots.x, other.run) for number, name in enumerate(names, start=1)]
+    if other.branched_at is not None and plots.x is not XAxis.TIME:  # each run's time begins with its own first step
+        pairs = zip(curves, others, strict=True)
+        curves = [continued(own, parents, after=other.branched_at) for own, parents in pairs]
+    return curves + others
 
 
 def _title(names: Sequence[str], plots: PlotView, how: str, width: int) -> Content:
@@ -244,11 +246,10 @@ def table(curves: Sequence[Curve], plots: PlotView, window: tuple[float, float],
             values |= {"last": sums.last, "mean": sums.mean, "min": sums.least, "max": sums.most}
         sign = str(curve.number) if curve.run is None else DASHES
         label = metric_text(curve.name) if curve.run is None else curve.run
-        band = band_of(curve.name)
         cells: list[Styled] = []
         for name in names:
             value = values.get(name)
-            verdict = judge(value, band) if name != "mean" else judge(None, None)
+            verdict = judge(value, curve.band) if name != "mean" else judge(None, None)
             cells.append(
                 (
                     fit(value_text(curve.name, value), VALUE_WIDTH, right=True),

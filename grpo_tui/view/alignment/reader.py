@@ -15,9 +15,9 @@ from grpo_engine.diagnosis.token_differences import GroupTokens, alignment_numbe
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import ROLLOUTS_FILE
 from grpo_tui.view.alignment.ratios import ratios
-from grpo_tui.view.alignment.run_settings import read_settings
 from grpo_tui.view.alignment.state import LAST_STEPS, Measured, Window, began_with, trained_version
 from grpo_tui.view.rollouts.file import RolloutFile
+from grpo_tui.view.run_settings import read_settings
 
 MAX_TOKENS = 40_000
 """Of one look: half a second of a core, and far more than a histogram needs."""

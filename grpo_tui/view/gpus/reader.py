@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.run_folder import TIMELINE_FILE
 from grpo_engine.wire.supervisor import UsageSampled, read_from_daemon
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.run_files.resolved import read_resolved
 from grpo_tui.run_files.timeline import USAGE_START
 from grpo_tui.view.gpus.rules import memory_plan
@@ -30,8 +32,8 @@ def read_samples(run_folder: Path, most: int = MAX_MOMENTS) -> tuple[UsageSample
     Damaged lines are passed over, half a last one too.
     """
     try:
-        with (run_folder / TIMELINE_FILE).open("rb") as file:
-            lines = [line for line in file.readlines(MAX_BYTES) if line.startswith(USAGE_START)]
+        with open_file(run_folder / TIMELINE_FILE) as file:
+            lines = [line for line in BytesIO(file.read(MAX_BYTES)) if line.startswith(USAGE_START)]
     except OSError:
         return ()
     stride = max(1, -(-len(lines) // most))

@@ -19,6 +19,8 @@ RECENT_S = 300.0
 """Growth within so long counts as the last."""
 GROWN_BYTES = 128 << 20
 """Less is the driver's own coming and going."""
+MOST_GB = 1e6
+"""A larger plan is no memory of a GPU."""
 ON_PLAN_SHARE = 0.02
 """Of a GPU: what vLLM holds beside its plan, for CUDA itself."""
 NEIGHBOUR_BYTES = 1 << 30
@@ -63,9 +65,11 @@ def memory_plan(document: Mapping[str, Any]) -> MemoryPlan:
     for name, settings in services.items():
         if not isinstance(settings, Mapping):
             continue
-        if (share := _share(settings)) is not None:
+        share, size_gb = _share(settings), settings.get("gpu_memory_gb")
+        size_bytes = round(size_gb * 1e9) if isinstance(size_gb, int | float) and 0 < size_gb < MOST_GB else None
+        if share is not None or size_bytes is not None:
             gpus = tuple(each for each in settings.get("gpus") or () if isinstance(each, int))
-            shares[name] = PlannedShare(share=share, gpus=gpus)
+            shares[name] = PlannedShare(share=share, gpus=gpus, memory_bytes=size_bytes)
         if (remedy := _remedy(settings)) is not None:
             remedies[name] = remedy
     return MemoryPlan(shares=shares, remedies=remedies)
@@ -77,7 +81,7 @@ def planned_on(gpu: GpuStatus, plan: MemoryPlan) -> dict[str, int]:
     if total is None:
         return {}
     return {
-        name: round(each.share * total)
+        name: round((each.share or 0) * total) if each.memory_bytes is None else each.memory_bytes
         for name, each in plan.shares.items()
         if gpu.index in each.gpus or (not each.gpus and name in gpu.by_service)
     }

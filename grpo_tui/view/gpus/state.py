@@ -63,9 +63,11 @@ class GpuMoment:
 class PlannedShare:
     """What the profile gives a service of each of its GPUs."""
 
-    share: float
+    share: float | None
     gpus: tuple[int, ...]
     """Empty where the profile names none."""
+    memory_bytes: int | None = None
+    """Takes the place of a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_tui.run_files.log_file import place
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.view.logs.clock import Days, TimedLog, read_days
 from grpo_tui.view.logs.search import LineTest, Span, accepted
 from grpo_tui.view.logs.tail import as_text
@@ -101,7 +102,7 @@ class LogReader:
         identities: list[tuple[int, int] | None] = []
         for file in self.files:
             try:
-                with file.path.open("rb", buffering=0) as opened:
+                with open_file(file.path) as opened:
                     status, now = os.fstat(opened.fileno()), place(opened.fileno())
                 starts.append(now.dropped)
                 ends.append(now.end)
@@ -116,7 +117,7 @@ class LogReader:
         """Where the last whole line of a log ends before an offset; 0 where it cannot be read."""
         path = next(file.path for file in self.files if file.name == name)
         try:
-            with path.open("rb", buffering=0) as opened:
+            with open_file(path) as opened:
                 return line_start(opened.fileno(), offset)
         except OSError:
             return 0
@@ -165,7 +166,7 @@ class LogReader:
         logs = []
         for source, file in enumerate(self.files):
             try:
-                descriptor = stack.enter_context(file.path.open("rb", buffering=0)).fileno()
+                descriptor = stack.enter_context(open_file(file.path)).fileno()
             except OSError:
                 continue
             days = self._days.get(source)
@@ -355,7 +356,7 @@ class MatchCount:
             if self._reached[source] >= ends[source]:
                 continue
             try:
-                with file.path.open("rb", buffering=0) as opened:
+                with open_file(file.path) as opened:
                     left_bytes -= self._search(opened.fileno(), source, ends[source], left_bytes)
             except OSError:
                 self._reached[source] = ends[source]

@@ -1,8 +1,8 @@
 """Find lines in blocks of a log: those that hold a text or a regular expression, and those of a level. Pure.
 
-Lines are judged as they stand on a terminal: without their colours, and of a progress bar its latest state only. Plain
-text is looked for by `bytes.find`, at gigabytes a second, regular expressions by `re`. All of it is case-blind unless
-what was typed has a capital letter.
+Lines are judged as they are shown: without their colours, of a progress bar its latest state only, and a JSON object as
+`structured.readable` writes it; levels are told by the line itself. Plain text is looked for by `bytes.find`, at
+gigabytes a second, regular expressions by `re`. All of it is case-blind unless what was typed has a capital letter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
+
+from grpo_tui.view.logs.structured import readable
 
 _COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
 _SPECIAL = frozenset(r".^$*+?{}[]\|()")
@@ -94,6 +96,33 @@ class Regex:
 
 
 @dataclass(frozen=True, slots=True)
+class AsShown:
+    """Lines that pass a test in the form in which they are shown, which is another one for a JSON object."""
+
+    test: Text | Regex
+    words: tuple[bytes, ...]
+    """In lower case; an object without one of them passes in no form, and is not read."""
+
+    def spans(self, block: bytes) -> Iterator[Span]:
+        """Those of a block; as fast as the test itself where no line is an object."""
+        if not block.startswith(b"{") and b"\n{" not in block:
+            yield from self.test.spans(block)
+            return
+        for start, end in _every_line(block):
+            if self.accepts(block[start:end]):
+                yield start, end
+
+    def accepts(self, line: bytes) -> bool:
+        """Whether the line passes as it is shown."""
+        if line.startswith(b"{"):
+            plain = line.lower()
+            if not all(word in plain for word in self.words):
+                return False
+            line = readable(line.decode(errors="replace").rstrip("\r")).encode()
+        return self.test.accepts(line)
+
+
+@dataclass(frozen=True, slots=True)
 class OfLevel:
     """Lines that tell an error (or a warning too), and the indented ones below them, such as a traceback's."""
 
@@ -146,22 +175,28 @@ def line_tests(level: Level, *patterns: str) -> tuple[LineTest, ...]:
     """
     asked = [line_test(pattern) for pattern in patterns if pattern]
     of_level: list[LineTest] = [] if level is Level.ALL else [ERRORS if level is Level.ERRORS else WARNINGS]
-    return (*of_level, *sorted(asked, key=lambda test: isinstance(test, Regex)))
+    return (*of_level, *sorted(asked, key=lambda asked_for: isinstance(asked_for.test, Regex)))
 
 
-def line_test(pattern: str) -> LineTest:
+def line_test(pattern: str) -> AsShown:
     """For a text or a regular expression; raises `InvalidPattern`."""
     is_case_blind = pattern == pattern.lower()
     if not _SPECIAL.intersection(pattern):
         if not is_case_blind or pattern.isascii():
-            return Text(pattern.encode(), is_case_blind)
+            return AsShown(Text(pattern.encode(), is_case_blind), _words(pattern))
         pattern = re.escape(pattern)
     try:
         regex = re.compile(pattern.encode(), re.MULTILINE | (re.IGNORECASE if is_case_blind else 0))
-        return Regex(regex, _sure_text(pattern).encode())
+        sure_text = _sure_text(pattern)
+        return AsShown(Regex(regex, sure_text.encode()), _words(sure_text))
     except re.error as error:
         place = "" if error.pos is None or error.pos >= len(pattern) else f" at {pattern[error.pos]!r}"
         raise InvalidPattern(f"not yet a regular expression: {error.msg}{place}") from None
+
+
+def _words(text: str) -> tuple[bytes, ...]:
+    """The parts of a text that a JSON object has too, whatever stands between them there."""
+    return tuple(word.encode() for word in re.findall(r"[a-z0-9]+", text.lower()))
 
 
 def _sure_text(pattern: str) -> str:

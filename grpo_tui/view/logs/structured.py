@@ -16,7 +16,7 @@ def readable(text: str) -> str:
         return text
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     message = _taken(fields, MESSAGE_NAMES)
     if not isinstance(message, str) or not message:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.run_files.log_file import HEADER_START, place, read_part
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs.structured import readable
 
@@ -74,6 +75,8 @@ class LogTail:
         self._path = path
         self._first_bytes = first_bytes
         self._max_bytes = max_bytes
+        self._fault: int | None = None
+        """The number of the error for which the file could not be read the last time."""
         self._forget()
 
     def _forget(self) -> None:
@@ -85,12 +88,19 @@ class LogTail:
     def read(self) -> LogChunk:
         """Read what was added since the last call; the first call reads the tail."""
         try:
-            with self._path.open("rb") as file:
-                return self._read_from(file.fileno())
+            with open_file(self._path) as file:
+                chunk = self._read_from(file.fileno())
+                was_unreadable, self._fault = self._fault is not None, None
+                return replace(chunk, is_restarted=True, has_changed=True) if was_unreadable else chunk
         except FileNotFoundError:
             was_read = self._offset is not None
             self._forget()
             return LogChunk(is_restarted=was_read, has_changed=was_read)
+        except OSError as error:
+            is_known, self._fault = error.errno == self._fault, error.errno
+            self._offset = None
+            words = f"··· {self._path.name} cannot be read: {error.strerror or error}"
+            return LogChunk() if is_known else LogChunk(lines=(words,), is_restarted=True, has_changed=True)
 
     def _read_from(self, descriptor: int) -> LogChunk:
         status = os.fstat(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo_engine.wire.metrics import Band
@@ -49,11 +49,23 @@ class Curve:
     points: tuple[Point, ...] = ()
     is_sparse: bool = False
     """Measured every so many steps: single marks are drawn."""
+    band: Band | None = None
+    """In which its values are healthy."""
+    errors: tuple[float, ...] = ()
+    """Of a mean over runs, the standard error at each point; empty where there is none."""
 
     @property
     def measured(self) -> list[tuple[float, float]]:
         """(x, y) of the points that have a value."""
         return [(point.x, point.y) for point in self.points if point.y is not None]
+
+    def edge(self, sign: Literal[-1, 1]) -> list[tuple[float, float]]:
+        """(x, y) of the lower or upper end of its error; none without errors."""
+        return [
+            (point.x, point.y + sign * error)
+            for point, error in zip(self.points, self.errors, strict=False)
+            if point.y is not None
+        ]
 
     def figures(self, window: tuple[float, float]) -> Figures | None:
         """What it comes to within a window; None where nothing was measured."""
@@ -125,10 +137,10 @@ def plotted(history: MetricHistory, plots: PlotView) -> tuple[str, ...]:
 
 def curve_of(history: MetricHistory, name: str, number: int, x: XAxis, run: str | None = None) -> Curve:
     """The curve of one metric along an axis; time counts from the first line of the run."""
-    lines, extremes = history.lines, history.extremes.get(name, ())
+    lines, extremes, band = history.lines, history.extremes.get(name, ()), band_of(name, history.bands)
     measured = [place for place, line in enumerate(lines) if name in line.metrics]
     if not measured and not extremes:
-        return Curve(name=name, number=number, run=run)
+        return Curve(name=name, number=number, run=run, band=band)
     first, last = (measured[0], measured[-1]) if measured else (0, len(lines))
     is_sparse = is_evaluation(name) or len(measured) * 2 < last + 1 - first
     began = lines[0].time
@@ -156,7 +168,13 @@ def curve_of(history: MetricHistory, name: str, number: int, x: XAxis, run: str 
             for one in extremes
         ]
         points.sort(key=lambda point: point.step)
-    return Curve(name=name, number=number, run=run, points=tuple(points), is_sparse=is_sparse)
+    return Curve(name=name, number=number, run=run, points=tuple(points), is_sparse=is_sparse, band=band)
+
+
+def continued(own: Curve, parents: Curve, *, after: int) -> Curve:
+    """The curve of a branch with what it inherited: its parent's points up to the step at which it branched off."""
+    inherited = tuple(point for point in parents.points if point.step <= after)
+    return replace(own, points=inherited + own.points, is_sparse=own.is_sparse or parents.is_sparse)
 
 
 def _x_of(step: int, elapsed_s: float, policy_version: int, x: XAxis) -> float:
@@ -269,7 +287,7 @@ def own_scale(curves: Sequence[Curve], window: tuple[float, float], *, is_log: b
 
 
 def _pane(curves: tuple[Curve, ...], window: tuple[float, float], *, is_log: bool, shows_band: bool) -> Pane:
-    bands = {band_of(curve.name) for curve in curves}
+    bands = {curve.band for curve in curves}
     band = bands.pop() if len(bands) == 1 else None
     ends = [] if band is None else [end for end in (band.low, band.high) if end is not None]
     scale = _scale(_values(curves, window), ends, is_log=is_log, shows_band=shows_band)
@@ -278,7 +296,8 @@ def _pane(curves: tuple[Curve, ...], window: tuple[float, float], *, is_log: boo
 
 def _values(curves: Iterable[Curve], window: tuple[float, float]) -> list[float]:
     low, high = window
-    return [y for curve in curves for x, y in curve.measured if low <= x <= high]
+    reached = [place for curve in curves for place in [*curve.measured, *curve.edge(-1), *curve.edge(1)]]
+    return [y for x, y in reached if low <= x <= high]
 
 
 def _scale(values: Sequence[float], ends: Sequence[float], *, is_log: bool, shows_band: bool) -> Scale:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from grpo_engine.wire.metrics import Band, MetricsLine
+from grpo_engine.wire.metrics import HEALTHY_BANDS, Band, MetricsLine
+from grpo_tui.run_files.metrics import append_step
 from grpo_tui.view.metrics.names import is_evaluation
 
 MAX_LINES = 2000
@@ -50,6 +51,8 @@ class MetricHistory:
     stride: int = 1
     extremes: Mapping[str, tuple[Measured, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """By metric, the least and the greatest of what the thinned lines had, in rising order of steps."""
+    bands: Mapping[str, Band] = field(default_factory=lambda: MappingProxyType(HEALTHY_BANDS))
+    """The healthy bands of this run."""
 
     @property
     def last(self) -> MetricsLine | None:
@@ -68,21 +71,12 @@ class MetricHistory:
 
 
 def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> MetricHistory:
-    """Append lines; a trainer that resumed repeats steps, and then its newer measurement counts.
-
-    Two lines of one step that measure different things, as an evaluation that is written by itself, become one.
-    """
+    """Append lines, each as `append_step` does."""
     lines, extremes = list(history.lines), history.extremes
     if new_lines:
         extremes = extremes_until(extremes, step=min(line.step for line in new_lines) - 1)
     for line in new_lines:
-        while lines and lines[-1].step > line.step:
-            lines.pop()
-        if lines and lines[-1].step == line.step:
-            before = lines.pop()
-            if before.metrics.keys().isdisjoint(line.metrics):
-                line = line.model_copy(update={"metrics": {**before.metrics, **line.metrics}})
-        lines.append(line)
+        append_step(lines, line)
     stride = history.stride
     if len(lines) > MAX_LINES:
         kept = _thinned(lines, stride)
@@ -92,7 +86,7 @@ def extended(history: MetricHistory, new_lines: Sequence[MetricsLine]) -> Metric
         steps = {line.step for line in kept}
         gone = [line for line in lines if line.step not in steps]
         lines, extremes = kept, _with_extremes(extremes, gone, STRIDES_A_SPIKE * stride)
-    return MetricHistory(lines=tuple(lines), stride=stride, extremes=extremes)
+    return replace(history, lines=tuple(lines), stride=stride, extremes=extremes)
 
 
 def extremes_until(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.metrics import HEALTHY_BANDS, METRIC_NAMES, Band
 from grpo_tui.view.format import number_text, whole_text
 
@@ -44,6 +45,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "reward", "critic/score/mean", "critic/rewards/mean", "objective/scores", "reward/all/mean",
         "env/reward_mean", "return",
     ),
+    "advantage/mean": ("advantage", "critic/advantages/mean", "advantages/mean"),
     "reward/std": ("reward_std",),
     "reward/frac_zero_std": ("frac_reward_zero_std",),
     "rollout/length_mean": (
@@ -64,7 +66,18 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "train/loss": "the policy-gradient loss; near 0 by construction, so its trend says little about learning",
     "train/grad_norm": "length of the gradient before it is clipped",
     "train/sync_time": "seconds in which new weights are handed to inference",
+    "sync/pause_time": "seconds in which a server answered no request because of new weights",
+    "sync/bytes": "size of the new weights as they are sent to each server; 0 where it shares the trainer's memory",
+    "sync/num_servers": "inference servers that serve the new weights",
+    "inference/tokens_per_second": "tokens of completions that are sampled in a second, by all engines together",
+    "time/sampling": "seconds in which engines in the trainer sample, with rewards and the evaluation before",
+    "time/training": "seconds in which engines in the trainer sleep, and it computes a step",
+    "time/syncing": "seconds in which engines in the trainer take new weights",
     "train/data_fetch_time": "seconds in which the trainer waits for a batch",
+    "train/mfu": "share of the GPU's peak that the step reaches: model FLOPs utilization, waiting included",
+    "train/busy_fraction": "share of a step in which the trainer does not wait for a batch",
+    "rollout/admission_wait_time": "seconds in which environments had nothing to do, as far ahead as they may be",
+    "rollout/busy_fraction": "share of the time in which environments did not wait for the trainer",
     "grpo/mean_ratio": "probability of sampled tokens under the trained weights over that when sampled; 1 is equal",
     "grpo/clipped_fraction": "share of tokens whose ratio is outside the clip: they give no gradient",
     "grpo/ess": "effective sample size: share of the tokens that count after weighting by their ratio; 1 is all",
@@ -76,21 +89,33 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "reward/mean": "mean reward of all completions of the batch",
     "reward/std": "spread of rewards within a group; 0 gives no gradient",
     "reward/frac_zero_std": "share of groups whose rewards are all equal: they give no gradient",
+    "advantage/mean": "mean over tokens of what a completion is better than its group; above 0: the longer ones are",
+    "advantage/std": "spread of advantages over tokens; 0 gives no gradient",
+    "advantage/abs_max": "the largest advantage of the batch, for better or worse",
+    "train/loss_scale": "factor of the loss of a float16 model, so that small gradients are not rounded to 0",
+    "rollout/group_size_mean": "completions of a prompt that are compared with each other; 1 gives no gradient",
     "rollout/length_mean": "tokens of a completion",
     "rollout/truncated_fraction": "share of completions that were cut at the longest allowed length",
     "rollout/staleness_mean": "optimizer steps between the weights that sampled a token and those that train on it",
     "rollout/staleness_max": "the same, of the oldest token of the batch",
+    "rollout/stale_groups": "groups that were sampled and dropped since the step before, older than max_staleness",
     "logprobs/training_mean": "mean log-prob of sampled tokens under the trainer's weights, in nats",
     "logprobs/inference_mean": "mean log-prob of sampled tokens as inference reported it, in nats",
 })  # fmt: skip
 """What a metric is, in a line, where its name does not say it."""
 _AT = re.compile(r"eval/(?:[^/]+/)?(avg|pass)@(\d+)(_se)?$")
+_OF_RANK = re.compile(r"rank/\d+/(\w+)$")
+_OF_RANK_MEANINGS: Mapping[str, str] = MappingProxyType({
+    "step_time": "time of this rank of the trainer for its share of a step, without fetching and weight updates",
+    "wait_time": "time that it is longer in collective operations than the rank that is there the least: it waits",
+})  # fmt: skip
 
 _EVALUATION_STARTS = ("eval/", "eval_", "val-", "val/test_score")
 _UNITS: tuple[tuple[str, str], ...] = (
     (r"(tokens_per_second|throughput)(_per_gpu)?$", "tokens/s"),
     (r"(_time|/time|_seconds|_s)$|^(timing_s|time|timing)/", "s"),
     (r"(_gb|peak_memory)$", "GB"),
+    (r"(^|/)bytes$", "bytes"),
     (r"(length|seq_len|decode_len)", "tokens"),
     (r"num_tokens$", "tokens"),
     (r"staleness|off_policy_level|async_level", "versions"),
@@ -116,6 +141,8 @@ def meaning_of(name: str) -> str:
         what = "mean score of {} answers to each" if found[1] == "avg" else "share solved by one of {} answers, of each"
         se = "standard error of the " if found[3] else ""
         return se + what.format(found[2]) + " held-out prompt"
+    if found := _OF_RANK.match(name):
+        return _OF_RANK_MEANINGS.get(found[1], "")
     return MEANINGS.get(our_name(name) or "", "")
 
 
@@ -143,12 +170,19 @@ def measured_as(ours: str, measured: Iterable[str]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def band_of(name: str) -> Band | None:
+def bands_of(settings: RunSettings) -> Mapping[str, Band]:
+    """The healthy bands of a run: the documented share of clipped tokens holds for ratios of tokens."""
+    if not settings.clips_sequences:
+        return HEALTHY_BANDS
+    return {name: band for name, band in HEALTHY_BANDS.items() if name != "grpo/clipped_fraction"}
+
+
+def band_of(name: str, bands: Mapping[str, Band]) -> Band | None:
     """The healthy band, if there is one; aliases with other units or meanings of "mean" have none."""
-    if name in HEALTHY_BANDS:
-        return HEALTHY_BANDS[name]
+    if name in bands:
+        return bands[name]
     ours = our_name(name)
-    return HEALTHY_BANDS.get(ours) if ours in ("grpo/mean_ratio", "grpo/clipped_fraction") else None
+    return bands.get(ours) if ours in ("grpo/mean_ratio", "grpo/clipped_fraction") else None
 
 
 def unit_of(name: str) -> str:

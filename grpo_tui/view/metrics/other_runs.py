@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from grpo_engine.wire.checkpoints import ParentRun
 from grpo_engine.wire.metrics import MetricsLine
-from grpo_engine.wire.run_folder import METRICS_FILE, STATE_FILE
+from grpo_engine.wire.run_folder import METRICS_FILE, PARENT_FILE, STATE_FILE
 from grpo_tui.run_files.metrics import MAX_BYTES_A_READ, MetricsTail, newest_lines, read_line
+from grpo_tui.run_files.opening import open_file
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.view.metrics.history import MetricHistory, extended
 from grpo_tui.view.metrics.names import measured_as
 
 MAX_RUNS = 200
 """The newest; a person reads no longer list."""
-MAX_STATE_BYTES = 8 << 20
 WHOLE_BYTES = 16 << 20
 """Of a longer file only every so many lines are read, and all evaluations."""
 LINES_A_BATCH = 500
+MAX_ANCESTORS = 16
+"""Of a branch of a branch …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +68,10 @@ def read_history(run_folder: Path) -> MetricHistory:
         OSError: its file cannot be read.
     """
     path = run_folder / METRICS_FILE
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    size = status.st_size
     history = MetricHistory()
     if size <= WHOLE_BYTES:
         tail = MetricsTail(path)
@@ -75,8 +86,33 @@ def read_history(run_folder: Path) -> MetricHistory:
     return extended(history, batch)
 
 
+def read_parent(run_folder: Path) -> ParentRun | None:
+    """The run that this one branched off; None where there is none, or its note is damaged."""
+    try:
+        return ParentRun.model_validate_json(read_whole(run_folder / PARENT_FILE))
+    except (OSError, ValidationError):
+        return None
+
+
+def read_lineage(run_folder: Path, *, max_ancestors: int = MAX_ANCESTORS) -> MetricHistory:
+    """The metrics of a run, after those of the run that it branched off up to there.
+
+    Raises:
+        OSError: its file cannot be read; those of its ancestors may be gone.
+    """
+    own, parent = read_history(run_folder), read_parent(run_folder)
+    if parent is None or max_ancestors == 0:
+        return own
+    try:
+        before = read_lineage(run_folder.parent / parent.run, max_ancestors=max_ancestors - 1)
+    except OSError:
+        return own
+    inherited = [line for line in before.lines if line.step <= parent.step]
+    return extended(extended(MetricHistory(), inherited), own.lines)
+
+
 def _some_lines(path: Path, stride: int) -> Iterator[MetricsLine]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, raw in enumerate(iter(lambda: file.readline(MAX_BYTES_A_READ), b"")):
             if number % stride == 0 or b'"eval' in raw or b'"val-' in raw:
                 line = read_line(raw)
@@ -102,8 +138,7 @@ def _look_at(folder: Path) -> OtherRun:
 
 def _read_status(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            status = json.loads(file.read(MAX_STATE_BYTES))
+        status = json.loads(read_whole(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}

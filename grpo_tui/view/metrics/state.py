@@ -39,6 +39,8 @@ class ComparedRun:
 
     run: str
     history: MetricHistory
+    branched_at: int | None = None
+    """The step at which this run branched off it; None: it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

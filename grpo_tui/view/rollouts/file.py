@@ -13,18 +13,27 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, FailFast, ValidationError
 from pydantic_core import from_json
 
-from grpo_engine.wire.metrics import RolloutLine
+from grpo_engine.wire.codec import Message, Time, Whole
+from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
 from grpo_tui.run_files.line_tail import Bookmark
+from grpo_tui.run_files.opening import open_file
 
 MAX_BYTES_A_REFRESH = 64 << 20
 """Some 50 ms; a longer file takes several calls."""
+MAX_LINES_A_REFRESH = 100_000
+"""As long; more lines than that in so many bytes are no groups."""
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 """A longer line is no group of ours."""
+MAX_COMPLETIONS = 4096
+"""A group of more is not shown: a line may hold a million, whose objects fill memory."""
+MAX_TEXTS_BETWEEN = 65_536
+"""In `read_before` of a completion, the same."""
 MAX_HEADS = 10_000
 MAX_CACHED_BYTES = 8 << 20
 """Of lines whose groups are kept; as Python's objects they take some four times as much."""
@@ -119,7 +128,7 @@ class RolloutFile:
     def refresh(self) -> int:
         """Look for lines that were added, in at most `MAX_BYTES_A_REFRESH`; returns how many are known now."""
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 if not self._scanned.is_in(file.fileno()):
                     self._begin_anew()
                 self._index(file.fileno())
@@ -136,8 +145,8 @@ class RolloutFile:
         if index in self._heads:
             self._heads.move_to_end(index)
             return self._heads[index]
-        head = _head_of(index, self._line(index))
-        self._heads[index] = head
+        searched = _searched(self._line(index))
+        head = self._heads[index] = None if searched is None else searched.head(index)
         if len(self._heads) > MAX_HEADS:
             self._heads.popitem(last=False)
         return head
@@ -180,11 +189,8 @@ class RolloutFile:
 
     def texts(self, index: int) -> list[str]:
         """Prompt and completions of a group, to be searched; none of a broken line."""
-        try:
-            record = from_json(self._line(index))
-            return [record["prompt"], *(one["text"] for one in record["completions"])]
-        except (ValueError, KeyError, TypeError):
-            return []
+        searched = _searched(self._line(index))
+        return [] if searched is None else [searched.prompt, *(one.text for one in searched.completions)]
 
     def _begin_anew(self) -> None:
         self._forget()
@@ -194,16 +200,20 @@ class RolloutFile:
         """Note where whole lines begin, from where the last look ended."""
         line_start, scanned, size = self._end, self._scanned.offset, os.fstat(descriptor).st_size
         stop = min(size, scanned + MAX_BYTES_A_REFRESH)
-        while scanned < stop:
+        num_lines = 0
+        while scanned < stop and num_lines < MAX_LINES_A_REFRESH:
             block = os.pread(descriptor, min(BLOCK_BYTES, stop - scanned), scanned)
             if not block:
                 break
             newline = block.find(b"\n")
             while newline >= 0:
+                num_lines += 1
                 end = scanned + newline + 1
                 if end - line_start > 1:  # an empty line is no group
                     self._starts.append(line_start)
                 line_start = end
+                if num_lines == MAX_LINES_A_REFRESH:
+                    block = block[: newline + 1]
                 newline = block.find(b"\n", newline + 1)
             scanned += len(block)
         self._end = line_start
@@ -219,41 +229,98 @@ class RolloutFile:
         if end - start > MAX_LINE_BYTES:
             return b""
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 return os.pread(file.fileno(), end - start, start)
         except OSError:
             return b""
 
 
-def _head_of(index: int, line: bytes) -> GroupHead | None:
+def _number(value: object) -> float:
+    """A number of a completion; NaN where a line has none, or one that no float holds."""
     try:
-        record = from_json(line)
-        completions = record["completions"]
-        versions = [one["policy_versions"] for one in completions if one.get("policy_versions")]
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+class _SearchedCompletion(Message):
+    """What a list and a search need of a `SampledCompletion`."""
+
+    text: str
+    reward: Annotated[float, BeforeValidator(_number)] = math.nan
+    policy_versions: Annotated[
+        list[Whole], FailFast(), BeforeValidator(lambda value: [] if value is None else value)
+    ] = []
+
+
+class _SearchedLine(Message):
+    """What a list and a search need of a `RolloutLine`, also where its other parts are damaged."""
+
+    time: Time
+    step: Whole
+    environment: str | None = None
+    prompt: str
+    completions: Annotated[list[_SearchedCompletion], FailFast()]
+
+    def head(self, index: int) -> GroupHead:
+        """As the group of this number."""
+        versions = [one.policy_versions for one in self.completions if one.policy_versions]
         return GroupHead(
             index=index,
-            time=float(record["time"]),
-            step=int(record["step"]),
-            environment=record.get("environment") and str(record["environment"]),
-            prompt_start=user_part(record["prompt"])[:PROMPT_START_CHARACTERS],
-            prompt_key=hash(record["prompt"]),
-            rewards=tuple(_number(one.get("reward")) for one in completions),
-            policy_versions=(int(min(map(min, versions))), int(max(map(max, versions)))) if versions else None,
+            time=self.time,
+            step=self.step,
+            environment=self.environment,
+            prompt_start=user_part(self.prompt)[:PROMPT_START_CHARACTERS],
+            prompt_key=hash(self.prompt),
+            rewards=tuple(one.reward for one in self.completions),
+            policy_versions=(min(map(min, versions)), max(map(max, versions))) if versions else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+
+
+class _ReadLine(RolloutLine):
+    """A `RolloutLine` that stops at its first damaged completion: each fault of a million takes 2 kB."""
+
+    completions: Annotated[list[SampledCompletion], FailFast()]
+
+
+def _searched(line: bytes) -> _SearchedLine | None:
+    """None for a damaged line."""
+    try:
+        return _SearchedLine.model_validate(_record(line))
+    except ValueError:
         return None
 
 
 def _group_of(line: bytes) -> RolloutLine | None:
     try:
-        return RolloutLine.model_validate_json(line)
+        record = _record(line)
+    except ValueError:
+        return None
+    try:
+        return _ReadLine.model_validate(record)
     except ValidationError:  # maybe for numbers alone that JSON does not have
         pass
     try:
-        record = from_json(line)
-        return RolloutLine.model_validate({**record, "completions": [_with_nan(one) for one in record["completions"]]})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return _ReadLine.model_validate({**record, "completions": [_with_nan(one) for one in record["completions"]]})
+    except (ValueError, TypeError, AttributeError):
         return None
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """The object of a line, not validated yet.
+
+    Raises:
+        ValueError: it is not JSON, no object, or has more completions than any group.
+    """
+    record: dict[str, Any] = from_json(line)
+    completions = record.get("completions") if isinstance(record, dict) else None
+    if not isinstance(completions, list) or len(completions) > MAX_COMPLETIONS:
+        raise ValueError("not a group")
+    for one in completions:
+        texts = one.get("read_before") if isinstance(one, dict) else None
+        if isinstance(texts, dict) and len(texts) > MAX_TEXTS_BETWEEN:
+            raise ValueError("not a group")
+    return record
 
 
 def _with_nan(completion: dict[str, object]) -> dict[str, object]:
@@ -265,7 +332,3 @@ def _with_nan(completion: dict[str, object]) -> dict[str, object]:
         if isinstance(values := completion.get(name), list)
     }
     return {**completion, **numbers, **lists}
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan

@@ -32,6 +32,7 @@ from grpo_engine.wire.supervisor import (
 )
 from grpo_tui.run_files.line_tail import LineTail
 from grpo_tui.run_files.log_file import place, read_part
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.run_files.timeline import USAGE_START, after_event
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs.tail import FIRST_BYTES, LogView, as_text
@@ -173,7 +174,8 @@ class TimelineFile:
         match event:
             case Snapshot():
                 if before is not None and event.status.supervisor != before.supervisor:
-                    words = "a new supervisor took the run over"
+                    is_resumed = event.status.started_at != before.started_at
+                    words = "the run was resumed" if is_resumed else "a new supervisor took the run over"
                     mark = Mark(time=time, kind=MarkKind.SUPERVISOR, words=words)
             case ServiceChanged(service=service):
                 known = before.services if before is not None else ()
@@ -217,7 +219,7 @@ class TimelineFile:
         later = max(first, bisect_right(self._times, moment + LOG_SLACK_S))
         usage = self._usage_line(count)
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 if not self._tail.bookmark.is_in(file.fileno()):
                     return Replay(), {}, False  # it was replaced: the next `read` takes it up
                 replay = self._fold(file.fileno(), count)
@@ -340,7 +342,7 @@ def log_until(path: Path, service: str, end: int | None, *, whole_lines: bool = 
     if end is None:
         return LogView(service=service, lines=("··· the length of this log at that time was not recorded",))
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             now = place(file.fileno())
             end = min(end, now.end)
             if end <= now.content and now.dropped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.supervisor import Warning
 from grpo_tui.view.diagnosis import diagnose
 from grpo_tui.view.logs.tail import LogView
@@ -23,7 +24,7 @@ def displayed(state: ViewState) -> ViewState:
     if not state.travel.is_open or past is None:
         is_memory_of_others = state.connection is Connection.ENDED and state.host_memory is not None
         return replace(state, host_memory=None) if is_memory_of_others else state
-    cut = _cut(_Same(past), _Same(state.history), _Same(state.travel.marks))
+    cut = _cut(_Same(past), _Same(state.history), _Same(state.travel.marks), state.settings)
     begin, end = travel.extent(state.travel, state.known_time)
     return replace(
         state,
@@ -78,17 +79,17 @@ class _Same:
 
 
 @lru_cache(maxsize=4)
-def _cut(past: _Same, history: _Same, marks: _Same) -> _Cut:
+def _cut(past: _Same, history: _Same, marks: _Same, settings: RunSettings) -> _Cut:
     assert isinstance(past.thing, travel.Past)
     assert isinstance(history.thing, MetricHistory)
     moment = past.thing.moment
     until = history_until(history.thing, moment)
-    found = tuple(diagnose(until.lines, None))
+    found = tuple(diagnose(until.lines, None, settings))
     every = travel.all_marks(travel.Travel(marks=marks.thing), history.thing.lines)  # type: ignore[arg-type]
     return _Cut(
         history=until,
         metric_warnings=found,
-        warnings=merged_warnings(past.thing.status, found),
+        warnings=merged_warnings(past.thing.status, found, until.lines, moment),
         marks=every,
     )
 

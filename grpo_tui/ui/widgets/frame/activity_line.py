@@ -6,10 +6,9 @@ from textual.content import Content
 from textual.style import Style
 
 from grpo_engine.wire.supervisor import ServiceState
-from grpo_tui.ui.glyphs import SERVICE_GLYPHS, SEVERITY_GLYPHS
+from grpo_tui.ui.glyphs import SERVICE_GLYPHS, SEVERITY_GLYPHS, SEVERITY_STYLES
 from grpo_tui.ui.widgets.lines import Lines, Styled, line, spread
 from grpo_tui.ui.widgets.main.services_table import PASSING_STATES, STATE_STYLES
-from grpo_tui.ui.widgets.main.warnings_bar import SEVERITY_STYLES
 from grpo_tui.view.format import clock_text, duration_text
 from grpo_tui.view.phases import StartPhase, Transition
 from grpo_tui.view.state import Connection, Outcome, ViewState, phases_of_restart

@@ -6,24 +6,14 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.style import Style
 
-from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState
-from grpo_tui.ui.glyphs import RUN_GLYPHS, SERVICE_GLYPHS
+from grpo_engine.wire.supervisor import RunState
+from grpo_tui.ui.glyphs import RUN_GLYPHS, RUN_STYLES
 from grpo_tui.ui.keys import PLACES
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, spread
 from grpo_tui.view.format import clock_text
-from grpo_tui.view.phases import is_restart_by_request
-from grpo_tui.view.starting import UP_STATES
 from grpo_tui.view.state import Connection, ViewState
 from grpo_tui.view.timeline.state import clock_at
 
-RUN_STYLES = {
-    RunState.STARTING: ".busy",
-    RunState.RUNNING: ".ok",
-    RunState.DEGRADED: ".warning",
-    RunState.FINISHED: ".ok",
-    RunState.FAILED: ".error",
-    RunState.STOPPED: ".muted",
-}
 CONNECTION_WORDS: dict[Connection, Styled] = {
     Connection.CONNECTING: ("  connecting …", ".busy"),
     Connection.LIVE: ("", ""),
@@ -50,7 +40,7 @@ class HeaderLine(Lines):
         return (state, self._is_too_small and self.screen.size)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """`run  profile  ● running`, and on the right `step 123  up 12m05s`; names are cut first."""
+        """`run  profile  ● running`, and on the right `step 12/150  3m left  up 12m05s`; names are cut first."""
         if self._is_too_small:
             columns, rows = self.screen.size
             return [line((f"{columns}x{rows} is too small: at least 40x10", ".warning")).truncate(width)]
@@ -63,7 +53,7 @@ class HeaderLine(Lines):
         profile = ""
         if state.status is not None:
             profile = f"  {state.status.profile}"
-            stands.insert(0, _run_words(state.status, state))
+            stands.insert(0, _run_words(state.status.state))
             right = [*_step(state), (f"  up {clock_text(_age_s(state))}", ".muted")]
         room = width - line(*stands, *right).cell_length - 1
         run = state.run if cell_len(state.run) <= room else fit(state.run, room)
@@ -101,14 +91,9 @@ class TabsLine(Lines):
         return [row.truncate(width, ellipsis=True)]
 
 
-def _run_words(status: RunStatus, state: ViewState) -> Styled:
-    """`● running`; a restart that was asked for is one, and not a degraded run."""
-    moving = [service for service in status.services if service.state not in UP_STATES]
-    asked = [is_restart_by_request(state.transitions.get(service.name, ())) for service in moving]
-    if status.state is RunState.DEGRADED and moving and all(asked):
-        is_stop = all(service.state is ServiceState.STOPPING for service in moving)
-        return (f"  {SERVICE_GLYPHS[ServiceState.STOPPING]} stopping" if is_stop else "  ↻ restarting"), ".busy"
-    return f"  {RUN_GLYPHS[status.state]} {status.state}", RUN_STYLES[status.state]
+def _run_words(run: RunState) -> Styled:
+    """`● running`."""
+    return f"  {RUN_GLYPHS[run]} {run}", RUN_STYLES[run]
 
 
 def _moment_words(state: ViewState) -> str:
@@ -126,6 +111,9 @@ def _age_s(state: ViewState) -> float | None:
 
 
 def _step(state: ViewState) -> list[str | Styled]:
-    if state.history.last is None:
+    progress = state.progress
+    if progress.step is None:
         return []
-    return [("  step ", ".muted"), (f"{state.history.last.step:,}", ".strong")]
+    step, slash, end = (progress.of_steps or "").partition("/")
+    left = "" if progress.left is None else f"  {progress.left}"
+    return [("  step ", ".muted"), (step, ".strong"), (slash + end + left, ".muted")]

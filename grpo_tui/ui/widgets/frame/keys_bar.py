@@ -34,7 +34,8 @@ class KeysBar(Lines):
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Which keys work, and the label of the start and stop key."""
         has_server = inference_service(state) is not None
-        return (self._is_stopped(state), self.lists_screens, state.may_act, has_server, state.travel.is_open)
+        return (self._is_stopped(state), self.lists_screens, state.may_act, has_server, state.travel.is_open,
+                state.viewer.has_board)  # fmt: skip
 
     @staticmethod
     def _is_stopped(state: ViewState) -> bool:
@@ -66,7 +67,7 @@ class KeysBar(Lines):
         return [*ON_TRAVEL, *own, *LAST_EVERYWHERE]
 
     def _items(self, keys: Sequence[Key], state: ViewState) -> list[Content]:
-        items = [_item(key, is_stopped=self._is_stopped(state)) for key in keys]
+        items = [_item(key, state, is_stopped=self._is_stopped(state)) for key in keys]
         if self.lists_screens:
             items.append(Content.assemble((f"1-{len(PLACES)}", ".key"), " ", ("more", ".muted")))
         return items
@@ -83,8 +84,10 @@ def _length(items: Sequence[Content], gap: int) -> int:
     return sum(item.cell_length for item in items) + gap * (len(items) - 1)
 
 
-def _item(key: Key, *, is_stopped: bool) -> Content:
+def _item(key: Key, state: ViewState, *, is_stopped: bool) -> Content:
     label = key.label
+    if key.action == "app.detach" and state.viewer.has_board:
+        label = "board"
     if key.action == "app.start_or_stop":
         label = "start" if is_stopped else "stop"
     item = Content.assemble((key.shown, ".key"), " ", (label, ".muted"))

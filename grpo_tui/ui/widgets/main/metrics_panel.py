@@ -140,7 +140,7 @@ def band_text(band: Band | None) -> str:
 
 def _cell(name: str, history: MetricHistory, width: int) -> Content:
     assert history.last is not None
-    band = band_of(name)
+    band = band_of(name, history.bands)
     series = history.series(name)
     # Between two evaluations the last one still holds.
     is_lasting = name.startswith(EVALUATION_PREFIX) and series

@@ -167,11 +167,13 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
     A service that is still ready but no longer answers shows that here first: `◌ hanging: /health: no answer in 10 s`.
     """
     match service.state:
-        case ServiceState.STARTING if service.phase is not None:
+        case ServiceState.STARTING if service.phase is not None and service.rank_stall is None:
             return service.phase, ".muted"
         case ServiceState.STARTING | ServiceState.READY if service.probe in PROBE_SIGNS:
             sign, word = PROBE_SIGNS[service.probe]
             return f"{sign} {word}: {service.health}", ".warning"
+        case ServiceState.STARTING | ServiceState.READY if service.rank_stall is not None:
+            return service.rank_stall.text, ".warning"
         case ServiceState.STARTING if service.health is not None:
             return service.health, ".muted"
         case ServiceState.WAITING if missing := missing_needs(service, state):

@@ -6,8 +6,7 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from grpo_tui.ui.glyphs import SERVICE_GLYPHS
-from grpo_tui.ui.widgets.lines import Lines, line
-from grpo_tui.ui.widgets.main.warnings_bar import wrapped
+from grpo_tui.ui.widgets.lines import Lines, line, wrapped
 from grpo_tui.view.format import clock_text, names_text
 from grpo_tui.view.starting import Awaited, awaited_services
 from grpo_tui.view.state import ViewState

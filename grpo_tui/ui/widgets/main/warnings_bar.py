@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from rich.cells import cell_len
 from textual.content import Content
 from textual.style import Style
 
 from grpo_engine.wire.supervisor import Warning
-from grpo_tui.ui.glyphs import SEVERITY_GLYPHS
-from grpo_tui.ui.widgets.lines import Lines, line, spread
+from grpo_tui.ui.glyphs import SEVERITY_GLYPHS, SEVERITY_STYLES
+from grpo_tui.ui.widgets.lines import Lines, line, spread, wrapped
 from grpo_tui.view.state import ViewState
 
-SEVERITY_STYLES = {"error": ".error", "warning": ".warning", "info": ".muted"}
 INDENT = 2
 OPENS_ALL = Style.from_meta({"@click": "app.warnings"})
 
@@ -69,22 +67,6 @@ def full_text(warning: Warning, width: int) -> list[Content]:
     hint = wrapped(warning.hint, width - INDENT - 2) if warning.hint else []
     rows += [line(("  → " if place == 0 else "    ", ".muted"), (row, ".muted")) for place, row in enumerate(hint)]
     return rows
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """Rows of at most `width` cells, broken at spaces; a longer word is cut where it must be."""
-    rows: list[str] = []
-    row = ""
-    for word in text.split():
-        while cell_len(word) > max(1, width):
-            rows += [row] if row else []
-            row, rows, word = "", [*rows, word[: max(1, width)]], word[max(1, width) :]
-        if row and cell_len(row) + 1 + cell_len(word) > width:
-            rows.append(row)
-            row = word
-        else:
-            row = f"{row} {word}" if row else word
-    return [*rows, row] if row else rows
 
 
 def _start(warning: Warning) -> list[str | tuple[str, str]]:

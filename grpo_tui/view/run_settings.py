@@ -1,4 +1,4 @@
-"""What a run was started with, as far as trainer and inference must agree on it; read from its `resolved.json`.
+"""What a run was started with, as far as its metrics and tokens are judged by it; read from its `resolved.json`.
 
 A run of plain commands, or one whose file is missing or damaged, says nothing: then every setting is unknown, and the
 clip is the usual one.
@@ -28,7 +28,9 @@ def settings_of(resolved: dict[str, Any]) -> RunSettings:
     services = [one for one in (resolved.get("services") or {}).values() if isinstance(one, dict)]
     trainer: dict[str, Any] = next((one for one in services if one.get("kind") == TRAINER_KIND), {})
     server: dict[str, Any] = next((one for one in services if one.get("kind") == INFERENCE_KIND), {})
-    environments = [one for one in services if one.get("kind") == "environment"]
+    own = trainer.get("environment") or {}  # of a trainer that samples itself
+    environments = [one for one in services if one.get("kind") == "environment"] + [own]
+    bridge: dict[str, Any] = resolved.get("bridge") or trainer.get("bridge") or {}
     loss = trainer.get("loss", "grpo")
     preset = LossConfig.preset(loss if loss in get_args(Preset) else "grpo")
     width = float(trainer.get("clip_eps") or USUAL_CLIP)
@@ -41,10 +43,13 @@ def settings_of(resolved: dict[str, Any]) -> RunSettings:
         clips_sequences=preset.ratio_level == "sequence",
         temperatures=tuple(sorted({float(one["temperature"]) for one in environments if one.get("temperature")})),
         top_ps=tuple(sorted({float(one["top_p"]) for one in environments if one.get("top_p")})),
-        logprobs_mode=server.get("logprobs_mode"),
-        bridge_mode=(resolved.get("bridge") or trainer.get("bridge") or {}).get("mode"),
+        logprobs_mode="processed" if own else server.get("logprobs_mode"),
+        bridge_mode=bridge.get("mode"),
+        has_adapter=bool(bridge.get("adapter")),
         dtypes=tuple(dict.fromkeys(dtypes)),
         model=(resolved.get("model") or {}).get("name") or trainer.get("model_name"),
+        eval_prompts=trainer.get("eval_prompts"),
+        training_steps=steps if isinstance(steps := trainer.get("training_steps"), int) and steps > 0 else None,
     )
 
 

@@ -1,0 +1,57 @@
+"""Overrides as other trainers write them: without `--set`, and by the names that they give to settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.other_names import BARE_OVERRIDE, DOTTED, own_override
+from grpo_tui.cli.printing import write_line
+
+_KINDS = {"train": "trainer", "server": "inference", "env": "environment"}
+"""Commands of grpo-engine, and the kind of service that has their settings."""
+
+
+def with_set(words: Sequence[str]) -> list[str]:
+    """Arguments in which `--set` is before every override that is without one; a word after an option is its value.
+
+    >>> with_set(["--profile", "P", "optimizer.lr=2e-5"])
+    ['--profile', 'P', '--set', 'optimizer.lr=2e-5']
+    """
+    result: list[str] = []
+    for word in words:
+        is_value = bool(result) and result[-1].startswith("-") and "=" not in result[-1]
+        result += ["--set", word] if BARE_OVERRIDE.match(word) and not is_value else [word]
+    return result
+
+
+def own_overrides(profile: str | None, overrides: Sequence[str]) -> list[str]:
+    """The overrides by the dotted keys of a profile, each that was by another name told on stderr.
+
+    Raises:
+        ConfigError: the profile cannot be read, or has no service with such a setting.
+    """
+    names = {override: override.partition("=")[0].strip() for override in overrides}
+    if profile is None or not any(name in DOTTED and name != "model.name" for name in names.values()):
+        return list(overrides)
+    from grpo_engine.config import read_table
+    from grpo_tui.profile.loading import find
+
+    services = read_table(find(profile)).get("services", {})
+    result: list[str] = []
+    for override, name in names.items():
+        if name not in DOTTED or name == "model.name":
+            result.append(override)
+            continue
+        commands = DOTTED[name].commands or ["train"]  # none: it says what to do instead
+        own = [
+            f"services.{service}.{own_override(override, command)[0]}"
+            for command in commands
+            for service, table in services.items()
+            if isinstance(table, dict) and table.get("kind") == _KINDS[command]
+        ]
+        if not own:
+            raise ConfigError(f"{override}: profile {profile} has no service with this setting: leave it out")
+        write_line(f"{override}: {' '.join(own)} here", to_stderr=True)
+        result += own
+    return result

@@ -1,0 +1,50 @@
+"""Textual's driver for a terminal, which also survives a SIGSTOP that it does not send itself, and has a title."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from textual.drivers.linux_driver import LinuxDriver
+
+SAVES_TITLE, RESTORES_TITLE = "\x1b[22;0t", "\x1b[23;0t"
+"""XTWINOPS: push and pop the titles of icon and window."""
+
+
+class ResumableDriver(LinuxDriver):
+    """Textual (8.2.8) sets the terminal up again at every SIGCONT.
+
+    After its own SIGTSTP that is right. After a SIGSTOP from elsewhere it starts a second thread that reads keys, and
+    the first is never ended: the process outlives the screen. So what runs is taken down first, as for SIGTSTP.
+    """
+
+    def start_application_mode(self) -> None:
+        """Save the title of the terminal too."""
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        if self._writer_thread is not None:  # else it stays in the background
+            self.write(SAVES_TITLE)
+
+    def stop_application_mode(self) -> None:
+        """Restore the title too."""
+        if self._writer_thread is not None:
+            self.write(RESTORES_TITLE)
+        super().stop_application_mode()
+
+    def show_title(self, text: str) -> None:
+        """Set the title of the terminal; `text` has no control characters."""
+        if self._writer_thread is not None:
+            self.write(f"\x1b]0;{text}\x07")
+
+    def _sigcont_application(self, number: int = signal.SIGCONT, frame: FrameType | None = None) -> None:
+        if self._must_signal_resume:
+            super()._sigcont_application()
+        elif self._auto_restart:  # from the event loop: a handler may interrupt a write, and would wait for its lock
+            self._loop.call_soon_threadsafe(self._set_up_again)
+
+    def _set_up_again(self) -> None:
+        while os.isatty(self.fileno) and os.tcgetpgrp(self.fileno) != os.getpgrp():
+            os.kill(os.getpid(), signal.SIGSTOP)  # continued in the background, where it must not write
+        self.suspend_application_mode()
+        self._must_signal_resume = True
+        self.resume_application_mode()
