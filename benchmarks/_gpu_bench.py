@@ -64,7 +64,7 @@ class Bench:
 
     # --- servers ---------------------------------------------------------------------------------------------------
 
-    def stock(self, name: str, *flags: str, share: float) -> Server:
+    def stock(self, name: str, *flags: str, share: float, **environment: str) -> Server:
         """Start stock vLLM with the flags that our server passes to it."""
         argv = ["vllm.entrypoints.openai.api_server", "--model", self.model, "--served-model-name", "m"]
         argv += ["--dtype", self.options.dtype, "--max-model-len", str(self.options.max_model_len)]
@@ -72,11 +72,10 @@ class Bench:
         argv += ["--disable-uvicorn-access-log"]
         if not self.is_cpu:
             argv += ["--gpu-memory-utilization", str(share)]
-        return self.fleet.start(
-            name, [*argv, *flags], VLLM_WORKER_MULTIPROC_METHOD="fork", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
-        )
+        environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        return self.fleet.start(name, [*argv, *flags], **environment)
 
-    def ours(self, name: str, *flags: str, share: float) -> Server:
+    def ours(self, name: str, *flags: str, share: float, **environment: str) -> Server:
         """Start our server on vLLM."""
         argv = [
             "grpo_engine",
@@ -91,7 +90,7 @@ class Bench:
         argv += ["--dtype", self.options.dtype, "--max-model-len", str(self.options.max_model_len)]
         argv += ["--gpu-memory-utilization", str(share), "--logprobs-mode", self.options.logprobs_mode]
         argv += ["--served-model-name", "m"]
-        return self.fleet.start(name, [*argv, *flags, *self.options.server_flag])
+        return self.fleet.start(name, [*argv, *flags, *self.options.server_flag], **environment)
 
     def up(self, servers: list[Server]) -> list[Server]:
         """The servers that became healthy."""
@@ -137,12 +136,16 @@ class Bench:
     def publishes(self, who: str, trainer: Trainer, times: int, write: str, every_s: float = 0.0) -> None:
         """Milliseconds of weight updates."""
         spans = trainer.ask(do="publish", times=times, write=write, every_s=every_s)["publishes"]
-        for name in ("total_ms", "before_ms", "write_ms", "after_ms"):
-            each = [span[name] for span in spans]
+        for name in ("total_ms", "pause_ms", "before_ms", "write_ms", "after_ms"):
+            each = [span[name] for span in spans if name in span]
+            if not each:
+                continue
             worst = {"first": round(each[0], 2), "max": round(max(each), 2)}
             self.tell(f"publish_{name}", who, round(statistics.median(each), 2), **worst)
 
-    def publishes_under_load(self, who: str, server: Server, trainer: Trainer, write: str) -> None:
+    def publishes_under_load(
+        self, who: str, server: Server, trainer: Trainer, write: str, route: Route = GENERATE
+    ) -> None:
         """The same while many requests run."""
         num_new = 8 if self.is_cpu else LOAD_TOKENS
         prompts = random_prompts(LOAD_REQUESTS, PROMPT_TOKENS, self.vocabulary, next(self.seeds))
@@ -150,7 +153,7 @@ class Bench:
 
         def load() -> None:
             try:
-                server.tokens_per_s(GENERATE, prompts, num_new)
+                server.tokens_per_s(route, prompts, num_new)
             except Exception as error:
                 faults.append(error)
 
@@ -173,13 +176,14 @@ class Bench:
 class Trainer:
     """`_gpu_trainer.py` in a separate process."""
 
-    def __init__(self, bench: Bench, mode: str, server: Server, folder: Path) -> None:
+    def __init__(self, bench: Bench, mode: str, server: Server, folder: Path, **more: str) -> None:
         mark, environment = bench.fleet.marked(mode)
+        environment |= more
         self._log = bench.fleet.folder / f"trainer-{mode}.log"
         argv = [sys.executable, str(HERE / "_gpu_trainer.py"), "--mode", mode, "--server", server.url]
         argv += ["--model", bench.model, "--folder", str(folder), "--device", bench.options.device]
         argv += ["--dtype", bench.options.dtype]
-        if mode != "lora_only":
+        if mode in ("shared_vllm", "lora_merged"):
             argv += ["--bridge-file", str(bridge_file(bench))]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(

@@ -12,24 +12,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from pydantic import TypeAdapter
 
 from grpo_engine.bridges import AnyBridge, Bridge, BridgeContext, BridgeModel
+from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.protocol import Update
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.optimizers import MasterWeights
+
+STOCK = "stock-nccl"
+"""In place of a mode: stock vLLM's own transfer."""
 
 
 class Worker:
     """A bridge and the model attached by it."""
 
-    def __init__(self, bridge: Bridge, attached: BridgeModel) -> None:
+    def __init__(self, bridge: Bridge | StockTransfer, attached: BridgeModel) -> None:
         self._bridge = bridge
         self._attached = attached
         self._version = attached.policy_version
@@ -79,11 +87,76 @@ class Worker:
         synchronize()
         self._version += 1
         began = time.perf_counter()
-        self._bridge.publish(self._version, write_weights)
+        update = self._bridge.publish(self._version, write_weights)
         ended = time.perf_counter()
         first, last = (marks[0], marks[-1]) if marks else (ended, ended)
         spans = {"total_ms": ended - began, "before_ms": first - began, "write_ms": last - first}
-        return {name: 1e3 * span for name, span in (spans | {"after_ms": ended - last}).items()}
+        spans |= {"after_ms": ended - last} | ({} if update is None else {"pause_ms": update.pause_s})
+        return {name: 1e3 * span for name, span in spans.items()}
+
+
+class StockTransfer:
+    """Stock vLLM's weight transfer over NCCL with packed tensors, used as its documentation shows (0.26 and 0.27).
+
+    Source: https://github.com/vllm-project/vllm, `vllm/distributed/weight_transfer/nccl_engine.py`.
+    """
+
+    BUFFERS = 1
+    """More are overwritten while a layer still reads them (0.26)."""
+
+    def __init__(self, context: BridgeContext) -> None:
+        self._placement = OwnModel(context)
+        self._server = httpx.Client(base_url=context.server_urls[0], timeout=120)
+        self._pool = ThreadPoolExecutor(1)
+
+    def attach(self) -> BridgeModel:
+        """Load the model, and meet the server."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        model = self._placement.load()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = {"master_address": "127.0.0.1", "master_port": free.getsockname()[1], "world_size": 2}
+        answer = self._pool.submit(
+            self._post, "/init_weight_transfer_engine", json={"init_info": where | {"rank_offset": 1}}
+        )
+        self._group = NCCLWeightTransferEngine.trainer_init(where)
+        answer.result()
+        parameters = dict(model.named_parameters())
+        self._send_flags = {"packed": True, "packed_num_buffers": self.BUFFERS}
+        self._update = {
+            "names": list(parameters),
+            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in parameters.values()],
+            "shapes": [list(each.shape) for each in parameters.values()],
+            **self._send_flags,
+        }
+        self._model = model
+        return BridgeModel(model=model, is_shared=False, policy_version=0, save=self._placement.save)
+
+    def publish(self, version: int, write: Callable[[], None]) -> Update:
+        """Send all parameters; running requests are kept."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+        write()
+        self._post("/pause", params={"mode": "keep"})
+        began = time.perf_counter()
+        self._post("/start_weight_update")
+        received = self._pool.submit(self._post, "/update_weights", json={"update_info": self._update})
+        NCCLWeightTransferEngine.trainer_send_weights(
+            iter(self._model.named_parameters()), NCCLTrainerSendWeightsArgs(group=self._group, **self._send_flags)
+        )
+        received.result()
+        self._post("/finish_weight_update")
+        self._post("/resume")
+        num_bytes = sum(each.nbytes for each in self._model.parameters())
+        return Update(pause_s=time.perf_counter() - began, num_bytes=num_bytes, num_servers=1)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._server.close()
+
+    def _post(self, path: str, **more: Any) -> None:
+        self._server.post(path, **more).raise_for_status()
 
 
 def synchronize() -> None:
@@ -121,13 +194,17 @@ def main() -> None:
         model_name=options.model,
         dtype=options.dtype,
         device=options.device,
-        server_url=options.server,
+        server_urls=(options.server,),
         folder=options.folder,
         lora=LoraSettings(rank=16, target_modules=("q_proj", "v_proj")),
         patience_s=60,
     )
     began = time.perf_counter()
-    bridge: Bridge = TypeAdapter(AnyBridge).validate_python(settings).build(context)
+    bridge: Bridge | StockTransfer = (
+        StockTransfer(context)
+        if options.mode == STOCK
+        else TypeAdapter(AnyBridge).validate_python(settings).build(context)
+    )
     try:
         worker = Worker(bridge, bridge.attach())
         synchronize()

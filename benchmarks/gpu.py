@@ -6,8 +6,9 @@
 
 STAGES: model: create the model. plain: stock and ours with shared weights, alone and while a trainer is attached,
 publishing, adapters merged into the weights, a checkpoint read in place, SIGTERM. lora: adapters in stock, in ours, and
-in ours without CUDA graphs; swaps; SIGKILL of the process that serves. restart: `benchmarks/restart.py`. stack:
-whole runs under `grpo-tui` (`_gpu_stack.py`).
+in ours without CUDA graphs; swaps; SIGKILL of the process that serves. restart: `benchmarks/restart.py`. broadcast:
+whole models sent from GPU 1 to a server on GPU 0, by ours and by stock's own transfer. stack: whole runs under
+`grpo-tui` (`_gpu_stack.py`).
 
 Every figure is printed at once as a line of JSON, also into FOLDER/gpu.jsonl; the table comes last. A stage that fails
 says why and the next goes on; none leaves a process. Stock is `vllm.entrypoints.openai.api_server` with the flags that
@@ -38,7 +39,7 @@ from _gpu_table import print_table
 from grpo_tui.supervisor.keeper import proc
 
 HERE = Path(__file__).parent
-STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "stack": 540}
+STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "broadcast": 420, "stack": 540}
 """Name → its limit in seconds."""
 PUBLISHES, RELOADS, SWAPS = 20, 3, 10
 ADAPTER = "adapter"
@@ -143,6 +144,27 @@ def lora(bench: Bench) -> None:
         bench.tell("gpu_before_and_after_mb", "lora", [idle_mb, bench.gpu.used_mb()])
 
 
+def broadcast(bench: Bench) -> None:
+    """Whole models sent from the second GPU to a server on the first, by ours and by stock's own transfer."""
+    share, where = min(0.4, bench.options.gpu_memory_utilization), {"CUDA_VISIBLE_DEVICES": "0"}
+    stock = bench.measured(
+        bench.stock(
+            "stock", "--weight-transfer-config", '{"backend": "nccl"}', share=share, VLLM_SERVER_DEV_MODE="1", **where
+        )
+    )
+    ours = bench.ours("ours", "--receives-weights", share=share, **where)
+    healthy = bench.up([stock, ours])
+    sides = {"broadcast": (ours, GENERATE), "stock-nccl": (stock, completions("m", logprobs=0))}
+    for mode, (server, route) in sides.items():
+        if server not in healthy:
+            continue
+        folder = bench.fleet.folder / mode
+        with bench.part(mode), Trainer(bench, mode, server, folder, CUDA_VISIBLE_DEVICES="1") as trainer:
+            bench.tell("attach_s", mode, **trainer.attached)
+            bench.publishes(f"{mode}, idle", trainer, PUBLISHES, "nothing")
+            bench.publishes_under_load(f"{mode}, 64 running", server, trainer, "nothing", route)
+
+
 def restart(bench: Bench) -> None:
     """Run `restart.py` with the flags of `--restart-flag`."""
     script = HERE / "restart.py"
@@ -186,7 +208,7 @@ def inner(stage: str, options: argparse.Namespace) -> None:
             if stage == "model":
                 bench.tell("made_in_s", options.model, round(time.monotonic() - began, 1), folder=model)
             else:
-                {"plain": plain, "lora": lora, "restart": restart, "stack": stack}[stage](bench)
+                {"plain": plain, "lora": lora, "restart": restart, "broadcast": broadcast, "stack": stack}[stage](bench)
             bench.tell("took", f"stage {stage}", round(time.monotonic() - began, 1), unit="s")
     finally:
         keep_logs(folder, options.out, stage)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZE = (120, 36)
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from picture_scenes import DOCUMENTED, Scene, picture, standing  # noqa: E402
+from picture_scenes import BOARD_SCENES, DOCUMENTED, RECORDED, Scene, board_standing, picture, standing  # noqa: E402
 
 from grpo_tui.ui.themes import DARK  # noqa: E402
 
@@ -28,8 +28,19 @@ async def drawn(scene: Scene, run: Path) -> str:
         return await picture(app, pilot)
 
 
+async def drawn_board(name: str, logs: Path) -> str:
+    """The picture of the board, or of its curves."""
+    async with board_standing(name, logs, SIZE, DARK) as (app, pilot):
+        return await picture(app, pilot)
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    for name in BOARD_SCENES:
+        with tempfile.TemporaryDirectory() as logs:
+            with tarfile.open(RECORDED / "tiny-cpu.tar.gz") as tar:
+                tar.extractall(Path(logs) / "recorded", filter="data")
+            (folder / f"{name}.svg").write_text(asyncio.run(drawn_board(name, Path(logs))))
     for name, scene in DOCUMENTED.items():
         with tempfile.TemporaryDirectory() as logs:
             with tarfile.open(scene.archive) as tar:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _same_process() -> Iterator[None]:
+    """Give later tests the log levels and the path of modules that commands set in this process."""
+    loggers = [logging.getLogger(name) for name in (None, "grpo_engine", "httpx")]
+    levels, path = [each.level for each in loggers], [*sys.path]
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
+    sys.path[:] = path
 
 
 def pytest_configure() -> None:

@@ -29,8 +29,27 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
         [
             *("plan.json", "resolved.json", "state.json", "daemon.json", "daemon.lock", ".start.lock"),
             *("supervisor.log", "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "rollouts.sqlite", "keepers"),
-            *("vllm_bridge_config.json", "handover", "current", "handover.json", "checkpoints", ".spec.json"),
-            "access.token",
+            *(
+                "vllm_bridge_config.json",
+                "handover",
+                "current",
+                "handover.json",
+                "sender.json",
+                "checkpoints",
+                ".spec.json",
+            ),
+            *(
+                "access.token",
+                "checkpoint.json",
+                "journal",
+                "settings.json",
+                "lives",
+                "parent.json",
+                "sweep.json",
+                "sweeps",
+                "set-aside",
+                "used_versions.json",
+            ),
         ]
     )
     variables = [value for value in vars(environment_variables).values() if isinstance(value, str) and value.isupper()]
@@ -39,6 +58,7 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
             *("GRPO_TUI_RUN", "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_SERVICE", "GRPO_TUI_ATTEMPT", "GRPO_TUI_INFERENCE"),
             *("GRPO_TUI_HOOK_", "GRPO_API_TOKEN", "GRPO_API_TOKEN_FILE", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR"),
             *("GRPO_FORK_SERVER_PID", "GRPO_FORK_SERVER_RESTARTS", "GRPO_VLLM_SERVER", "GRPO_VLLM_SHARE_WEIGHTS"),
+            *("GRPO_LISTENER", "GRPO_INFERENCE_KEY"),
         ]
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import parse_flags
@@ -30,12 +31,31 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "NousResearch/Hermes-3-Llama-3.1-8B": published_shape("local/llama-8b-random"),
     "local/llama-8b-random": published_shape("local/llama-8b-random"),
     "Qwen/Qwen2.5-3B-Instruct": published_shape("local/qwen-3b-random"),
+    "Qwen/Qwen2.5-3B": published_shape("local/qwen-3b-random"),
+    "Qwen/Qwen2.5-7B": Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
     "Qwen/Qwen2.5-14B-Instruct": Qwen2Config(
         vocab_size=152_064,
         hidden_size=5120,
         intermediate_size=13_824,
         num_hidden_layers=48,
         num_attention_heads=40,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "Qwen/Qwen2.5-72B-Instruct": Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=8192,
+        intermediate_size=29_568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
         num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
@@ -60,7 +80,7 @@ SETTINGS = {
     "server": ServerConfig,
     "env": EnvironmentConfig,
     "atropos-env": AtroposEnvConfig,
-    "train": TrainConfig,
+    "train": TrainerConfig,
 }
 
 
@@ -77,8 +97,8 @@ def test_a_profile_is_described_and_its_services_accept_the_commands_of_its_plan
     assert loaded.profile.description
     plan = make_plan(loaded, run_folder=tmp_path, python=sys.executable)
     for launch in plan.launches:
-        if launch.argv[1:3] == ("-m", "grpo_engine"):
-            parse_flags(SETTINGS[launch.argv[3]], launch.argv[4:], prog=launch.name, description="")
+        if launch.argv[1:4] == ("-P", "-m", "grpo_engine"):
+            parse_flags(SETTINGS[launch.argv[4]], launch.argv[5:], prog=launch.name, description="")
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -105,7 +125,7 @@ def claims(path: Path) -> Iterator[Claim]:
     """The profile as it is, and each group of `--set` lines in its head, described by the words above it."""
     head = [line.removeprefix("#").strip() for line in path.read_text().split("\n\n")[0].splitlines()]
     text = "\n".join(head)
-    card = re.search(r"GPU with (\d+) GB", text)
+    card = re.search(r"GPUs? with (\d+) GB", text)
     assert card is not None, "says how much memory the GPU has"
     card_gb = int(card[1])
     yield Claim(path.stem, (), card_gb, " ".join(text.partition("Memory:")[2].partition("Choose it")[0].split()))
@@ -115,33 +135,48 @@ def claims(path: Path) -> Iterator[Claim]:
         if is_set:
             yield Claim(path.stem, tuple(" ".join(group).split()[1::2]), card_gb, words[-1])
         else:
-            cards = re.findall(r"[Oo]ne (\d+) GB card", " ".join(group))
+            cards = re.findall(r"[Oo]ne (\d+) GB card|cards with (\d+) GB", " ".join(group))
+            cards = [one or other for one, other in cards]
             card_gb = int(cards[-1]) if cards else card_gb
             words = re.split(r"\n\n", "\n".join(group).strip())
             words = [" ".join(paragraph.split()) for paragraph in words]
 
 
-ON_A_GPU = [path for path in PROFILES if path.stem.partition("-")[0] in {"hermes8b", "qwen3b", "qwen14b", "llama8b"}]
-ON_A_GPU += [path for path in PROFILES if path.stem == "smollm-gpu"]
+ON_A_GPU = [
+    path for path in PROFILES if path.stem.partition("-")[0] in {"hermes8b", "qwen3b", "qwen14b", "qwen72b", "llama8b"}
+]
+ON_A_GPU += [path for path in PROFILES if path.stem in {"smollm-gpu", "gsm8k-async", "ifeval-async"}]
 CLAIMS = [claim for path in ON_A_GPU for claim in claims(path)]
 
 
 def planned(claim: Claim, folder: Path) -> tuple[MemoryPlan, int, int]:
-    """The trainer's plan, what there is for it, and the tokens of inference's cache, by the profile's commands."""
+    """The plan of a rank, what there is for it, and the tokens of inference's cache, by the profile's commands."""
     loaded = load(claim.profile, claim.overrides)
     plan = make_plan(loaded, run_folder=folder, python=sys.executable)
-    argv = {launch.name: launch.argv[4:] for launch in plan.launches}
+    argv = {launch.name: launch.argv[5:] for launch in plan.launches}
     server = parse_flags(ServerConfig, argv["vllm"], prog="vllm", description="")
-    trainer = parse_flags(TrainConfig, argv["trainer"], prog="trainer", description="")
-    assert trainer.gpu_memory_utilization == server.gpu_memory_utilization
+    trainer = parse_flags(TrainerConfig, argv["trainer"], prog="trainer", description="")
     assert not list(settings_without_effect(trainer))
     total_bytes, share = CARD_BYTES[claim.card_gb], server.gpu_memory_utilization
-    card = Card(name="card", total_bytes=total_bytes, free_bytes=int((1 - share) * total_bytes), inference_share=share)
+    services = loaded.profile.services
+    if set(services["vllm"].gpus) & set(services["trainer"].gpus):
+        assert trainer.gpu_memory_utilization == share
+        left = int((1 - share) * total_bytes)
+        card = Card(name="card", total_bytes=total_bytes, free_bytes=left, inference_share=share)
+    else:
+        card = Card(name="card", total_bytes=total_bytes, free_bytes=total_bytes, inference_share=None)
     shape = model_shape(SHAPES.get(server.model_name, SHAPES["local/smollm2-135m-instruct"]), trainer)
-    weights = sum(parameter.num_bytes for parameter in shape.parameters)
-    of_a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.bytes_each
+    whole = model_shape(SHAPES.get(server.model_name, SHAPES["local/smollm2-135m-instruct"]), one_rank(trainer))
+    weights = sum(parameter.num_bytes for parameter in whole.parameters) / server.tensor_parallel_size
+    heads = shape.num_kv_heads // server.tensor_parallel_size
+    of_a_token = 2 * shape.num_layers * heads * shape.head_dim * shape.bytes_each
     cache_tokens = int((share * total_bytes - weights - BESIDE_WEIGHTS_BYTES) / of_a_token)
     return memory_plan(shape, trainer), available_bytes(card, trainer), cache_tokens
+
+
+def one_rank(config: TrainConfig) -> TrainConfig:
+    """The settings of a trainer that has the whole model."""
+    return config.model_copy(update={"processes": None})
 
 
 def test_the_heads_of_profiles_are_parsed() -> None:
@@ -167,4 +202,5 @@ def test_the_example_profile_in_the_docs_loads(tmp_path: Path) -> None:
     (tmp_path / "secrets.env").write_text("TOKEN=x\n")
     loaded = load(str(tmp_path / "mine.toml"), ["model.name=local/tiny"])
     plan = make_plan(loaded, run_folder=tmp_path / "run", python=sys.executable)
-    assert [launch.name for launch in plan.launches] == ["api", "board", "vllm", "env", "trainer"]
+    names = [launch.name for launch in plan.launches if launch.name != "mps"]  # where this machine has MPS
+    assert names == ["api", "board", "vllm", "env", "trainer"]

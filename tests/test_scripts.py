@@ -8,13 +8,17 @@ import hashlib
 import importlib
 import json
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
+import pydantic
 import pytest
 
 from grpo_engine.environments.tasks.jsonl import Jsonl
@@ -247,3 +251,63 @@ def test_recording_durations_names_the_files_that_grew(
 
     durations.report("fast", paths[0], 700.4)
     assert capsys.readouterr().out == "fast tests: 700 s, budget 600 s on two quiet cores\n"
+
+
+def test_every_extra_installs_something_that_is_used() -> None:
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    of_all = set(extras["all"][0].removeprefix("grpo-tui[").removesuffix("]").split(","))
+    assert of_all == {"vllm", "data", "trackers"}
+    names_of_readers = {"all", "example_trainer"}
+    files = [root / "Makefile", root / "README.md", *root.glob("grpo_*/**/*.py"), *root.glob("docs/*.md")]
+    named = "\n".join(re.findall(r"\[([a-z,-]+)\]'", "\n".join(file.read_text() for file in files)))
+    assert not {name for name in extras.keys() - names_of_readers if name not in re.split(r"[,\n]", named)}
+
+
+DOCKERFILE = Path(__file__).parents[1] / "docker" / "Dockerfile.grpo"
+
+
+def copied_by_the_image() -> list[str]:
+    lines = [line.split() for line in DOCKERFILE.read_text().splitlines() if line.startswith("COPY")]
+    return [source for _, *sources, _ in lines for source in sources]
+
+
+def test_the_image_copies_what_its_installation_needs() -> None:
+    root = DOCKERFILE.parents[1]
+    text = DOCKERFILE.read_text()
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    copied = copied_by_the_image()
+    assert [name for name in copied if not (root / name).exists()] == []
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = [*wheel["packages"], *wheel["force-include"], project["project"]["readme"]]
+    needed += [*project["project"]["license-files"], *re.findall(r"-c (\S+)", text)]
+    assert set(needed) <= set(copied)
+    [extras] = re.findall(r"\"\.\[(.*?)\]\"", text)
+    assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
+
+
+@pytest.mark.extended("test_the_image_copies_what_its_installation_needs checks what is copied")
+@pytest.mark.slow
+def test_what_the_image_copies_installs_and_starts_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """Without the requirements, which are those of this environment: they are behind the new one."""
+    root, context = DOCKERFILE.parents[1], tmp_path / "context"
+    context.mkdir()
+    for name in copied_by_the_image():
+        (shutil.copytree if (root / name).is_dir() else shutil.copyfile)(root / name, context / name)
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    subprocess.run([*pip, str(context)], check=True, timeout=200)
+    [packages] = environment.glob("lib/python3*/site-packages")
+    (packages / "behind.pth").write_text(str(Path(pydantic.__file__).parents[1]))
+    app = tmp_path / "app"
+    app.mkdir()
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for words in (["grpo-tui", "profiles"], ["grpo-engine", "train", "--help"]):
+        ended = subprocess.run(
+            [environment / "bin" / words[0], *words[1:]], cwd=app, env=bare, capture_output=True, text=True, check=True
+        )
+        assert ended.stdout
+    where = [python, "-c", "import grpo_engine; print(grpo_engine.__file__)"]
+    assert str(environment) in subprocess.run(where, cwd=app, env=bare, capture_output=True, text=True).stdout

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import AliasChoices, Field
 
-from grpo_engine.config import Config, apply_overrides, read_table, validated
+from grpo_engine.cli import main
+from grpo_engine.config import (
+    Config,
+    LogLevel,
+    apply_overrides,
+    read_table,
+    setting_names,
+    validated,
+    with_absolute_paths,
+)
+from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
-from grpo_engine.flags import Flag, parse_flags, to_flags
+from grpo_engine.flags import Flag, flags_of, parse_flags, to_flags
+from grpo_engine.other_names import BESIDE_SECTIONS, DOTTED
+from grpo_engine.rollouts.config import ApiConfig
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.train.config import TrainConfig
 
 
 class Restart(Config):
@@ -35,6 +51,8 @@ class Trainer(Config):
     modules: tuple[str, ...] = ()
     use_wandb: bool = False
     offset: int = 0
+    layers: str | None = None
+    log_level: LogLevel = "info"
     bridge: AnyBridge = Restart()
 
 
@@ -91,6 +109,40 @@ def test_an_override_is_read_as_toml_and_otherwise_as_text() -> None:
     assert table == {"a": {"x": 1}}
 
 
+@pytest.mark.parametrize("text", ["1", "0.10", "1e5", "2024-01-31", "0-3,28-31"])
+def test_an_override_of_a_text_may_look_like_a_number(text: str) -> None:
+    argv = ["--model", "m", "--set", f"layers={text}"]
+    assert parse_flags(Trainer, argv, prog="t", description="").layers == text
+
+
+def test_a_number_in_a_file_is_taken_as_the_text_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text('model_name = "m"\nlayers = 0.10\nlr = 0.10\n')
+    config = validated(Trainer, read_table(path), where="t")
+    assert (config.layers, config.lr) == ("0.10", 0.1)
+
+
+def test_a_log_level_is_taken_in_any_capitals() -> None:
+    assert parse_flags(Trainer, ["--model", "m", "--log-level", "DEBUG"], prog="t", description="").log_level == "debug"
+
+
+@pytest.mark.parametrize("model", [TrainConfig, EnvironmentConfig, ServerConfig, ApiConfig])
+def test_every_service_has_a_log_level(model: type[Config]) -> None:
+    assert "--log-level" in flags_of(model)
+
+
+def test_a_name_of_another_trainer_is_answered_with_ours_and_not_with_what_looks_like_it() -> None:
+    with pytest.raises(ConfigError, match=r"--max-iterations: unknown flag \(did you mean '--training-steps'\?\)"):
+        parse_flags(TrainConfig, ["--model", "m", "--max-iterations", "9"], prog="t", description="")
+    with pytest.raises(ConfigError, match=r"max_iterations: unknown setting \(did you mean 'training_steps'\?\)"):
+        validated(TrainConfig, {"model_name": "m", "max_iterations": 9}, where="t")
+
+
+def test_a_flag_of_another_service_is_answered_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--task", "sort6", "--model", "m", "--batch-size", "16"]) == 2
+    assert "--batch-size: not a flag here, but of `grpo-engine train`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("override", ["a.x", "=3", "a..x=1"])
 def test_an_override_without_key_or_value_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
@@ -100,6 +152,24 @@ def test_an_override_without_key_or_value_is_refused(override: str) -> None:
 def test_an_override_through_a_plain_value_says_which() -> None:
     with pytest.raises(ConfigError, match=r"a\.x is 1, not a table"):
         apply_overrides({"a": {"x": 1}}, ["a.x.y=2"])
+
+
+def test_an_override_goes_on_through_a_short_form() -> None:
+    overrides = ["task=python:mine:score", "task.path=x.jsonl"]
+    table = apply_overrides(
+        {}, overrides, spell_out=lambda table: with_absolute_paths(EnvironmentConfig, table, Path("/"))
+    )
+    assert table == {"task": {"name": "python", "module": "mine", "functions": ["score"], "path": "x.jsonl"}}
+
+
+@pytest.mark.parametrize("path", ["name.x", "name.x.y"])
+def test_a_text_that_is_no_short_form_is_not_gone_through(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"name is 'cosine', not a table"):
+        apply_overrides(
+            {"name": "cosine"},
+            [f"{path}=1"],
+            spell_out=lambda table: with_absolute_paths(EnvironmentConfig, table, Path("/")),
+        )
 
 
 def test_a_malformed_file_names_itself_and_the_line(tmp_path: Path) -> None:
@@ -144,8 +214,6 @@ def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--learning-rat", "3"], r"t: --learning-rat: unknown flag \(did you mean '--learning-rate'\?\)"),
-        (["--single-copy"], "always has one copy: leave it out"),
-        (["--use-shared-memory"], "--weight-bridge-mode none where they do not"),
         (["serve", "--env.group_size=4"], "--env.group_size: a flag of Atropos environments; .*atropos-env"),
     ],
 )
@@ -162,3 +230,115 @@ def test_help_shows_docstring_and_default(capsys: pytest.CaptureFixture[str]) ->
     assert "Learning rate, 100 % of it. (default: 1e-05)" in text
     assert "Steps between restarts. (default: 3)" in text
     assert "--mode {none,shared_vllm}" in text
+
+
+def test_a_yaml_file_gives_the_same_as_a_toml_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("model_name: m  # as it is\nlr: 1e-3\nmodules: [q, v]\nuse_wandb: true\n")
+    config = parse_flags(Trainer, ["--config", str(path)], prog="t", description="")
+    assert config == Trainer(model_name="m", lr=1e-3, modules=("q", "v"), use_wandb=True)
+    path.write_text("a: [1\nb: 2\n")
+    with pytest.raises(ConfigError, match=r"t\.yaml: not valid YAML: .*line 2"):
+        read_table(path)
+
+
+def test_overrides_need_no_flag_and_may_have_the_names_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "m", "optimizer.lr=2e-5", "--wandb-project", "a.b=c", "batch_size=4", "policy.kl_coef=0.01"]
+    config = parse_flags(TrainConfig, words, prog="grpo-engine train", description="")
+    assert (config.lr, config.batch_size, config.kl_coef, config.wandb_project) == (2e-5, 4, 0.01, "a.b=c")
+    assert capsys.readouterr().err.splitlines() == [
+        "grpo-engine train: optimizer.lr=2e-5: lr=2e-5 here",
+        "grpo-engine train: policy.kl_coef=0.01: kl_coef=0.01 here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("env.dataset=ifeval", "env.dataset=ifeval: task of grpo-engine env: give it there"),
+        ("ref_model.num_devices=2", "the reference model is on the ranks of the trainer: leave it out"),
+        ("train.lr=1", "train: unknown setting"),
+    ],
+)
+def test_an_override_that_is_no_setting_of_this_command_says_where_it_belongs(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_flags(TrainConfig, ["--model", "m", word], prog="grpo-engine train", description="")
+
+
+def test_every_name_of_another_trainer_is_a_setting_here_or_says_what_to_do() -> None:
+    models = {"train": TrainConfig, "server": ServerConfig, "env": EnvironmentConfig}
+    for name, named in {**DOTTED, **BESIDE_SECTIONS}.items():
+        assert named.commands or named.note, name
+        for command in named.commands:
+            assert {named.of(command).split(".")[0]} <= set(setting_names(models[command])), (name, command)
+
+
+def test_the_file_of_a_co_located_trainer_is_read_by_trainer_and_server(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(Path(__file__).parents[2] / "training_configs" / "dr_grpo_config.yaml")
+    config = parse_flags(TrainConfig, ["--config", file], prog="grpo-engine train", description="")
+    assert config.sequences_per_batch == 64
+    assert (config.model_name, config.training_steps, config.lr) == ("microsoft/DialoGPT-medium", 5000, 1e-5)
+    assert config.bridge.every_steps == 100
+    assert (config.sharding_strategy, config.dtype, config.cpu_offload) == ("full_shard", "bfloat16", False)
+    told = capsys.readouterr().err
+    assert "fsdp_config.sharding_strategy: sharding_strategy = full_shard here" in told
+    assert "vllm_config.max_num_seqs: of grpo-engine server" in told
+    server = parse_flags(ServerConfig, ["--config", file], prog="grpo-engine server", description="")
+    assert (server.max_batch_size, server.max_model_len, server.gpu_memory_utilization) == (32, 2048, 0.4)
+    assert server.enforce_eager
+    assert "max_iterations: of grpo-engine train" in capsys.readouterr().err
+
+
+def test_a_number_of_completions_is_a_number_of_steps() -> None:
+    def parsed(*words: str) -> TrainConfig:
+        return parse_flags(TrainConfig, ["--model", "m", *words], prog="grpo-engine train", description="")
+
+    assert parsed("train.total_dialog_turns=1000").training_steps == 16  # of 64
+    config = parsed("--total-dialog-turns", "1000", "--batch-size", "5", "--gradient-accumulation-steps", "10")
+    assert config.training_steps == 20
+    assert parse_flags(TrainConfig, to_flags(config), prog="train", description="") == config
+    with pytest.raises(ConfigError, match="1000 are 16 steps of 64 completions, not training_steps 10: leave one"):
+        parsed("--total-dialog-turns", "1000", "--training-steps", "10")
+    with pytest.raises(ConfigError, match="total_dialog_turns: input should be greater than or equal to 1"):
+        parsed("--total-dialog-turns", "0")
+
+
+def test_a_yaml_table_that_an_alias_puts_into_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("a: &a {b: *a}\n")
+    with pytest.raises(ConfigError, match=r"t\.yaml: not valid YAML: an alias names the table or list that it is in"):
+        read_table(path)
+    path.write_text("a: &a {b: 1}\nc: *a\n")
+    assert read_table(path) == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+@pytest.mark.parametrize("use", ["[{}]", "{{<<: [{}]}}"])
+def test_yaml_aliases_that_stand_for_more_values_than_any_file_has_are_refused(use: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    levels = [f"a{level}: &a{level} " + use.format(", ".join([f"*a{level - 1}"] * 9)) for level in range(1, 10)]
+    path.write_text("\n".join(["a0: &a0 {x: 1}", *levels]))
+    with pytest.raises(ConfigError, match=r"t\.yaml: not valid YAML: its aliases stand for more than 100000 values"):
+        read_table(path)
+    path.write_text("\n".join(["a0: &a0 {x: 1}", *levels[:3]]))
+    assert len(read_table(path)["a3"]) in (1, 9)
+
+
+def test_a_pipe_is_read_as_settings_only_where_it_is_open_already(tmp_path: Path) -> None:
+    pipe = tmp_path / "t.toml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"t\.toml: cannot be read: not a regular file"):
+        read_table(pipe)
+    out, into = os.pipe()
+    os.write(into, b"a = 1")
+    os.close(into)
+    try:
+        assert read_table(Path(f"/dev/fd/{out}")) == {"a": 1}
+    finally:
+        os.close(out)
+
+
+def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"t\.json: not valid JSON: nested too deep"):
+        read_table(path)

@@ -79,7 +79,7 @@ def test_hundreds_of_adapters_under_running_requests_take_no_more_memory_than_tw
             model_name=str(model),
             dtype="bfloat16",
             device="cuda",
-            server_url=stack.server.url,
+            server_urls=(stack.server.url,),
             folder=tmp_path / "run",
             lora=LoraSettings(rank=16, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
             patience_s=60,

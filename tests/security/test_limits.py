@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,22 +15,41 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
+from forked import start_forked
+from pydantic import ValidationError
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, served
 from rollout_processes import answer_to, api_process
 from serving import running_server, save_tiny_model
+from stage import until
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from torch import distributed
 
+from grpo_engine.bridges.transport.weight_group import WeightGroup
+from grpo_engine.environments.atropos.observers import RunStatus
 from grpo_engine.errors import DataError
+from grpo_engine.processes import raise_descriptor_limit
+from grpo_engine.ranks.group import RankGroup
+from grpo_engine.ranks.launching import LOOPBACK
+from grpo_engine.ranks.place import RankPlace
 from grpo_engine.rollouts import coordinator
-from grpo_engine.server.http.requests import read_path
-from grpo_engine.server.prompts import check_num_completions
+from grpo_engine.rollouts.http import app as rollout_routes
+from grpo_engine.rollouts.http import bodies as rollout_bodies
+from grpo_engine.rollouts.metrics import MAX_ENVIRONMENTS_NAMED, Counters
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.http.openai_routes import openai_routes
+from grpo_engine.server.http.requests import add_error_answers, read_path
+from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions
+from grpo_engine.server.vllm.stock import StockApp
 from grpo_engine.serving import bodies, connections
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.serving.connections import LimitedProtocol
+from grpo_engine.wire.inference import GenerateRequest, GroupMeeting
+from grpo_engine.wire.tcp_sockets import own_listening_ports
 
 MIB = 1 << 20
 
@@ -196,17 +218,61 @@ def test_unfinished_bodies_do_not_add_up_in_the_memory_of_the_rollout_api(tmp_pa
             sender.sendall(head)
             sender.setblocking(False)
         left = dict.fromkeys(senders, num_bytes - 1)
-        until = time.monotonic() + 3
-        while any(left.values()) and time.monotonic() < until:
+        moved_at = time.monotonic()
+        while not any(rest == 0 for rest in left.values()) or time.monotonic() < moved_at + 0.5:  # then they wait
             for sender, rest in left.items():
                 with contextlib.suppress(BlockingIOError):
-                    left[sender] -= sender.send(bytes(min(rest, MIB))) if rest else 0
-        assert any(rest == 0 for rest in left.values())
+                    if rest and (count := sender.send(bytes(min(rest, MIB)))):
+                        left[sender], moved_at = rest - count, time.monotonic()
+            assert time.monotonic() < moved_at + 30
         assert sum(num_bytes - rest for rest in left.values()) < 180 * MIB  # with what the kernel holds
         assert api.rss_bytes() - before < 200 * MIB
         with api.client() as other:  # a short one does not wait
             assert other.post("/register", json=REGISTRATION).status_code == 200
             assert other.post("/register-env", json=ENVIRONMENT).status_code == 200
+
+
+async def test_long_bodies_are_unpacked_and_parsed_two_at_a_time_and_a_short_one_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_bodies, "_LONG_FROM_BYTES", 1000)
+    running, most, unpacked = 0, 0, 0
+    may_end, lock = threading.Event(), threading.Lock()
+
+    def parse(body: bytes) -> str:
+        nonlocal running, most
+        if len(body) <= 1000:
+            return "short"
+        with lock:
+            running += 1
+            most = max(most, running)
+        may_end.wait(20)
+        with lock:
+            running -= 1
+        return str(len(body))
+
+    async def parsed(request: Request) -> PlainTextResponse:
+        nonlocal unpacked
+        unpacked += 1
+        return PlainTextResponse(await rollout_bodies.parsed(request, parse, max_bytes=MIB))
+
+    routes = FastAPI(routes=[Route("/", parsed, methods=["POST"])])
+    rollout_bodies.limit_long_bodies(routes, num_at_once=2)
+    zipped = {"Content-Encoding": "gzip"}
+    async with client_of(routes) as client, asyncio.timeout(20):
+        bodies_sent = [gzip.compress(b"a" * 5000)] * 3 + [b"a" * 5000] * 3
+        posts = [
+            asyncio.create_task(client.post("/", content=each, headers=zipped if len(each) < 1000 else {}))
+            for each in bodies_sent
+        ]
+        await until(lambda: unpacked == 6 and running >= 2)
+        for short in (b"a", gzip.compress(b"a" * 900)):
+            headers = zipped if len(short) > 1 else {}
+            assert (await client.post("/", content=short, headers=headers)).text == "short"
+        assert running == 2
+        may_end.set()
+        assert [(await post).text for post in posts] == ["5000"] * 6
+    assert most == 2
 
 
 # --- connections -----------------------------------------------------------------------------------------------------
@@ -231,6 +297,69 @@ def test_a_connection_whose_headers_do_not_end_is_closed(monkeypatch: pytest.Mon
         assert connection.recv(100) == b""
 
 
+def test_one_connection_too_many_closes_the_oldest_idle_one_without_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 3)
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+    with contextlib.ExitStack() as opened:
+        url = opened.enter_context(served(limited("secret"), http=LimitedProtocol))
+        ours = opened.enter_context(connected(url))
+        assert answer_to(ours, request % b"Authorization: Bearer secret\r\n") == (200, b"0")
+        others = []
+        for _ in range(5):
+            others.append(opened.enter_context(connected(url)))
+            assert answer_to(others[-1], request % b"") == (200, b"0")
+        for closed in others[:3]:
+            with contextlib.suppress(ConnectionError):
+                assert closed.recv(1) == b""
+        for still_open in (ours, *others[3:]):
+            assert answer_to(still_open, request % b"") == (200, b"0")
+
+
+def test_a_server_may_have_as_many_descriptors_as_its_hard_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _kind, limits: set_to.append(limits))
+    for limits in ((1024, 4096), (1024, connections.resource.RLIM_INFINITY), (4096, 4096)):
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda _kind, limits=limits: limits)
+        raise_descriptor_limit()
+        assert connections.max_connections() == limits[0] * 7 // 8
+    assert set_to == [(4096, 4096), (1 << 16, connections.resource.RLIM_INFINITY)]
+
+
+def attacked_member(rank: int, folder: Path) -> None:
+    """A member of groups of two by Gloo; it fails where somebody can connect to one that has met."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    before = own_listening_ports()
+    place = RankPlace(rank=rank, world_size=2, local_rank=rank, store_file=folder / "ranks")
+    meeting = GroupMeeting(epoch=1, store=folder / "weights", size=2, timeout_s=60)
+    with contextlib.closing(RankGroup(place, timeout_s=60, num_replicas=2)) as ranks:
+        mesh = ranks.mesh()
+        group = WeightGroup(meeting, rank=rank, device=torch.device("cpu"))
+        ports = own_listening_ports() - before
+        assert len(ports) >= 4
+        for port in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=0.2)
+        for _ in range(3):
+            assert ranks.sum(torch.ones(1000) * (1 + rank))[0] == 3
+            assert ranks.gather(rank) == [0, 1]
+            received = torch.ones(1000) * (1 + rank)
+            group.broadcast([received])
+            assert received[0] == 1
+            for dimension in ("replicate", "shard"):
+                distributed.all_reduce(received, group=mesh.get_group(dimension))
+            assert received[0] == 2
+        group.abort()
+
+
+@pytest.mark.slow
+def test_nobody_can_connect_to_a_process_group_that_has_met_and_use_up_its_descriptors(tmp_path: Path) -> None:
+    (tmp_path / "weights").touch()
+    members = [start_forked(attacked_member, rank, tmp_path) for rank in range(2)]
+    for member in members:
+        member.join()
+    assert [member.exitcode for member in members] == [0, 0]
+
+
 def test_a_body_may_take_longer_than_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.05)
     monkeypatch.setattr(connections, "_LOOK_AGAIN_S", 0.01)
@@ -247,6 +376,28 @@ def test_headers_without_end_are_not_collected() -> None:
             connection.sendall(bytes(64 * MIB))
 
 
+def test_a_connection_with_many_requests_before_the_first_answer_is_closed_and_others_are_answered() -> None:
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    handled = []
+
+    class Counting(LimitedProtocol):
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            handled.append(self)
+
+    with served(app(), http=Counting) as url, connected(url) as flood, connected(url) as few:
+        few.sendall(request * (1 + connections.MAX_PIPELINED))
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 OK") < 1 + connections.MAX_PIPELINED or not answers.endswith(b"\r\n\r\n0"):
+            answers += few.recv(65536)
+        handled.clear()
+        flood.sendall(request * 1000)
+        with contextlib.suppress(ConnectionError):  # what it sent is not read to its end
+            assert b"".join(iter(lambda: flood.recv(65536), b"")).startswith(b"HTTP/1.1 400")
+        assert len(handled) == 1 + connections.MAX_PIPELINED
+        assert answer_to(few, request) == (200, b"0")
+
+
 # --- numbers and paths -----------------------------------------------------------------------------------------------
 
 
@@ -254,6 +405,94 @@ def test_more_completions_than_a_group_could_have_are_refused_with_the_bound() -
     check_num_completions(4096)
     with pytest.raises(DataError, match="n: 100000 completions of one prompt; at most 4096"):
         check_num_completions(100_000)
+
+
+class Letters:
+    """A tokenizer whose longest token has 3 characters; its encoding of "x" waits until it is let."""
+
+    chat_template = "letters"
+
+    def __init__(self) -> None:
+        self.may_encode = threading.Event()
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "aaa": 1}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        assert text != "x" or self.may_encode.wait(30)
+        return [0] * len(text)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    codec = PromptCodec("m", Letters(), max_model_len=4)
+    assert await codec.encode("a" * 12) == [0] * 12
+    with pytest.raises(DataError, match="15000000 characters; with --max-model-len 4 at most 12"):
+        await codec.encode("a" * 15_000_000)
+    assert await codec.render_chat([{"content": "aa"}, {"content": "a"}]) == [0] * 3
+    for messages in ([{"content": "a" * 13}], [{"content": ""}] * 13):
+        with pytest.raises(DataError, match="at most 12"):
+            await codec.render_chat(messages)
+
+
+async def test_the_event_loop_goes_on_while_a_text_is_encoded() -> None:
+    letters = Letters()
+    codec = PromptCodec("m", letters, max_model_len=4)
+    encoding = [asyncio.create_task(codec.encode("x")), asyncio.create_task(codec.render_chat([{"content": "x"}]))]
+    await asyncio.sleep(0)
+    letters.may_encode.set()
+    assert await asyncio.gather(*encoding) == [[0], [0]]
+
+
+def test_a_list_of_prompts_counts_with_their_completions_and_a_prompt_of_tokens_is_one() -> None:
+    for body in (
+        {"prompt": "a", "n": 4096},
+        {"prompt": [1] * 5000, "n": 2},
+        {"prompt": ["a"] * 4096},
+        {"prompt": [[1]] * 1024, "n": 4},
+        {"messages": [{"role": "user", "content": "a"}] * 5000},
+        {"prompt": [], "n": "many"},
+    ):
+        check_listed_prompts(body)
+    for body in (
+        {"prompt": ["a"] * 4097},
+        {"prompt": [[1]] * 1025, "n": 4},
+        {"prompt": [1, "a"] * 2049},
+        {"prompt_embeds": ["a"] * 4097},
+        {"messages": [[{"role": "user", "content": "a"}]] * 2049, "n": 2},
+    ):
+        with pytest.raises(DataError, match="at most 4096 completions are made"):
+            check_listed_prompts(body)
+
+
+async def test_both_engines_refuse_a_long_list_of_prompts_with_400() -> None:
+    ours, vllms = FastAPI(), FastAPI()
+    add_error_answers(ours)
+    ours.include_router(openai_routes(None, ServerConfig(model_name="m")), prefix="/v1")  # type: ignore[arg-type]
+    vllms.router.routes.append(Route("/v1/completions", length, methods=["POST"]))
+    for app_of_engine in (ours, StockApp(vllms)):
+        async with client_of(app_of_engine) as client:
+            refused = await client.post("/v1/completions", json={"prompt": [[1]] * 3_000_0, "n": 2})
+            assert (refused.status_code, "30000 prompts" in refused.json()["detail"]) == (400, True)
+    async with client_of(StockApp(vllms)) as client:
+        body = b'{"prompt": ["a", "b"]}'
+        assert (await client.post("/v1/completions", content=body)).text == str(len(body))  # passed on whole
+        assert (await client.post("/v1/completions", content=b"[" * 100_000)).text == "100000"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("presence_penalty", 1e308), ("frequency_penalty", -2.1), ("repetition_penalty", 1e-320)),
+        *(("repetition_penalty", 1e308), ("temperature", 1e308)),
+        *(("stop", ["x"] * 65), ("stop", "x" * 1025), ("stop", ["x" * 1025]), ("stop_token_ids", [1] * 1025)),
+    ],
+)
+def test_numbers_that_overflow_the_logits_and_endless_lists_of_ends_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        GenerateRequest.model_validate({"prompt": "a", field: value})
 
 
 async def test_environments_that_register_without_end_are_refused_and_so_are_endless_names(
@@ -267,6 +506,36 @@ async def test_environments_that_register_without_end_are_refused_and_so_are_end
         answers = [await api.post("/register-env", json={**ENVIRONMENT, "desired_name": name}) for name in names]
         assert [answer.status_code for answer in answers] == [200, 422, 200, 503]
         assert "2 times" in answers[-1].json()["detail"]
+
+
+async def test_the_status_names_the_newest_of_many_environments_and_says_how_many_more_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_routes, "MAX_NAMES", 3)
+    sizes = {"batch_size": 5}  # never made of groups of 2: the problem names who sends them
+    async with api_client() as api:
+        await api.post("/register", json={**REGISTRATION, **sizes})
+        await api.get("/batch")
+        for number in range(12):
+            name = f"n{number:02}" + "x" * 250
+            await api.post("/register-env", json={**ENVIRONMENT, "desired_name": name})
+        status = (await api.get("/status")).json()
+        assert [name[:3] for name in status["environments"]] == ["n09", "n10", "n11"]
+        assert status["environments_left_out"] == 9
+        assert "sends groups of 2 and 4 more" in status["problem"]
+    seen = RunStatus(batch_size=8, queued=0, step=1, num_steps=None, environments=("a_0",), num_left_out=9)
+    assert [seen.has_environment(name) for name in ("a", "b", None)] == [True, None, True]
+
+
+def test_the_metrics_name_a_bounded_number_of_environments_and_count_the_others_together() -> None:
+    counters = Counters()
+    for number in range(2 * MAX_ENVIRONMENTS_NAMED):
+        counters.add_group(f"e_{number}", num_sequences=2, num_bytes=10)
+    counters.add_group("e_0", num_sequences=2, num_bytes=10)
+    for counts in (counters.groups, counters.sequences, counters.bytes):
+        assert len(counts) == MAX_ENVIRONMENTS_NAMED + 1
+    assert (counters.groups["e_0"], counters.groups["others"]) == (2, MAX_ENVIRONMENTS_NAMED)
+    assert counters.bytes["others"] == 10 * MAX_ENVIRONMENTS_NAMED
 
 
 @pytest.mark.parametrize(

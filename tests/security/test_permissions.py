@@ -61,15 +61,43 @@ def test_a_start_does_not_wait_for_ever_for_a_lock_and_names_who_holds_it(
         monkeypatch.setattr(launch, "START_WITHIN_S", 0.0)
         with (
             pytest.raises(GrpoError, match=rf"locked .* by pid {holder.pid} \(user \w+\): .*fcntl"),
-            launch._starting(tmp_path),
+            launch.starting(tmp_path),
         ):
             pass
     finally:
         holder.communicate(b"\n")
-    with launch._starting(tmp_path):
+    with launch.starting(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with path.open() as again, pytest.raises(BlockingIOError):
             fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_lock_file_of_another_user_is_replaced_or_refused_with_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / ".start.lock"
+    path.touch()
+    path.chmod(0o666)
+    os.chown(path, 65534, 65534)
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with launch.starting(tmp_path):
+            assert (path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) == (0, 0o600)
+    path.chmod(0o666)
+    tmp_path.chmod(0o1777)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.chdir(tmp_path)  # the folders above are root's
+        os.setuid(65534)
+        try:
+            with launch.starting(Path()):
+                os._exit(1)
+        except GrpoError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.close(write)
+    assert os.waitpid(child, 0)[1] == 0
+    with open(read) as pipe:
+        assert f"{path} belongs to user root" in pipe.read()
 
 
 def test_the_folder_of_the_socket_is_ours_also_where_the_path_is_too_long(
@@ -90,3 +118,19 @@ def test_the_folder_of_the_socket_is_ours_also_where_the_path_is_too_long(
     path.parent.symlink_to(short / "elsewhere")
     with pytest.raises(GrpoError, match="it must be yours"):
         paths.socket_path(tmp_path)
+
+
+def test_a_folder_for_sockets_that_another_user_made_is_named_with_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = os.getuid() + 54321
+    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(paths.os, "getuid", lambda: other)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    (tmp_path / f"grpo-{other}").mkdir(mode=0o700)
+    with pytest.raises(GrpoError, match=r"belongs to user .*who made it before you could: set XDG_RUNTIME_DIR to"):
+        paths.host_folder()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(paths.os, "getuid", lambda: tmp_path.stat().st_uid)
+    (tmp_path / f"grpo-{tmp_path.stat().st_uid}").touch()
+    assert paths.host_folder() == paths.runtime_folder() == tmp_path / "grpo-tui"

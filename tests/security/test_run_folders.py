@@ -5,16 +5,49 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import socket
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from launches import launch
+from recorded_runs import RECORDED, unpacked
 from terminal import Terminal
 from workplace import IDLE, Workplace, service
 
-from grpo_engine.wire.run_folder import KEEPERS, LOCK_FILE, METRICS_FILE, STATE_FILE, TIMELINE_FILE
+from grpo_engine.errors import CheckpointError, GrpoError, PeerError
+from grpo_engine.export.config import ExportConfig
+from grpo_engine.export.main import run
+from grpo_engine.ranks.launching import launch_ranks
+from grpo_engine.wire.codec import from_line
+from grpo_engine.wire.run_folder import (
+    KEEPERS,
+    LOCK_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    RESOLVED_FILE,
+    STATE_FILE,
+    TIMELINE_FILE,
+)
+from grpo_engine.wire.supervisor import ServiceStatus, read_from_daemon
+from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports
+from grpo_tui.cli.export import _pin, _run_engine
+from grpo_tui.cli.follow import logs_command
+from grpo_tui.client.api import look_at, run_status
+from grpo_tui.client.local import runs_and_left_out
+from grpo_tui.run_files.log_file import last_lines
+from grpo_tui.run_files.metrics import MetricsChunk, MetricsTail, newest_lines
+from grpo_tui.run_files.opening import open_file
+from grpo_tui.run_files.resolved import read_resolved
+from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import identify
+from grpo_tui.supervisor.probes import _explained
 from grpo_tui.supervisor.state_file import boot_id
+from grpo_tui.view.logs.structured import readable
+from grpo_tui.view.logs.tail import LogTail
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); print('up', flush=True)"
 TITLE, CLIPBOARD, C1, REVERSED, INVISIBLE = "\x1b]0;owned\x07", "\x1b]52;c;b3duZWQ=\x07", "\x9b2J", "\u202e", "\u200b"
@@ -113,8 +146,52 @@ def test_a_lock_that_another_program_holds_starts_no_supervisor(workplace: Workp
     assert not workplace.survivors()
 
 
+def test_links_are_read_through_only_in_a_folder_that_nobody_else_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("secret\n")
+    folder = tmp_path / "logs" / "sent"
+    folder.mkdir(parents=True)
+    (folder / PLAN_FILE).write_text("{}")
+    (folder / "trainer.log").symlink_to(tmp_path / "mine")
+    logs_command(["sent", "trainer"])
+    assert capsys.readouterr().out == "secret\n"
+    folder.chmod(0o777)
+    with pytest.raises(GrpoError, match=r"trainer\.log: cannot be read: it is a link, .*folder of your own"):
+        logs_command(["sent", "trainer"])
+    shown = LogTail(folder / "trainer.log")
+    (words,) = shown.read().lines
+    assert "trainer.log cannot be read: it is a link" in words
+    assert not shown.read().has_changed
+    folder.chmod(0o700)
+    assert (shown.read().lines, shown.read().lines) == (("secret",), ())
+    assert "secret" not in capsys.readouterr().out
+
+
+def test_a_file_that_became_a_pipe_after_the_run_was_found_hangs_no_reader(tmp_path: Path) -> None:
+    for name in (METRICS_FILE, RESOLVED_FILE, "trainer.log"):
+        os.mkfifo(tmp_path / name)
+    assert MetricsTail(tmp_path / METRICS_FILE).read() == MetricsChunk()
+    assert last_lines(tmp_path / "trainer.log", 0) == ()
+    with pytest.raises(OSError, match="not a regular file"):
+        newest_lines(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read: not a regular file"):
+        read_resolved(tmp_path)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [STATE_FILE, METRICS_FILE, f"{KEEPERS}/a.1.json", "trainer.log"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        STATE_FILE,
+        "trainer.log",
+        *(
+            pytest.param(name, marks=pytest.mark.extended("the same with its state and a log"))
+            for name in (METRICS_FILE, f"{KEEPERS}/a.1.json")
+        ),
+    ],
+)
 def test_a_folder_with_a_pipe_or_a_device_is_left_out_and_hangs_no_command(workplace: Workplace, name: str) -> None:
     folder, _ = sent_run(workplace)
     file = folder / name
@@ -127,8 +204,52 @@ def test_a_folder_with_a_pipe_or_a_device_is_left_out_and_hangs_no_command(workp
     listed = workplace.grpo("ps")
     assert listed.returncode == 0
     assert folder.name not in listed.stdout
-    assert f"left out, since {file.name} is not a regular file" in listed.stderr
+    assert f"{file.name}: the run is left out: not a regular file" in listed.stderr
     assert workplace.grpo("status", folder.name).returncode == 5
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can read as another user")
+def test_a_folder_that_another_user_closed_is_left_out_and_so_is_one_with_closed_files(tmp_path: Path) -> None:
+    for name, folder_mode, file_mode in (("closed", 0o711, 0o644), ("files", 0o755, 0o600), ("open", 0o755, 0o644)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / PLAN_FILE).touch()
+        (tmp_path / name / PLAN_FILE).chmod(file_mode)
+        (tmp_path / name).chmod(folder_mode)
+    tmp_path.chmod(0o755)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.chdir(tmp_path)  # the folders above are root's
+        os.setuid(65534)
+        found, left_out = runs_and_left_out(Path())
+        os.write(write, repr((sorted(run.id for run in found), sorted(map(str, left_out)))).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read) as pipe:
+        told = pipe.read()
+    assert told.startswith("(['open'], ")
+    assert "path=PosixPath('closed'), why='Permission denied'" in told
+    assert f"path=PosixPath('files/{PLAN_FILE}'), why='Permission denied'" in told
+
+
+@pytest.mark.parametrize("name", [STATE_FILE, PLAN_FILE, f"{KEEPERS}/a.1.json"])
+def test_a_file_longer_than_any_of_a_run_is_left_out_and_not_read(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "a" / name
+    file.parent.mkdir(parents=True)
+    (tmp_path / "a" / PLAN_FILE).touch()
+    with file.open("wb") as sparse:
+        sparse.truncate(40 << 30)
+    found, left_out = runs_and_left_out(tmp_path)
+    assert (found, [each.path for each in left_out]) == ([], [file])
+    assert "longer than" in left_out[0].why
+    with pytest.raises(OSError, match="longer than"):
+        read_whole(file)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_whole(tmp_path / "pipe")
 
 
 @pytest.mark.slow
@@ -186,3 +307,110 @@ def test_a_metrics_line_of_nested_brackets_is_skipped(workplace: Workplace) -> N
     for command in ("status", "metrics", "ps"):
         done = workplace.grpo(command)
         assert done.returncode == 0, done.stderr
+
+
+def test_an_export_runs_no_module_that_the_plan_of_a_run_names(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    for module in ("path/sitecustomize.py", "folder/grpo_engine/__init__.py"):
+        (tmp_path / module).parent.mkdir(parents=True)
+        (tmp_path / module).write_text(f"import pathlib; pathlib.Path({str(made)!r}).touch()")
+    trainer = launch("trainer", env={"PYTHONPATH": str(tmp_path / "path")}, cwd=tmp_path / "folder")
+    config = ExportConfig(checkpoint=tmp_path / "step_1", folder=tmp_path / "out")
+    assert _run_engine(config, trainer, str(tmp_path), files=[]) != 0  # there is no such checkpoint
+    assert not made.exists()
+
+
+def test_a_rank_that_another_user_has_taken_the_place_of_is_noticed_before_anything_is_sent(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            assert connected_stranger() is None
+            rows = Path("/proc/net/tcp").read_text().splitlines()
+            there = f"{client.getsockname()[1]:04X}"
+            forged = [
+                re.sub(r"^((?:\s*\S+){7}\s+)\d+", r"\g<1>65534", row) if row.split()[1].endswith(there) else row
+                for row in rows
+            ]
+            (tmp_path / "tcp").write_text("\n".join(forged) + "\n")
+            found = connected_stranger(tables=tmp_path)
+            port = server.getsockname()[1]
+            assert port in own_listening_ports()
+            assert connected_stranger(services=[port], tables=tmp_path) is None  # a client of this process
+            client.close()
+            closed = connected_stranger()  # what it sent before can still be read
+    assert found is not None
+    assert found.uid == 65534
+    assert closed is not None
+    assert not closed.inode
+
+
+def test_ranks_of_one_machine_meet_in_a_folder_of_their_user(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys; store = pathlib.Path(os.environ['GRPO_RANKS_STORE_FILE']);"
+        "bad = 'MASTER_PORT' in os.environ or store.parent.stat().st_mode & 0o077;"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(store)); sys.exit(bool(bad))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    assert launch_ranks(argv, num_local=2, environment=environment) == 0
+    stores = {(tmp_path / str(rank)).read_text() for rank in range(2)}
+    assert len(stores) == 1
+    assert not Path(stores.pop()).parent.exists()
+
+
+@pytest.mark.parametrize("made", ["link", "link_of_a_folder", "pipe"])
+def test_an_export_copies_nothing_from_outside_a_checkpoint_and_waits_for_no_pipe(made: str, tmp_path: Path) -> None:
+    outside, checkpoint, links = tmp_path / "outside", tmp_path / "step_3", tmp_path / "links"
+    for folder in (outside, checkpoint, links):
+        folder.mkdir()
+    (outside / "secret").write_text("secret")
+    match made:
+        case "link":
+            (checkpoint / "notes.txt").symlink_to(outside / "secret")
+        case "link_of_a_folder":
+            (checkpoint / "notes").symlink_to(outside)
+        case _:
+            os.mkfifo(checkpoint / "notes")
+    with ExitStack() as opened, pytest.raises(CheckpointError, match="notes"):
+        _pin(checkpoint, links, opened)
+    with pytest.raises(CheckpointError, match="notes"):
+        run(ExportConfig(checkpoint=checkpoint, folder=tmp_path / "model"))
+    assert not (tmp_path / "model").exists()
+
+
+def test_figures_beyond_any_that_a_program_writes_are_damage_and_end_no_reader(tmp_path: Path) -> None:
+    huge = "1" + "0" * 400
+    line = '{"time": %s, "step": %s, "policy_version": %s, "metrics": {}}'
+    bad = [("1e308", "1", "1"), ("1", f"-{huge}", "1"), ("1", huge, "1"), ("1", "1", huge), ("1", str(-(10**13)), "1")]
+    (tmp_path / METRICS_FILE).write_text("".join(f"{line % each}\n" for each in [*bad, ("1", "2", "3")]))
+    assert [each.step for each in newest_lines(tmp_path)] == [2]
+    for event in (
+        b'{"type": "run", "number": 1, "time": 1e308, "state": "running"}',
+        b'{"type": "usage", "number": 1, "time": 1, "cpu_percent": {}, "rss_bytes": {"a": %s}, "gpu_memory_bytes": {}, '
+        b'"gpus": []}' % huge.encode(),
+    ):
+        with pytest.raises(PeerError):
+            read_from_daemon(event)
+    status = f'{{"name": "a", "kind": "command", "state": "ready", "log": "a.log", "rss_bytes": {huge}}}'
+    with pytest.raises(PeerError, match="rss_bytes"):
+        from_line(ServiceStatus, status.encode(), peer="a file")
+
+
+def test_nested_brackets_end_no_reader_of_settings_logs_or_probes(tmp_path: Path) -> None:
+    nested = '{"a":' * 100_000 + "1" + "}" * 100_000
+    (tmp_path / RESOLVED_FILE).write_text(nested)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_resolved(tmp_path)
+    assert readable(nested) == nested
+    assert _explained(nested.encode()) == ("", False)
+
+
+def test_a_folder_in_place_of_the_metrics_leaves_the_status_without_them(tmp_path: Path) -> None:
+    folder = unpacked(RECORDED[-1], tmp_path)
+    before = run_status(look_at(folder))
+    assert before.metrics
+    (folder / METRICS_FILE).unlink()
+    (folder / METRICS_FILE).mkdir()
+    assert run_status(look_at(folder)) == before.model_copy(update={"metrics": {}})
+    with pytest.raises(OSError, match="not a regular file"):
+        open_file(folder / METRICS_FILE)

@@ -10,7 +10,7 @@ from workplace import Workplace, service
 
 IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL = "argv-Eb5tYqKx", "variable-8sTq0PzL", "file-Wm2Ra7Nc", "url-kJ4hVu6D"
 PROGRAM = "import os, sys; print(sys.argv, os.environ['DB_PASSWD'], os.environ['FROM_FILE'], flush=True); sys.exit(3)"
-MAY_HOLD_SECRETS = {"plan.json", "resolved.json"}
+MAY_HOLD_SECRETS = {"plan.json", "resolved.json", "settings.json"}
 """They start the services again; readable by their owner only. A service's own log is what it printed."""
 
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from grpo_engine import cli
+from grpo_engine.check.report import Report, finding_lines
+from grpo_engine.diagnosis.finding import Finding
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.terminal_text import PrintableFormatter
 from grpo_tui.cli import follow
+from grpo_tui.cli.metrics import StepTable, metrics_command
+from grpo_tui.cli.printing import table
 from grpo_tui.view.logs.tail import as_text, on_terminal
 
 HIDDEN = "\u202e\u200b\U000e0041\u2028\ufeff\u2066\x9b"
@@ -63,3 +75,54 @@ def test_a_colour_ends_with_its_line() -> None:
     assert printed(b"\x1b[31mred\n", b"plain\n") == "\x1b[31mred\x1b[0m\nplain\n"
     assert printed(b"\x1b[31mred\x1b[0m end\n", b"\x1b[31mred\x1b[m") == "\x1b[31mred\x1b[0m end\n\x1b[31mred\x1b[m\n"
     assert printed(b"last \x1b[7m") == "last \x1b[7m\x1b[0m\n"
+
+
+OBEYED = f"\x1b]0;owned\x07\x1b[2J{HIDDEN}"
+
+
+def test_a_check_prints_what_a_server_answers_as_text_and_json_escapes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = f"a{OBEYED}b"
+    found = Finding(id="server", severity="error", text=hostile, cause=hostile, hint=hostile, details=(hostile,))
+    shown = "\n".join(finding_lines(found, width=80, has_colour=False))
+    assert shown.count("a]0;owned[2Jb") == 4
+    assert shown.replace("\n", "").isprintable()
+    report = Report(SimpleNamespace(model_name="m", bridge=SimpleNamespace(mode="none"), vllm_port=1, as_json=True))
+    report.add(found)
+    report.end()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert (line.isprintable(), json.loads(line)["findings"][0]["seen"]) == (True, hostile)
+
+
+def test_a_line_feed_in_a_name_of_a_run_folder_begins_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    metrics = {"train/loss": 0.5, "reward/a\nstep 9\treward/mean/mean": 0.25}
+    line = {"time": 1, "step": 1, "policy_version": 1, "metrics": metrics}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.chdir(tmp_path)
+    metrics_command("r", all_=True)
+    assert capsys.readouterr().out == "step 1  train/loss 0.5  reward/astep 9reward/mean/mean 0.25\n"
+    (head, _) = StepTable(400).lines_of(MetricsLine.model_validate({**line, "metrics": {"a\nb": 1.0}}))
+    assert head.split() == ["step", "ab"]
+    assert table([("METRIC", "NOW"), ("a\nstep 9", "1")]) == "METRIC   NOW\nastep 9  1"
+
+
+def test_errors_and_log_lines_of_engine_commands_are_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_words: object) -> int:
+        raise PeerError(f"first\nsecond{OBEYED}")
+
+    monkeypatch.setitem(cli.COMMANDS, "env", fails)
+    assert cli.main(["env"]) == 1
+    assert capsys.readouterr().err == "grpo-engine env: first\nsecond]0;owned[2J\n"
+    try:
+        raise ValueError(OBEYED)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "x.py", 1, "%s", (f"one\ntwo{OBEYED}",), sys.exc_info())
+    formatted = PrintableFormatter("%(message)s").format(record)
+    assert formatted.startswith("one\ntwo]0;owned[2J\nTraceback")
+    assert formatted.replace("\n", "").isprintable()

@@ -13,29 +13,25 @@ from pydantic import TypeAdapter
 from serving import RunningServer, free_port, model_logprobs, our_segments, running_server
 from training import ListedSource, settings
 
-from grpo_engine.bridges import KINDS, ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
+from grpo_engine.bridges import BY_MODE, ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.wire.bridge_file import CudaHandle
-from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.metrics import SYNC_METRICS, MetricsLine
 
 PROMPT = [10, 20, 30]
 RUN_STEPS = 6
 MODES: list[dict[str, object]] = [
-    {"mode": kind.model_fields["mode"].default, **({"every_steps": 1} if "every_steps" in kind.model_fields else {})}
-    for kind in KINDS
+    {"mode": mode, **({"every_steps": 1} if "every_steps" in kind.model_fields else {})}
+    for mode, kind in BY_MODE.items()
+    if not kind.samples_in_process
 ]
-"""Settings of every mode, by which each publish reaches the server."""
-SERVER_FLAGS: dict[str, list[str]] = {
-    kind.model_fields["mode"].default: ["--shared-weights"]
-    if kind.shares_memory
-    else ["--enable-lora"]
-    if "adapter_folder" in kind.model_fields
-    else []
-    for kind in KINDS
+"""Settings of every mode that has a server, by which each publish reaches it."""
+SERVER_FLAGS = {
+    mode: [f"--{setting.replace('_', '-')}" for setting in kind.server_settings] for mode, kind in BY_MODE.items()
 }
 
 
@@ -115,7 +111,7 @@ def bridge_context(model: Path, url: str, folder: Path, **more: object) -> Bridg
         "model_name": str(model),
         "dtype": "float32",
         "device": "cpu",
-        "server_url": url,
+        "server_urls": (url,),
         "folder": folder / "run",
         "lora": LoraSettings(rank=4, target_modules=("q_proj", "v_proj")),
         "patience_s": 60,
@@ -179,10 +175,14 @@ def cuda_handle(name: str = "", *, device_index: int = 0, num_bytes: int = 4, of
 
 
 def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:
-    """Step, version and every metric that is not a time."""
+    """Step, version and every metric that is not about times, nor about what was sent to servers."""
     lines = [MetricsLine.model_validate_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    is_time = ("_time", "per_second")
+    is_time = ("_time", "per_second", "busy_fraction")
     return [
-        (line.step, line.policy_version, {k: v for k, v in line.metrics.items() if not k.endswith(is_time)})
+        (
+            line.step,
+            line.policy_version,
+            {k: v for k, v in line.metrics.items() if not k.endswith(is_time) and k not in SYNC_METRICS},
+        )
         for line in lines
     ]

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from rollout_fakes import FakeTokenizer, served, served_api
 
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.main import work
 from grpo_engine.environments.sampling.prompts import Tokenizer
@@ -32,9 +32,9 @@ def settings(api: str, inference: str, **changes: Any) -> EnvironmentConfig:
 
 
 @contextlib.contextmanager
-def served_run(fake: FastAPI, **run: Any) -> Iterator[tuple[str, str, RolloutSource]]:
+def served_run(fake: FastAPI, **run: Any) -> Iterator[tuple[str, str, RolloutApiSource]]:
     """A rollout API and an inference server, their URLs, and a trainer that has asked for its first batch."""
-    with served_api() as api, served(fake) as inference, RolloutSource(api) as source:
+    with served_api() as api, served(fake) as inference, RolloutApiSource(api) as source:
         source.register(**{**RUN, **run})
         source.poll()
         yield api, inference, source

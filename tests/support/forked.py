@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from grpo_engine import cli
@@ -76,10 +77,16 @@ class Forked:
         self._process.kill()
 
 
-def run_forked(function: Callable[..., object], *arguments: object) -> int:
-    """Run a function in such a process; its exit code, negative for a signal."""
+def start_forked(function: Callable[..., object], *arguments: object) -> ForkServerProcess:
+    """Start a function in such a process."""
     process = _context.Process(target=function, args=arguments)
     process.start()
+    return process
+
+
+def run_forked(function: Callable[..., object], *arguments: object) -> int:
+    """Run a function in such a process; its exit code, negative for a signal."""
+    process = start_forked(function, *arguments)
     process.join()
     assert process.exitcode is not None
     return process.exitcode

@@ -24,7 +24,7 @@ from pathlib import Path
 
 _LONGEST_REQUEST = 1 << 17
 _IMPORTED = [
-    *(f"grpo_tui.cli.{name}" for name in ("act", "follow", "look", "planning", "up", "waiting")),
+    *(f"grpo_tui.cli.{name}" for name in ("act", "compare", "follow", "look", "metrics", "planning", "up", "waiting")),
     *("grpo_tui.client.launch", "grpo_tui.client.local", "grpo_tui.client.api", "grpo_tui.profile.loading", "asyncio"),
 ]
 

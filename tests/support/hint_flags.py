@@ -12,7 +12,7 @@ from grpo_engine.flags import add_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 
-OTHER_FLAGS = {"--openai.server_type", "--profile", "--take-ports"}
+OTHER_FLAGS = {"--openai.server_type", "--profile", "--take-ports", "--from"}
 """Of the stock environments, and of `grpo-tui`."""
 
 

@@ -161,6 +161,8 @@ def fake_inference(answer: Answer, *, stock: bool = False, fail_first: int = 0) 
     """
     app = FastAPI()
     app.state.requests = []
+    app.state.authorizations = set()
+    app.state.version = 5
 
     @app.get("/health")
     async def health() -> Response:
@@ -170,14 +172,15 @@ def fake_inference(answer: Answer, *, stock: bool = False, fail_first: int = 0) 
     async def generate(request: Request) -> Response:
         body = json.loads(await request.body())
         app.state.requests.append(body)
+        app.state.authorizations.add(request.headers.get("authorization"))
         if len(app.state.requests) <= fail_first:
             return JSONResponse({"detail": "loading"}, 503)
         prompt = "".join(map(chr, body["prompt"]["prompt_token_ids"]))
         texts = [answer(prompt, index)[: body["max_tokens"]] for index in range(body.get("n", 1))]
         tokens = [[*map(ord, text), END_TOKEN][: body["max_tokens"]] for text in texts]
         ours = {
-            "policy_version": 5,
-            "policy_versions": [[5] * len(row) for row in tokens],
+            "policy_version": app.state.version,
+            "policy_versions": [[app.state.version] * len(row) for row in tokens],
             "logprobs_mode": "processed",
         }
         return JSONResponse(

@@ -113,6 +113,7 @@ class ListedSource:
         self.registered: dict[str, object] = {}
         self.lease = ""
         self.num_used = 0
+        self.served: list[int] = []
 
     def resume_after(self, lease: str) -> None:
         self.lease = lease
@@ -131,8 +132,14 @@ class ListedSource:
         meanwhile()
         return None if stop() or not self._batches else self._batches.pop(0)
 
+    def time_metrics(self) -> dict[str, float]:
+        return {}
+
     def mark_used(self) -> None:
         self.num_used += 1
+
+    def report_served(self, lease: str, policy_version: int) -> None:
+        self.served.append(policy_version)
 
 
 class ListeningBridge:
@@ -153,7 +160,7 @@ class ListeningBridge:
     def poll_server(self) -> None:
         pass
 
-    def ensure_current(self) -> None:
+    def prepare_step(self) -> None:
         pass
 
     def close(self) -> None:

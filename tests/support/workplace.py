@@ -25,6 +25,8 @@ from grpo_tui.keeper_process import Stat
 from grpo_tui.supervisor.keeper.proc import command_line, living, marker, send_signal
 
 DEADLINE_S = 30.0
+OF_HOST = {f"grpo-{os.getuid()}", "start.lock"}
+"""What stays in TMPDIR: the folder of this user with the lock of all starts."""
 PYTHON = sys.executable
 
 SERVER = """
@@ -223,18 +225,20 @@ def open_workplace(folder: Path) -> Iterator[Workplace]:
         if place.survivors() or place.supervisors():
             done = place.grpo("down")
             assert done.returncode in (0, 5), done.stderr  # 5: the run has ended meanwhile
+        until(lambda: not place.supervisors())  # killed before it has exited, it would leave its files
     finally:
         left = place.survivors()
         names = [command_line(each.pid)[-160:] for each in left]
         for each in [*left, *place.supervisors()]:
             send_signal(each, signal.SIGKILL)
         sockets = [path.name for path in runtime.rglob("*.sock")]
-        temporary = os.listdir(place.temporary)
+        temporary = [path for path in place.temporary.rglob("*") if path.name not in OF_HOST]
         shutil.rmtree(runtime)
-    assert not names
-    assert not sockets
-    assert not temporary
-    assert not [port for port in place.ports if is_open(port)]
+    assert not names, names
+    assert not sockets, sockets
+    assert not temporary, temporary
+    still_open = [port for port in place.ports if is_open(port)]
+    assert not still_open, still_open
     runs = {path.name for path in (folder / "logs").glob("*")} if (folder / "logs").is_dir() else set()
     shared = [name for name in set(os.listdir("/dev/shm")) - shared_before if any(run in name for run in runs)]
-    assert not shared
+    assert not shared, shared

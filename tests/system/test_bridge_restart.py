@@ -43,7 +43,8 @@ def server_of(place: Workplace, name: str, **settings: object) -> SupervisedServ
     return SupervisedServer(place.run_folder(), name, **{"patience_s": 20, **settings})  # type: ignore[arg-type]
 
 
-def test_a_run_trains_through_restarts_that_its_bridge_requests(place: Workplace) -> None:
+@pytest.mark.extended("test_bridges_restart.py has the restarts of a bridge, test_export.py what an export writes")
+def test_a_run_trains_through_restarts_that_its_bridge_requests_and_is_exported(place: Workplace) -> None:
     api, vllm = place.ports = free_ports(2)
     ports = {"services.api": {"port": api}, "services.vllm": {"port": vllm}}
     place.succeed("up", *with_settings(SETTINGS | ports), "--wait", "finished", limit_s=300)
@@ -56,6 +57,13 @@ def test_a_run_trains_through_restarts_that_its_bridge_requests(place: Workplace
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert not (folder / "handover").exists()
+    # and it is exported, by another process, which takes four seconds
+    exported = place.succeed("export", folder.name, "model", "--merge-lora").strip()
+    assert exported == str(place.folder / "model")
+    assert {"model.safetensors", "config.json", "README.md"} <= {
+        path.name for path in (place.folder / "model").iterdir()
+    }
+    assert "lora_restart" in (place.folder / "model" / "README.md").read_text()
 
 
 def test_a_restart_returns_when_the_new_process_is_ready(place: Workplace) -> None:
@@ -103,8 +111,14 @@ def test_a_wait_for_a_restart_ends_when_training_stops(place: Workplace) -> None
 @pytest.mark.parametrize(
     ("setting", "error"),
     [
-        ({"restart_with": ["vllm"]}, "restart_with: 'vllm', which this trainer restarts (bridge.restart)"),
-        ({"inference_service": "sampler"}, "inference_service: 'sampler' is not a service here"),
+        (
+            {"restart_with": ["vllm"]},
+            "--set services.trainer.restart_with=[\"vllm\"]: 'vllm', which this trainer restarts (bridge.restart)",
+        ),
+        (
+            {"inference_service": "sampler"},
+            "--set services.trainer.inference_service=\"sampler\": 'sampler' is not a service here",
+        ),
     ],
     ids=["restart_with", "unknown service"],
 )
@@ -113,4 +127,4 @@ def test_a_profile_that_cannot_restart_its_server_is_refused(
 ) -> None:
     plan = place.grpo("plan", *with_settings(SETTINGS | {"services.trainer": setting}))
     assert plan.returncode == 2
-    assert f"services.trainer.{error}" in plan.stderr
+    assert error in plan.stderr

@@ -281,3 +281,19 @@ def test_an_invalid_value_is_refused(tmp_path: Path, settings: str, fault: str) 
     with pytest.raises(ConfigError) as refused:
         load(str(path))
     assert str(refused.value).startswith(f"{path}: {fault}")
+
+
+def test_what_the_machine_lacks_is_refused_by_plan_up_and_doctor_alike(place: Workplace) -> None:
+    place.profile('[services.env]\nkind = "environment"\nmodel_name = "local/tiny"\ntask = "jsonl:none.jsonl"\n')
+    words = f"services.env.task.path: {place.folder / 'profiles' / 'none.jsonl'} cannot be read: No such file"
+    planned = place.grpo("plan", "--profile", "p")
+    assert (planned.returncode, planned.stdout.startswith("p")) == (2, True), "the plan is printed all the same"
+    started = place.grpo("up", "--profile", "p")
+    assert (started.returncode, started.stdout) == (2, "")
+    for done in (planned, started):
+        assert done.stderr.startswith(f"{Path('profiles') / 'p.toml'}: {words}")
+        assert len(done.stderr.splitlines()) == 1
+    assert not [path for path in (place.folder / "logs").iterdir() if path.is_dir()]
+    examined = place.grpo("doctor", "--profile", "p")
+    assert examined.returncode == 1
+    assert words in examined.stdout

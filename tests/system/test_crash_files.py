@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -98,9 +99,13 @@ def test_a_deleted_run_folder_is_logged_and_raises_nothing(stage: Stage, caplog:
     assert "crash-a-1.txt: cannot write the crash report: No such file or directory" in caplog.text
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_logged_and_leaves_no_partial_report(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    (stage.folder / f".crash-a-1.txt.{os.getpid()}.tmp").symlink_to("/dev/full")
+def test_a_full_disk_is_logged_and_leaves_no_partial_report(
+    stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
     with caplog.at_level(logging.ERROR):
         assert write_report(stage.folder, status(stage, "a"), {"a": stage.launch("a")}, "a", attempt=1, why="x") is None
     assert "No space left on device" in caplog.text

@@ -120,7 +120,7 @@ def test_a_run_without_a_supervisor_recovers_from_a_folder_in_place_of_its_state
     state.mkdir()
     shown = place.grpo("status")
     assert shown.returncode == 1
-    expected = f"{state} cannot be read: Is a directory; while the run lives, the next command to it"
+    expected = f"{state} cannot be read: not a regular file; while the run lives, the next command to it"
     assert shown.stderr.startswith(expected), shown.stderr
     place.succeed("ps")
     place.succeed("up", "--profile", "p", "--detach")

@@ -15,8 +15,15 @@ from workplace import IDLE, IGNORES_SIGTERM, PYTHON, UP, Workplace, service, unt
 
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
 from grpo_tui.supervisor.keeper.proc import identify
+from grpo_tui.supervisor.lock import has_daemon
 
 pytestmark = pytest.mark.slow
+
+
+READS_NUMBERS = """
+items = [("1 + 1", "2")] * 32
+def score(completion): return float(completion)
+"""
 
 
 def test_a_service_starts_once_what_it_needs_answers_200_and_the_run_ends_with_the_last(place: Workplace) -> None:
@@ -47,19 +54,22 @@ def test_a_service_starts_once_what_it_needs_answers_200_and_the_run_ends_with_t
             ["a failed: cannot start no-such-program: not found in PATH"],
         ),
         (
-            '[services.a]\nkind = "environment"\nmodel_name = "local/tiny"\ntask = "python:my_onw:score"\n',
-            ["a failed: exit code 2: grpo-engine env: task", "my_onw"],
+            '[services.a]\nkind = "environment"\nmodel_name = "local/tiny"\ntask = "python:reads_numbers:score"\n',
+            ["a failed: exit code 2: grpo-engine env: task.functions: reads_numbers:score failed: ValueError"],
         ),
     ],
-    ids=["exit code", "missing program", "misspelled task"],
+    ids=["exit code", "missing program", "failing reward"],
 )
 def test_a_failing_service_ends_the_run_at_once_and_its_reason_is_printed(
     place: Workplace, failing: str, words: list[str]
 ) -> None:
     place.profile(service("idle", IDLE), failing)
+    (place.folder / "profiles" / "reads_numbers.py").write_text(READS_NUMBERS)
     done = place.grpo("up", "--profile", "p", "--wait", "finished")
     assert done.returncode == 1
     assert all(each in done.stderr for each in words), done.stderr
+    *_, last = done.stderr.splitlines()
+    assert words[0].partition(";")[0] in last, "the last line has the reason"
     assert (place.service().state, place.service().attempt) == (ServiceState.FAILED, 1)
     assert place.status().state in ENDED_RUN_STATES
     assert place.survivors() == []
@@ -134,7 +144,7 @@ def test_down_kills_services_that_ignore_sigterm_after_one_grace_period_for_all(
     assert place.survivors() == []
 
 
-def test_a_killed_supervisor_is_replaced_and_services_keep_running(place: Workplace) -> None:
+def test_a_killed_supervisor_is_replaced_by_a_command_that_acts_and_services_keep_running(place: Workplace) -> None:
     gate = place.folder / "gate"
     os.mkfifo(gate)
     ends = service("ends", "import sys; open(sys.argv[1]).read(); sys.exit(9)", gate, ends_run="false")
@@ -146,7 +156,14 @@ def test_a_killed_supervisor_is_replaced_and_services_keep_running(place: Workpl
     status = place.status()
     assert status.supervisor is None
     assert status.warnings[0].id == "no-supervisor"
-    place.succeed("restart", "ends")  # any command starts a supervisor that takes over
+    for words in (("ps",), ("metrics",), ("logs", "keeps")):
+        said = place.grpo(*words)
+        assert said.returncode == 0
+        assert "has no supervisor; its services keep running, and `grpo-tui upgrade p-" in said.stderr
+    assert not has_daemon(place.run_folder()), "a command that only reads has started one"
+    place.succeed("upgrade")
+    assert place.status().supervisor is not None
+    place.succeed("restart", "ends")
     assert place.pid("keeps") == before
     assert place.starts() == [("keeps", before)]
     assert place.service("ends").attempt == 2
@@ -205,13 +222,6 @@ def test_two_starts_at_once_make_one_run(place: Workplace) -> None:
     assert len(place.starts()) == 1
 
 
-def test_whoever_joins_a_run_is_told_that_its_profile_has_changed(place: Workplace) -> None:
-    place.up(service("a", IDLE))
-    joined = place.grpo("up", "--profile", "p", "--detach", "--set", "services.a.stop_grace_s=1")
-    assert joined.returncode == 0
-    assert "has changed since" in joined.stderr
-
-
 def test_a_foreign_process_on_the_port_is_named_and_killed_only_with_take_ports(place: Workplace) -> None:
     place.profile(place.server())
     (port,) = place.ports
@@ -220,7 +230,9 @@ def test_a_foreign_process_on_the_port_is_named_and_killed_only_with_take_ports(
         until(lambda: is_open(port))
         refused = place.grpo("up", "--profile", "p", "--wait", "ready")
         assert refused.returncode == 4, refused.stderr
-        assert f"port {port} is held by pid {holder.pid}" in refused.stderr
+        assert refused.stderr.count(f"port {port} is held by pid {holder.pid}") == 1
+        assert "--new starts the run on free ports; --take-ports ends what holds them" in refused.stderr
+        assert not list((place.folder / "logs").glob("*/"))
         assert place.survivors() == []
         assert is_open(port)
         place.up(flags=["--take-ports"])

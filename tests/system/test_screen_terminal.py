@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from terminal import (
     Terminal,
 )
 from workplace import IDLE, Workplace, service, until
+
+from grpo_tui.keeper_process import read_stat
+from grpo_tui.ui.terminal.resumable_driver import RESTORES_TITLE, SAVES_TITLE
 
 pytestmark = pytest.mark.slow
 KEYS = "q detach"
@@ -74,6 +78,7 @@ def assert_restored(opened: Terminal) -> None:
     assert written.count(ENTERS_ALTERNATE) == written.count(LEAVES_ALTERNATE) == 1
     assert written.rindex(SHOWS_CURSOR) > written.rindex(HIDES_CURSOR)
     assert opened.settings == opened.settings_before
+    assert written.rindex(RESTORES_TITLE.encode()) > written.rindex(b"\x1b]0;") > written.index(SAVES_TITLE.encode())
     for mode in (b"1000", b"1003", b"1006", b"1004", b"2004"):  # mouse, focus, paste
         assert written.rindex(b"\x1b[?" + mode + b"l") > written.rindex(b"\x1b[?" + mode + b"h"), mode
 
@@ -100,6 +105,10 @@ def test_a_run_is_started_restarted_left_and_ended_from_one_terminal(place: Work
         opened.shows("y yes")
         opened.press("y")
         opened.shows("the run is over")
+        place.succeed("resume", place.run_folder().name, "--detach")  # in another terminal
+        until_both_are_ready(opened)
+        place.succeed("down")
+        opened.shows("the run is over", "grpo-tui resume")
         assert "stopped" in quit_screen(opened)
         assert_restored(opened)
     assert not place.survivors()
@@ -118,7 +127,13 @@ def test_keys_select_a_service_and_the_screen_follows_the_size_of_the_terminal(p
             assert all(len(row.rstrip()) <= columns for row in opened.rows)
 
 
-def test_ctrl_l_repaints_what_another_program_wrote_over_the_screen(place: Workplace) -> None:
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    stat = read_stat(pid)
+    return stat is not None and stat.state == "T"
+
+
+def test_ctrl_l_repaints_what_another_program_wrote_and_so_does_a_screen_that_was_stopped(place: Workplace) -> None:
     with attached(place) as opened:
         while opened.listen(0.3):
             pass  # the rest of a frame: in the middle of a control sequence what follows would be part of it
@@ -127,6 +142,15 @@ def test_ctrl_l_repaints_what_another_program_wrote_over_the_screen(place: Workp
         opened.press(CTRL_L)
         until_both_are_ready(opened)
         opened.until(lambda: "Broadcast" not in opened.text)
+        os.kill(opened.process.pid, signal.SIGSTOP)
+        opened.until(lambda: is_stopped(opened.process.pid))
+        opened.put(b"\x1b[2J\x1b[H$ ")
+        os.kill(opened.process.pid, signal.SIGCONT)
+        until_both_are_ready(opened)
+        opened.press("2")
+        opened.until(lambda: states(opened) == [])
+        opened.press("1")
+        until_both_are_ready(opened)
 
 
 @pytest.mark.parametrize("command", ["--profile p", "up --profile p"], ids=["screen", "up"])

@@ -37,7 +37,9 @@ def assert_exits(opened: Terminal) -> None:
         opened.close()
 
 
-@pytest.mark.parametrize("how", ["terminal closed", "SIGTERM"])
+@pytest.mark.parametrize(
+    "how", ["terminal closed", pytest.param("SIGTERM", marks=pytest.mark.extended("the same with a closed terminal"))]
+)
 def test_a_screen_exits_also_when_the_thread_that_writes_hangs(place: Workplace, how: str) -> None:
     python = place.argv()[0]
     opened = open_terminal(place, python, "-c", STUCK_WRITER, "attach")

@@ -7,16 +7,19 @@ import os
 import resource
 import signal
 
+import httpx
 import pytest
+from ports import free_port
+from rollout_fakes import REGISTRATION
 from stage import FAMILY, HOLDER, free_ports, is_open
 from workplace import IDLE, IGNORES_SIGTERM, SERVER, UP, Workplace, service, until
 
-from grpo_engine.wire.run_folder import TIMELINE_FILE
-from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState
+from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, Warning
 from grpo_tui.keeper_process import all_processes, below
 from grpo_tui.supervisor.keeper.client import living_keepers
 from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.state_file import read_state
+from grpo_tui.view.timeline.file import TimelineFile
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +42,13 @@ def num_in_ledger(place: Workplace, name: str) -> int:
     assert document is not None
     assert document.ledger is not None
     return len(document.ledger.services[name].processes)
+
+
+def last_states(timeline: TimelineFile) -> list[ServiceState]:
+    timeline.read()
+    assert timeline.ends is not None
+    status = timeline.past(timeline.ends, None).status
+    return [] if status is None else [each.state for each in status.services]
 
 
 def test_what_a_killed_keeper_leaves_is_ended_before_its_service_starts_again(place: Workplace) -> None:
@@ -75,20 +85,25 @@ def test_processes_younger_than_the_last_sample_are_ended_with_their_keeper(plac
     until(lambda: len(below(supervisor.pid, all_processes())) == 2)  # the keeper of b, and b: no zombie stays either
 
 
+def is_unwritten(warning: Warning) -> bool:
+    return "cannot write" in warning.text and "state.json" in warning.text
+
+
 def test_a_full_disk_is_a_warning_and_services_keep_running(place: Workplace) -> None:
-    place.up(service("a", IDLE), service("b", IDLE, ends_run="false"))
+    place.up(*(service(name, IDLE, ends_run=str(name == "a").lower()) for name in "abc"))
     supervisor, a = place.supervisor(), place.pid()
     unlimited = resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, (0, unlimited[1]))  # as when no byte can be written
     os.kill(place.pid("b"), signal.SIGKILL)
     place.until_state(ServiceState.FAILED, "b")
-    until(lambda: any("state.json cannot be written" in each.text for each in place.status().warnings))
+    until(lambda: any(map(is_unwritten, place.status().warnings)))
+    place.succeed("stop", "c", "--wait")  # meanwhile lines of the timeline are lost
     assert identify(a) is not None
     resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, unlimited)
-    place.succeed("start", "b", "--wait")
-    until(lambda: place.status().warnings == [])  # with the next change it is written again
-    timeline = place.run_folder() / TIMELINE_FILE
-    until(lambda: timeline.read_bytes().count(b'{"type":"snapshot"') == 2)  # the second has what was not written
+    place.succeed("start", "c", "--wait")
+    until(lambda: not any(map(is_unwritten, place.status().warnings)))  # with the next change it is written again
+    timeline = TimelineFile(place.run_folder())
+    until(lambda: last_states(timeline)[1:] == [ServiceState.FAILED, ServiceState.READY])  # what was not written too
     assert place.pid() == a
 
 
@@ -283,6 +298,18 @@ def test_services_without_supervisor_and_keepers_are_reported_ended_and_not_star
     assert place.survivors() == []
 
 
+def test_a_supervisor_whose_run_has_ended_meanwhile_leaves_no_registration(place: Workplace) -> None:
+    place.profile(service("a", ""))
+    assert place.grpo("up", "--profile", "p", "--wait", "finished").returncode == 0
+    late = "import subprocess, sys; from pathlib import Path; from grpo_tui.supervisor.registered import register; "
+    late += "folder = Path(sys.argv[1]); register(folder); "
+    late += "subprocess.run([sys.executable, '-P', '-m', 'grpo_tui.supervisor.daemon', str(folder)], check=True)"
+    done = place.python(f"import sys; sys.argv = ['', {str(place.run_folder())!r}]; {late}")
+    assert done.returncode == 0, done.stderr
+    until(lambda: "is over" in place.log())
+    until(lambda: list(place.temporary.rglob("*.run")) == [])
+
+
 def test_down_continues_when_the_supervisor_is_killed_meanwhile(place: Workplace) -> None:
     place.up(service("a", IGNORES_SIGTERM, stop_grace_s=4, ready=UP))
     supervisor = place.supervisor()
@@ -319,3 +346,29 @@ def test_what_a_command_probe_leaves_behind_is_ended_with_its_answer(place: Work
     (place.folder / "go").touch()
     place.until_state(ServiceState.READY)
     until(lambda: len(below(supervisor.pid, all_processes())) == 2)
+
+
+@pytest.mark.extended("test_a_full_disk_is_a_warning_and_services_keep_running; test_view_stalls; test_reporting")
+def test_a_service_that_cannot_write_says_so_in_status_and_ps_until_it_can(place: Workplace) -> None:
+    port = free_port()
+    place.up(f'[services.api]\nkind = "rollout_api"\nport = {port}\nallow_without_token = true\n')
+    api = place.pid("api")
+    unlimited = resource.prlimit(api, resource.RLIMIT_FSIZE)
+
+    def register() -> int:
+        return httpx.post(f"http://127.0.0.1:{port}/register", json=REGISTRATION, trust_env=False).status_code
+
+    resource.prlimit(api, resource.RLIMIT_FSIZE, (0, unlimited[1]))  # the kernel refuses every byte, as on a full disk
+    assert register() == 503
+    until(lambda: [fault.path for fault in place.service("api").write_faults] != [])
+    [warning] = place.status().warnings
+    assert warning.severity == "error"
+    assert "api cannot write" in warning.text
+    assert "rollouts.sqlite" in warning.text
+    assert "(groups and batches are refused with 503, and asked for again)" in warning.text
+    assert "rollouts.sqlite" in place.grpo("ps").stderr
+    [listed] = json.loads(place.succeed("ps", "--json"))
+    assert [each["id"] for each in listed["warnings"]] == [warning.id]
+    resource.prlimit(api, resource.RLIMIT_FSIZE, unlimited)
+    assert register() == 200
+    until(lambda: place.status().warnings == [])

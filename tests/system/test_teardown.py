@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from stage import HOLDER, Stage, free_ports, is_open, python, until
 
+from grpo_tui.supervisor import teardown
+from grpo_tui.supervisor.keeper import proc
 from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.keeper.owners import mark_of
 from grpo_tui.supervisor.keeper.ports import port_holders
@@ -299,6 +301,33 @@ async def test_only_shared_memory_of_the_run_is_removed_at_its_end(stage: Stage)
     finally:
         sibling.unlink()
         ours.unlink(missing_ok=True)
+
+
+def test_shared_memory_of_a_live_run_whose_longer_name_begins_with_this_one_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(teardown, "registered_folders", lambda: {tmp_path / "logs" / "zz-1123-041503-7f3a"})
+    for name in ("grpo-zz-rank0", "grpo-zz-1123-041503-7f3a-rank0"):
+        (tmp_path / name).touch()
+    assert teardown._remove_shared_memory("zz", []) == [str(tmp_path / "grpo-zz-rank0")]
+    assert [path.name for path in tmp_path.iterdir()] == ["grpo-zz-1123-041503-7f3a-rank0"]
+
+
+def test_processes_of_a_run_with_this_id_in_another_folder_are_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here" / "a", tmp_path / "there" / "a"
+    there.mkdir(parents=True)
+    stats = [proc.read_stat(1)]
+    monkeypatch.setattr(proc, "living", lambda: stats)
+    monkeypatch.setattr(proc, "ourselves", set)
+    monkeypatch.setattr(proc, "marker", lambda pid: proc.Marker(run="a", service=None, run_folder=str(there)))
+    assert proc.processes_of_run("a", run_folder=here) == []
+    assert proc.processes_of_run("a", run_folder=there) == stats
+    assert proc.processes_of_run("a") == stats
+    there.rmdir()  # it was moved here
+    assert proc.processes_of_run("a", run_folder=here) == stats
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workplace import Workplace, service, until
+from workplace import OF_HOST, Workplace, service, until
 
 from grpo_tui.paths import MAX_SOCKET_PATH_BYTES
 from grpo_tui.supervisor import temporary
@@ -58,7 +58,7 @@ def test_temporary_files_are_removed_with_the_run_after_services_and_supervisor_
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.is_socket() for path in sockets)
     assert f"removed files that its services left in {folder}" in place.succeed("down")
-    assert os.listdir(place.temporary) == []
+    assert set(os.listdir(place.temporary)) <= OF_HOST
 
 
 @pytest.mark.slow
@@ -80,6 +80,13 @@ def test_a_temporary_folder_that_was_removed_is_made_again_for_the_next_start(pl
     assert place.grpo("restart", "a", "--wait").returncode == 0
     assert left(place, "a") == [folder, folder]
     assert folder.is_dir()
+
+    temporary.remove_folders(place.run_folder().name, folder)
+    folder.symlink_to(place.folder)  # as another user may, who can then read and write what services put there
+    assert place.grpo("restart", "a", "--wait").returncode != 0
+    assert "is not a folder of this user now" in str(place.service("a").why)
+    assert len(left(place, "a")) == 2
+    folder.unlink()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +118,13 @@ def test_only_the_folders_of_this_run_are_removed(outside: Path) -> None:
     (ours / "out").symlink_to(others)
     assert temporary.remove_folders(RUN, ours) == ([str(ours)], [])
     assert list(outside.iterdir()) == [others]
+
+
+def test_the_folder_of_a_run_whose_longer_name_begins_with_this_one_is_left_alone(outside: Path) -> None:
+    longer = temporary.make_folder("zz-1123-041503-7f3a")
+    (longer / "used").touch()
+    assert temporary.remove_folders("zz", None) == ([], [])
+    assert list(outside.iterdir()) == [longer]
 
 
 def test_a_path_that_cannot_be_removed_is_named(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:

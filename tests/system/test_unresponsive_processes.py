@@ -76,6 +76,7 @@ def test_a_supervisor_that_hangs_is_reported_with_what_ends_it_and_then_replaced
 
 def test_a_command_waits_for_a_supervisor_that_is_starting(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.runtime))  # for the supervisor that this process starts
+    monkeypatch.setenv("TMPDIR", str(place.temporary))
     place.up(service("a", IDLE))
     place.kill_supervisor()
     lock = take_lock(place.run_folder())  # as by one that does not listen yet: the address is that of the killed one

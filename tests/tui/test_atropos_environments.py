@@ -46,11 +46,11 @@ def profile(tmp_path: Path) -> str:
 def test_model_and_urls_are_passed_on_and_settings_are_in_the_run_folder(profile: str, tmp_path: Path) -> None:
     plan = make_plan(load(profile), run_folder=tmp_path / "run", python=sys.executable)
     (launch,) = [each for each in plan.launches if each.name == "env"]
-    assert launch.argv[1:4] == ("-m", "grpo_engine", "atropos-env")
-    settings = parse_flags(AtroposEnvConfig, launch.argv[4:], prog="env", description="")
+    assert launch.argv[1:5] == ("-P", "-m", "grpo_engine", "atropos-env")
+    settings = parse_flags(AtroposEnvConfig, launch.argv[5:], prog="env", description="")
     assert (settings.model_name, settings.settings) == ("local/tiny", {"lr": 1e-5})
     assert settings.rollout_server_url == "http://127.0.0.1:8111"
-    assert settings.inference_url == "http://127.0.0.1:9111"
+    assert settings.inference_urls == ("http://127.0.0.1:9111",)
     assert settings.python == Path.home() / "venv/bin/python"
     assert settings.yaml_file == tmp_path / "run" / "env.yaml"
 
@@ -59,7 +59,7 @@ def test_model_and_urls_are_passed_on_and_settings_are_in_the_run_folder(profile
     ("override", "said"),
     [
         ("services.api.allow_without_token=true services.api.token=x", "allow_without_token is set, and so is a token"),
-        ("services.env.total_steps=100", "services.env.total_steps: 100, but the trainer runs 120"),
+        ("services.env.total_steps=100", "services.env.total_steps=100: 100, but the trainer runs 120"),
         ("services.env.group_size=3", "not a multiple of the environment's group_size 3"),
         ("services.env.settings.wandb_name=x", "settings.wandb_name is name here: set name = 'x' instead"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_tui.cli import follow
+from grpo_tui.cli.metrics import metrics_command
 from grpo_tui.client.local import latest_metrics
 from grpo_tui.supervisor.capped_log import cap
 
@@ -173,7 +174,7 @@ def test_only_the_requested_metrics_are_shown(
         '{"time": 2, "step": 2, "policy_version": 2, "metrics": {"train/loss": 0.5, "reward/mean": 0.25}}\n'
     )
     monkeypatch.chdir(tmp_path)
-    follow.metrics_command("r", only=["reward", "train/l"])
+    metrics_command("r", only=["reward", "train/l"])
     assert capsys.readouterr().out == "step 2  train/loss 0.5  reward/mean 0.25\n"
-    follow.metrics_command("r", only=["nosuch"])
+    metrics_command("r", only=["nosuch"])
     assert "no metric of r starts with nosuch" in capsys.readouterr().err

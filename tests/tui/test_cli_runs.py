@@ -17,6 +17,7 @@ from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.cli.arguments import run_to_act_on, split
+from grpo_tui.cli.look import status_command
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
 from grpo_tui.keeper_process import read_stat
 from grpo_tui.supervisor.keeper.client import ProcessEntry
@@ -78,13 +79,25 @@ def test_without_a_name_the_newest_live_run_is_chosen_and_an_ended_one_only_to_r
     make_run(tmp_path, "new", 2.0)
     assert [run.id for run in runs(tmp_path)] == ["new", "old"]
     assert find_run(None, tmp_path, also_ended=True).id == "new"
-    with pytest.raises(NoSuchRun, match="the newest, new, has ended"):
+    with pytest.raises(NoSuchRun, match="the newest, new, has ended; `grpo-tui up` starts another"):
         find_run(None, tmp_path, also_ended=False)
     lock = take_lock(old)
     assert lock is not None
     assert find_run(None, tmp_path, also_ended=False).id == "old"
     os.close(lock)
     assert not has_daemon(old)
+
+
+@pytest.mark.parametrize(("state", "is_said"), [(RunState.FAILED, True), (RunState.FINISHED, False)])
+def test_the_status_of_a_run_that_failed_ends_with_the_command_that_goes_on(
+    state: RunState, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(tmp_path / "logs", "r", 1.0)
+    (folder / "settings.json").write_text("{}")
+    make_state(folder, state, service("trainer", ServiceState.FAILED))
+    status_command("r")
+    assert capsys.readouterr().out.endswith("\n`grpo-tui resume r` goes on with it\n") is is_said
 
 
 def test_a_run_that_lost_its_daemon_is_shown_as_its_keepers_are(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fake_mps
 import pytest
 
 from grpo_engine.diagnosis.finding import Finding
@@ -94,3 +95,57 @@ def test_foreign_and_stale_processes_on_ports_are_reported_apart(tmp_path: Path)
     )
     assert (note.severity, note.text) == ("warning", "port 9002 is held by a leftover")
     assert (problem.severity, problem.text) == ("error", "port 9001 is held by pid 7")
+
+
+RANKS = """
+[bridge]
+mode = "broadcast"
+[services.vllm]
+kind = "inference"
+model_name = "local/tiny"
+gpus = [{server}]
+env = {{ NCCL_P2P_DISABLE = "1", NCCL_DEBUG = "INFO" }}
+[services.trainer]
+kind = "trainer"
+model_name = "local/tiny"
+gpus = [0, 1]
+"""
+
+
+def test_gpus_of_ranks_that_nvlink_connects_and_nobody_shares_are_fine(tmp_path: Path) -> None:
+    [fine, _] = findings(tmp_path, RANKS.format(server=2), "ranks", gpus=cards(3), links={(0, 1): "NVLink"})
+    assert (fine.severity, fine.text) == ("ok", "trainer: rank 0 on GPU 0, rank 1 on GPU 1, connected by NVLink")
+
+
+@pytest.mark.parametrize("path", ["", "bin"])
+def test_a_slow_link_a_shared_gpu_and_variables_that_differ_are_warnings_with_mps_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    fake_mps.install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(tmp_path / path))
+    found = findings(tmp_path, RANKS.format(server=1), "ranks", gpus=cards(2), links={(0, 1): "PCIe"})
+    assert [(each.severity, each.text) for each in found] == [
+        (
+            "warning",
+            "trainer: rank 0 on GPU 0, rank 1 on GPU 1; GPUs 0 and 1 are connected by PCIe, not by NVLink",
+        ),
+        ("warning", "GPU 1 is that of a rank of trainer and of vllm: all ranks wait for the one that shares its GPU"),
+        (
+            "warning",
+            "NCCL_P2P_DISABLE is not set for trainer and '1' for vllm: both are in one NCCL group, which may hang",
+        ),
+    ]
+
+
+def test_ranks_without_a_gpu_each_and_a_port_that_is_taken_are_errors(tmp_path: Path) -> None:
+    ranks = RANKS.format(server=0).replace("gpus = [0, 1]", "processes = 2\nnodes = 2\nmaster_port = 9001")
+    found = findings(tmp_path, ranks, "ranks", gpus=cards(1))
+    problems = [each.text for each in found if each.severity == "error"]
+    assert problems == [
+        "trainer: 2 ranks need a GPU each, and this machine has 1",
+        "services.trainer.master_port: port 9001 is also that of vllm",
+    ]
+
+
+def cards(num: int) -> list[GpuFacts]:
+    return [card(index, free=140) for index in range(num)]

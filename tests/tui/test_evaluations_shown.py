@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from screen_fakes import metrics_line
 
-from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.metrics import HEALTHY_BANDS, MetricsLine
 from grpo_tui.cli.look import _metric_lines
 from grpo_tui.run_files.metrics import MetricsTail, latest_metrics
 from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel, shown_metrics
@@ -56,7 +56,7 @@ def test_readers_of_the_file_take_step_0_as_they_take_any_other(tmp_path: Path) 
     assert [line.step for line in MetricsTail(tmp_path / "metrics.jsonl").read().lines] == [0, 1]
     latest = latest_metrics(tmp_path)
     assert (latest["step"], latest["eval/avg@4"]) == (1, 0.25)
-    assert [row for row in _metric_lines(latest) if row[0].startswith("eval/")] == [
+    assert [row for row in _metric_lines(latest, HEALTHY_BANDS) if row[0].startswith("eval/")] == [
         ("eval/avg@4", "0.25", ""),
         ("eval/pass@1", "0.125", ""),
     ]

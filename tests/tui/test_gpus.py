@@ -10,14 +10,18 @@ import asyncio
 import os
 import sys
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_tui.supervisor.keeper.proc import uid_of, user_name
+from grpo_engine.wire.supervisor import GpuProcess, GpuStatus
+from grpo_tui.supervisor.keeper.proc import ProcessId, uid_of, user_name
+from grpo_tui.supervisor.usage.cpu_memory import Usage
 from grpo_tui.supervisor.usage.gpus import GpuReader, Nvml, load_pynvml
+from grpo_tui.supervisor.usage.sampling import rank_usage, with_ranks
 
 GB = 10**9
 
@@ -63,6 +67,8 @@ class FakeNvml:
     num_gpus: int = 1
     slices: list[FakeSlice] = field(default_factory=list)
     has_sensors: bool = True
+    connected: Set[tuple[int, int, int]] = frozenset()
+    """Two GPUs and what connects them: 2 is NVLink, 0 any access of one to the memory of the other."""
 
     NVMLError: type[Exception] = NvmlError
     NVMLError_LibraryNotFound: type[Exception] = LibraryNotFound
@@ -73,6 +79,8 @@ class FakeNvml:
     nvmlMemory_v2: int = 2
     NVML_TEMPERATURE_GPU: int = 0
     NVML_DEVICE_MIG_ENABLE: int = 1
+    NVML_P2P_CAPS_INDEX_NVLINK: int = 2
+    NVML_P2P_STATUS_OK: int = 0
 
     def __post_init__(self) -> None:
         self.responds.set()
@@ -141,6 +149,11 @@ class FakeNvml:
 
     def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
         return int(handle.number)
+
+    def nvmlDeviceGetP2PStatus(self, handle: Any, other: Any, capability: int) -> int:
+        if self.is_old:
+            raise NotSupported("Not Supported")
+        return int((handle, other, capability) not in self.connected)
 
     def _sensor(self, value: int) -> int:
         if not self.has_sensors:
@@ -319,10 +332,45 @@ async def test_mig_instances_are_listed_with_their_processes_and_whole_gpus_in_o
 def test_the_real_bindings_have_all_that_is_used() -> None:
     real = load_pynvml()
     used = [name for name in dir(Nvml) if name.startswith("nvml")] + list(Nvml.__annotations__)
-    assert len(used) == 25
+    assert len(used) == 28
     assert all(hasattr(real, name) for name in used)
 
 
 async def test_this_machine_is_read_without_an_exception() -> None:
     sample = await GpuReader().sample({})
     assert sample.gpus or sample.note
+
+
+async def test_what_connects_two_gpus_is_told_as_far_as_the_driver_says() -> None:
+    connected = {(0, 1, 0), (0, 1, 2), (0, 2, 0)}
+    assert await reader_of(FakeNvml(num_gpus=3, connected=connected)).links() == {
+        (0, 1): "NVLink",
+        (0, 2): "PCIe",
+        (1, 2): "main memory (no peer access)",
+    }
+    assert await reader_of(FakeNvml(num_gpus=2, is_old=True)).links() == {}
+    assert await reader_of(FakeNvml(init_error=LibraryNotFound())).links() == {}
+
+
+def test_processes_of_a_gpu_are_attributed_to_ranks_and_each_rank_has_its_figures() -> None:
+    def part(*pids: int) -> Usage:
+        processes = frozenset(ProcessId(pid, 1) for pid in pids)
+        return Usage(cpu_percent=10.0 * len(pids), rss_bytes=len(pids) * GB, processes=processes)
+
+    usage = {"trainer": replace(part(1, 11, 12, 13), parts={11: part(11, 13), 12: part(12)}), "vllm": part(20)}
+    ranks = {"trainer": {11: 0, 12: 1}, "vllm": {}}
+    listed = [GpuProcess(pid=pid, service="trainer", memory_bytes=pid * GB) for pid in (11, 13)]
+    gpu = GpuStatus(
+        index=0,
+        uuid="GPU-1",
+        name="a card",
+        memory_used_bytes=30 * GB,
+        memory_total_bytes=80 * GB,
+        utilization_percent=None,
+        processes=[*listed, GpuProcess(pid=20, service="vllm", memory_bytes=GB)],
+    )
+    told = with_ranks(gpu, usage, ranks)
+    assert [process.rank for process in told.processes] == [0, 0, None]
+    first, second = rank_usage("trainer", usage, ranks["trainer"], [told])
+    assert (first.rank, first.cpu_percent, first.rss_bytes, first.gpu_memory_bytes) == (0, 20.0, 2 * GB, 24 * GB)
+    assert (second.rank, second.cpu_percent, second.rss_bytes, second.gpu_memory_bytes) == (1, 10.0, GB, None)

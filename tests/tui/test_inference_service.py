@@ -84,3 +84,29 @@ def test_without_a_device_setting_the_installed_vllm_decides(
     environment: dict[str, str] = {}
     settle_environment(inference(), environment)
     assert environment.get("VLLM_USE_AOT_COMPILE") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "generations", "inherited", "expected"),
+    [
+        ({"enable_lora": True}, [9, 10], {}, "1"),
+        ({"enable_lora": True}, [12], {"VLLM_LORA_DISABLE_PDL": "0"}, "0"),
+        ({"enable_lora": True}, [9], {}, None),
+        ({}, [10], {}, None),
+    ],
+)
+def test_adapter_kernels_do_without_grid_dependency_control_on_blackwell_alone(
+    settings: dict[str, object],
+    generations: list[int],
+    inherited: dict[str, str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = [
+        vllm_requirements.GpuMemory(index=index, free_bytes=1, usable_bytes=1, generation=generation)
+        for index, generation in enumerate(generations)
+    ]
+    monkeypatch.setattr(vllm_requirements, "visible_gpus", lambda environment: gpus)
+    environment = dict(inherited)
+    settle_environment(inference(device="cuda", **settings), environment)
+    assert environment.get("VLLM_LORA_DISABLE_PDL") == expected

@@ -1,5 +1,6 @@
 """Lines of logs from any place in either direction, merged by time, narrowed, searched and counted."""
 
+import json
 import os
 import re
 from datetime import datetime
@@ -163,6 +164,24 @@ def test_colours_overwritten_states_and_ends_of_lines_hide_no_match_and_make_non
     text = "\x1b[32mINFO\x1b[0m: up\n10%|\r20%|\nab\nbc\n"
     patterns = ("INFO: up", "20%", "10%", r"b\s*b", "a[^z]*c", "^bc$")
     assert [len(selected(tmp_path, text, pattern)) for pattern in patterns] == [1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num"),
+    [
+        ("step=30", 1),
+        ("batch delivered  step=303 groups=16", 1),
+        (r"groups=1\d$", 1),
+        ("STEP=30", 0),
+        ('"step"', 0),
+        ("level", 0),
+        ("plain", 1),
+        (r"^03:33:31 batch", 1),
+    ],
+)
+def test_lines_in_json_are_searched_in_the_form_in_which_they_are_shown(tmp_path: Path, pattern: str, num: int) -> None:
+    line = {"time": "2026-01-01T03:33:31", "level": "info", "event": "batch delivered", "step": 303, "groups": 16}
+    assert len(selected(tmp_path, f"plain text\n{json.dumps(line)}\n", pattern)) == num
 
 
 @pytest.mark.parametrize(

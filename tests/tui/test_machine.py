@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 from launches import IN_PLACE, READY_WITHIN_60_S, UP, Timed, launch, launches, passed, play, refused, restart
 
-from grpo_engine.wire.supervisor import Refusal
+from grpo_engine.wire.supervisor import Refusal, RunState
 from grpo_engine.wire.supervisor import ServiceState as S
 from grpo_tui.services.base import Probe, RestartPolicy
-from grpo_tui.supervisor import takeover
+from grpo_tui.supervisor import order, takeover
 from grpo_tui.supervisor.explanations import why
 from grpo_tui.supervisor.machine import (
     MAX_BACKOFF_S,
@@ -36,7 +37,7 @@ from grpo_tui.supervisor.machine import (
     backoff_s,
     step,
 )
-from grpo_tui.supervisor.state_file import Ledger, boot_id, to_ledger
+from grpo_tui.supervisor.state_file import Ledger, boot_id, from_ledger, to_ledger
 
 TAKEN = Refusal(resource="port", port=9001, text="port 9001 is held by pid 7 (user eve): nc")
 NEVER, ON_FAILURE, ALWAYS = RestartPolicy.NEVER, RestartPolicy.ON_FAILURE, RestartPolicy.ALWAYS
@@ -145,6 +146,24 @@ def test_a_final_exit_code_is_never_restarted_and_its_reason_is_the_last_line(po
     assert words_of(service, how, 1.0) == f"{service.reason}; last lines:\n  first\n  {'x' * 300}"
 
 
+@pytest.mark.parametrize("policy", list(RestartPolicy))
+def test_a_service_that_another_one_ended_is_restarted_a_few_times_whatever_its_policy(policy: RestartPolicy) -> None:
+    how = launch(restart=policy, max_restarts=9, final_exit_codes=(1,))
+    ended, service, now_s = Exited(code=1, failed_by="mps"), Service(name="vllm"), 0.0
+    for _ in range(4):
+        service, _ = play(how, (now_s, Admitted()), (now_s, ended), service=service)
+        reason, now_s = service.reason, service.deadline_s or now_s
+        service, _ = step(service, Tick(), now_s, how)
+    assert (service.state, service.attempt) == (S.FAILED, 4)
+    assert reason == "ended by a failure of mps: exit code 1; given up after 3 restarts"
+
+
+def test_an_optional_service_that_exits_with_0_says_why_in_its_last_line() -> None:
+    how = launch(is_optional=True)
+    service, _ = play(how, *SPAWNED, (1.0, Exited(code=0, last_lines=("began", "no MPS, since GPU 0 has MIG"))))
+    assert (service.state, service.reason) == (S.FINISHED, "no MPS, since GPU 0 has MIG")
+
+
 def test_a_service_in_backoff_shows_its_last_log_line() -> None:
     service, _ = play(launch(), *UP, (9.0, Exited(code=1, last_lines=("Traceback", "ValueError: no data"))))
     words = words_of(service, launch(), 9.0)
@@ -233,6 +252,38 @@ def test_a_restart_by_request_counts_as_no_failure_whatever_the_policy(
     assert (service.state, service.restarted_at_s, service.is_restart_pending) == (S.WAITING, (), False)
 
 
+GONE, STARTED = (7.0, Exited(code=-15)), (7.0, Admitted())
+
+
+@pytest.mark.parametrize(
+    ("settings", "events", "state"),
+    [
+        param({}, restart(6.0), RunState.RESTARTING, id="stopping"),
+        param({}, [*restart(6.0), GONE], RunState.RESTARTING, id="waiting"),
+        param({}, [*restart(6.0), GONE, STARTED, (7.1, Spawned())], RunState.RESTARTING, id="starting"),
+        param({"restart_in_place": IN_PLACE}, restart(6.0), RunState.RESTARTING, id="in place"),
+        param({}, [(6.0, REQUIRED), GONE], RunState.RESTARTING, id="following"),
+        param({}, [*restart(6.0), GONE, STARTED, (7.1, Spawned()), (8.0, passed(2))], RunState.RUNNING, id="ready"),
+        param({}, [*restart(6.0), (6.5, StopAsked())], RunState.DEGRADED, id="stopped instead"),
+        param({}, [*restart(6.0), GONE, STARTED, (7.1, Exited(code=1))], RunState.DEGRADED, id="failed instead"),
+        param({}, [(6.0, StopAsked())], RunState.DEGRADED, id="stop"),
+        param({}, [(6.0, StopAsked()), GONE, (8.0, StartAsked())], RunState.DEGRADED, id="start of a stopped one"),
+        param({}, [(6.0, Exited(code=1)), (9.0, Tick())], RunState.DEGRADED, id="restart by policy"),
+        param({}, [(6.0, Exited(code=1)), *restart(6.1)], RunState.DEGRADED, id="asked for after a crash"),
+    ],
+)
+def test_a_run_whose_services_restart_by_request_is_restarting_and_not_degraded(
+    settings: dict[str, Any], events: Sequence[Timed], state: RunState
+) -> None:
+    how = launch(restart=ALWAYS, **settings)
+    service, _ = play(how, *UP, *events)
+    other = replace(play(how, *UP)[0], name="b")
+    services, plan = {service.name: service, "b": other}, {service.name: how, "b": how}
+    assert order.run_state(services, plan, has_been_up=True) is state
+    entry = to_ledger(service, started_at=None, begins_at=None, ready_at=None, processes=())
+    assert from_ledger(service.name, entry).is_restarting_by_request is (state is RunState.RESTARTING)
+
+
 def test_a_stop_escalates_to_sigkill_and_a_process_that_outlives_it_is_a_failure() -> None:
     how = launch(stop_grace_s=10.0)
     service, effects = play(how, *UP, (6.0, StopAsked()), (17.9, Tick()), (18.0, Tick()))
@@ -249,6 +300,19 @@ def test_a_taken_port_is_a_failure_whatever_the_policy() -> None:
     service, _ = play(launch(restart=ALWAYS), (0.0, Admitted()), (0.1, Refused(TAKEN.text, (TAKEN,))))
     assert (service.state, service.is_refused, service.has_process) == (S.FAILED, True, False)
     assert (service.reason, service.refusals) == (TAKEN.text, (TAKEN,))
+
+
+def test_a_restart_by_policy_at_a_taken_port_is_tried_again_until_its_limit() -> None:
+    how = launch(restart=ALWAYS, max_restarts=2)
+    service, _ = play(how, *UP, (20.0, Exited(code=-9)), (30.0, Tick()), (30.0, Admitted()))
+    service, _ = play(how, (30.1, Refused(TAKEN.text, (TAKEN,))), service=service)
+    assert (service.state, service.is_refused, service.has_process) == (S.BACKOFF, False, False)
+    assert service.refusals == (), "a later failure has another cause"
+    assert TAKEN.text in (service.reason or "")
+    freed, effects = play(how, (60.0, Tick()), (60.0, Admitted()), service=service)
+    assert (freed.state, effects) == (S.STARTING, [Effect.SPAWN])
+    service, _ = play(how, (60.1, Refused(TAKEN.text, (TAKEN,))), service=freed)
+    assert (service.state, service.is_refused, service.refusals) == (S.FAILED, True, (TAKEN,))
 
 
 def test_an_adopted_service_goes_on_in_the_state_of_the_previous_supervisor() -> None:

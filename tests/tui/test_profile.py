@@ -118,7 +118,7 @@ def test_shared_settings_are_set_once_and_reach_every_service(tmp_path: Path) ->
     assert trainer.bridge.mode == "shared_vllm"
     assert (inference.max_model_len, trainer.seq_len) == (64, 64)
     assert environment.rollout_server_url.endswith(":8123")
-    assert environment.inference_url.endswith(":9200")
+    assert [url.rpartition(":")[2] for url in environment.inference_urls] == ["9200"]
     assert trainer.atropos_url.endswith(":8123")
     assert trainer.vllm_port == 9200
     assert environment.needs == {"api": NeedCondition.READY, "vllm": NeedCondition.READY}, "a list of needs means ready"
@@ -136,24 +136,64 @@ KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment,
 
 EXACT_FAULTS: list[tuple[str, list[str], str]] = [
     (STACK, ["services.trainer.leaning_rate=1"],
-     "services.trainer.leaning_rate: unknown setting (did you mean 'learning_rate'?)"),
-    (commands("a port = [9000]"), [], "services.a.port: unknown setting (did you mean 'ports'?)"),
+     "--set services.trainer.leaning_rate=1: unknown setting (did you mean 'learning_rate'?)"),
+    (commands("a port = [9000]"), [], "x.toml: services.a.port: unknown setting (did you mean 'ports'?)"),
     (ANY_COMMAND, ['services.a.kind="comand"'],
-     f"services.a.kind: 'comand' is not one of {KIND_NAMES} (did you mean 'command'?)"),
-    ("[services.a]\nargv = ['true']\n", [], "services.a.kind: required, but missing"),
+     f"--set services.a.kind=\"comand\": 'comand' is not one of {KIND_NAMES} (did you mean 'command'?)"),
+    ("[services.a]\nargv = ['true']\n", [], "x.toml: services.a.kind: required, but missing"),
     (STACK.replace('env = "ready"', 'vlm = "ready"'), [],
-     "services.trainer.needs: 'vlm' is not a service here (did you mean 'vllm'?)"),
-    (STACK, ["services.vllm.port=8123"], "services.vllm.port: 8123 is already the port of services.api"),
+     "x.toml: services.trainer.needs: 'vlm' is not a service here (did you mean 'vllm'?)"),
+    (STACK, ["services.vllm.port=8123"], "--set services.vllm.port=8123: 8123 is already the port of services.api"),
+    (STACK, ["model.dtype=int8"],
+     "--set model.dtype=int8: input should be 'bfloat16', 'float16', 'float32' or 'auto', but this is 'int8'"),
+    (STACK.replace('"float32"', '"int8"'), [],
+     "x.toml: model.dtype: input should be 'bfloat16', 'float16', 'float32' or 'auto', but this is 'int8'"),
+    (STACK, ["model.device=gpu"], "--set model.device=gpu: 'gpu' is not a device: use auto, cpu, cuda, or cuda:0"),
+    (STACK, ["services.trainer.lr=1e-3", "services.trainer.seq_len=4"],
+     "--set services.trainer.seq_len=4: input should be greater than or equal to 8, but this is 4"),
+    (STACK.replace("\n[services.t", "\nmax_tokens = 8\n[services.t"), ["services.trainer.seq_len=8"],
+     "--set services.trainer.seq_len=8: services.env.max_tokens: 8 leaves no room for a prompt within "
+     "services.trainer.seq_len 8: lower it, or raise model.max_model_len"),
+    (STACK, ["services.env.max_tokens=64"],
+     "--set services.env.max_tokens=64: 64 leaves no room for a prompt within services.trainer.seq_len 64: lower it, "
+     "or raise model.max_model_len"),
+    (STACK, ["services.env.group_size=1"],
+     "--set services.env.group_size=1: input should be greater than or equal to 2, but this is 1"),
+    (STACK, ["services.trainer.clip_eps=20"],
+     "--set services.trainer.clip_eps=20: input should be less than or equal to 1, but this is 20"),
+    (STACK, ["services.vllm.tensor_parallel_size=2"],
+     "--set services.vllm.tensor_parallel_size=2: 2, and bridge.mode shared_vllm maps the whole weights of one GPU: "
+     "set it to 1, or bridge.mode to broadcast with the trainer on another GPU"),
+    (STACK, ["services.trainer.gpus=[1]"],
+     "--set services.trainer.gpus=[1]: [1], and services.vllm.gpus is not set, so the first: bridge.mode shared_vllm "
+     "maps the memory of the server's GPU: set both to the same one, or bridge.mode to broadcast, none or lora_only"),
+    (STACK, ["services.trainer.gpus=[1, 2]"],
+     "--set services.trainer.gpus=[1, 2]: services.trainer: 2 ranks cannot train with weight_bridge_mode shared_vllm, "
+     "which is of one process: choose lora_only or lora_restart or none or broadcast or colocate, or leave processes "
+     "and nodes out, and name one of gpus"),
+    (STACK, ["services.trainer.max_model_len=64"],
+     "--set services.trainer.max_model_len=64: services.trainer: max_model_len 64 has no effect, since this trainer "
+     "starts no inference server: give it to the server, or choose weight_bridge_mode none or lora_restart with "
+     "--bridge-restart"),
     (HOOKS.replace('services = ["trainer"]', 'services = ["trainr"]'), [],
-     "hooks.1.services: 'trainr' is not a service here (did you mean 'trainer'?)"),
+     "x.toml: hooks.1.services: 'trainr' is not a service here (did you mean 'trainer'?)"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "overrides", "message"), EXACT_FAULTS, ids=[row[-1] for row in EXACT_FAULTS])
-def test_a_fault_has_the_file_the_key_and_the_nearest_valid_value(
+def test_a_fault_is_reported_once_with_the_file_or_override_the_key_and_the_nearest_valid_value(
     text: str, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
-    assert fault(tmp_path, text, *overrides) == f"x.toml: {message}"
+    assert fault(tmp_path, text, *overrides) == message
+
+
+@pytest.mark.parametrize("gpus", [("[1]", "[1]"), ("[0]", None), (None, "[3]")])
+def test_a_trainer_that_shares_memory_may_be_on_the_gpu_of_its_server(
+    gpus: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    named = zip(("trainer", "vllm"), gpus, strict=True)
+    overrides = [f"services.{name}.gpus={which}" for name, which in named if which is not None]
+    assert stack(tmp_path, *overrides)[2].bridge.shares_memory
 
 
 TO_100 = ["services.trainer.batch_size=4", "services.trainer.gradient_accumulation_steps=25"]
@@ -162,18 +202,18 @@ NO_STEPS_LEFT = ["services.trainer.lr_schedule=linear", "services.trainer.warmup
 
 
 FAULTS: list[tuple[str, list[str], str]] = [
-    (ANY_COMMAND, ["services.a.kind=3"], "x.toml: services.a"),
-    (ANY_COMMAND, ["services.a.kind=[1]"], "x.toml: services.a"),
-    (ANY_COMMAND, ["services.a.kind={ a = 1 }"], "x.toml: services.a"),
+    (ANY_COMMAND, ["services.a.kind=3"], "--set services.a.kind=3: "),
+    (ANY_COMMAND, ["services.a.kind=[1]"], "--set services.a.kind=[1]: "),
+    (ANY_COMMAND, ["services.a.kind={ a = 1 }"], "--set services.a.kind={ a = 1 }: "),
     ("[services]\na = 5\n", [], "x.toml: services.a: "),
     ("services = 5\n", [], "x.toml: services: "),
     ("[services]\n", [], "x.toml: services: "),
     (LORA_ONLI, [], "x.toml: bridge.mode: 'lora_onli' is not one of "),
     (LORA_ONLI, [], "(did you mean 'lora_only'?)"),
-    (STACK, ["services.api.port=eighty"], "x.toml: services.api.port: "),
+    (STACK, ["services.api.port=eighty"], "--set services.api.port=eighty: "),
     (STACK, ["services.api.port=eighty"], "'eighty'"),
     (STACK.replace('name = "local/tiny"', ""), [], "x.toml: model.name: required, but missing"),
-    (STACK, ["model.name=/no/such/model"], "x.toml: model.name: "),
+    (STACK, ["model.name=/no/such/model"], "--set model.name=/no/such/model: "),
     (STACK, ["model.name=/no/such/model"], "/no/such/model"),
     (STACK, ["model.name=local/tinny"], "did you mean 'local/tiny'?"),
     (commands('a needs = ["a"]'), [], "a → a"),
@@ -201,8 +241,8 @@ def test_a_setting_that_cannot_work_is_refused(text: str, overrides: list[str], 
 
 def test_faults_of_several_services_are_reported_at_once(tmp_path: Path) -> None:
     text = fault(tmp_path, STACK, "services.trainer.leaning_rate=1", "services.api.kind=rolout_api")
-    assert "services.trainer.leaning_rate: unknown setting (did you mean 'learning_rate'?)" in text
-    assert "services.api.kind: 'rolout_api' is not one of" in text
+    assert "services.trainer.leaning_rate=1: unknown setting (did you mean 'learning_rate'?)" in text
+    assert "services.api.kind=rolout_api: 'rolout_api' is not one of" in text
     assert "(did you mean 'rollout_api'?)" in text
 
 
@@ -256,6 +296,24 @@ def test_a_relative_model_is_looked_for_beside_the_profile(tmp_path: Path, monke
     model = load(path).profile.model
     assert model is not None
     assert model.name == str(tmp_path / "my-model")
+
+
+def test_a_folder_without_a_dot_is_a_model_where_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profiles").mkdir()
+    path = write(tmp_path / "profiles", STACK.replace("local/tiny", "logs/run/checkpoints/step_400"))
+    with pytest.raises(ConfigError, match=r"x\.toml: model\.name: 'logs/.*' is neither a folder that exists"):
+        load(path)
+    folder = tmp_path / "logs" / "run" / "checkpoints" / "step_400"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    reference = "logs/run/checkpoints/step_400"
+    overrides = ["services.vllm.model_name=local/tiny", f"services.trainer.reference_model={reference}"]
+    services = load(path, overrides).profile.services
+    assert isinstance(services["trainer"], Trainer)
+    assert isinstance(services["vllm"], Inference)
+    assert services["vllm"].model_name == "local/tiny"
+    assert (services["trainer"].model_name, services["trainer"].reference_model) == (str(folder), str(folder))
 
 
 def test_a_profile_of_commands_alone_needs_no_model(tmp_path: Path) -> None:
@@ -313,7 +371,7 @@ def test_the_exit_code_of_a_wrong_setting_is_final_except_for_commands(tmp_path:
     assert engine_cli.main(["no-such-command"]) == 2
     stack = load(write(tmp_path, STACK + commands("t")))
     for launch in make_plan(stack, run_folder=tmp_path, python=sys.executable).launches:
-        assert launch.final_exit_codes == (() if launch.kind == "command" else (engine_cli.USAGE_ERROR,))
+        assert launch.final_exit_codes == (() if launch.kind == "command" else (engine_cli.FINAL_ERROR,))
 
 
 def test_the_plan_has_the_hooks_and_their_folder(tmp_path: Path) -> None:
@@ -328,17 +386,86 @@ def test_the_plan_has_the_hooks_and_their_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "state_file"),
     [
-        ({}, None),
+        ({}, "/runs/one/env.items.json"),
         ({"curriculum": "rising"}, "/runs/one/env.items.json"),
-        ({"easy_threshold": 1}, "/runs/one/env.items.json"),
-        ({"hard_threshold": 0}, "/runs/one/env.items.json"),
         ({"curriculum": "rising", "state_file": "/mine.json"}, "/mine.json"),
     ],
 )
-def test_item_statistics_are_kept_in_the_run_folder_where_the_curriculum_needs_them(
+def test_the_place_in_the_items_and_their_statistics_are_kept_in_the_run_folder(
     settings: dict[str, object], state_file: str | None
 ) -> None:
     table = {"kind": "environment", "task": "arithmetic", "model_name": "unused", **settings}
     place = Place(profile_folder=Path("/profiles"), run_folder=Path("/runs/one"), python="python3")
     argv = Environment.model_validate(table).launch("env", place).argv
     assert (argv[argv.index("--state-file") + 1] if "--state-file" in argv else None) == state_file
+
+
+def test_a_path_is_relative_to_the_file_or_to_the_folder_of_the_shell_that_states_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_file, of_shell = tmp_path / "file", tmp_path / "shell"
+    of_file.mkdir()
+    of_shell.mkdir()
+    (of_file / "p.toml").write_text("""
+        model = { name = "local/tiny" }
+        bridge = { mode = "none", handover = "handed" }
+        services.api = { kind = "rollout_api", store = ":memory:" }
+        services.vllm = { kind = "inference", logprobs_mode = "processed", vllm = { chat_template = "./t.jinja" } }
+        services.rewards = { kind = "environment", task = "python:rewards.py:score" }
+        services.sums = { kind = "environment", task = "jsonl:sums.jsonl", env_files = ["a.env"] }
+        services.stock = { kind = "atropos_environment", file = "$HOME/stock.py", python = "~/python" }
+        services.board = { kind = "command", argv = ["./board"], cwd = "board", ready = { file = "up" } }
+        services.trainer = { kind = "trainer", save_path = "saved" }
+    """)
+    monkeypatch.chdir(of_shell)
+    monkeypatch.setenv("HOME", "/home/me")
+
+    def paths(*overrides: str) -> dict[str, object]:
+        table = load("../file/p.toml", overrides).written
+        services = table["services"]
+        return {
+            "handover": table["bridge"]["handover"],
+            "store": services["api"]["store"],
+            "template": services["vllm"]["vllm"]["chat_template"],
+            "module": services["rewards"]["task"]["module"],
+            "task": services["sums"]["task"]["path"],
+            "env_files": services["sums"]["env_files"],
+            "stock": (services["stock"]["file"], services["stock"]["python"]),
+            "board": (services["board"]["cwd"], services["board"]["ready"]["file"]),
+            "saved": services["trainer"]["save_path"],
+        }
+
+    stated = {
+        "handover": f"{of_file}/handed",
+        "store": ":memory:",
+        "template": f"{of_file}/t.jinja",
+        "module": f"{of_file}/rewards.py",
+        "task": f"{of_file}/sums.jsonl",
+        "env_files": [f"{of_file}/a.env"],
+        "stock": ("$HOME/stock.py", "/home/me/python"),
+        "board": (f"{of_file}/board", "up"),  # a probe's file is relative to the working directory of its service
+        "saved": f"{of_file}/saved",
+    }
+    assert paths() == stated
+    assert paths("services.trainer.save_path=logs/a/checkpoints", "services.rewards.task=python:../mine.py:score") == {
+        **stated,
+        "saved": f"{of_shell}/logs/a/checkpoints",
+        "module": f"{tmp_path}/mine.py",
+    }
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpus", "where"), [("gpus = [2, 3]", [2, 3], "GPU"), ("processes = 2", [None] * 2, "CPU")]
+)
+def test_a_plan_lists_the_ranks_of_a_trainer_with_their_gpus(
+    devices: str, gpus: list[int | None], where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.toml").write_text(
+        f'[bridge]\nmode = "none"\n[services.t]\nkind = "trainer"\nmodel_name = "local/tiny"\n{devices}\n'
+    )
+    loaded = load(str(tmp_path / "p.toml"), [])
+    plan = make_plan(loaded, run_folder=tmp_path / "run", python="python")
+    [told] = describe(plan, loaded)["services"]
+    assert told["ranks"] == [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(gpus)]
+    words = [f"rank {rank} on {where}" + ("" if gpu is None else f" {gpu}") for rank, gpu in enumerate(gpus)]
+    assert ", ".join(words) in plan_text(plan, loaded)

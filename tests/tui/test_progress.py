@@ -13,7 +13,7 @@ from grpo_tui.supervisor import progress
 from grpo_tui.supervisor.progress import Movement, Progress
 
 VLLM_ON_A_CPU = (
-    ("INFO:     Uvicorn running on http://127.0.0.1:19401 (Press CTRL+C to quit)\n", "importing vLLM"),
+    ("INFO:     Started server process [6785]\n", "importing vLLM"),
     (
         "(MainProcess pid=6785) INFO 11-21 13:40:33 [model.py:733] Resolved architecture: LlamaForCausalLM\n"
         "(MainProcess pid=6785) INFO 11-21 13:40:33 [scheduler.py:307] Chunked prefill is enabled\n",
@@ -82,7 +82,7 @@ VLLM_ON_GPUS = (
 """vLLM 0.20 to 0.27, from public logs; some without the name of the process."""
 
 TORCH = (
-    ("INFO:     Uvicorn running on http://127.0.0.1:19402 (Press CTRL+C to quit)\n", "importing torch"),
+    ("INFO:     Started server process [6786]\n", "importing torch"),
     ("\rLoading weights:   0%|          | 0/21 [00:00<?, ?it/s]", "loading weights, 0 of 21 tensors"),
     ("\rLoading weights: 100%|██████████| 21/21 [00:00<00:00, 19718.02it/s]\n", "loading weights, 21 of 21 tensors"),
     (

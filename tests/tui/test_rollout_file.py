@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from grpo_engine.wire.codec import Message
+from grpo_engine.wire.metrics import SampledCompletion
 from grpo_tui.view.rollouts import file as rollout_file
 from grpo_tui.view.rollouts.file import RolloutFile
 
@@ -139,3 +142,58 @@ def test_only_few_groups_are_kept_in_full(path: Path, monkeypatch: pytest.Monkey
     newest = [file.read(index) for index in range(10)][-1]
     assert file.read(9) is newest
     assert sum(size for size, _ in file._groups.values()) <= 1000
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        '{"text": "", "reward": 1}',
+        '{"text": "", "reward": 1, "advantage": 0, "token_ids": [], "inference_logprobs": [], "training_logprobs": [], '
+        '"policy_versions": []}',
+    ],
+    ids=["damaged", "whole"],
+)
+def test_a_line_with_more_completions_than_any_group_is_not_validated(
+    path: Path, completion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in (rollout_file._SearchedLine, rollout_file._ReadLine):
+        monkeypatch.setattr(model, "model_validate", lambda record: pytest.fail("validated"))
+        monkeypatch.setattr(model, "model_validate_json", lambda line: pytest.fail("validated"))
+    many = f"[{','.join([completion] * (rollout_file.MAX_COMPLETIONS + 1))}]"
+    path.write_text(f'{{"time": 1, "step": 1, "environment": null, "prompt": "p", "completions": {many}}}\n')
+    file = RolloutFile(path)
+    assert file.refresh() == 1
+    assert (file.head(0), file.read(0), file.texts(0)) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("model", "damaged"),
+    [
+        (rollout_file._SearchedLine, "completions"),
+        (rollout_file._SearchedLine, "policy_versions"),
+        (rollout_file._ReadLine, "completions"),
+        (rollout_file._ReadLine, "token_ids"),
+        (rollout_file._ReadLine, "entropies"),
+    ],
+)
+def test_the_faults_of_a_line_are_not_collected(model: type[Message], damaged: str) -> None:
+    record = json.loads(group(1, (1.0,) * 4))
+    if damaged == "completions":
+        record["completions"] = [{} for _ in range(50)]
+    else:
+        for one in record["completions"]:
+            one[damaged] = ["?"] * 50
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate(record)
+    assert raised.value.error_count() <= len(SampledCompletion.model_fields)
+
+
+def test_a_file_of_very_many_short_lines_is_indexed_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_file, "MAX_LINES_A_REFRESH", 3)
+    path.write_text(group(1) + "a\n\nb\n" + group(2) + "c\n" + group(3))
+    file = RolloutFile(path)
+    assert (file.refresh(), file.is_behind) == (2, True)
+    assert (file.refresh(), file.is_behind) == (5, True)
+    assert (file.refresh(), file.is_behind) == (6, False)
+    assert steps(file) == [1, None, None, 2, None, 3]
+    assert file.generation == 0

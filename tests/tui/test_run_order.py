@@ -125,6 +125,21 @@ def test_a_follower_that_hangs_in_the_kernel_delays_no_restart() -> None:
     assert order.decisions(services, shared, None, 0.0) == [("vllm", Admitted())]
 
 
+def test_an_environment_that_restarts_leaves_out_a_replica_that_has_failed_for_good() -> None:
+    needs = {"vllm": READY, "vllm-2": READY}
+    two = launches(
+        launch("vllm"), launch("vllm-2", replica_of="vllm"), launch("env", needs=needs, needs_one_replica=True)
+    )
+    failed = in_states(**{"vllm": S.READY, "vllm-2": S.FAILED, "env": S.WAITING})
+    assert order.decisions(failed, two, None, 0.0) == [("env", Admitted())]
+    assert why("env", failed, two, 0.0) == "about to start"
+    for one_only in ({"vllm": S.FAILED}, {"vllm-2": S.BACKOFF}):
+        waits = {**failed, **in_states(**one_only)}
+        assert order.admissible(waits, two) == [], one_only
+    first = {**failed, "env": Service(name="env", state=S.WAITING)}
+    assert order.admissible(first, two) == [], "a run that begins has all that it was given"
+
+
 def test_a_waiting_service_names_what_it_waits_for() -> None:
     services = in_states(api=S.READY, vllm=S.STARTING, trainer=S.WAITING)
     services["vllm"] = replace(services["vllm"], answer="/health answers 503", since_s=2.0)

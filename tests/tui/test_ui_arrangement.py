@@ -6,7 +6,7 @@ import pytest
 
 from grpo_tui.ui.glyphs import as_ascii, wants_ascii
 from grpo_tui.ui.layout import MIN_LOG_ROWS, NUM_FRAME_ROWS, NUM_GAPS, Wanted, arrange
-from grpo_tui.ui.widgets.main.warnings_bar import wrapped
+from grpo_tui.ui.widgets.lines import wrapped
 
 
 def wanted(num_services: int = 4, num_gpus: int = 1, num_warnings: int = 0) -> Wanted:

@@ -9,6 +9,7 @@ from screen_fakes import NOW
 from shown_screen import shown
 
 from grpo_engine.wire.supervisor import Notice
+from grpo_tui.ui.board.keys import ON_BOARD, ON_CURVES
 from grpo_tui.ui.keys import EVERYWHERE, PLACES
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.confirm import ConfirmScreen
@@ -20,7 +21,8 @@ SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 50)])
 
 def test_a_letter_means_the_same_on_every_screen_that_has_it() -> None:
     meanings: dict[str, set[str]] = {}
-    for key in (*EVERYWHERE, *(key for screen in SCREENS.values() for key in screen.KEYS)):
+    of_runs = (key for screen in SCREENS.values() for key in screen.KEYS)
+    for key in (*EVERYWHERE, *of_runs, *ON_BOARD, *ON_CURVES):
         for letter in key.key.split(","):
             if len(letter) == 1:
                 meanings.setdefault(letter, set()).add(key.label)
@@ -53,7 +55,7 @@ async def test_v_asks_first_where_the_main_screen_is_not_shown(tmp_path: Path, a
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 async def test_w_and_m_open_warnings_and_messages_on_every_screen(tmp_path: Path, place: str) -> None:
-    async with shown(tmp_path, num_steps=3) as screen:
+    async with shown(tmp_path, num_steps=300) as screen:
         await screen.press(str(PLACES.index(place) + 1))
         await screen.until(lambda: screen.app.shown is not None and place == screen.app.shown.PLACE)
         for key, words in (("w", "No warnings"), ("M", "No messages yet")):

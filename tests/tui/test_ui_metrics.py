@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,11 +13,13 @@ from screen_fakes import metrics_line, write_metrics
 from shown_screen import LARGE, SMALL, Shown, shown
 from textual.widgets import OptionList
 
+from grpo_engine.wire.checkpoints import ParentRun
 from grpo_tui.ui.glyphs import as_ascii
 from grpo_tui.ui.screens.choose_run import ChooseRunScreen
 from grpo_tui.ui.screens.metrics import SearchInput
 from grpo_tui.ui.widgets.metric_list import MetricList
 from grpo_tui.ui.widgets.plot_panel import PlotPanel
+from grpo_tui.view.metrics.other_runs import read_lineage, read_parent
 from grpo_tui.view.metrics.state import MAX_MARKED, PlotView, XAxis, YAxis
 
 pytestmark = pytest.mark.slow
@@ -193,3 +196,40 @@ async def test_another_run_is_drawn_beside_this_one(tmp_path: Path) -> None:
         await choose_run(screen, 2)
         await screen.press("enter")
         await screen.until(lambda: screen.view.compared is None)
+
+
+async def test_a_branch_is_drawn_from_the_first_step_of_its_line_beside_what_became_of_its_parent(
+    tmp_path: Path,
+) -> None:
+    first, parent, here = (tmp_path / name for name in ("first", "parent", "here"))
+    for folder, steps in ((first, range(1, 13)), (parent, range(9, 17)), (here, range(13, 21))):
+        folder.mkdir()
+        lines = [metrics_line(step, reward__mean=len(folder.name) / 10) for step in steps]
+        (folder / "metrics.jsonl").write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
+    (parent / "parent.json").write_text('{"run": "first", "step": 8}')
+    (here / "parent.json").write_text('{"run": "parent", "step": 12}')
+    async with metrics(here, MIDDLE, num_steps=0) as screen:
+        await screen.until_text(PlotPanel, "┄ parent")
+        panel = screen.app.screen.query_one(PlotPanel)
+        assert panel.geometry is not None
+        assert panel.geometry.whole[0] == 1
+        assert panel.geometry.places == tuple(range(1, 21))  # of one curve: 8 steps of first, 4 of parent, 8 here
+        own, others = panel._curves
+        assert [point.y for point in own.points] == [0.5] * 8 + [0.6] * 4 + [0.4] * 8
+        assert [point.step for point in others.points] == list(range(1, 17))
+
+
+@pytest.mark.parametrize("name", ["/elsewhere", "../elsewhere", "..", ".", ".hidden", "a/b", ""])
+def test_a_branch_reads_no_parent_outside_the_folder_of_runs(tmp_path: Path, name: str) -> None:
+    (tmp_path / "parent.json").write_text(json.dumps({"run": name, "step": 5}))
+    assert read_parent(tmp_path) is None
+    (tmp_path / "parent.json").write_text(json.dumps({"run": "p-1123-000000-abcd.2", "step": 5}))
+    assert read_parent(tmp_path) == ParentRun(run="p-1123-000000-abcd.2", step=5)
+
+
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("parent.json", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert read_parent(tmp_path) is None
+    with pytest.raises(OSError, match="not a regular file"):
+        read_lineage(tmp_path)

@@ -48,7 +48,13 @@ async def click_on(screen: Shown, kind: type[Lines], words: str, selector: str =
     await screen.pilot.click(part, offset=(part.plain_lines[y].index(words) + 1 + part.styles.padding.left, y))
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(SMALL, id="80x24"),
+        pytest.param(LARGE, id="200x50", marks=pytest.mark.extended("the same on a small terminal")),
+    ],
+)
 async def test_clicks_and_the_wheel_on_the_main_and_the_metrics_screen(tmp_path: Path, size: tuple[int, int]) -> None:
     services = [*four_services(), service("eval", state="failed", why="exit code 3")]
     status = run_status(run=tmp_path.name, services=services)

@@ -1,4 +1,4 @@
-"""`grpo-tui` without a profile: the list of runs and profiles, and what its keys do."""
+"""The list of profiles to start, and what its keys do."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
-from textual.widgets import OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from typer.testing import CliRunner
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.wire.supervisor import RunState
 from grpo_tui import paths
 from grpo_tui.cli import build_app
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.ui.choices import (
-    Choice,
     ProfileChoice,
-    RunChoice,
     editor_command,
     matching,
     own_copy,
@@ -29,15 +27,12 @@ from grpo_tui.ui.choices import (
 )
 from grpo_tui.ui.screens.picker import PickerApp
 from grpo_tui.ui.screens.reading import ReadingScreen
+from grpo_tui.ui.themes import MAX_PASTED
 
-LIVE = RunChoice(
-    folder=Path("logs/tiny-1"), is_live=True, state=RunState.RUNNING, words=("profile tiny", "for 5 min", "api ready")
-)
-ENDED = RunChoice(folder=Path("logs/big-1"), is_live=False, state=RunState.FAILED, words=("profile big", "lasted 3 h"))
 TINY = ProfileChoice(name="tiny", path=Path("tiny.toml"), description="in a minute", words=("Hardware: two cores.",))
 BIG = ProfileChoice(name="big", path=Path("big.toml"), description="on one GPU", words=("Hardware: one GPU.",))
 BROKEN = ProfileChoice(name="broken", path=Path("b.toml"), description="cannot be read", words=("line 3",), error="3")
-CHOICES: list[Choice] = [LIVE, ENDED, TINY, BIG, BROKEN]
+CHOICES: list[ProfileChoice] = [TINY, BIG, BROKEN]
 
 
 def plan_of(name: str) -> str:
@@ -48,8 +43,8 @@ def plan_of(name: str) -> str:
 
 @asynccontextmanager
 async def picker(
-    choices: Callable[[], list[Choice]] = lambda: CHOICES,
-) -> AsyncIterator[tuple[PickerApp, Pilot[Choice]]]:
+    choices: Callable[[], list[ProfileChoice]] = lambda: CHOICES,
+) -> AsyncIterator[tuple[PickerApp, Pilot[ProfileChoice]]]:
     app = PickerApp(choices, plan_of)
     with mock.patch.object(app, "suspend", nullcontext):  # a test has no terminal to lend to an editor
         async with app.run_test(size=(80, 24)) as pilot:
@@ -57,14 +52,14 @@ async def picker(
             yield app, pilot
 
 
-async def until(pilot: Pilot[Choice], is_so: Callable[[], bool]) -> None:
+async def until(pilot: Pilot[ProfileChoice], is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not is_so():
             await pilot.pause(0.01)
 
 
 def first_words(app: PickerApp) -> list[str]:
-    """Of each row of the list: headings, signs of runs and names of profiles."""
+    """Of each row of the list: names of profiles, or a sign."""
     return [str(option.prompt).split()[0] for option in app.query_one(OptionList).options]
 
 
@@ -74,21 +69,11 @@ def description(app: PickerApp) -> str:
 
 
 @pytest.mark.slow
-async def test_enter_attaches_to_the_marked_run_and_live_runs_come_first_then_ended_ones_then_profiles() -> None:
-    async with picker() as (app, pilot):
-        assert first_words(app) == ["running:", "●", "ended", "✗", "profiles:", "tiny", "big", "✗"]
-        assert "profile tiny" in description(app)
-        await pilot.press("enter")
-        await until(pilot, lambda: app._exit)
-        assert app.return_value is LIVE
-
-
-@pytest.mark.slow
 async def test_typing_filters_the_list_ctrl_e_shows_the_plan_or_its_error_and_enter_starts_the_profile() -> None:
     async with picker() as (app, pilot):
         for typed, name, words in (("two", "tiny", "1. api of tiny"), ("gpu", "big", "big.toml: model.name: missing")):
             await pilot.press(*["backspace"] * 3, *typed)
-            await until(pilot, lambda name=name: first_words(app) == ["profiles:", name])  # type: ignore[misc]
+            await until(pilot, lambda name=name: first_words(app) == [name])  # type: ignore[misc]
             await pilot.press("ctrl+e")
             await until(pilot, lambda: isinstance(app.screen, ReadingScreen))
             assert words in app.export_screenshot().replace("&#160;", " ")
@@ -108,7 +93,7 @@ async def test_a_profile_that_cannot_be_read_is_not_started_and_escape_leaves_wi
         await pilot.pause()
         assert not app._exit
         await pilot.press("x", "escape")
-        await until(pilot, lambda: len(first_words(app)) == 2)
+        await until(pilot, lambda: len(first_words(app)) == 1)
         assert not app._exit
         await pilot.press("escape")
         await until(pilot, lambda: app._exit)
@@ -160,7 +145,7 @@ async def test_an_edited_profile_is_read_again_and_an_editor_or_folder_that_fail
     editor.chmod(0o755)
     monkeypatch.setattr(paths, "INSTALLED_PROFILES", installed.path.parent)
 
-    def choices() -> list[Choice]:
+    def choices() -> list[ProfileChoice]:
         return [BIG, *(each for each in profile_choices() if each.name == "tiny")]
 
     async with picker(choices) as (app, pilot):
@@ -194,3 +179,10 @@ def test_without_a_terminal_the_usage_is_printed(tmp_path: Path, monkeypatch: py
     result = CliRunner().invoke(build_app(), [])
     assert result.exit_code == ExitCode.USAGE
     assert "--profile" in result.stdout
+
+
+async def test_a_line_of_a_megabyte_that_is_pasted_is_cut_before_an_input_has_it() -> None:
+    async with picker() as (app, pilot):
+        app.post_message(events.Paste("tw" + "o" * 1_000_000))
+        await until(pilot, lambda: bool(app.query_one(Input).value))
+        assert app.query_one(Input).value == "tw" + "o" * (MAX_PASTED - 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from textual.widgets import Input, OptionList
 
@@ -13,14 +11,22 @@ from grpo_tui.ui.screens.picker import PickerApp
 from grpo_tui.ui.screens.reading import ReadingScreen
 
 
+@pytest.fixture(autouse=True)
+def _vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "is_installed", lambda module: True)
+
+
+def test_profiles_that_need_vllm_say_so_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(choices, "is_installed", lambda module: False)
+    lacks = {choice.name: choice.lack for choice in profile_choices()}
+    assert lacks["hermes8b-shared"] == "needs vllm, which is not installed: pip install 'grpo-tui[vllm]'"
+    assert lacks["tiny-cpu"] is None
+
+
 @pytest.mark.parametrize("has_driver", [True, False])
-def test_profiles_that_lack_a_gpu_come_last_and_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_driver: bool
-) -> None:
-    driver = tmp_path / "version"
-    if has_driver:
-        driver.touch()
-    monkeypatch.setattr(choices, "NVIDIA_DRIVER", driver)
+def test_profiles_that_lack_a_gpu_come_last_and_say_so(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
+    monkeypatch.setattr(choices, "has_gpu_driver", lambda: has_driver)
     found = profile_choices()
     lacks = [choice.lack is not None for choice in found]
     assert lacks == sorted(lacks)
@@ -30,11 +36,11 @@ def test_profiles_that_lack_a_gpu_come_last_and_say_so(
 
 @pytest.mark.slow
 async def test_question_mark_and_slash_do_what_they_do_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "NVIDIA_DRIVER", Path("/no/driver"))
+    monkeypatch.setattr(choices, "has_gpu_driver", lambda: False)
     app = PickerApp(profile_choices, lambda _: "")
     async with app.run_test(size=(120, 36)) as pilot:
         rows = [str(option.prompt) for option in app.query_one(OptionList).options]
-        assert "needs an NVIDIA GPU" in rows[-1]
+        assert "needs a GPU" in rows[-1]
         await pilot.press("question_mark")
         await pilot.pause()
         assert isinstance(app.screen, ReadingScreen)

@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from screen_fakes import NOW, STARTED, changed, four_services, run_status, service
-from shown_screen import past_screen, shown, write_timeline
+from screen_fakes import STARTED, four_services, run_status
+from shown_screen import past_screen, write_timeline
 
-from grpo_engine.wire.supervisor import RunChanged, RunState, ServiceState
+from grpo_engine.wire.supervisor import RunState
 from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
-from grpo_tui.ui.widgets.frame.header import HeaderLine
 from grpo_tui.view.logs.tail import as_text
-from grpo_tui.view.phases import Transition, is_restart_by_request
 from grpo_tui.view.rollouts.file import user_part
 
 DELIVERED = {
@@ -63,36 +61,6 @@ def test_control_characters_that_json_escapes_do_not_reach_the_terminal() -> Non
 )  # fmt: skip
 def test_of_a_prompt_the_users_part_is_shown(prompt: str, user: str) -> None:
     assert user_part(prompt) == user
-
-
-@pytest.mark.parametrize(
-    ("states", "is_asked"),
-    [
-        (["starting", "ready", "stopping", "starting"], True),
-        (["starting", "ready", "starting"], True),
-        (["starting", "ready", "backoff", "starting"], False),
-        (["starting", "ready", "unhealthy", "stopping", "starting"], False),
-        (["waiting", "starting"], False),
-        (["starting", "ready", "stopping", "stopped"], False),
-    ],
-)
-def test_a_restart_by_request_begins_with_a_stop_of_what_was_ready(states: list[str], is_asked: bool) -> None:
-    transitions = tuple(Transition(state=ServiceState(state), time=float(n)) for n, state in enumerate(states))
-    assert is_restart_by_request(transitions) is is_asked
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "word"), [("stopping", "↻ restarting"), ("backoff", "▲ degraded")])
-async def test_a_restart_that_was_asked_for_is_not_called_degraded(tmp_path: Path, first: str, word: str) -> None:
-    async with shown(tmp_path) as screen:
-        screen.connection.send(
-            changed(2, NOW - 3, service("vllm", state=first)),
-            RunChanged(number=3, time=NOW - 3, state=RunState.DEGRADED),
-            changed(4, NOW - 2, service("vllm", state="starting")),
-        )
-        await screen.until_text(HeaderLine, word)
-        screen.connection.send(changed(5, NOW, service("vllm")), RunChanged(number=6, time=NOW, state=RunState.RUNNING))
-        await screen.until_text(HeaderLine, "● running")
 
 
 @pytest.mark.slow

@@ -24,9 +24,10 @@ from screen_fakes import (
 from shown_screen import LARGE, SMALL, shown
 from textual.geometry import Region
 
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot
 from grpo_tui.supervisor.keeper.proc import user_name
-from grpo_tui.ui.app import GrpoScreen, exit_message
+from grpo_tui.ui.app import GrpoScreen, exit_message, title_of
 from grpo_tui.ui.keys import EVERYWHERE
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.questions import about_stopping
@@ -43,7 +44,8 @@ from grpo_tui.ui.widgets.main.log_panel import LogLines
 from grpo_tui.ui.widgets.main.metrics_panel import MetricsPanel
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
-from grpo_tui.view.state import Connection, Ticked, ViewState
+from grpo_tui.view.format import age_text
+from grpo_tui.view.state import Connection, SettingsRead, Ticked, ViewState, reduce
 
 slow = pytest.mark.slow
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
@@ -427,16 +429,25 @@ async def test_a_run_that_is_over_stays_on_the_screen_and_its_keys_say_why_they_
         assert exit_message(screen.app.state).startswith(f"{tmp_path.name} finished after 12m05s, step 30")
         assert not {"v", "r", "s", "D"} & set(screen.text(KeysBar).split())
         assert {"t", "f", "z", "?", "q"} <= set(screen.text(KeysBar).split())
-        again = "grpo-tui --profile hermes8b-shared starts another"
-        for key, answer in (("s", again), ("r", again), ("v", again), ("D", "ended already")):
+        again, resume = "`grpo-tui up` starts another", f"`grpo-tui resume {tmp_path.name[:20]}"  # 80 columns
+        for key, answer in (("s", again), ("r", resume), ("v", resume), ("D", "ended already")):
             await screen.press(key)
             await screen.until_text(ActivityLine, answer)
             await screen.press("c")  # replaces the answer
             await screen.until_text(ActivityLine, "no crash report")
+            (tmp_path / "settings.json").touch()  # only a run that has its settings is resumed
         words = [command.words for command in RunCommands(screen.app.screen)._commands()]
         assert not [each for each in words if each.startswith(("restart", "stop", "start/stop", "kill", "end  "))]
         assert screen.connection.commands == []
         assert screen.app.is_running
+
+
+def test_the_title_of_the_terminal_says_how_far_the_run_is_and_how_long_it_will_take() -> None:
+    steps = [metrics_line(step) for step in range(1, 31)]
+    state = reduce(state_after(steps=steps), SettingsRead(settings=RunSettings(training_steps=90)))
+    usual_s = steps[-1].time - steps[-2].time
+    assert title_of(state) == f"30/90  {age_text(60 * usual_s)} left  run"
+    assert title_of(state_after(status=run_status(state=RunState.FINISHED), steps=steps)) == "finished  30  run"
 
 
 def test_detaching_from_a_live_run_says_how_to_reconnect() -> None:

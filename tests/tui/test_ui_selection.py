@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from screen_fakes import run_status, service
 from shown_screen import LARGE, Shown, shown
+from textual.containers import VerticalScroll
 from textual.geometry import Offset
 from textual.widget import Widget
 from textual.widgets import Static
 
+from grpo_engine.wire.supervisor import Warning
 from grpo_tui.ui.screens.confirm import ConfirmScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.widgets.log_page import LogPage
@@ -122,6 +124,26 @@ async def test_y_on_a_page_copies_all_of_it_and_ctrl_c_what_is_selected(tmp_path
         await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
         await screen.press("ctrl+c")
         await screen.until(lambda: screen.app.screen is screen.app.main)
+
+
+@pytest.mark.slow
+async def test_a_number_on_the_page_of_warnings_copies_a_command_of_a_hint_on_one_line(tmp_path: Path) -> None:
+    hints = (
+        "`grpo-tui start env` starts it; or `grpo-tui down r`",
+        "lower --lr",
+        "`grpo-tui start env` or `a\nb\x1b[2J`",
+    )
+    warnings = [Warning(id=str(number), severity="warning", text="w", hint=hint) for number, hint in enumerate(hints)]
+    async with shown(tmp_path, LARGE, run_status(run=tmp_path.name, warnings=warnings)) as screen:
+        await screen.press("w")
+        await screen.until(lambda: isinstance(screen.app.screen, ReadingScreen))
+        for key, command in (("1", "grpo-tui start env"), ("2", "grpo-tui down r"), ("3", "ab[2J"), ("9", "ab[2J")):
+            await screen.press(key)
+            assert screen.app.clipboard == command
+        page = screen.app.screen
+        assert isinstance(page, ReadingScreen)
+        assert "    2 copies grpo-tui down r" in page._page.plain
+        assert page.query_one(VerticalScroll).border_subtitle == "copied command 3 · esc closes"
 
 
 @pytest.mark.slow

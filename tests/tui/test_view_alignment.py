@@ -22,7 +22,6 @@ from grpo_engine.wire.metrics import MetricsLine, RolloutLine
 from grpo_tui.run_files.metrics import MetricsTail
 from grpo_tui.view.alignment.ratios import counts_between, ratios, round_up
 from grpo_tui.view.alignment.reader import MAX_TOKENS, AlignmentReader
-from grpo_tui.view.alignment.run_settings import read_settings, settings_of
 from grpo_tui.view.alignment.state import (
     AlignmentView,
     GroupsMeasured,
@@ -35,6 +34,7 @@ from grpo_tui.view.alignment.state import (
     after,
     trained_version,
 )
+from grpo_tui.view.run_settings import read_settings, settings_of
 
 
 def measured(*groups: RolloutLine, version: int | None = 0) -> AlignmentNumbers:

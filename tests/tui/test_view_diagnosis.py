@@ -8,10 +8,13 @@ from hint_flags import named_flags, service_flags
 from screen_fakes import GIB, gpu, gpu_short, metrics_line, port_taken, run_status, service
 
 from grpo_engine.diagnosis import alignment, alignment_rules
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import ProbeOutcome, RunStatus, ServiceState, ServiceStatus, Warning
 from grpo_tui.view import service_rules, training_rules
-from grpo_tui.view.diagnosis import diagnose
+from grpo_tui.view.diagnosis import UNKNOWN_SETTINGS, diagnose
+from grpo_tui.view.metrics.names import band_of, bands_of
+from grpo_tui.view.run_settings import settings_of
 
 
 def steps(num: int = 20, *, since: int = 0, **changes: float | None) -> list[MetricsLine]:
@@ -23,8 +26,10 @@ def status_of(*services: ServiceStatus, **changes: Any) -> RunStatus:
     return run_status(services=list(services), **changes)
 
 
-def ids(lines: list[MetricsLine], status: RunStatus | None = None) -> list[str]:
-    return [warning.id for warning in diagnose(lines, status)]
+def ids(
+    lines: list[MetricsLine], status: RunStatus | None = None, settings: RunSettings = UNKNOWN_SETTINGS
+) -> list[str]:
+    return [warning.id for warning in diagnose(lines, status, settings)]
 
 
 def only_warning(lines: list[MetricsLine], status: RunStatus | None = None) -> tuple[Warning, str]:
@@ -64,6 +69,12 @@ def test_mean_ratio_and_clipping_are_judged_by_their_documented_bands(
     [
         pytest.param([*steps(19), metrics_line(20, grpo__mean_ratio=1.9)], id="a single step out of band"),
         pytest.param(steps(grpo__entropy=0.01), id="entropy that was always low"),
+        pytest.param(
+            steps(train__busy_fraction=0.8, rollout__busy_fraction=0.8, train__step_time=5.0), id="little waiting"
+        ),
+        pytest.param(
+            steps(train__busy_fraction=0.2, rollout__busy_fraction=0.2, train__step_time=0.1), id="short steps"
+        ),
         pytest.param([*steps(15, train__grad_norm=0.001), *steps(20, train__grad_norm=0.1)[15:]], id="small gradients"),
     ],
 )
@@ -72,10 +83,20 @@ def test_what_is_no_trouble_is_not_reported(lines: list[MetricsLine]) -> None:
 
 
 TOO_EASY = {"reward__frac_zero_std": 0.98, "reward__mean": 0.97}
-NEVER_REWARDED = {"reward__frac_zero_std": 0.98, "reward__mean": 0.0}
+NEVER_REWARDED = {"reward__frac_zero_std": 0.98, "reward__mean": 0.0, "reward__std": 0.0}
+SMALL = {"reward__frac_zero_std": 0.98, "reward__mean": 0.004, "reward__std": 0.003}
+LARGE = {"reward__frac_zero_std": 0.98, "reward__mean": 3.2}
+SINGLE = {"reward__frac_zero_std": 1.0, "reward__mean": 0.0, "reward__std": 0.0, "rollout__group_size_mean": 1.0}
 ALIKE = {"reward__frac_zero_std": 0.98, "reward__mean": 0.5}
 MISALIGNED = {"alignment__diff_abs_mean": 0.3}
 TWO_SIDED = {**MISALIGNED, "alignment__diff_mean": 0.01}
+
+
+def busy(trainer: float, generation: float, *, step_s: float = 5.0) -> dict[str, float | None]:
+    """Shares of the time in which neither side waits for the other."""
+    return {"train__busy_fraction": trainer, "rollout__busy_fraction": generation, "train__step_time": step_s}
+
+
 DIFFICULTY = "--task.difficulty, where it has one"
 
 
@@ -90,13 +111,23 @@ DIFFICULTY = "--task.difficulty, where it has one"
         (0, {"logprobs__inference_mean": 0.85}, "inference-logprobs", "0.85", ["--openai.server_type vllm"]),
         (0, TOO_EASY, "equal-rewards", "too easy", [DIFFICULTY]),
         (0, NEVER_REWARDED, "equal-rewards", "no answer is ever rewarded", [DIFFICULTY, "--max-token-length"]),
+        (10, NEVER_REWARDED, "equal-rewards", "no answer is rewarded any more", [DIFFICULTY]),
         (0, ALIKE, "equal-rewards", "alike", ["--temperature"]),
+        (0, SMALL, "equal-rewards", "alike", ["--temperature"]),
+        (0, LARGE, "equal-rewards", "alike", ["--temperature"]),
+        (0, SINGLE, "single-groups", "every group has one completion", ["--group-size"]),
         (8, {"grpo__entropy": 0.01}, "entropy", "0.01", []),
         (15, {"train__grad_norm": 25.0}, "grad-norm", "25", []),
         (19, {"train__grad_norm": None}, "not-finite", "train/grad_norm is not finite in step 20", []),
         (0, {"train__loss": -11.0}, "loss", "-11", []),
         (0, {"rollout__truncated_fraction": 0.4}, "truncated", "", ["--max-tokens", "--max-token-length", "--seq-len"]),
         (0, {"rollout__staleness_mean": 6.0, "rollout__staleness_max": 11.0}, "staleness", "11", []),
+        (0, {"rollout__stale_groups": 2.0}, "dropped-groups", "2 groups a step", ["--max-staleness", "--max-tokens"]),
+        (0, busy(0.4, 0.95), "waiting-sides", "waits for groups 60% of the time: generation", ["--max-workers"]),
+        (0, busy(0.95, 0.45), "waiting-sides", "wait for the trainer 55% of the time: tr", ["--compile-layers"]),
+        (0, busy(0.5, 0.5), "waiting-sides", "take turns: it waits for groups 50%", ["--max-staleness"]),
+        (0, busy(0.4, 1.0), "waiting-sides", "balanced at 1 : 2.5 of", ["--max-workers"]),
+        (0, busy(1.0, 0.5), "waiting-sides", "balanced at 2.0 : 1 of", ["--compile-layers"]),
     ],
 )
 def test_a_trouble_of_the_metrics_has_its_cause_and_the_flags_that_fix_it(
@@ -106,6 +137,38 @@ def test_a_trouble_of_the_metrics_has_its_cause_and_the_flags_that_fix_it(
     assert warning.id == warned
     assert text in warning.text
     assert [flag for flag in hints if flag not in hint] == []
+
+
+FALLEN = {"reward__mean": 0.07}
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "cause", "hint"),
+    [
+        ({}, [], "no other metric says why", "--lr"),
+        ({"grpo__mean_ratio": 1.9}, ["mean-ratio"], "updates are too large (mean_ratio is 1.9", "--clip-eps 0.2"),
+        ({"alignment__diff_abs_mean": 0.4}, ["alignment"], "trainer and inference disagree", "grpo-engine check"),
+        ({"rollout__truncated_fraction": 0.6}, ["truncated"], "longer than their limit", "--max-tokens"),
+        ({"grpo__entropy": 6.0}, [], "becomes random", "--kl-coef"),
+    ],
+)
+def test_a_reward_that_falls_is_reported_with_its_likeliest_cause(
+    changes: dict[str, float], others: list[str], cause: str, hint: str
+) -> None:
+    good = [metrics_line(step, reward__mean=0.59 + 0.01 * (step % 3)) for step in range(1, 31)]
+    fallen = [metrics_line(step, **FALLEN, **changes) for step in range(31, 41)]
+    found = {warning.id: warning for warning in diagnose([*good, *fallen], None)}
+    assert sorted(found) == sorted([*others, "falling-reward"])
+    assert "fell from 0.6000 to 0.0700" in found["falling-reward"].text
+    assert cause in found["falling-reward"].text
+    assert hint in (found["falling-reward"].hint or "")
+
+
+def test_a_reward_that_only_varies_or_has_fallen_for_a_step_does_not_fall() -> None:
+    noisy = [metrics_line(step, reward__mean=0.3 + (0.25 if step % 2 else -0.25)) for step in range(1, 41)]
+    assert ids(noisy) == []
+    assert ids([*steps(39, reward__mean=0.6), metrics_line(40, **FALLEN)]) == []
+    assert ids([metrics_line(step, reward__mean=0.1 + step / 50) for step in range(1, 41)]) == []
 
 
 @pytest.mark.parametrize("changes", [{"logprobs__inference_mean": 0.85}, {"train__loss": -11.0}])
@@ -124,6 +187,41 @@ def test_what_follows_from_misalignment_is_part_of_its_warning(since: int) -> No
 def test_what_follows_from_missing_logprobs_has_no_warning_of_its_own() -> None:
     bad = {"grpo__mean_ratio": 0.2, "alignment__diff_abs_mean": 2.4, "logprobs__inference_mean": 0.85}
     assert ids(steps(**bad)) == ["inference-logprobs"]
+
+
+GSPO = settings_of({"services": {"trainer": {"kind": "trainer", "loss": "gspo"}}})
+
+
+@pytest.mark.parametrize(("acting", "warned"), [(0.5, []), (0.7, ["clipped-fraction"])])
+def test_clipping_of_sequences_is_judged_by_the_gradient_that_it_takes_away(acting: float, warned: list[str]) -> None:
+    lines = steps(grpo__clipped_fraction=0.95, grpo__clipped_fraction_acting=acting)
+    assert ids(lines, settings=GSPO) == warned
+    assert band_of("grpo/clipped_fraction", bands_of(GSPO)) is None
+    assert ids(lines) == ["clipped-fraction"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "settings", "text", "hint"),
+    [
+        ({"eval__num_prompts": 1.0}, UNKNOWN_SETTINGS, "have 1 held-out prompt, fewer than 16", "held_out_path"),
+        ({"eval__num_prompts": 15.0}, RunSettings(eval_prompts=64), "15 held-out prompts", "held_out_path"),
+        ({"eval__num_prompts": 8.0}, RunSettings(eval_prompts=8), "±0.18", "set --eval-prompts to 64"),
+        (
+            {"eval__num_prompts": 66.0, "eval__sums/num_prompts": 2.0},
+            UNKNOWN_SETTINGS,
+            "of sums have 2",
+            "held_out_path",
+        ),
+    ],
+)
+def test_an_evaluation_of_few_prompts_is_reported_until_the_next(
+    counts: dict[str, float | None], settings: RunSettings, text: str, hint: str
+) -> None:
+    lines = [*steps(3), metrics_line(4, eval__time=1.0, **counts), *steps(20)[4:]]
+    [warning] = diagnose(lines, None, settings)
+    assert text in warning.text
+    assert hint in (warning.hint or "")
+    assert ids([*lines, metrics_line(21, eval__time=1.0, eval__num_prompts=16.0)]) == []
 
 
 # --- services and GPUs -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from screen_fakes import NOW, run_status
+from screen_fakes import STARTED, run_status
 from shown_screen import SMALL, shown
 
 from grpo_engine.wire.run_folder import PLAN_FILE
@@ -60,7 +60,7 @@ def test_a_watch_keeps_no_file_open_after_its_end(folder: Path) -> None:
 
 
 LIVE = reduce(
-    ViewState(run_folder=Path("/runs/logs/a-run"), now=NOW), Snapshot(number=1, status=run_status(run="a-run"))
+    ViewState(run_folder=Path("/runs/logs/a-run"), now=STARTED + 60), Snapshot(number=1, status=run_status(run="a-run"))
 )
 GONE = reduce(LIVE, FolderChecked(state=FolderState.GONE))
 
@@ -98,9 +98,9 @@ def test_the_warning_is_shown_as_long_as_the_folder_is_gone_and_for_past_moments
     assert LIVE.folder_warnings == ()
     assert reduce(GONE, FolderChecked(state=FolderState.THERE)).warnings == ()
     past = Past(
-        moment=NOW - 60, status=run_status(run="a-run"), transitions={}, start_phases={}, notices=(), log=LogView()
+        moment=STARTED + 30, status=run_status(run="a-run"), transitions={}, start_phases={}, notices=(), log=LogView()
     )
-    travelling = replace(GONE, travel=replace(GONE.travel, is_open=True, moment=NOW - 60, past=past))
+    travelling = replace(GONE, travel=replace(GONE.travel, is_open=True, moment=STARTED + 30, past=past))
     assert [warning.id for warning in displayed(travelling).warnings] == ["folder"]
 
 

@@ -12,6 +12,7 @@ from screen_fakes import GIB, gpu, run_status, service
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import GpuStatus, ServiceState, Snapshot, UsageSampled
+from grpo_tui.view.gpus import reader
 from grpo_tui.view.gpus import state as gpu_view
 from grpo_tui.view.gpus.history import laid_out, means, peaks
 from grpo_tui.view.gpus.reader import read_memory_plan, read_samples
@@ -175,6 +176,11 @@ def test_the_plan_is_what_the_resolved_profile_gives_vllm_of_each_gpu(tmp_path: 
     assert plan.remedies["trainer"] == "--micro-batch-tokens (now 4096), or set --gradient-checkpointing"
 
 
+def test_a_plan_in_gigabytes_is_the_same_on_every_card() -> None:
+    plan = memory_plan({"services": {"trainer": {"kind": "trainer", "gpus": [0], "gpu_memory_gb": 20.0}}})
+    assert planned_on(gpu(0), plan) == {"trainer": 20 * 10**9}
+
+
 def test_a_cache_of_a_fixed_size_has_no_share_and_another_flag() -> None:
     vllm = {**PROFILE["services"]["vllm"], "kv_cache_memory_bytes": 4 << 30}
     plan = memory_plan({"services": {"vllm": vllm}})
@@ -262,3 +268,11 @@ def test_the_history_is_part_of_the_one_state() -> None:
     state = reduce(ViewState(run_folder=Path("r"), now=0), Snapshot(number=0, status=run_status()))
     assert reduce(state, SpanTurned()).gpus.span_s == 3600.0
     assert reduce(state, gpu_view.CommandsTurned()).gpus.has_whole_commands
+
+
+def test_a_line_of_a_timeline_is_not_read_beyond_the_limit_of_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "events.jsonl").write_bytes(line := to_line(sample(1, on_gpu(vllm=1))))
+    monkeypatch.setattr(reader, "MAX_BYTES", len(line) - 2)
+    assert read_samples(tmp_path) == ()

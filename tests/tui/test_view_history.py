@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
 from grpo_engine.wire.metrics import Band, MetricsLine
+from grpo_engine.wire.run_folder import METRICS_FILE, RESOLVED_FILE
 from grpo_tui.view.metrics.curves import curve_of
 from grpo_tui.view.metrics.history import (
     MAX_EVALUATIONS,
@@ -18,6 +21,7 @@ from grpo_tui.view.metrics.history import (
     extended,
 )
 from grpo_tui.view.metrics.state import XAxis
+from grpo_tui.view.progress import Progress, progress_of, read_progress, usual_step_s
 from grpo_tui.view.timeline.past import history_until
 
 BARE = {"reward/mean": 0.5}
@@ -120,3 +124,39 @@ def test_two_lines_of_one_step_that_measure_different_things_are_one() -> None:
 )
 def test_bars_of_a_band_rise_from_its_low_end_to_its_high_end(band: Band, heights: list[int | None]) -> None:
     assert band_heights([-0.5, 0.8, 1.0, 1.2, 1.5, None], band, 8) == heights
+
+
+# --- how far a run is ------------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_the_steps_left_by_the_median_of_recent_steps_without_pauses() -> None:
+    times = [0.0, 2.0, 4.0, 90_000.0, 90_002.0, 90_003.0]  # stopped for a day after the third step
+    lines = [line(step).model_copy(update={"time": time}) for step, time in enumerate(times, 1)]
+    progress = progress_of(lines, 16, is_live=True)
+    assert (progress.step, progress.steps, progress.steps_left, progress.time_left_s) == (6, 16, 10, 20.0)
+    assert progress.left == "20s left"
+    ended = progress_of(lines, 16, is_live=False)
+    assert (ended.steps_left, ended.time_left_s) == (10, None)
+    assert progress_of(lines, None, is_live=True) == Progress(step=6)
+    assert progress_of([], 16, is_live=True) == Progress(steps=16, steps_left=16)
+    assert progress_of(lines, 4, is_live=True).steps_left == 0
+
+
+def test_a_run_that_paused_after_its_first_step_is_not_slow() -> None:
+    first, second = line(1, **{"train/step_time": 3.0}), line(2, **{"train/step_time": 1.0})
+    second = second.model_copy(update={"time": 90_000.0})
+    assert usual_step_s([first, second]) == 2.0
+    assert usual_step_s([line(0), first]) == 3.0, "the time of the first evaluation is no step"
+    back = [line(5), line(6).model_copy(update={"time": 1.0})]
+    assert usual_step_s(back) is None, "the clock was set back"
+
+
+def test_progress_is_read_from_the_folder_of_a_run(tmp_path: Path) -> None:
+    assert read_progress(tmp_path, is_live=True) == Progress()
+    trainer = {"kind": "trainer", "training_steps": 150}
+    (tmp_path / RESOLVED_FILE).write_text(json.dumps({"services": {"trainer": trainer}}))
+    lines = [line(step) for step in [*range(1, 9), *range(5, 13)]]  # resumed from the checkpoint of step 4
+    (tmp_path / METRICS_FILE).write_text("".join(each.model_dump_json() + "\n" for each in lines))
+    assert read_progress(tmp_path, is_live=True) == Progress(step=12, steps=150, steps_left=138, time_left_s=138.0)
+    (tmp_path / RESOLVED_FILE).write_text(json.dumps({"services": {"trainer": {**trainer, "training_steps": "9"}}}))
+    assert read_progress(tmp_path, is_live=False).steps is None

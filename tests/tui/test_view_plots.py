@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from screen_fakes import metrics_line, write_metrics
 
-from grpo_engine.wire.metrics import METRIC_NAMES, MetricsLine
+from grpo_engine.wire.metrics import HEALTHY_BANDS, METRIC_NAMES, MetricsLine
+from grpo_engine.wire.run_folder import METRICS_FILE, STATE_FILE
 from grpo_tui.view.metrics import other_runs
 from grpo_tui.view.metrics import state as plot_view
 from grpo_tui.view.metrics.braille import Canvas
@@ -43,7 +45,7 @@ def history_of(*metrics: dict[str, float], every_s: float = 2.0) -> MetricHistor
 
 def curve(number: int, *values: float, name: str = "reward/mean") -> Curve:
     points = [Point(x=float(x), y=y, step=x, time=float(x), policy_version=x) for x, y in enumerate(values)]
-    return Curve(name=name, number=number, points=tuple(points))
+    return Curve(name=name, number=number, points=tuple(points), band=HEALTHY_BANDS.get(name))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -84,8 +86,8 @@ def test_metrics_of_a_run_with_other_names_are_found_by_ours() -> None:
     assert measured_as("reward/mean", ["loss", "reward", "critic/score/mean"]) == "reward"
     assert measured_as("reward/mean", ["train/reward"]) == "train/reward"
     assert measured_as("grpo/kl", ["loss"]) is None
-    assert band_of("actor/pg_clipfrac") == band_of("grpo/clipped_fraction")
-    assert band_of("actor/ppo_kl") is None
+    assert band_of("actor/pg_clipfrac", HEALTHY_BANDS) == HEALTHY_BANDS["grpo/clipped_fraction"]
+    assert band_of("actor/ppo_kl", HEALTHY_BANDS) is None
 
 
 def test_metrics_are_sorted_by_group_and_each_environment_is_one() -> None:
@@ -229,6 +231,13 @@ def test_another_x_axis_resets_window_and_cursor() -> None:
 
 
 # --- other runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_in_the_place_of_the_state_of_another_run_stops_no_list(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / METRICS_FILE).write_text('{"time": 1, "step": 1, "policy_version": 1, "metrics": {}}\n')
+    os.mkfifo(tmp_path / "other" / STATE_FILE)
+    assert [run.state for run in other_runs.other_runs(tmp_path / "here")] == [""]
 
 
 def test_other_runs_are_listed_with_profile_state_and_last_step(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from screen_fakes import NOW, changed, run_status, service
 from usual_plan import four_launches
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import RunState, Snapshot
+from grpo_tui.view import service_details
 from grpo_tui.view.service_details import Attempt, ProbeAnswer, read_history
 from grpo_tui.view.starting import awaited_services
 from grpo_tui.view.state import LaunchesRead, ViewState, reduce
@@ -32,6 +34,28 @@ def test_attempts_have_their_exit_codes_and_equal_answers_in_a_row_are_one(tmp_p
     assert history.answers[0] == ProbeAnswer(time=10.0, words="closed")
     assert history.answers[-1] == ProbeAnswer(time=30.0, words="200")
     assert read_history(tmp_path, "vllm", until=15.0).attempts == (Attempt(number=1, started_at=10.0),)
+
+
+def test_attempts_of_a_resumed_run_follow_those_of_its_earlier_life(tmp_path: Path) -> None:
+    waiting = service("vllm", state="waiting", attempt=0, pid=None, started_at=None, health=None)
+    events = [
+        changed(1, 10.0, service("vllm", state="ready", attempt=1, started_at=10.0)),
+        changed(2, 20.0, service("vllm", state="failed", attempt=1, exit_code=1, why="failed")),
+        Snapshot(number=0, time=50.0, status=run_status(services=[waiting])),
+        changed(1, 51.0, service("vllm", state="ready", attempt=1, started_at=51.0)),
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    attempts = read_history(tmp_path, "vllm").attempts
+    assert [(each.number, each.started_at, each.ended_at) for each in attempts] == [(1, 10.0, 20.0), (1, 51.0, None)]
+
+
+def test_no_line_of_a_timeline_is_read_beyond_the_limit_of_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = to_line(changed(1, 10.0, service("vllm", state="starting", attempt=1, started_at=10.0)))
+    (tmp_path / "events.jsonl").write_bytes(line)
+    monkeypatch.setattr(service_details, "MAX_BYTES", len(line) - 2)
+    assert read_history(tmp_path, "vllm").attempts == ()
 
 
 def test_a_run_without_a_timeline_has_no_history(tmp_path: Path) -> None:

@@ -199,8 +199,17 @@ def test_a_lost_connection_keeps_the_last_known_services_until_a_snapshot_comes(
 
 
 def test_the_clock_moves_time_and_nothing_else() -> None:
-    state = live()
-    assert after(state, view.Ticked(now=NOW + 1)) == replace(state, now=NOW + 1)
+    state = after(live(), view.Ticked(now=STARTED + 60))
+    assert after(state, view.Ticked(now=STARTED + 61)) == replace(state, now=STARTED + 61)
+
+
+def test_a_run_that_makes_no_steps_is_warned_of_as_time_passes_and_at_a_moment_of_the_past() -> None:
+    lines = tuple(metrics_line(step) for step in range(1, 13))
+    last = lines[-1].time
+    state = after(live(), view.MetricsRead(lines=lines), view.Ticked(now=last + 59))
+    assert state.warnings == ()
+    [warning] = after(state, view.Ticked(now=last + 61)).warnings
+    assert warning.text.startswith("no step for 1m01s (usually one takes 2.4s)")
 
 
 # --- warnings and messages -------------------------------------------------------------------------------------------
@@ -208,7 +217,7 @@ def test_the_clock_moves_time_and_nothing_else() -> None:
 
 def test_metrics_come_with_their_warnings_and_errors_first() -> None:
     bad = tuple(metrics_line(step, grpo__clipped_fraction=0.5, train__loss=-30.0) for step in range(1, 7))
-    state = after(live(), view.MetricsRead(lines=bad))
+    state = after(live(), view.Ticked(now=STARTED + 30), view.MetricsRead(lines=bad))
     assert [(warning.id, warning.severity) for warning in state.warnings] == [
         ("loss", "error"),
         ("clipped-fraction", "warning"),

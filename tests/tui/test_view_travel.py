@@ -19,6 +19,7 @@ from grpo_engine.wire.supervisor import (
     RunStatus,
     ServiceState,
     Snapshot,
+    SupervisorInfo,
     UsageSampled,
 )
 from grpo_tui.supervisor.report.timeline import shorten
@@ -92,6 +93,19 @@ CRASH = [
     vllm(200, ServiceState.STARTING, attempt=2),
     RunChanged(number=1, time=STARTED + 300, state=RunState.STOPPED),
 ]
+
+
+def supervised_by(pid: int, at: float, *, started: float) -> Snapshot:
+    status = run_status(supervisor=SupervisorInfo(pid=pid, started_at=STARTED + at), started_at=STARTED + started)
+    return Snapshot(number=0, time=STARTED + at, status=status)
+
+
+def test_a_resumed_run_and_a_new_supervisor_are_told_apart(tmp_path: Path) -> None:
+    events = [supervised_by(1, 0, started=0), supervised_by(2, 100, started=0), supervised_by(3, 200, started=200)]
+    assert [(mark.time - STARTED, mark.words) for mark in write(tmp_path, events).marks()] == [
+        (100, "a new supervisor took the run over"),
+        (200, "the run was resumed"),
+    ]
 
 
 # --- where to -------------------------------------------------------------------------------------------------------

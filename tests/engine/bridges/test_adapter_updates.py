@@ -120,7 +120,7 @@ def test_a_new_server_of_the_run_begins_with_the_adapter_that_was_served_last(
             server.end(signal.SIGKILL)
             server.start()
             assert_agreement(server.now, model, 7)
-            bridge.ensure_current()
+            bridge.prepare_step()
             bridge.publish(8, shift(model, 8))
             assert_agreement(server.now, model, 8)
 

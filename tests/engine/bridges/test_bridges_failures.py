@@ -226,7 +226,7 @@ def test_a_restart_in_another_dtype_is_refused_by_name(own_server: Serving, tmp_
         own_server.start()
         message = "the same in another dtype or on another GPU; restart the trainer"
         with pytest.raises(BridgeError, match=message):
-            bridge.ensure_current()
+            bridge.prepare_step()
 
 
 def test_under_a_supervisor_a_restarted_server_keeps_the_newest_weights(
@@ -247,7 +247,7 @@ def test_under_a_supervisor_a_restarted_server_keeps_the_newest_weights(
             server.start()
             assert_agreement(server.now, model, 5)
             assert "Adopted the weights of version 5" in log_of(server)
-            bridge.ensure_current()
+            bridge.prepare_step()
             bridge.publish(6, shift(model, 2))
             assert_agreement(server.now, model, 6)
             now = read_bridge_file(server.bridge_file)
@@ -302,11 +302,16 @@ def plain_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server.url
 
 
-def test_a_trainer_without_a_server_says_what_to_check(tmp_path: Path) -> None:
+def test_a_trainer_without_a_server_says_at_once_what_it_waits_for_and_how_to_start_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bridge = make_bridge({"mode": "none"}, tmp_path, "http://127.0.0.1:9", tmp_path, patience_s=0.1)
     message = r"9/bridge/info.*check the inference server's log.*--handover .*--bridge-restart"
     with closing(bridge), pytest.raises(PeerUnavailable, match=message):
         bridge.attach()
+    said_at_once = caplog.records[0].getMessage()
+    assert said_at_once.startswith("http://127.0.0.1:9: no inference server answers yet: if none is loading, start it")
+    assert "--bridge-restart" in said_at_once
 
 
 def test_a_port_where_something_else_answers_is_named_with_its_flag() -> None:
@@ -316,5 +321,5 @@ def test_a_port_where_something_else_answers_is_named_with_its_flag() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Other) as other:
         Thread(target=other.handle_request, daemon=True).start()
-        with pytest.raises(BridgeError, match="not an inference server of grpo-engine: correct --vllm-port"):
+        with pytest.raises(BridgeError, match=r"not our inference server.*`grpo-engine server.*--vllm-port"):
             ServerClient(f"http://127.0.0.1:{other.server_port}", patience_s=5).info()

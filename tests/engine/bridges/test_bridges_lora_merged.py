@@ -150,7 +150,7 @@ def test_of_a_server_that_has_ended_nothing_is_kept_and_the_adapter_is_saved_all
     bridge.publish(2, shift(model, 2))  # no server runs
     attached.save(tmp_path / "saved")
     server.start()
-    bridge.ensure_current()
+    bridge.prepare_step()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
     assert_agreement(server.now, saved, 2, tolerance=0.5)
     served = served_weights(server)

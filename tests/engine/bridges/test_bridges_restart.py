@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpo_engine.bridges.transport import checkpoint_folder, server_control
 from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage, newest_checkpoint
 from grpo_engine.bridges.transport.server_control import LocalServer, is_listening
-from grpo_engine.environments.clients import InferenceServer
+from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
@@ -258,7 +258,7 @@ def test_the_successor_of_a_crashed_server_serves_the_newest_checkpoint_at_once(
             bridge.publish(3, shift(model, 3))
             _, tokens, values = served_logprobs(server.now)
             assert (model_logprobs(model, PROMPT, tokens) - values).abs().max() > 0.01  # not due before version 4
-            bridge.ensure_current()
+            bridge.prepare_step()
             with server.now.client as client:
                 assert client.get("/bridge/info").json()["update_count"] == 0  # nothing had to be handed over again
             bridge.publish(4, shift(model, 4))
@@ -273,7 +273,7 @@ def test_a_checkpoint_is_sent_every_few_steps_only(server: Serving, tmp_path: Pa
         for version in range(5):
             bridge.publish(version, shift(model, version))
             served.append(served_logprobs(server.now)[0]["policy_version"])
-            bridge.ensure_current()
+            bridge.prepare_step()
         assert served == [0, 0, 0, 3, 3]
         assert sorted(path.name for path in (tmp_path / "run" / "handover").iterdir()) == ["current", "version-000003"]
     assert not (tmp_path / "run" / "handover").exists()
@@ -485,7 +485,7 @@ def test_a_trainer_without_supervisor_owns_its_server_and_requests_wait_while_it
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its port is closed a little before it has ended
         bridge.poll_server()
-        bridge.ensure_current()
+        bridge.prepare_step()
         assert server.instance() not in (first, second)
         assert_agreement(server, model, 1)
     assert not is_listening(url)
@@ -524,7 +524,7 @@ class RepeatedRequests:
     async def _ask(self) -> None:
         request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=PROMPT), max_tokens=4, logprobs=0)
         async with httpx.AsyncClient(base_url=self._url, trust_env=False) as http:
-            server = InferenceServer(http, timeout_s=60)
+            server = InferenceServers([http], timeout_s=60)
             is_last = False
             while not is_last:
                 is_last = self._is_over.is_set()

@@ -317,7 +317,7 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
         assert handler.requests == ["/bridge/pause", "/bridge/resume"]
         assert memory["model.layers.0.self_attn.qkv_proj.bias"][OFFSET:].eq(3).all()
         assert memory["model.embed_tokens.weight"].isnan().sum() == 27 * 32
-        bridge.ensure_current()
+        bridge.prepare_step()
         memory.update({f"{name}'": storage.clone().zero_() for name, storage in memory.items()})
         restarted = {f"{name}'": tensor for name, tensor in fused.items()}
         again = {name.removesuffix("'"): entry for name, entry in exported(restarted).items()}
@@ -326,10 +326,10 @@ def test_a_trainer_writes_into_a_stock_server_under_its_pause_and_attaches_again
         handler.before_answer = staticmethod(lambda: path.write_text(whole))
         handler.can_pause = False
         with caplog.at_level(logging.WARNING):
-            bridge.ensure_current()
+            bridge.prepare_step()
             bridge.publish(2, write)
         assert memory["model.norm.weight'"][OFFSET:].eq(3).all()
         assert caplog.text.count("weights change under its running generations") == 1
         handler.model = "other"
         with pytest.raises(BridgeError, match=r"describes the weights of somebody/model, but .* serves other"):
-            bridge.ensure_current()
+            bridge.prepare_step()

@@ -210,7 +210,7 @@ def test_frozen_weights_are_kept_in_host_memory_and_written_to_the_next_server(s
                 value = 0.5
                 bridge.publish(2, write)  # no server runs
             server.start()
-            bridge.ensure_current()
+            bridge.prepare_step()
             now = dict(model.named_parameters())
             assert all(torch.equal(now[name], others[name]) for name in others)
             assert torch.equal(trained.detach(), torch.full_like(trained, value))
@@ -244,7 +244,7 @@ def test_a_request_to_stop_ends_the_wait_for_a_server(
         pid = read_bridge_file(server.bridge_file).pid
         server.end()
         with caplog.at_level(logging.WARNING), pytest.raises(PeerUnavailable, match="training is stopping"):
-            bridge.ensure_current()
+            bridge.prepare_step()
         assert mapped_segments() == set()
         assert torch.equal(
             model_logprobs(model, PROMPT, [40, 50]), expected

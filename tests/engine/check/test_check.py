@@ -36,7 +36,7 @@ FLAGS = {
     "lora_only": ["--enable-lora"],
     "none": [],
 }
-FURTHER = pytest.mark.extended("the same test with shared_vllm, or on processed log-probabilities")
+FURTHER = pytest.mark.extended("the same test with shared_vllm, on processed log-probabilities")
 PROMPT, FIXED = [10, 20, 30], [40, 50, 60, 70]
 
 
@@ -116,7 +116,7 @@ def trained_versions(config: CheckConfig, server: RunningServer, folder: Path) -
         model_name=config.model_name,
         dtype="float32",
         device="cpu",
-        server_url=server.url,
+        server_urls=(server.url,),
         folder=folder,
         lora=LoraSettings(),
     )
@@ -129,7 +129,9 @@ def trained_versions(config: CheckConfig, server: RunningServer, folder: Path) -
 # --- servers without a fault -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", FLAGS)
+@pytest.mark.parametrize(
+    "mode", ["shared_vllm", *(pytest.param(m, marks=FURTHER) for m in ("lora_only", "lora_merged", "none"))]
+)
 @pytest.mark.parametrize("logprobs_mode", [pytest.param("raw", marks=FURTHER), "processed"])
 def test_a_server_without_a_fault_passes_every_check_is_left_unchanged_and_can_be_trained_with(
     tiny_model_dir: Path, tmp_path: Path, mode: str, logprobs_mode: str
@@ -245,7 +247,7 @@ def caching_answers() -> Meddle:
 
     def meddle(path: str, body: Body, ask: Ask) -> Body:
         answer = ask(body)
-        if "logprobs" not in answer:
+        if "logprobs" not in answer or "prompt_logprobs" in answer:
             return answer
         cached = answers.setdefault(json.dumps(body, sort_keys=True), answer)
         return {**cached, "policy_version": answer["policy_version"]}
@@ -253,6 +255,7 @@ def caching_answers() -> Meddle:
     return meddle
 
 
+FURTHER_SAMPLING = pytest.mark.extended("the same test with a temperature; test_check_judges has each")
 MISALIGNED = {"alignment": "error", "temperature": "warning", "sampling": "warning"}
 SWAPPED = {**MISALIGNED, "group order": "error", "end token": "error"}
 
@@ -263,10 +266,14 @@ SWAPPED = {**MISALIGNED, "group order": "error", "end token": "error"}
         pytest.param(honest, {}, ("", ""), id="none"),
         pytest.param(declaring_raw, {"temperature": "error"}, ("temperature", "processed"), id="other convention"),
         pytest.param(sampling_with(temperature=0.7), MISALIGNED, ("alignment", "temperature:0.7"), id="temperature"),
-        pytest.param(sampling_with(top_k=20), MISALIGNED, ("alignment", "top_k:20"), id="top_k"),
-        pytest.param(sampling_with(top_p=0.9), MISALIGNED, ("alignment", "top_p:0.9"), id="top_p"),
+        pytest.param(
+            sampling_with(top_k=20), MISALIGNED, ("alignment", "top_k:20"), id="top_k", marks=FURTHER_SAMPLING
+        ),
+        pytest.param(
+            sampling_with(top_p=0.9), MISALIGNED, ("alignment", "top_p:0.9"), id="top_p", marks=FURTHER_SAMPLING
+        ),
         pytest.param(shifting_logprobs, MISALIGNED, ("alignment", "shift:-1"), id="shifted by one"),
-        pytest.param(swapping_completions, SWAPPED, ("alignment", "order"), id="swapped"),
+        pytest.param(swapping_completions, SWAPPED, ("alignment", "order"), id="swapped", marks=FURTHER_SAMPLING),
         pytest.param(dropping_weight_updates, {"canary": "error"}, ("canary", "did not follow"), id="no weight update"),
         pytest.param(caching_answers(), {"canary": "error"}, ("canary", "prefix cache"), id="stale cache"),
     ],
@@ -436,8 +443,8 @@ def test_the_command_prints_json_for_programs_and_exits_with_0(
     ("prompts", "exit_code", "message"),
     [
         (None, 1, "✗ server"),
-        ("", cli.USAGE_ERROR, "prompts.jsonl: cannot be read"),
-        ('{"text": "?"}\n', cli.USAGE_ERROR, "line 1: has text, none of messages"),
+        ("", cli.FINAL_ERROR, "prompts.jsonl: cannot be read"),
+        ('{"text": "?"}\n', cli.FINAL_ERROR, "line 1: has text, none of messages"),
     ],
     ids=["failed check", "no such file", "no prompt in a line"],
 )

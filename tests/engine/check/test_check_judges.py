@@ -304,7 +304,8 @@ GREEN = CanaryReading(
 
 
 def canary(**changes: object) -> Finding:
-    return judge_canary(replace(GREEN, **changes), bridge="none", band=FP32)  # type: ignore[arg-type]
+    words = ("the server kept its old weights", "restart it")
+    return judge_canary(replace(GREEN, **changes), if_not_served=words, band=FP32)  # type: ignore[arg-type]
 
 
 def test_a_change_that_arrives_and_is_restored_is_ok() -> None:

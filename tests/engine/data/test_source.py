@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from rollout_fakes import RUN, group, served_api
 
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.rollouts import ScoredGroup
 
@@ -23,8 +26,8 @@ def api() -> Iterator[str]:
 
 
 @pytest.fixture
-def source(api: str) -> Iterator[RolloutSource]:
-    with RolloutSource(api) as source:
+def source(api: str) -> Iterator[RolloutApiSource]:
+    with RolloutApiSource(api) as source:
         source.register(**RUN)
         yield source
 
@@ -43,7 +46,7 @@ def metrics_of(url: str) -> str:
 
 
 def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_next(
-    api: str, source: RolloutSource
+    api: str, source: RolloutApiSource
 ) -> None:
     assert source.poll() is None
     post(api, 10)
@@ -59,9 +62,9 @@ def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_n
     assert "grpo_api_leases 0" in metrics_of(api)
 
 
-def test_the_batch_of_a_trainer_that_failed_comes_again(api: str, source: RolloutSource) -> None:
+def test_the_batch_of_a_trainer_that_failed_comes_again(api: str, source: RolloutApiSource) -> None:
     post(api, 42)
-    with pytest.raises(ZeroDivisionError), RolloutSource(api) as failing:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), RolloutApiSource(api) as failing:  # noqa: PT012
         failing.register(**RUN)
         failing.next_batch(timeout_s=10)
         _ = 1 / 0
@@ -73,12 +76,12 @@ def test_the_batch_of_a_trainer_that_failed_comes_again(api: str, source: Rollou
 def test_a_batch_that_was_fetched_and_not_trained_on_comes_again_also_after_a_clean_exit(api: str) -> None:
     post(api, 10)
     post(api, 11)
-    with RolloutSource(api) as source:
+    with RolloutApiSource(api) as source:
         source.register(**RUN)
         source.next_batch(timeout_s=10)
         source.mark_used()
         source.next_batch(timeout_s=10)
-    with pytest.raises(PeerUnavailable), RolloutSource(api) as source:  # noqa: PT012
+    with pytest.raises(PeerUnavailable), RolloutApiSource(api) as source:  # noqa: PT012
         source.register(**RUN)
         again = source.next_batch(timeout_s=10)
         source.mark_used()
@@ -87,8 +90,8 @@ def test_a_batch_that_was_fetched_and_not_trained_on_comes_again_also_after_a_cl
     assert "grpo_api_leases 0" in metrics_of(api)
 
 
-def test_a_trainer_that_another_one_replaced_gets_an_error_and_no_batch(api: str, source: RolloutSource) -> None:
-    with RolloutSource(api) as second:
+def test_a_trainer_that_another_one_replaced_gets_an_error_and_no_batch(api: str, source: RolloutApiSource) -> None:
+    with RolloutApiSource(api) as second:
         second.register(**{**RUN, "checkpoint_dir": "elsewhere"})
         post(api, 10)
         with pytest.raises(PeerError, match="another trainer has registered since"):
@@ -96,26 +99,41 @@ def test_a_trainer_that_another_one_replaced_gets_an_error_and_no_batch(api: str
         assert second.next_batch(timeout_s=10) is not None
 
 
-def test_groups_that_are_too_old_for_the_trainer_stay_at_the_api(api: str, source: RolloutSource) -> None:
+def test_groups_that_are_too_old_for_the_trainer_stay_at_the_api(api: str, source: RolloutApiSource) -> None:
     source.register(**RUN, max_staleness=2)
     for tag, version in ((10, 4), (11, 7), (12, 5)):
         post(api, tag, policy_versions=[[0, 0, version, version + 1]] * 4)
-    assert [tag_of(source.next_batch(timeout_s=10, policy_version=7)) for _ in range(2)] == [11, 12]
+    assert [tag_of(source.next_batch(timeout_s=10, policy_version=7)) for _ in range(2)] == [12, 11]
     assert "grpo_api_stale_groups_total 1" in metrics_of(api)
 
 
 @pytest.mark.slow
-def test_waiting_for_a_batch_ends_when_training_stops(source: RolloutSource) -> None:
+def test_waiting_for_a_batch_ends_when_training_stops(source: RolloutApiSource) -> None:
     answers = iter([False, True])
     assert source.next_batch(timeout_s=60, stop=lambda: next(answers)) is None
 
 
-def test_no_batch_in_time_is_an_error_that_says_where_to_look(source: RolloutSource) -> None:
+def test_no_batch_in_time_is_an_error_that_says_where_to_look(source: RolloutApiSource) -> None:
     with pytest.raises(PeerUnavailable, match=r"no batch from .* within 0\.05 s.*/status"):
         source.next_batch(timeout_s=0.05)
 
 
-def test_a_reset_api_is_registered_with_again(api: str, source: RolloutSource) -> None:
+@pytest.mark.parametrize("answer", [{"batch": None}, {"batch": None, "message": "no environment is live"}])
+def test_a_wait_for_a_batch_is_logged_once_a_minute(
+    answer: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = itertools.count()
+    fake = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None, strftime=time.strftime)
+    monkeypatch.setattr("grpo_engine.data.source.time", fake)
+    monkeypatch.setattr("grpo_engine.retrying.time", fake)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
+    with RolloutApiSource("http://api", transport=transport) as source, pytest.raises(PeerUnavailable):
+        source.next_batch(timeout_s=1000)
+    assert 10 <= len(caplog.messages) <= 1 + 1000 / 60
+    assert len(set(caplog.messages)) == 1
+
+
+def test_a_reset_api_is_registered_with_again(api: str, source: RolloutApiSource) -> None:
     httpx.get(f"{api}/reset_data", params={"force": "true"})
     post(api, 10)
     assert source.next_batch(timeout_s=10) is not None
@@ -127,7 +145,7 @@ def test_an_api_that_restarts_is_awaited(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
     with served_api(database) as url:
         port = httpx.URL(url).port
-        source = RolloutSource(url)
+        source = RolloutApiSource(url)
         source.register(**RUN)
         post(url, 10)
     with pytest.raises(PeerUnavailable):
@@ -146,7 +164,7 @@ def test_a_lost_api_is_awaited_as_long_as_a_batch_while_the_bridge_is_polled() -
             raise error
         return httpx.Response(200, json={"batch": [group(1)], "lease": "a"})
 
-    source = RolloutSource("http://api.test", reach_timeout_s=0.01, transport=httpx.MockTransport(answer))
+    source = RolloutApiSource("http://api.test", reach_timeout_s=0.01, transport=httpx.MockTransport(answer))
     assert source.next_batch(timeout_s=60, meanwhile=lambda: polls.append(None)) is not None
     assert len(polls) == 4
     answers = iter([httpx.ConnectError("refused")] * 1000)
@@ -158,7 +176,7 @@ def test_a_lost_api_is_awaited_as_long_as_a_batch_while_the_bridge_is_polled() -
 def test_an_api_that_is_not_there_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    source = RolloutSource(f"http://127.0.0.1:{port}", reach_timeout_s=0.05)
+    source = RolloutApiSource(f"http://127.0.0.1:{port}", reach_timeout_s=0.05)
     with pytest.raises(
         PeerUnavailable, match=rf"not reachable at http://127.0.0.1:{port} within 0\.05 s.*grpo-engine api"
     ):
@@ -168,7 +186,7 @@ def test_an_api_that_is_not_there_is_named_with_what_to_do() -> None:
 
 def test_another_program_on_the_port_is_not_taken_for_an_api() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"batch": [{"tokens": 1}]}))
-    source = RolloutSource("http://api.test", transport=transport)
+    source = RolloutApiSource("http://api.test", transport=transport)
     with pytest.raises(PeerError, match=r"/batch: not a batch: batch\.0\.tokens"):
         source.poll()
     with pytest.raises(PeerError, match="answers without a uuid"):
@@ -177,7 +195,7 @@ def test_another_program_on_the_port_is_not_taken_for_an_api() -> None:
 
 
 def test_a_refused_request_is_an_error_and_not_retried_as_an_absent_api() -> None:
-    source = RolloutSource("http://api.test", transport=httpx.MockTransport(lambda request: httpx.Response(401)))
+    source = RolloutApiSource("http://api.test", transport=httpx.MockTransport(lambda request: httpx.Response(401)))
     with pytest.raises(PeerError, match="refused with 401") as caught:
         source.poll()
     assert not isinstance(caught.value, PeerUnavailable)
@@ -186,6 +204,6 @@ def test_a_refused_request_is_an_error_and_not_retried_as_an_absent_api() -> Non
 
 def test_the_token_of_the_environment_variable_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_API_TOKEN", "secret")
-    with served_api(token="secret") as url, RolloutSource(url) as source:
+    with served_api(token="secret") as url, RolloutApiSource(url) as source:
         source.register(**RUN)
         assert source.poll() is None

@@ -11,15 +11,16 @@ from rollout_fakes import ENVIRONMENT, REGISTRATION, group, served_api
 from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model
 
 from grpo_engine.data.batching import make_batch
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import DataError
 from grpo_engine.train.batch import metrics_by_environment, row_names
-from grpo_engine.train.checkpointing.journal import Journal, JournalEntry, JournalHead
-from grpo_engine.train.checkpointing.resuming import decisive_settings
+from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.samples import spread_groups
+from grpo_engine.train.resumable import decisive_settings
+from grpo_engine.wire.checkpoints import JournalHead
 from grpo_engine.wire.metrics import MetricsLine, RolloutLine
 from grpo_engine.wire.rollouts import ScoredGroup
 
@@ -28,7 +29,7 @@ NAMES = {0: "sort6", 1: "copy6", 2: "sort6"}
 
 
 def test_the_source_has_the_names_of_its_last_batch() -> None:
-    with served_api() as url, RolloutSource(url) as source, httpx.Client(base_url=url, trust_env=False) as other:
+    with served_api() as url, RolloutApiSource(url) as source, httpx.Client(base_url=url, trust_env=False) as other:
         registration = {k: v for k, v in REGISTRATION.items() if not k.startswith("wandb")}
         source.register(**registration)
         assert source.poll() is None

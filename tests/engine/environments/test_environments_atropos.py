@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import socket
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from rollout_fakes import ENVIRONMENT, REGISTRATION, group, served, served_api
 
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.atropos.main import run
-from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Server, addresses
+from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Servers, addresses
 from grpo_engine.environments.atropos.settings_file import batch_warnings, serve_text, setting_warnings
 from grpo_engine.environments.atropos.silence import REPEAT_AFTER_S, Observation, SilenceDetector, silence_message
 from grpo_engine.errors import ConfigError, ModelError
@@ -89,7 +91,7 @@ def test_settings_reach_the_environment_under_their_atropos_names() -> None:
 def test_a_setting_that_has_a_name_here_is_not_taken_under_its_other_name() -> None:
     with pytest.raises(ValueError, match=r"settings\.wandb_name is name here: set name = 'sums' instead"):
         config(settings={"wandb_name": "sums"})
-    with pytest.raises(ValueError, match=r"server\.base_url is inference_url here"):
+    with pytest.raises(ValueError, match=r"server\.base_url is inference_urls here"):
         config(server={"base_url": "http://localhost:9001/v1"})
 
 
@@ -224,6 +226,31 @@ def test_a_stock_api_that_reports_less_is_supported(client: httpx.Client) -> Non
         assert Api(client, url).num_groups(None) is None
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"batch_size": math.inf},
+        {"current_step": math.inf},
+        {"num_steps": "many"},
+        {"queued_sequences": 10**400},
+        {"environments": [7, None]},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_status_with_other_than_whole_numbers_and_names_is_no_answer(changed: dict[str, Any]) -> None:
+    whole = {"batch_size": 8, "current_step": 3, "queue_size": 1, "num_steps": 9, "environments": ["sums_0"]}
+
+    def status(values: dict[str, Any]) -> RunStatus | None:
+        body = json.dumps(values)
+        with httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text=body))) as client:
+            return Api(client, "http://api").run_status(4)
+
+    known = status(whole)
+    assert known is not None
+    assert known.has_environment("sums")
+    assert status({**whole, **changed}) is None
+
+
 @pytest.mark.slow
 def test_requests_are_counted_where_the_server_has_metrics(client: httpx.Client) -> None:
     app = FastAPI()
@@ -232,9 +259,11 @@ def test_requests_are_counted_where_the_server_has_metrics(client: httpx.Client)
     page = FastAPI()
     page.get("/metrics")(lambda: PlainTextResponse("<html>no numbers</html>"))
     with served(app) as url, served(FastAPI()) as without, served(page) as no_metrics:
-        assert (Server(client, url).num_requests(), Server(client, url).is_healthy()) == (43, True)
-        assert Server(client, no_metrics).num_requests() is None
-        assert (Server(client, without).num_requests(), Server(client, without).is_healthy()) == (None, False)
+        assert (Servers(client, [url]).num_requests(), Servers(client, [url]).are_healthy()) == (43, True)
+        assert Servers(client, [no_metrics]).num_requests() is None
+        assert (Servers(client, [without]).num_requests(), Servers(client, [without]).are_healthy()) == (None, False)
+        several = Servers(client, [without, url, url])
+        assert (several.num_requests(), several.are_healthy()) == (86, True)
 
 
 @pytest.mark.slow
@@ -248,7 +277,7 @@ def test_connections_of_a_process_tree_are_classified_by_peer() -> None:
             process = subprocess.Popen([sys.executable, "-c", *argv], stdin=subprocess.PIPE)
             listener = server if argv[-1] == str(ports[0]) else other
             with listener.accept()[0]:
-                connections = Connections(process.pid, f"http://localhost:{ports[0]}", "http://localhost:1")
+                connections = Connections(process.pid, [f"http://localhost:{ports[0]}"], "http://localhost:1")
                 found = connections.has_connection_to_server()
                 process.communicate(b"")
             return found, connections.other_peers

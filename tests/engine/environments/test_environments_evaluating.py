@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import environment_runs
@@ -16,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from rollout_fakes import FakeTokenizer, fake_inference, served, served_api
 
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments.items.source import held_out_items
 from grpo_engine.environments.main import work
 from grpo_engine.environments.tasks.base import belongs_to
@@ -50,7 +52,7 @@ def _no_more_environments_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def evaluated(url: str, order: EvaluationOrder = ORDER, **run: Any) -> EvaluationState:
     """Order an evaluation as the trainer does, and wait for it."""
-    with RolloutSource(url) as source:
+    with RolloutApiSource(url) as source:
         source.register(**{**RUN, **run})
         while not (state := source.evaluation(order, wait_s=5)).is_over:
             pass
@@ -121,7 +123,9 @@ async def test_the_evaluation_temperature_is_the_trainings_unless_set_and_greedy
         async with at_work(settings(api, inference, eval_temperature=0.0)):
             state = await asyncio.to_thread(evaluated, api)
     greedy = [body for body in fake.state.requests if body["temperature"] == 0.0]
-    assert [body["n"] for body in greedy] == [1] * 6
+    # More than six where the environment still got the first trainer's order, before the second registered.
+    assert {body["n"] for body in greedy} == {1}
+    assert len({tuple(body["prompt"]["prompt_token_ids"]) for body in greedy}) == 6
     assert state.answers[0].answer.rewards == [[1.0] * 3] * 6  # the one sample, three times
 
 
@@ -134,7 +138,7 @@ async def test_an_environment_without_held_out_items_logs_it_and_trains(
     config = settings(api, inference, task={"name": "jsonl", "path": str(path)})
 
     def order_and_train() -> bool:
-        with RolloutSource(api) as source:
+        with RolloutApiSource(api) as source:
             source.register(**RUN)
             assert source.evaluation(ORDER).waiting_for == []
             return source.next_batch(timeout_s=100) is not None
@@ -160,7 +164,7 @@ async def test_a_refused_request_is_answered_as_a_problem_and_training_continues
             state = await asyncio.to_thread(evaluated, api)
             assert state.answers[0].answer.rewards == []
             assert "/generate was refused with 400: three are too many" in (state.answers[0].answer.problem or "")
-            with RolloutSource(api) as source:
+            with RolloutApiSource(api) as source:
                 source.register(**RUN)
                 assert await asyncio.to_thread(source.next_batch, timeout_s=100) is not None
 
@@ -171,7 +175,7 @@ async def test_a_repeated_order_after_a_reset_is_answered_without_sampling_again
     api, inference, fake = servers
 
     def reset_and_order_again() -> EvaluationState:
-        with RolloutSource(api) as source:
+        with RolloutApiSource(api) as source:
             source.register(**RUN)
             while not source.evaluation(ORDER, wait_s=5).is_over:
                 pass
@@ -197,7 +201,7 @@ async def test_a_withdrawn_order_is_cancelled_and_training_continues() -> None:
         return await call_next(request)
 
     def order_withdraw_and_train(url: str) -> bool:
-        with RolloutSource(url) as source:
+        with RolloutApiSource(url) as source:
             source.register(**RUN)
             while source.evaluation(ORDER).waiting_for != ["sort6_0"]:
                 pass
@@ -216,7 +220,7 @@ async def test_an_environment_answers_the_last_evaluation_before_it_exits(server
     api, inference, _ = servers
 
     def train() -> EvaluationState:
-        with RolloutSource(api) as source:
+        with RolloutApiSource(api) as source:
             source.register(**RUN)
             for _ in range(2):
                 assert source.next_batch(timeout_s=100) is not None
@@ -229,6 +233,35 @@ async def test_an_environment_answers_the_last_evaluation_before_it_exits(server
     async with asyncio.timeout(120):
         assert await work(settings(api, inference, total_steps=2), FakeTokenizer()) == 0
         assert len((await training).answers) == 1
+
+
+async def test_own_evaluations_and_rewards_reach_wandb_in_the_trainers_project_while_it_goes_on(
+    servers: tuple[str, str, FastAPI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, inference, fake = servers
+    started: dict[str, Any] = {}
+    logged: list[dict[str, float]] = []
+    run = SimpleNamespace(log=lambda metrics, step: logged.append({"step": step, **metrics}), finish=lambda: None)
+    wandb = SimpleNamespace(init=lambda **settings: started.update(settings) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = settings(api, inference, use_wandb=True, steps_per_eval=2, steps_per_eval_prompts=5, api_key="k")
+
+    def train() -> None:
+        with RolloutApiSource(api) as source:
+            source.register(**{**RUN, "num_steps": 1000}, wandb_project="mine", wandb_group="g")
+            while not any("eval/pass@1" in metrics for metrics in logged):
+                assert source.next_batch(timeout_s=100) is not None
+
+    async with asyncio.timeout(120), at_work(config):
+        await asyncio.to_thread(train)
+    assert (started["project"], started["group"], started["name"]) == ("mine", "g", "sort6")
+    assert "api_key" not in started["config"]
+    [evaluated_once, *_] = [metrics for metrics in logged if "eval/pass@1" in metrics]
+    assert (evaluated_once["eval/pass@1"], evaluated_once["eval/num_prompts"]) == (1.0, 5.0)
+    assert any("reward/mean" in metrics for metrics in logged)
+    asked = asked_questions(fake, 1)[:5]  # at the same time, so in any order
+    assert sorted(asked) == sorted(item.question for item in held_out_items(Sort6(), 5))
+    assert fake.state.authorizations == {"Bearer k"}
 
 
 @pytest.mark.parametrize(("temperature", "num_different"), [(None, 3), (0.0, 1)])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rollout_fakes import REGISTRATION, FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.config import validated
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.curriculum import Climb, OwnCurriculum, Rising
 from grpo_engine.environments.items.difficulty import DifficultyFilter, SolveRates
@@ -312,6 +312,21 @@ def test_level_and_solve_rates_survive_a_restart_with_another_order_of_items(tmp
     assert [again.next().question for _ in range(9)] != second_level
 
 
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_items_go_on_after_those_that_were_used(tmp_path: Path, is_killed: bool) -> None:
+    settings = config(task="arithmetic", state_file=str(tmp_path / "state.json"))
+    undisturbed = ItemSource(settings.model_copy(update={"state_file": None}))
+    expected = [undisturbed.next().question for _ in range(300)]
+    first = ItemSource(settings)
+    assert [first.next().question for _ in range(100)] == expected[:100]
+    first.save()  # as it is done every half minute
+    if not is_killed:
+        first.close()
+    goes_on_at = 128 if is_killed else 100  # two reservations of 64
+    again = ItemSource(settings)
+    assert [again.next().question for _ in range(50)] == expected[goes_on_at : goes_on_at + 50]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -388,7 +403,7 @@ async def worked(tmp_path: Path, num_batches: int, **changes: Any) -> list[Score
 
 def fetched(url: str, num_batches: int) -> list[ScoredGroup]:
     """The groups of some batches, as a trainer fetches them."""
-    with RolloutSource(url) as source:
+    with RolloutApiSource(url) as source:
         source.register(**{**REGISTRATION, "num_steps": num_batches})
         batches = [source.next_batch(timeout_s=50) for _ in range(num_batches)]
     return [group for batch in batches for group in batch or ()]

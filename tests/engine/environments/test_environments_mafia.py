@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from grpo_engine.config import validated
+from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import held_out_items
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.mafia.grammar import PASS, Action, Verb, parse
@@ -38,6 +41,7 @@ from grpo_engine.environments.tasks.mafia.rules import (
 )
 from grpo_engine.environments.tasks.mafia.scripted import scripted
 from grpo_engine.environments.tasks.mafia.task import Mafia
+from grpo_engine.errors import ConfigError
 
 RULES = Rules(max_days=3, num_talks=1, max_statement=20)
 ANN, BOB, CAT, DAN, EVE = range(5)
@@ -429,3 +433,49 @@ def test_every_role_is_dealt(game: tuple[Mafia, int]) -> None:
     assert counts[Role.MAFIA] == task.num_mafia
     assert counts[Role.SHERIFF] == counts[Role.DOCTOR] == 1
     assert {role for role in deal.roles if role not in NIGHT_VERBS} == {Role.CITIZEN}
+
+
+class Player:
+    """A seat that gives its answer at each turn, and keeps what it was asked."""
+
+    has_room = True
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+
+    async def ask(self, text: str) -> str:
+        self.asked.append(text)
+        return self.answer
+
+
+def test_another_policy_plays_the_other_side_and_its_turns_have_no_reward() -> None:
+    task = Mafia(policy_plays="town", max_days=1, num_talks=1)
+    assert (task.num_seats(), task.num_other_seats()) == (4, 1)
+    town = [Player("<pass/>") for _ in range(4)]
+    mafia = Player("<say>trust me</say>")
+    item = Item(question="game 7", answer="")
+    rewards = asyncio.run(task.play_against(item, town, [mafia]))
+    assert rewards == [1.0] * 4  # legal actions, and no side has won
+    assert all(": trust me" in text for player in town for text in player.asked[1:2])
+    assert len(mafia.asked) == 3  # a talk, a vote and a night
+    assert "mafia" in mafia.asked[0]
+    assert Mafia(policy_plays="mafia").num_other_seats() == 4
+    assert Mafia().num_other_seats() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task": "mafia"}, "opponent_urls: task mafia has no seat for another policy: leave them out, or"),
+        ({"task": "sort6"}, "opponent_urls: task sort6 has no seat for another policy"),
+        (
+            {"task": {"name": "mafia", "policy_plays": "town"}, "opponent_urls": ()},
+            "without opponent_urls",
+        ),
+    ],
+)
+def test_opponents_without_a_seat_are_refused(changes: dict[str, object], said: str) -> None:
+    table = {"opponent_urls": ["http://h:1"], "opponent_model_name": "m", "model_name": "m", **changes}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        validated(EnvironmentConfig, table, where="env")

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import held_out_items
 from grpo_engine.environments.tasks import AnyTask, spell_out
 from grpo_engine.environments.tasks.base import Item
+from grpo_engine.environments.tasks.python import reward_functions
 from grpo_engine.environments.tasks.python.reward_functions import RewardFailed
 from grpo_engine.environments.tasks.python.task import Python
 from grpo_engine.errors import ConfigError
@@ -117,6 +119,8 @@ def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkey
         ("def score(completion, numbre): return 1", r"has an unknown parameter 'numbre' \(did you mean 'number'\?\)"),
         ("def score(answer): return 1", "has no parameter for the completion: add `completion`"),
         ("def score(completion): return undefined", r"failed: NameError: .*undefined.* \(.*mine\.py:2, in score\)"),
+        ("def score(completion): return float(completion)", "ValueError: .*float.*, completion 'I do not know.'"),
+        ("def score(completions): return [1.0]", "returned 1 rewards for 2 completions"),
         ("items = []\ndef score(completion): return 1", "mine.py:items has no train record"),
         (
             "def items(): 1 / 0\ndef score(completion): return 1",
@@ -134,7 +138,7 @@ def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkey
 )
 def test_errors_of_a_module_are_reported_before_any_server_is_contacted(write: Write, code: str, words: str) -> None:
     file = write(code)
-    with pytest.raises((ConfigError, RewardFailed), match=words):
+    with pytest.raises(ConfigError, match=words):
         own(file).check()
 
 
@@ -288,6 +292,33 @@ def test_failing_completions_are_logged_at_growing_intervals(write: Write, caplo
     assert "in score), question 'What is 2 + 2?', answer '4', completion 'x'" in caplog.records[0].getMessage()
 
 
+def test_a_slow_function_is_named_with_its_seconds(
+    write: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_functions, "_SLOW_S", -1.0)
+    file = write("def score(completion): return 1\nasync def judge(completion): return 1")
+    scored(own(file, "score", "judge"), *["x"] * 5)
+    first, tenth = caplog.messages
+    assert re.search(r"mine\.py:(score|judge) took \d+\.\d s \(slow call 1\)", first)
+    assert "(slow call 10)" in tenth
+
+
+async def test_a_function_that_hangs_is_named_before_its_time_limit(
+    write: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_functions, "_HANGING_S", 0.01)
+    file = write(BLOCKING)
+    task = own(file)
+    module = loaded_module(task, file)
+    scoring = asyncio.create_task(task.rewards(ITEM, ["x"]))
+    while not caplog.messages:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    module.may_go_on.set()
+    await scoring
+    assert "mine.py:score has not returned for 0.01 s" in caplog.messages[0]
+    assert "after 60 s (task.timeout_s) it has failed" in caplog.messages[0]
+
+
 # --- items -----------------------------------------------------------------------------------------------------------
 
 SCORE = "\ndef score(completion): return 1\n"
@@ -412,3 +443,24 @@ def test_the_short_form_names_module_and_functions() -> None:
     assert of_file.task == own("./r.py", "a")
     with pytest.raises(ConfigError, match=r"functions: no function of my_rewards is named: write python:my_rewards:"):
         validated(EnvironmentConfig, {"task": "python:my_rewards", "model_name": "m"}, where="profile")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"name": "python:mine:a,b"},
+        {"name": "python", "functions": "mine:a,b"},
+        {"name": "python", "functions": ["mine:a", "mine:b"]},
+        {"name": "python", "module": "mine", "functions": "a, b"},
+        {"name": "python", "module": "mine", "functions": ["a", "mine:b"]},
+    ],
+)
+def test_functions_are_named_with_their_module_or_without_beside_other_settings(table: dict[str, Any]) -> None:
+    given = {"task": {**table, "path": "train.jsonl"}, "model_name": "m"}
+    assert validated(EnvironmentConfig, given, where="profile").task == own("mine", "a", "b", path=Path("train.jsonl"))
+
+
+def test_functions_of_two_modules_are_refused() -> None:
+    table = {"name": "python", "functions": ["mine:a", "other:b"]}
+    with pytest.raises(ConfigError, match=r"functions: mine:a, other:b with module None: all are of one module"):
+        validated(EnvironmentConfig, {"task": table, "model_name": "m"}, where="profile")

@@ -20,14 +20,16 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
 
-from grpo_engine.data.source import RolloutSource
-from grpo_engine.environments import clients
+from grpo_engine.data.source import RolloutApiSource
+from grpo_engine.environments import peers
 from grpo_engine.environments.clients import RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.environments.main import work
+from grpo_engine.environments.runner import Progress
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
-from grpo_engine.wire.rollouts import ScoredGroup
+from grpo_engine.wire.rollouts import EnvironmentStatus, ScoredGroup
 
 
 def half_right(prompt: str, index: int) -> str:
@@ -38,7 +40,7 @@ def half_right(prompt: str, index: int) -> str:
 
 def train(url: str, num_batches: int) -> list[list[ScoredGroup]]:
     """Fetch batches as the trainer does."""
-    with RolloutSource(url) as source:
+    with RolloutApiSource(url) as source:
         source.register(**{**RUN, "num_steps": num_batches})
         batches = [source.next_batch(timeout_s=100) for _ in range(num_batches)]
     return [batch for batch in batches if batch is not None]
@@ -52,16 +54,16 @@ async def trained(config: EnvironmentConfig, num_batches: int = 3) -> list[list[
         return await fetching
 
 
-async def queue_that_stays(api: str, size: int) -> None:
+async def queue_that_stays(api: str, size: int, *, step: int = 0, stays_s: float = 0.5) -> None:
     """Wait until so many groups are queued, and see that it stays at that."""
     async with asyncio.timeout(60), httpx.AsyncClient(base_url=api) as client:
         # Held while nothing changes for an environment, to which a longer queue is no news.
-        question = {"env_id": 0, "wait_s": 0.05, "current_step": 0, "queue_size": 0}
+        question = {"env_id": 0, "wait_s": 0.05, "current_step": step, "queue_size": 0}
         while question["queue_size"] < size:
             answer = await client.request("GET", "/status-env", json=question)
             if answer.status_code == 200:
                 question["queue_size"] = answer.json()["queue_size"]
-        question["wait_s"] = 0.5  # nothing changes from here on: the answer comes only when the time is up
+        question["wait_s"] = stays_s  # nothing changes from here on: the answer comes only when the time is up
         assert (await client.request("GET", "/status-env", json=question)).json()["queue_size"] == size
 
 
@@ -118,6 +120,25 @@ async def test_no_more_is_sampled_than_the_trainer_may_be_behind() -> None:
 
 
 @pytest.mark.slow
+async def test_with_no_staleness_nothing_is_sampled_ahead_of_the_weights_that_train_on_it() -> None:
+    fake = fake_inference(half_right)
+    with served_run(fake, max_staleness=0) as (api, inference, source):
+        async with at_work(settings(api, inference)):
+            for step in range(2):
+                await queue_that_stays(api, 2, step=step, stays_s=0.1)
+                assert len(fake.state.requests) == 2 * (step + 1)
+                batch = await asyncio.to_thread(source.poll, policy_version=fake.state.version)
+                assert batch is not None
+                assert {v for each in batch for row in each.policy_versions or [] for v in row} == {0, 5 + step}
+                await queue_that_stays(
+                    api, 0, step=step + 1, stays_s=0.2
+                )  # until the version is served that was trained
+                assert len(fake.state.requests) == 2 * (step + 1)
+                fake.state.version += 1
+                await asyncio.to_thread(source.report_served, source.lease, fake.state.version)
+
+
+@pytest.mark.slow
 async def test_a_guaranteed_share_is_sampled_although_other_groups_fill_the_queue() -> None:
     with served_run(fake_inference(half_right)) as (api, inference, source):
         config = settings(api, inference, min_batch_allocation=0.5, max_batches_offpolicy=1)
@@ -143,7 +164,7 @@ async def test_an_environment_registers_again_after_a_reset_of_the_api(servers: 
     config = settings(api, inference, total_steps=3)
 
     def train_during_a_reset() -> int:
-        with RolloutSource(api) as source:
+        with RolloutApiSource(api) as source:
             source.register(**RUN)
             assert source.next_batch(timeout_s=100) is not None
             httpx.get(f"{api}/reset_data", params={"force": "true"})
@@ -172,7 +193,7 @@ async def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
 
 def train_more(url: str) -> list[list[ScoredGroup] | None]:
     """The batch that the first trainer did not acknowledge, and one more of the same run."""
-    with RolloutSource(url) as source:
+    with RolloutApiSource(url) as source:
         source.register(**{**RUN, "num_steps": 10, "starting_step": 1})
         return [source.next_batch(timeout_s=100) for _ in range(2)]
 
@@ -283,6 +304,25 @@ async def test_a_game_becomes_a_group_for_every_seat_of_all_its_turns() -> None:
 
 
 @pytest.mark.slow
+async def test_two_policies_play_one_game_and_only_the_own_one_is_posted() -> None:
+    town, mafia = fake_inference(passing), fake_inference(lambda prompt, index: "<say>hello</say>")
+    game = {**GAME, "task": {**GAME["task"], "policy_plays": "town"}}
+    with served(mafia) as opponent, served_run(town, batch_size=16, max_token_len=512) as (api, inference, source):
+        config = settings(api, inference, opponent_urls=[opponent], api_key="ours alone", **game)
+        async with at_work(config, tiny_tokenizer()):
+            batch = await asyncio.to_thread(source.next_batch, 50)
+    assert batch is not None
+    assert len(batch) == NUM_SEATS - 1
+    assert not [group for group in batch if b", mafia" in bytes(group.tokens[0])]
+    assert all(b": hello" in bytes(group.tokens[0]) for group in batch)  # read there, and not trained
+    assert all(b"hello" not in bytes(label for label in group.masks[0] if label > 0) for group in batch)
+    asked = ["".join(map(chr, body["prompt"]["prompt_token_ids"])) for body in mafia.state.requests]
+    assert asked
+    assert all(", mafia" in prompt for prompt in asked)
+    assert (town.state.authorizations, mafia.state.authorizations) == ({"Bearer ours alone"}, {None})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ahead", "num_queued"), [(2, 5), (6, 10)])
 async def test_no_more_games_are_played_than_the_trainer_may_be_behind(num_ahead: int, num_queued: int) -> None:
     """Batches are of two groups: one game is always begun, a second one when all its groups are wanted."""
@@ -347,17 +387,17 @@ async def test_an_unavailable_server_is_logged_once_for_many_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for limit, seconds in {"_REPORT_AFTER_S": 0.0, "_MIN_PAUSE_S": 0.001}.items():
-        monkeypatch.setattr(clients, limit, seconds)
+        monkeypatch.setattr(peers, limit, seconds)
     asked = itertools.count()
     answers = httpx.MockTransport(lambda _request: httpx.Response(503 if next(asked) < 48 else 200, text="loading"))
     async with httpx.AsyncClient(transport=answers, base_url="http://server") as http:
-        server = clients.InferenceServer(http, timeout_s=5)
+        server = InferenceServers([http], timeout_s=5)
         with caplog.at_level("INFO"):
             await asyncio.gather(*(server.wait_until_healthy() for _ in range(16)))
-    said = [record.message for record in caplog.records if record.name == clients.log.name]
+    said = [record.message for record in caplog.records if record.name == peers.log.name]
     assert [line.partition(" for")[0].partition(" after")[0] for line in said] == [
-        "inference server has not answered",
-        "inference server answers again",
+        "inference server http://server has not answered",
+        "inference server http://server answers again",
     ]
 
 
@@ -366,8 +406,8 @@ async def test_a_long_request_that_fails_at_its_end_does_not_count_as_silence_of
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends_in: str
 ) -> None:
     clock = itertools.chain([0.0], itertools.repeat(100.0))  # the first request takes so many seconds
-    monkeypatch.setattr(clients, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(clients, "_MIN_PAUSE_S", 0.001)
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0))
+    monkeypatch.setattr(peers, "_MIN_PAUSE_S", 0.001)
     asked = itertools.count()
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -376,7 +416,28 @@ async def test_a_long_request_that_fails_at_its_end_does_not_count_as_silence_of
         return httpx.Response(503 if next(asked) == 1 else 200, text="this server is shutting down")
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://server") as http:
-        await clients.InferenceServer(http, timeout_s=5).wait_until_healthy()
-    said = [record.message for record in caplog.records if record.name == clients.log.name]
-    expected = ["inference server has not answered for 100 s (no answer); retrying"]
+        await InferenceServers([http], timeout_s=5).wait_until_healthy()
+    said = [each.message for each in caplog.records if each.name == peers.log.name and each.levelname == "WARNING"]
+    expected = ["inference server http://server has not answered for 100 s (no answer); retrying"]
     assert said == (expected if ends_in == "silence" else [])
+
+
+def test_progress_is_logged_again_when_there_are_new_groups(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of groups in the last line was not noted, so that it came every ten seconds while all stood still."""
+    now_s = itertools.count(step=20.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
+    status = EnvironmentStatus(
+        current_step=1, queue_size=0, unallocated_fraction=0, self_queue_size=0, max_group_size=8, env_weight=1
+    )
+    group = ScoredGroup(tokens=[[1, 2]], masks=[[-100, 2]], scores=[0.5])
+    progress = Progress()
+    with caplog.at_level("INFO"):
+        for posted in ([group], [], [], [group]):
+            progress.posted(posted)
+            progress.log_periodically(status)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "step 1: 1 groups sent, 0 queued",
+        "step 1: 2 groups sent, 0 queued",
+    ]

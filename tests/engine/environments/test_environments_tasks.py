@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from grpo_engine.config import validated
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import held_out_items
-from grpo_engine.environments.tasks import AnyTask
+from grpo_engine.environments.tasks import AnyTask, expressions, records
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, plain
 from grpo_engine.environments.tasks.gsm8k import AnswerFormat, Gsm8k, has_format
 from grpo_engine.environments.tasks.ifeval.task import IFEval
 from grpo_engine.environments.tasks.jsonl import Jsonl
+from grpo_engine.environments.tasks.math_zero import MathZero
 from grpo_engine.environments.tasks.puzzles import Arithmetic, Copy6, Reverse6, Sort6
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
 from grpo_engine.errors import ConfigError
@@ -34,6 +35,14 @@ from grpo_engine.flags import parse_flags, to_flags
 
 needs_reasoning_gym = pytest.mark.skipif(not importlib.util.find_spec("reasoning_gym"), reason="the `data` extra")
 needs_math_verify = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="the `data` extra")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended_verifier() -> Iterator[None]:
+    yield
+    if (verifier := expressions._verifier())._process is not None:
+        verifier._end()
+
 
 PROCEDURAL: list[AnyTask] = [Sort6(), Copy6(), Reverse6(), Arithmetic(difficulty=2)]
 SPLIT_BY_QUESTION: list[AnyTask] = [*PROCEDURAL, IFEval()]
@@ -116,9 +125,10 @@ def test_a_comparison_that_times_out_is_a_wrong_answer_also_in_a_thread() -> Non
 @pytest.mark.slow
 def test_the_process_for_comparisons_is_restarted_after_a_crash() -> None:
     assert is_same_answer("1/2", r"\frac{1}{2}")
-    [process] = multiprocessing.active_children()
+    process = expressions._verifier()._process
+    assert process is not None
     process.kill()
-    process.join()
+    process.wait()
     assert is_same_answer("1/2", r"\frac{1}{2}")
 
 
@@ -303,6 +313,7 @@ def test_an_evaluation_of_a_small_task_uses_all_held_out_items(tmp_path: Path) -
         ("", "has no record"),
         ("[1]\n", r"data\.jsonl:1: must be an object, not list"),
         ('{"question": "x"\n', r"data\.jsonl:1: not JSON"),
+        ("[" * 100_000 + "\n", r"data\.jsonl:1: not JSON"),
         ('{"question": "x", "answer": null}\n', r"data\.jsonl:1: field 'answer' is null: set it"),
         ('{"question": "x", "anwser": "y"}\n', r"no field 'answer' \(did you mean 'anwser'\?\)"),
         (None, r"task\.path: .*data\.jsonl cannot be read: No such file"),
@@ -314,6 +325,16 @@ def test_a_bad_records_file_is_named_with_its_line(tmp_path: Path, content: str 
         path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         Jsonl(path=path).check()
+
+
+def test_a_records_file_without_line_ends_is_refused_before_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_LINE_CHARS", 100)
+    good = b'{"question": "x", "answer": "y"}\n'
+    (tmp_path / "data.jsonl").write_bytes(good + b"x" * 100_000 + b"\xff")  # the rest is not even text
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: longer than 100 characters"):
+        Jsonl(path=tmp_path / "data.jsonl").check()
 
 
 @pytest.mark.parametrize(
@@ -396,7 +417,7 @@ def test_flags_make_settings_that_survive_the_conversion_to_flags() -> None:
     argv = ["--task", "arithmetic", "--task.difficulty", "2", "--model", "local/tiny", "--group-size", "8"]
     config = parse_flags(EnvironmentConfig, [*argv, "--base-url", "http://h:1/v1/"], prog="env", description="")
     assert config.task == Arithmetic(difficulty=2)
-    assert config.inference_url == "http://h:1"
+    assert config.inference_urls == ("http://h:1",)
     assert parse_flags(EnvironmentConfig, to_flags(config), prog="env", description="") == config
 
 
@@ -442,3 +463,69 @@ def test_an_unreachable_hub_is_requested_once(tmp_path: Path) -> None:
     assert done.stderr.count(f"{hub} cannot be reached") == 1
     assert "give task.path = a folder with train.jsonl" in done.stderr
     assert "Retry" not in done.stderr
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (r"so 0.5 </think> <answer> \boxed{\frac{1}{2}} </answer>", 1.0),
+        (r"so </think> <answer> It is \boxed{0.5}", 1.0),  # stopped at </answer>
+        (r"<answer>\boxed{3}</answer> no <answer>\boxed{1/2}</answer>", 1.0),
+        (r"<answer>\boxed{1/2}</answer> no <answer>\boxed{3}</answer>", 0.0),
+        (r"\boxed{1/2}", 0.0),
+        ("<answer> 1/2 </answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_math_zero_rewards_an_equal_boxed_answer_between_the_tags(completion: str, reward: float) -> None:
+    assert MathZero().score(Item(question="", answer=r"\frac{1}{2}"), completion) == reward
+
+
+@needs_math_verify
+def test_math_zero_reads_files_of_either_field_names_and_asks_in_its_prompt(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(
+        '{"question": "What is 1 + 1?", "final_answer": "2", "difficulty": 1}\n'
+        '{"problem": "And in words?", "answer": "It is so\\n#### 2"}\n'
+        '{"problem": "x", "solution": 1, "answer": "$x^2$"}\n'
+    )
+    (tmp_path / "test.jsonl").write_text('{"problem": "What is 1 + 2?", "answer": "3"}\n')
+    task = MathZero(path=tmp_path)
+    task.check()
+    answers = {item.question.partition("problem:\n")[2]: item.answer for item in itertools.islice(task.items(0), 3)}
+    assert answers == {
+        f"{asked}\n\nAssistant: <think>": answer
+        for asked, answer in {"What is 1 + 1?": "2", "And in words?": "2", "x": "x^2"}.items()
+    }
+    assert next(MathZero(path=tmp_path, prompt="plain").items(0, "held_out")).question == "What is 1 + 2?"
+    (tmp_path / "train.jsonl").write_text('{"problem": "x", "anwser": "1"}\n')
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: no field 'final_answer' or 'answer'"):
+        task.check_files(Path("/"))
+
+
+@needs_math_verify
+@needs_reasoning_gym
+def test_math_zero_needs_no_hub_with_generated_problems() -> None:
+    task = MathZero(source="generated", prompt="plain")
+    items = list(itertools.islice(task.items(1), 60))
+    assert items == list(itertools.islice(task.items(1), 60))
+    assert [task.score(item, rf"<answer>\boxed{{{item.answer}}}") for item in items] == [1.0] * 60
+    assert not {item.question for item in items} & {item.question for item in held_out_items(task, 64)}
+
+
+def test_math_zero_without_math_verify_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_engine.environments.tasks.math_zero.is_installed", lambda module: False)
+    with pytest.raises(ConfigError, match=r"math-verify, which is not installed: pip install 'grpo-tui\[data\]'"):
+        MathZero(source="generated").check()
+
+
+@pytest.mark.parametrize("name", ["shared", "lora"])
+def test_the_configurations_of_math_zero_are_valid(name: str) -> None:
+    file = Path(__file__).parents[3] / "configs" / f"math_zero_{name}.yaml"
+    config = parse_flags(
+        EnvironmentConfig, ["--config", str(file), "--task.source", "generated"], prog="env", description=""
+    )
+    assert isinstance(config.task, MathZero)
+    assert (config.task.source, config.group_size, config.steps_per_eval) == ("generated", 8, 20)
+    assert (config.name, config.chat_template) == (f"math-zero-{name}-env", False)
+    assert "</answer>" in config.stop

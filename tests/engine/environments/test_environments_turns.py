@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_engine.environments.config import EnvironmentConfig
-from grpo_engine.environments.evaluator import measured_prompt
+from grpo_engine.environments.measuring import measured_prompt
 from grpo_engine.environments.sampling.groups import Completions, Conversation, scored_group
 from grpo_engine.environments.sampling.policy import Policy, PolicySeat, PromptTooLong
 from grpo_engine.environments.sampling.prompts import chat_tokens, check_template, following_tokens
@@ -86,7 +86,7 @@ class ScriptedServer:
         self._tokenizer, self._texts, self._end = tokenizer, list(texts), end
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, request: GenerateRequest) -> Completions:
+    async def generate(self, request: GenerateRequest, session: object = None) -> Completions:
         self.requests.append(request)
         version = len(self.requests)
         texts = [self._texts.pop(0) for _ in range(request.n)]

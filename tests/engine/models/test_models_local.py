@@ -131,6 +131,7 @@ def test_the_tiny_chat_template_is_short_chatml() -> None:
     assert tokenizer.decode([53, 54, 3], skip_special_tokens=True) == "56"
 
 
+@pytest.mark.extended("test_train_learning: rewards rise from what the tiny model can do")
 @pytest.mark.slow
 def test_the_tiny_model_does_the_puzzles_about_half_right(tiny_model_dir: Path) -> None:
     model = load_model(str(tiny_model_dir), dtype="float32", device="cpu")

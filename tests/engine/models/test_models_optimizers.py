@@ -4,8 +4,6 @@ only when published.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from typing import Any, get_args
 
 import pytest
@@ -14,8 +12,8 @@ from torch import nn
 from training import small_model
 from transformers import LlamaForCausalLM
 
-from grpo_engine.errors import ModelError
-from grpo_engine.models import optimizers
+from grpo_engine.errors import ConfigError, ModelError
+from grpo_engine.models import config, optimizers
 from grpo_engine.models.config import MasterKind, OptimizerName, OptimizerSettings
 from grpo_engine.models.optimizers import GradientDtype, MasterWeights, build_optimizer
 
@@ -82,19 +80,18 @@ def test_adamw_8bit_trains_with_one_byte_a_moment_where_bitsandbytes_can() -> No
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("version", "message"),
     [
         (None, "pip install bitsandbytes, or choose adamw"),
-        (object(), r"from bitsandbytes 0\.50 on, and 0\.49\.2 is installed: pip install -U"),
+        ("0.49.2", r"from bitsandbytes 0\.50 on, and 0\.49\.2 is installed: pip install -U"),
     ],
     ids=["missing", "without CPU kernels"],
 )
 def test_an_8_bit_optimizer_that_cannot_run_is_an_error(
-    spec: object, message: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.49.2")
-    with pytest.raises(ModelError, match=message):
+    monkeypatch.setattr(config, "installed_version", lambda name: version)
+    with pytest.raises(ConfigError, match=message):
         build_optimizer([nn.Parameter(torch.ones(1))], OptimizerSettings(name="adamw_8bit"))
 
 

@@ -76,6 +76,24 @@ def test_biases_and_another_architecture_attach_as_well() -> None:
     torch.testing.assert_close(attached(token_ids).logits, original(token_ids).logits, rtol=0, atol=0)
 
 
+def test_debug_loading_shows_that_parts_of_a_fused_tensor_share_its_memory(caplog: pytest.LogCaptureFixture) -> None:
+    original = attachable()
+    tensors = stored(original)
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    fused = torch.cat([tensors[name] for name in names])
+    rows = [len(tensors[name]) for name in names]
+    tensors |= dict(zip(names, fused.split(rows), strict=True))
+    with caplog.at_level("DEBUG", "grpo_engine.models"):
+        load_model_on_shared(original.config, tensors)
+    said = {line.split(" ")[0]: line for line in caplog.messages}
+    at = f"of memory at 0x{fused.untyped_storage().data_ptr():x}"
+    first = 0
+    for name, num_rows in zip(names, rows, strict=True):
+        assert f"({num_rows}, 32) float32 on cpu, element {first} {at}" in said[name]
+        first += num_rows * 32
+    assert caplog.messages[0].startswith("built LlamaForCausalLM on ")
+
+
 def test_views_of_a_fused_tensor_attach_and_a_write_to_it_is_seen() -> None:
     original = attachable()
     config = original.config

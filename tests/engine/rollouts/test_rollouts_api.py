@@ -17,6 +17,10 @@ import httpx
 import pytest
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, tags
 
+from grpo_engine.data.source import idle_metrics
+from grpo_engine.rollouts.idle_clock import IdleClock
+from grpo_engine.wire.rollouts import IdleTimes
+
 STOCK_KEYS = {
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs",
     "overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
@@ -93,6 +97,24 @@ async def test_environments_wait_until_the_trainer_has_asked_for_a_batch() -> No
         }
         second = (await api.post("/register-env", json=ENVIRONMENT)).json()
         assert (second["env_id"], second["wandb_name"]) == (1, "sums_1")
+
+
+async def test_a_resumed_run_gets_more_steps_and_admits_environments_once_its_trainer_asks(tmp_path: Path) -> None:
+    """After a start of the whole stack, inference has untrained weights until the trainer publishes its own."""
+    store, ended = tmp_path / "rollouts.sqlite", {**REGISTRATION, "num_steps": 1}
+    async with api_client(store) as api:
+        await api.post("/register", json=ended)
+        await api.post("/scored_data_list", json=[group(4, tag=10), group(4, tag=11)])
+        lease = (await api.get("/batch", params={"ack": ""})).json()["lease"]
+        await api.post("/acknowledge", params={"lease": lease})
+        await join(api)
+    async with api_client(store) as api:
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] == "wait for trainer to start"
+        extended = await api.post("/register", json={**ended, "starting_step": 1, "num_steps": 2})
+        assert extended.json()["changes"].startswith("continues at step 1; 1 groups kept")
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] == "wait for trainer to start"
+        assert tags((await api.get("/batch", params={"ack": ""})).json()["batch"]) == [11]
+        assert await join(api) == 1
 
 
 async def test_a_batch_is_whole_groups_with_every_key() -> None:
@@ -276,7 +298,8 @@ async def test_a_queue_without_live_environments_is_reported() -> None:
         assert (await api.get("/status")).json()["problem"] is None
         await api.post("/disconnect-env", json={"env_id": env_id})
         problem = (await api.get("/batch")).json()["message"]
-        assert "no environment is live: sums_0 disconnected 0 s ago" in problem
+        assert "no environment is live: sums_0 disconnected at " in problem
+        assert (await api.get("/batch")).json()["message"] == problem, "a trainer logs what changes"
         await join(api)
         assert (await api.get("/status")).json()["problem"] is None
 
@@ -300,6 +323,37 @@ async def test_a_request_may_be_held_for_its_answer() -> None:
         assert (await news).status_code == 200
         status = await ask_status(api, env_id, wait_s=15, current_step=0, queue_size=0)
         assert status.json()["current_step"] == 1
+
+
+def test_the_time_that_environments_wait_is_counted_from_batch_to_batch() -> None:
+    now = [10.0]
+    clock = IdleClock(lambda: now[0])
+    clock.note(1)
+    with clock.waiting(0):
+        now[0] += 3
+        assert clock.take() == IdleTimes(since_s=3.0, idle_s={0: 3.0, 1: 0.0})
+        now[0] += 1
+    now[0] += 4
+    assert clock.take() == IdleTimes(since_s=5.0, idle_s={0: 1.0})  # environment 1 has asked for nothing
+    assert clock.take() == IdleTimes(since_s=0.0, idle_s={})
+    assert idle_metrics(IdleTimes(since_s=5.0, idle_s={0: 1.0, 1: 0.0})) == {
+        "rollout/admission_wait_time": 0.5,
+        "rollout/busy_fraction": 0.9,
+    }
+
+
+async def test_a_batch_says_how_long_environments_had_nothing_to_do() -> None:
+    async with api_with_run() as api:
+        waiting, stock = await join(api), await join(api)
+        await ask_status(api, stock)
+        held = asyncio.create_task(ask_status(api, waiting, wait_s=15, current_step=0, queue_size=0))
+        await asyncio.sleep(0)
+        await api.post("/scored_data", json=group(4))
+        idle = (await api.get("/batch", params={"ack": ""})).json()["idle"]
+        assert list(idle["idle_s"]) == [str(waiting)]
+        assert 0 < idle["idle_s"][str(waiting)] <= idle["since_s"]
+        await held
+        assert (await api.get("/batch", params={"ack": "none"})).json().get("idle") is None  # it is offered again
 
 
 @pytest.mark.parametrize(

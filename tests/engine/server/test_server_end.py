@@ -1,21 +1,122 @@
-"""Requests that a shutdown cuts off, and clients that disconnect during their request."""
+"""The port while a server starts, requests that a shutdown cuts off, and clients that disconnect during theirs."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.engine import EngineUnavailable
 from grpo_engine.server.http.requests import RefuseDuringShutdown, add_error_answers, read_body
+from grpo_engine.server.main import _Server
+from grpo_engine.serving.listening import take_port
 
 
 class Prompt(BaseModel):
     """Body of a request."""
 
     prompt: str
+
+
+class LoadingEngine:
+    """An engine that is loaded when the test says so; what a server asks of one beside its routes."""
+
+    def __init__(self) -> None:
+        self.may_load = threading.Event()
+        self.is_ready = asyncio.Event()
+        self.is_closed = asyncio.Event()
+        self.failure: Exception | None = None
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def wait_loaded(self) -> None:
+        """Block until `may_load`."""
+        self.may_load.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def info(self) -> str:
+        """For the log, when the server listens."""
+        self.is_ready.set()
+        return "an engine"
+
+    async def wait_failed(self) -> None:
+        """It never fails."""
+        await self.is_closed.wait()
+
+    async def close(self) -> None:
+        """Ends its loading too."""
+        self.may_load.set()
+        self.is_closed.set()
+
+
+async def answer_health(_scope: Scope, _receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class Loading:
+    """A server on a free port, with an engine that loads."""
+
+    def __init__(self) -> None:
+        self.listener = take_port("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/health"
+        self.engine = LoadingEngine()
+        config = ServerConfig(model_name="m", engine="torch")
+        self.server = _Server(answer_health, config, self.engine, self.listener)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(self.server.serve(sockets=[self.listener]))
+
+    async def end(self) -> None:
+        """Wait until it has exited."""
+        await self.task
+        self.listener.close()
+
+    async def status(self) -> int:
+        """What `curl` gets; raises where the connection is refused."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return (await client.get(self.url)).status_code
+
+
+async def test_the_port_is_closed_and_no_line_says_that_it_runs_until_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loading = Loading()
+    await asyncio.sleep(0)
+    with pytest.raises(httpx.ConnectError):  # `while ! curl -s …/health` goes on
+        await loading.status()
+    assert "Uvicorn running on" not in capsys.readouterr().err
+    loading.engine.may_load.set()
+    await loading.engine.is_ready.wait()
+    assert await loading.status() == 200
+    assert "Uvicorn running on http://127.0.0.1:" in capsys.readouterr().err
+    loading.server.should_exit = True
+    await loading.end()
+    assert loading.engine.is_closed.is_set()
+
+
+async def test_a_server_that_is_stopped_while_it_loads_closes_its_engine_and_never_listens() -> None:
+    loading = Loading()
+    await asyncio.sleep(0)
+    loading.server.should_exit = True
+    await loading.end()
+    assert loading.engine.is_closed.is_set()
+    assert not loading.server.started
+
+
+async def test_a_server_that_cannot_load_never_listens() -> None:
+    loading = Loading()
+    loading.engine.failure = EngineUnavailable("no room")
+    loading.engine.may_load.set()
+    await loading.end()
+    assert loading.server._failure is loading.engine.failure
+    assert not loading.server.started
 
 
 async def cut_off(*, after_the_head: bool) -> list[Message]:

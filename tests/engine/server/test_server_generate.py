@@ -62,6 +62,13 @@ def test_an_answer_has_the_wire_shape_and_the_models_logprobs(server: RunningSer
     assert answer["finish_reasons"] == ends
 
 
+def test_a_request_that_asks_for_nothing_more_has_logprobs(server: RunningServer, model: torch.nn.Module) -> None:
+    """The command of Atropos's FAQ: `curl … -d '{"prompt": "Hello", "max_tokens": 5}'`."""
+    answer = server.generate(prompt="Hello", max_tokens=5)
+    assert_logprobs(answer, model, answer["prompt_token_ids"])
+    assert server.generate(prompt="Hello", max_tokens=5, logprobs=True)["logprobs"]
+
+
 @pytest.mark.parametrize(
     ("prompts", "lengths", "n", "ignore_eos"),
     [
@@ -112,7 +119,7 @@ def test_the_sampled_token_comes_first_and_the_extra_ones_follow(server: Running
 
 
 def test_without_logprobs_the_answer_has_none(server: RunningServer) -> None:
-    answer = server.generate(prompt="hello")
+    answer = server.generate(prompt="hello", logprobs=None)
     assert not {"logprobs", "token_ids", "prompt_token_ids"} & set(answer)
 
 

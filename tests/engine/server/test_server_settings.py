@@ -12,6 +12,7 @@ from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags, to_flags
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.http.requests import only_owner
+from grpo_engine.server.main import with_environment
 from grpo_engine.serving.access import Token
 
 
@@ -53,6 +54,35 @@ def test_words_that_belong_to_no_flag_are_refused() -> None:
 def test_half_a_certificate_is_refused() -> None:
     with pytest.raises(ConfigError, match="ssl_keyfile and ssl_certfile"):
         parsed("--ssl-keyfile", "/key")
+
+
+# --- variables of the stock server ---
+
+
+@pytest.mark.parametrize("variable", [{"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, {"NUM_INFERENCE_NODES": "0"}])
+def test_the_stock_servers_variables_share_the_weights_of_a_server_that_is_started_by_hand(
+    variable: dict[str, str],
+) -> None:
+    config = with_environment(parsed(), variable)
+    assert config.shared_weights
+    assert config.receives_weights
+    parallel = with_environment(parsed("--tensor-parallel-size", "2"), variable)
+    assert (parallel.shared_weights, parallel.receives_weights) == (False, True)
+
+
+@pytest.mark.parametrize("flag", [("--handover", "h"), ("--enable-lora",), ("--receives-weights",)])
+def test_variables_left_in_a_shell_change_no_server_whose_flags_say_otherwise(
+    flag: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parsed(*flag)
+    assert with_environment(config, {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}) == config
+    assert f"have no effect with {flag[0]}" in caplog.text
+    assert not with_environment(parsed("--no-shared-weights"), {"NUM_INFERENCE_NODES": "0"}).shared_weights
+
+
+def test_variables_left_in_a_shell_change_no_server_of_a_profile() -> None:
+    left = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "NUM_INFERENCE_NODES": "0", "GRPO_TUI_RUN_FOLDER": "/r"}
+    assert not with_environment(parsed(), left).shared_weights
 
 
 # --- only this machine -----------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("shared")
     model = save_tiny_qwen2(folder / "model")
     try:
-        with serving_vllm(model, folder, *FLAGS, environment={"GRPO_TUI_RUN": RUN}) as stack:
+        with serving_vllm(model, folder, *FLAGS, "--receives-weights", environment={"GRPO_TUI_RUN": RUN}) as stack:
             yield stack
     finally:
         unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
@@ -107,9 +107,8 @@ def counter_of(stack: Stack, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
-def test_health_is_503_until_vllm_serves(shared: Stack) -> None:
-    assert set(shared.statuses) == {503, 200}
-    assert shared.statuses == sorted(shared.statuses, reverse=True)
+def test_no_request_is_answered_until_vllm_serves(shared: Stack) -> None:
+    assert shared.statuses == [200]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -260,6 +259,18 @@ def test_adapters_are_merged_into_the_weights_that_vllm_reads(shared: Stack) -> 
     with model.disable_adapter():
         base = logprobs_of(model, LONG_PROMPT, tokens, 1.0)
     assert (logprobs_of(model, LONG_PROMPT, tokens, 1.0) - base).abs().max() > 0.1
+    bridge.close()
+
+
+def test_weights_that_are_sent_are_served_at_once(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "broadcast"})
+    attached = bridge.attach()
+    model, version = attached.model.eval(), attached.policy_version
+    for seed in (1, 2):
+        version += 1
+        bridge.publish(version, shift(model, seed))
+        assert_agreement(shared, model, version=version, prompt=LONG_PROMPT, n=2)
+        bridge.prepare_step()
     bridge.close()
 
 
@@ -449,7 +460,7 @@ def test_a_server_adopts_the_weights_of_a_killed_one_and_removes_its_files(tmp_p
             if HAS_GPU:  # the memory was freed with the killed server; requests wait until the trainer publishes
                 with again.server.client as client:
                     assert client.get("/bridge/is_paused").json() == {"paused": True}
-                bridge.ensure_current()
+                bridge.prepare_step()
             assert_agreement(again, model, version=50, prompt=LONG_PROMPT)
             assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
             assert not [path for path in sockets if path.parent.exists()]

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import LlamaConfig
 from vllm_fakes import Served
 
@@ -19,10 +20,11 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import EngineUnavailable, NotANumber
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.prompts import max_new_tokens
+from grpo_engine.server.receiving import Part
 from grpo_engine.server.vllm.arguments import prepare_environment
 from grpo_engine.server.vllm.checkpoint import Parameters, check_fits, parameters_of
 from grpo_engine.server.vllm.flags import frontend_of
-from grpo_engine.server.vllm.layout import compare_with_checkpoint, views_under_hf_names
+from grpo_engine.server.vllm.layout import compare_with_checkpoint, parts_under_hf_names, views_under_hf_names
 from grpo_engine.server.vllm.requests import generation
 from grpo_engine.server.vllm.running import RunningVersions, TokenVersions, lengths_so_far
 from grpo_engine.wire.inference import GenerateRequest
@@ -70,6 +72,59 @@ def test_every_difference_of_the_two_models_is_named() -> None:
     assert "tied embeddings" in problem({**EXPECTED, "head.weight": (5, 4)}, {})
 
 
+WHOLE = {
+    "embed.weight": torch.arange(20.0).reshape(5, 4),
+    "q_proj.weight": torch.arange(16.0).reshape(4, 4),
+    "k_proj.weight": torch.arange(16.0, 24.0).reshape(2, 4),
+    "v_proj.weight": torch.arange(24.0, 32.0).reshape(2, 4),
+    "o_proj.weight": torch.arange(32.0, 48.0).reshape(4, 4),
+    "norm.weight": torch.ones(4),
+}
+
+
+def one_of_two(rank: int) -> nn.Module:
+    """The process of this rank among two of vLLM: two heads for queries, one for k and v, padded vocabulary."""
+    rows = slice(2 * rank, 2 * rank + 2)
+    model = nn.Module()
+    model.packed_modules_mapping = Served.packed_modules_mapping  # type: ignore[assignment]
+    model.qkv_proj = nn.Module()
+    model.qkv_proj.output_sizes = [4, 4, 4]  # type: ignore[assignment] # k and v once for each rank
+    fused = [WHOLE["q_proj.weight"][rows], WHOLE["k_proj.weight"], WHOLE["v_proj.weight"]]
+    model.qkv_proj.weight = nn.Parameter(torch.cat(fused))
+    model.o_proj = nn.Linear(2, 4, bias=False)
+    model.o_proj.weight.data = WHOLE["o_proj.weight"][:, rows].contiguous()
+    model.embed = nn.Module()
+    model.embed.weight = nn.Parameter(torch.full((4, 4), -1.0))
+    first, end = (0, 4) if rank == 0 else (4, 5)
+    model.embed.weight.data[: end - first] = WHOLE["embed.weight"][first:end]
+    model.embed.shard_indices = SimpleNamespace(  # type: ignore[assignment]
+        org_vocab_start_index=first, num_org_elements=end - first
+    )
+    model.norm = nn.Module()
+    model.norm.weight = nn.Parameter(WHOLE["norm.weight"].clone())
+    return model
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_of_a_tensor_parallel_server_knows_which_part_of_a_weight_it_has(
+    rank: int, tmp_path: Path
+) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in WHOLE.items()}
+    parts = parts_under_hf_names(one_of_two(rank), shapes, {}, rank=rank, num_ranks=2)
+    for name, part in parts.items():
+        assert part.memory.equal(WHOLE[name] if part.place is None else WHOLE[name][part.place]), name
+    assert {name for name, part in parts.items() if part.place is None} == {
+        "k_proj.weight", "v_proj.weight", "norm.weight"
+    }  # fmt: skip
+    save_file(WHOLE, tmp_path / "model.safetensors")
+    assert compare_with_checkpoint(parts, tmp_path) == len(WHOLE)
+    of_the_other = parts_under_hf_names(one_of_two(1 - rank), shapes, {}, rank=rank, num_ranks=2)
+    with pytest.raises(BridgeError, match="row"):
+        compare_with_checkpoint(of_the_other, tmp_path)
+    with pytest.raises(BridgeError, match=r"o_proj\.weight"):
+        parts_under_hf_names(one_of_two(rank), {**shapes, "o_proj.weight": (4, 3)}, {}, rank=rank, num_ranks=2)
+
+
 def test_a_fused_layer_of_unknown_sizes_is_refused() -> None:
     model = Served()
     model.attn.qkv_proj.output_sizes = [4, 4]
@@ -80,10 +135,11 @@ def test_a_fused_layer_of_unknown_sizes_is_refused() -> None:
 def test_weights_that_differ_from_the_checkpoint_in_value_are_refused(tmp_path: Path) -> None:
     square = torch.arange(16.0).reshape(4, 4)
     save_file({"a": square, "b": torch.ones(3), "unknown": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert compare_with_checkpoint({"a": square, "b": torch.ones(3), "c": torch.ones(1)}, tmp_path) == 2
-    assert compare_with_checkpoint({"a": square.bfloat16()}, tmp_path) == 1
+    whole = {"a": Part(square), "b": Part(torch.ones(3)), "c": Part(torch.ones(1))}
+    assert compare_with_checkpoint(whole, tmp_path) == 2
+    assert compare_with_checkpoint({"a": Part(square.bfloat16())}, tmp_path) == 1
     with pytest.raises(BridgeError, match="a: row"):
-        compare_with_checkpoint({"a": square.T.contiguous()}, tmp_path)
+        compare_with_checkpoint({"a": Part(square.T.contiguous())}, tmp_path)
 
 
 def test_a_checkpoint_fits_by_names_and_shapes(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: count)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCudaComputeCapability", lambda handle: (9, 0))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}{handle}{handle}")
     monkeypatch.setattr(
         pynvml, "nvmlDeviceGetMemoryInfo", lambda _handle, version: SimpleNamespace(free=60 * GB, used=40 * GB)
@@ -149,7 +150,7 @@ def test_visible_gpus_are_named_by_number_or_identity(monkeypatch: pytest.Monkey
     assert indices("2,0") == [2, 0]
     assert indices("GPU-111, 0") == [1, 0]
     assert indices("0,7,1") == [0]
-    assert visible_gpus({})[2] == GpuMemory(index=2, free_bytes=60 * GB, usable_bytes=100 * GB)
+    assert visible_gpus({})[2] == GpuMemory(index=2, free_bytes=60 * GB, usable_bytes=100 * GB, generation=9)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rollout_fakes import ENVIRONMENT, RUN, served_api
 from training import ListedSource, made_up_groups, metrics_lines, settings, train_in
 
 from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
-from grpo_engine.data.source import RolloutSource
+from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.train.evaluation import Evaluator, answer_problems, evaluation_metrics
 from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, EvaluationState, NamedAnswer
@@ -159,13 +159,13 @@ def test_the_problems_of_an_evaluation_are_reported(found: EvaluationState, prob
 # --- the trainer ---------------------------------------------------------------------------------------------------
 
 
-def evaluator(source: RolloutSource, **changes: Any) -> Evaluator:
+def evaluator(source: RolloutApiSource, **changes: Any) -> Evaluator:
     hooks = {name: changes.pop(name) for name in ("stop", "meanwhile") if name in changes}
     return Evaluator(settings(eval_every=2, training_steps=5, **changes), source, **hooks)
 
 
 def test_it_is_due_at_first_every_so_many_steps_and_at_last() -> None:
-    source = RolloutSource("http://api.test")
+    source = RolloutApiSource("http://api.test")
     assert [step for step in range(6) if evaluator(source).is_due(step)] == [0, 2, 4, 5]
     assert not any(Evaluator(settings(eval_every=0), source).is_due(step) for step in range(6))
     source.close()
@@ -173,7 +173,7 @@ def test_it_is_due_at_first_every_so_many_steps_and_at_last() -> None:
 
 def test_a_stock_api_is_named_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(404, json={"detail": "Not Found"}))
-    with RolloutSource("http://api.test", transport=transport) as source:
+    with RolloutApiSource("http://api.test", transport=transport) as source:
         assert evaluator(source).measure_if_due(0, 0) == {}
     assert "http://api.test has no evaluations (a stock rollout API)" in caplog.text
 
@@ -182,7 +182,7 @@ def test_a_stock_api_is_named_and_training_continues(caplog: pytest.LogCaptureFi
 def test_an_evaluation_without_answers_times_out_and_names_the_environments(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with served_api() as api, RolloutSource(api) as source:
+    with served_api() as api, RolloutApiSource(api) as source:
         source.register(**RUN)
         source.poll()
         httpx.post(f"{api}/register-env", json={**ENVIRONMENT, "evaluates": True})
@@ -195,7 +195,7 @@ def test_an_evaluation_without_answers_times_out_and_names_the_environments(
 @pytest.mark.slow
 def test_a_stop_ends_the_wait_during_which_the_bridge_is_polled() -> None:
     rounds: list[int] = []
-    with served_api() as api, RolloutSource(api) as source:
+    with served_api() as api, RolloutApiSource(api) as source:
         source.register(**RUN)
         waiting = evaluator(source, stop=lambda: len(rounds) >= 2, meanwhile=lambda: rounds.append(1))
         assert waiting.measure_if_due(0, 0) == {}
@@ -209,7 +209,7 @@ def test_an_unreachable_server_skips_the_evaluation_and_nothing_else(
         raise PeerUnavailable("no inference server within 60 s")
 
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}))
-    with RolloutSource("http://api.test", transport=transport) as source:
+    with RolloutApiSource("http://api.test", transport=transport) as source:
         assert evaluator(source, meanwhile=poll_server).measure_if_due(0, 0) == {}
     assert "evaluation of step 0: no inference server within 60 s; skipped" in caplog.text
 

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from grpo_engine.algo.head import TILES
 from grpo_engine.algo.logprobs import token_logprobs
 from grpo_engine.errors import ModelError
+from grpo_engine.flags import parse_flags, to_flags
 from grpo_engine.models import optimizers, rounding
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.models.merged_lora import MergedLora
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.advice import advice
-from grpo_engine.train.memory.dry_run import model_shape
+from grpo_engine.train.memory.dry_run import card_of_size, model_shape
 from grpo_engine.train.memory.plan import (
     CUDA_CONTEXT_BYTES,
     Card,
@@ -82,7 +83,10 @@ def trainee(pretrained: PreTrainedConfig, config: TrainConfig, *, is_shared: boo
     if config.bridge.trains_adapter:
         base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         lora = LoraSettings(
-            rank=config.lora_r, target_modules=config.lora_target_modules, layer_indices=config.lora_layer_indices
+            rank=config.lora_r,
+            dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules,
+            layer_indices=config.lora_layer_indices,
         )
         model = add_lora(model, lora)
         if config.bridge.mode == "lora_merged":
@@ -237,6 +241,7 @@ def test_an_8_bit_state_has_two_bytes_a_number_and_a_scale_for_each_block() -> N
         {"gradient_checkpointing": True},
         {"dtype": "float32", "gradient_checkpointing": True},
         LORA,
+        {**LORA, "lora_dropout": 0},
         {**LORA, "lora_target_modules": ("o_proj", "down_proj")},
         {**LORA, "lora_target_modules": ALL_LINEAR},
         MERGED,
@@ -371,6 +376,7 @@ def test_suggestions_come_cheapest_first_and_free_what_they_say() -> None:
         "--master-weights stochastic_rounding",
         "--optimizer adafactor",
         "gpu_memory_utilization of the inference server 0.30 lower",
+        "--train-layer-indices 24-31",
         "--weight-bridge-mode lora_only",
         "--seq-len 512",
     ]
@@ -397,9 +403,91 @@ def test_suggestions_that_fit_together_have_nothing_superfluous_and_need_a_card_
         assert not fits(**{other: value for other, value in enough.items() if other != name}), name
 
 
+QWEN_14B = Qwen2Config(
+    vocab_size=152_064,
+    hidden_size=5120,
+    intermediate_size=13_824,
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+LEAST_STATE = "--gradient-checkpointing --gradient-dtype bfloat16 --master-weights stochastic_rounding"
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "flags", "enough"),
+    [
+        (
+            LLAMA_8B,
+            {"batch_size": 4, "gradient_accumulation_steps": 4, "gpu_memory_utilization": 0.5, "optimizer": "adamw"},
+            f"{LEAST_STATE} --optimizer adafactor",
+        ),
+        (
+            QWEN_14B,
+            {"batch_size": 2, "gpu_memory_utilization": 0.45, "optimizer": "adamw_8bit"},
+            f"{LEAST_STATE} --optimizer adafactor --train-layer-indices 12-47",
+        ),
+    ],
+    ids=["8B", "14B"],
+)
+def test_the_flags_are_named_with_which_all_weights_are_trained_on_80_gb(
+    pretrained: PreTrainedConfig, flags: dict[str, object], enough: str
+) -> None:
+    config = settings(dtype="bfloat16", device="cuda", seq_len=2048, bridge={"mode": "shared_vllm"}, **flags)
+    model, card = model_shape(pretrained, config), card_of_size(config, 80)
+    assert memory_plan(model, config).needed_bytes > available_bytes(card, config)
+    together = advice(model, config, card).together
+    assert together is not None
+    assert together.text == enough
+    changed = parse_flags(TrainConfig, [*to_flags(config), *enough.split()], prog="train", description="")
+    assert memory_plan(model, changed).needed_bytes <= available_bytes(card, changed)
+
+
 def test_a_smaller_share_for_inference_leaves_more_but_not_less_than_inference_needs() -> None:
     config = settings(dtype="bfloat16", bridge={"mode": "shared_vllm"})
     lower = config.model_copy(update={"gpu_memory_utilization": 0.25})
     assert available_bytes(ON_H200, lower) - available_bytes(ON_H200, config) == round(0.2 * ON_H200.total_bytes)
     cramped = Card(name="x", total_bytes=40 * 10**9, free_bytes=22 * 10**9, inference_share=0.45)  # weights: 16 GB
     assert not any("inference" in s.text for s in advice(model_shape(LLAMA_8B, config), config, cramped).each)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured_gb"),
+    [
+        ({"optimizer": "adamw"}, 95.8),
+        (
+            {
+                "optimizer": "adamw_8bit",
+                "master_weights": "stochastic_rounding",
+                "gradient_dtype": "bfloat16",
+            },
+            55.7,
+        ),
+    ],
+)
+def test_each_of_two_ranks_is_planned_what_it_took_on_an_h200(changes: dict[str, object], measured_gb: float) -> None:
+    base = {"dtype": "bfloat16", "device": "cuda", "seq_len": 2049, "micro_batch_tokens": 4096, "processes": 2}
+    config = settings(**{**base, **changes})
+    plan = memory_plan(model_shape(LLAMA_8B, config), config)
+    assert plan.allocated_bytes / 1e9 == pytest.approx(measured_gb, rel=0.02)
+
+
+def test_each_rank_is_planned_a_shard_of_the_base_model_and_the_whole_adapter() -> None:
+    lora = {"dtype": "bfloat16", "device": "cuda", "seq_len": 2049, "bridge": {"mode": "lora_only"}}
+    one, four = (
+        {part.name: part.num_bytes for part in memory_plan(model_shape(LLAMA_8B, config), config).parts}
+        for config in (settings(**lora), settings(**lora, processes=4))
+    )
+    assert four["adapters"] == 4 * 32 * 16 * (4096 + 4096 + 4096 + 1024)  # fp32, rank 16, q and v of 32 layers
+    assert four["weights"] == (one["weights"] - four["adapters"]) // 4
+    assert four["gradients"] == one["gradients"]
+    assert four["optimizer state"] == one["optimizer state"]
+    assert "gradients of a layer" not in four
+
+
+def test_shards_in_main_memory_take_none_of_the_card() -> None:
+    config = settings(dtype="bfloat16", device="cuda", seq_len=2049, processes=2, cpu_offload=True)
+    parts = {part.name: part.num_bytes for part in memory_plan(model_shape(LLAMA_8B, config), config).parts}
+    assert parts["master weights"] == parts["gradients"] == parts["optimizer state"] == 0
+    assert parts["gathered layers"] > 0

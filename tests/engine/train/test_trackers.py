@@ -20,9 +20,9 @@ import pytest
 from training import settings
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.train.recording import trackers
+from grpo_engine.trackers import FaultTolerant, Tracker, public_settings
 from grpo_engine.train.recording.recorder import Recorder
-from grpo_engine.train.recording.trackers import FaultTolerant, build_trackers, public_settings
+from grpo_engine.train.recording.trackers import build_trackers
 
 STEPS = [{"train/loss": 0.5, "reward/mean": 0.25}, {"train/loss": 0.25, "reward/mean": 0.5}]
 
@@ -45,9 +45,7 @@ class FailingTracker:
         raise ConnectionError("still no route")
 
 
-def record(
-    folder: Path, kept: list[trackers.Tracker], steps: list[dict[str, float]] = STEPS, *, first: int = 1
-) -> None:
+def record(folder: Path, kept: list[Tracker], steps: list[dict[str, float]] = STEPS, *, first: int = 1) -> None:
     with Recorder(folder, total_steps=9, show_times=False, trackers=kept) as recorder:
         for step, metrics in enumerate(steps, start=first):
             recorder.step(step, step, metrics)
@@ -58,7 +56,11 @@ def test_a_tracker_that_fails_is_logged_once_gets_no_more_steps_and_ends_nothing
 ) -> None:
     flaky, other = FailingTracker(), FailingTracker()
     with caplog.at_level(logging.ERROR):
-        record(tmp_path, [FaultTolerant("wandb", flaky), FaultTolerant("trackio", other)], STEPS + STEPS)
+        record(
+            tmp_path,
+            [FaultTolerant("wandb", flaky, instead="x"), FaultTolerant("trackio", other, instead="x")],
+            STEPS + STEPS,
+        )
     assert flaky.taken == other.taken == [(1, STEPS[0])]
     assert flaky.calls == 3  # two steps, and the close
     assert [text.partition(";")[0] for text in caplog.messages if text.startswith("wandb failed")] == [

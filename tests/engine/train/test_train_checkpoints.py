@@ -32,6 +32,7 @@ from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.state_files import read_state, write_state
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.checkpoints import CheckpointMarker
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int64, torch.bool]
 
@@ -79,7 +80,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @given(state=states, shard_bytes=st.sampled_from([1, 40, 10**9]))
-@hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_nested_state_is_read_back_equal(tmp_path: Path, state: Any, shard_bytes: int) -> None:
     write_state(tmp_path, "state", state, shard_bytes=shard_bytes)
     assert_same(read_state(tmp_path, "state"), state)
@@ -186,7 +187,13 @@ def whole_step(folder: Path) -> int:
     return state.marker.step
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(False, id="a new step"),
+        pytest.param(True, id="the same step again", marks=pytest.mark.extended("the same with a new step")),
+    ],
+)
 def test_a_killed_writer_leaves_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, faults: DiskFaults, again: bool
 ) -> None:
@@ -253,7 +260,26 @@ def in_a_fresh_interpreter(code: str) -> str:
     ).stdout.strip()
 
 
+def test_checkpoints_of_an_adapter_have_the_names_of_the_stock_trainer_too(tmp_path: Path) -> None:
+    def write_adapter(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text("{}")
+
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    for step in (1, 2, 3):
+        marker = CheckpointMarker(step=step, policy_version=step, model_name="m", bridge="lora_only")
+        checkpoints.save(tmp_path, marker, write_adapter, keep=2)
+    assert names() == ["adapter_step_2", "adapter_step_3", "step_2", "step_3"]
+    assert (tmp_path / "adapter_step_3" / "adapter_config.json").read_text() == "{}"
+    assert checkpoints.newest(tmp_path) == tmp_path / "step_3"
+    marker = CheckpointMarker(step=4, policy_version=4, model_name="m", bridge="none")
+    checkpoints.save(tmp_path, marker, lambda folder: None, keep=1)
+    assert names() == ["step_4"]
+
+
 @pytest.mark.slow
+@pytest.mark.extended("test_a_saved_model_loads_again of the bridges")
 def test_a_fresh_transformers_loads_the_model_and_a_fresh_peft_the_adapter(tmp_path: Path) -> None:
     whole = trainee()
     saved(whole, tmp_path / "whole", 1)

@@ -90,7 +90,7 @@ def test_a_dry_run_makes_no_model(
 
 
 def test_a_dry_run_of_a_missing_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--dry-run", "--model", str(tmp_path / "nowhere")]) == 1
+    assert cli.main(["train", "--dry-run", "--model", str(tmp_path / "nowhere")]) == cli.FINAL_ERROR
     said = capsys.readouterr()
     assert said.out == ""
     assert "nowhere" in said.err
@@ -103,6 +103,17 @@ def test_a_card_with_room_is_compared_with_the_plan(config_folder: Path) -> None
     assert fits
     assert "A card: 24.0 GB; 23.0 GB for the trainer" in text
     assert re.search(r"^fits +22\.\d GB to spare$", text, re.MULTILINE)
+
+
+def test_ranks_are_listed_with_their_cards_and_the_fullest_card_decides(config_folder: Path) -> None:
+    config = settings(model_name=str(config_folder), processes=2, bridge={"mode": "none"}, device="cuda")
+    roomy, full = (Card(name=f"card {free}", total_bytes=24 * 10**9, free_bytes=free * 10**8) for free in (230, 1))
+    text, fits = report(config, roomy, full)
+    assert not fits
+    assert re.search(r"^ranks +2, each needs \d\.\d GB on a GPU$", text, re.MULTILINE)
+    assert re.search(r"^  rank 0 +cuda:0: card 230, 23\.0 GB for it$", text, re.MULTILINE)
+    assert re.search(r"^  rank 1 +cuda:1: card 1, 0\.1 GB for it$", text, re.MULTILINE)
+    assert re.search(r"^card +card 1: ", text, re.MULTILINE)
 
 
 def test_a_card_without_room_gets_suggestions(config_folder: Path) -> None:

@@ -31,6 +31,7 @@ from grpo_engine.train.memory.rehearsal import OutOfGpuMemory
 from grpo_engine.train.recording.recorder import Recorder, console_lines
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.metrics import METRIC_NAMES, RolloutLine
+from grpo_engine.wire.run_folder import CHECKPOINT_MARKER
 
 
 def run(
@@ -177,7 +178,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
     (folder / "trainer.json").write_text(json.dumps(outline))
     with pytest.raises(CheckpointError, match=r"step_6: cannot be restored \(KeyError: .*; remove it to resume"):
         run(tmp_path, settings(training_steps=8))
-    (folder / checkpoints.MARKER).write_text("{}")
+    (folder / CHECKPOINT_MARKER).write_text("{}")
     with pytest.raises(CheckpointError, match=r"checkpoint\.json: unreadable \(step: Field required\); remove"):
         run(tmp_path, settings(training_steps=8))
 
@@ -186,9 +187,9 @@ def test_old_checkpoints_are_pruned_and_incomplete_ones_are_ignored(tmp_path: Pa
     run(tmp_path, settings(checkpoint_interval=1, keep_checkpoints=2))
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step_5", "step_6"]
-    marker = json.loads((folder / "step_6" / checkpoints.MARKER).read_text())
+    marker = json.loads((folder / "step_6" / CHECKPOINT_MARKER).read_text())
     assert (marker["step"], marker["policy_version"], marker["bridge"]) == (6, 6, "none")
-    (folder / "step_6" / checkpoints.MARKER).unlink()
+    (folder / "step_6" / CHECKPOINT_MARKER).unlink()
     assert checkpoints.newest(folder) == folder / "step_5"
 
 
@@ -216,6 +217,35 @@ def test_the_console_lines_are_the_stock_trainers() -> None:
     assert shown[0] == "Step 3/30"
     assert shown[1].startswith("  Loss: -0.003595, Grad norm: 0.4506, Step time: 2.43s, Sync time: 0.00s")
     assert shown[2] == "    GRPO: ratio=0.998, clipped=1.2%"
+
+
+def test_misaligned_log_probs_have_the_sentences_of_the_stock_trainer() -> None:
+    metrics = {"alignment/diff_abs_mean": 0.4, "logprobs/inference_mean": -1.2, "logprobs/training_mean": -0.8}
+    assert console_lines(3, 30, metrics, show_times=False)[-2:] == [
+        "    [WARNING] This suggests inference_logprobs alignment is wrong",
+        "    [DEBUG] Logprob gap: ref=-1.200, train=-0.800",
+    ]
+    healthy = console_lines(3, 30, {**metrics, "alignment/diff_abs_mean": 0.01}, show_times=False)
+    assert not any("[" in line for line in healthy)
+
+
+def test_the_first_batch_is_said_to_have_log_probs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, settings())
+    said = [line for line in capsys.readouterr().out.splitlines() if "[Data]" in line]
+    assert len(said) == 1
+    assert re.fullmatch(r"    \[Data\] ✓ inference_logprobs found in batch \(sample len: \d+\)", said[0])
+
+
+def test_log_probs_above_0_have_the_sentences_of_the_stock_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = made_up_groups(0, groups=2)
+    assert bad.inference_logprobs is not None
+    above_0 = [[0.85] * len(row) for row in bad.inference_logprobs]
+    bad = bad.model_copy(update={"inference_logprobs": above_0})
+    trainable_batch([good, bad], 32, vocab_size=VOCABULARY)
+    assert "[WARNING] ref_logprobs avg 0.850 (should be negative!)" in caplog.text
+    assert "[WARNING] ref_logprobs at generated positions avg 0.850 (should be negative!)" in caplog.text
+    with pytest.raises(DataError, match="GRPO requires inference_logprobs for importance sampling!"):
+        trainable_batch([good.model_copy(update={"inference_logprobs": None})], 32, vocab_size=VOCABULARY)
 
 
 def test_a_metric_that_is_not_finite_stays_out_of_the_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import CheckpointError, ConfigError
+from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.checkpointing.checkpoints import locked, move_away, require_folder
 from grpo_engine.train.checkpointing.journal import Journal
 from grpo_engine.train.recording.recorder import Recorder
@@ -40,12 +41,16 @@ def steps_in(folder: Path) -> list[int]:
 def test_records_that_a_full_disk_refused_are_written_once_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Recorder(tmp_path, total_steps=4, show_times=False) as recorder:
+    reporter = Reporter()
+    with Recorder(tmp_path, total_steps=4, show_times=False, reporter=reporter) as recorder:
         recorder.step(1, 1, {"reward/mean": 0.5})
         with no_file_beyond((tmp_path / "metrics.jsonl").stat().st_size + 10):
             recorder.step(2, 2, {"reward/mean": 0.5})
             recorder.step(3, 3, {"reward/mean": 0.5})
+            [fault] = reporter.report().write_faults
+            assert (Path(fault.path).name, fault.error) == ("metrics.jsonl", "File too large")
         recorder.step(4, 4, {"reward/mean": 0.5})
+        assert reporter.report().write_faults == []
     assert steps_in(tmp_path) == [1, 2, 3, 4]
     assert caplog.text.count("metrics.jsonl: not writable: File too large") == 1
 

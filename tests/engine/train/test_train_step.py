@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.batch import drop_stale, trainable_batch
+from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.reference import FrozenCopy
-from grpo_engine.train.step import StepResult, gradient_step, shaped_rewards
+from grpo_engine.train.step import StepResult, advantage_metrics, gradient_step, shaped_rewards
 from grpo_engine.train.trainee import Trainee, TrainingDiverged
 from grpo_engine.train.unused_settings import settings_without_effect
 
@@ -198,6 +200,83 @@ def test_a_step_that_is_not_finite_is_skipped_and_several_in_a_row_stop_the_trai
     assert all(p.grad is None for group in subject.optimizer.param_groups for p in group["params"])
     with pytest.raises(TrainingDiverged, match=r"2 steps in a row.*--lr"):
         gradient_step(subject, batch, step=1, policy_version=0)
+
+
+def in_float16(scale: float = 2.0**16) -> Trainee:
+    """A trainee of a float16 model with this scale of its loss."""
+    subject = Trainee(attached(small_model().half()), settings(dtype="float16"))
+    subject._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return subject
+
+
+def test_a_float16_model_is_trained_as_in_float32() -> None:
+    batch = make_batch(made_up_groups(6), seq_len=32)
+    half, full = in_float16(), trainee()
+    results = [gradient_step(subject, batch, step=0, policy_version=0) for subject in (half, full)]
+    norms = [result.metrics["train/grad_norm"] for result in results]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+    moved = [masters(subject) - masters(trainee()) for subject in (half, full)]
+    assert torch.cosine_similarity(moved[0], moved[1], dim=0) > 0.99
+    assert results[0].metrics["train/loss_scale"] == 2**16
+    assert "train/loss_scale" not in results[1].metrics
+
+
+def test_scaling_the_loss_keeps_gradients_that_float16_rounds_to_zero() -> None:
+    batch = make_batch(made_up_groups(6), seq_len=32)
+    batch = replace(batch, rewards=batch.rewards * 1e-5)  # advantages of 1e-5, on which clipping has no effect
+    norms = {}
+    for scale in (1.0, 2.0**16):
+        subject = in_float16(scale)
+        subject.config = subject.config.model_copy(update={"advantage_scale": "none"})
+        norms[scale] = gradient_step(subject, batch, step=0, policy_version=0).metrics["train/grad_norm"]
+    exact = trainee(settings(advantage_scale="none"))
+    expected = gradient_step(exact, batch, step=0, policy_version=0).metrics["train/grad_norm"]
+    assert norms[2.0**16] == pytest.approx(expected, rel=0.01)
+    assert norms[1.0] != pytest.approx(expected, rel=0.01)
+
+
+def test_a_batch_whose_scaled_gradients_overflow_is_computed_again_and_no_bad_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    batch = make_batch(made_up_groups(6), seq_len=32)
+    high, usual = in_float16(2.0**30), in_float16()
+    high.config = high.config.model_copy(update={"max_bad_steps": 1})
+    results = [gradient_step(subject, batch, step=0, policy_version=0) for subject in (high, usual)]
+    assert results[0].applied
+    assert 1 < results[0].metrics["train/loss_scale"] < 2**30
+    assert "computed again with the loss scaled by less" in caplog.text
+    assert results[0].metrics["train/grad_norm"] == pytest.approx(results[1].metrics["train/grad_norm"], rel=0.01)
+
+
+def test_a_float16_model_that_overflows_whatever_the_scale_fails() -> None:
+    subject = in_float16(8.0)
+    subject.config = subject.config.model_copy(update={"max_bad_steps": 1})
+    subject.model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(TrainingDiverged):
+        gradient_step(subject, make_batch(made_up_groups(6), seq_len=32), step=0, policy_version=0)
+    assert subject._scaler.get_scale() <= 1
+
+
+def test_the_scale_of_the_loss_is_kept_over_a_restart(tmp_path: Path) -> None:
+    before, after = in_float16(2.0**7), in_float16()
+    gradient_step(before, make_batch(made_up_groups(6), seq_len=32), step=0, policy_version=0)
+    folder = before.save(tmp_path, step=1, policy_version=1, lease="", settings={})
+    after.restore(checkpoints.load(folder, model_name="test/model"))
+    assert after._scaler.state_dict() == before._scaler.state_dict()
+    assert (after._scaler.get_scale(), before._scaler.state_dict()["_growth_tracker"]) == (2**7, 1)
+    full = trainee()  # which resumes without it
+    full.restore(checkpoints.load(folder, model_name="test/model"))
+    assert full.scale_metrics() == {}
+
+
+def test_advantages_are_measured_over_trained_tokens() -> None:
+    advantages = torch.tensor([[2.0, 2.0, 2.0], [-2.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    assert advantage_metrics(advantages, mask) == pytest.approx(
+        {"advantage/mean": 1.0, "advantage/std": 3**0.5, "advantage/abs_max": 2.0}
+    )
+    assert gradient_step(trainee(), mixed_batch(), step=0, policy_version=0).metrics["advantage/std"] > 0
 
 
 def test_staleness_counts_versions_between_sampling_and_training() -> None:
@@ -403,6 +482,7 @@ def test_dropping_groups_of_equal_rewards_equals_a_batch_without_them() -> None:
     for name in ("train/loss", "train/grad_norm", "grpo/mean_ratio", "grpo/ess", "alignment/diff_abs_mean"):
         assert result.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4)
     assert result.metrics["reward/frac_zero_std"] == pytest.approx(1 / 3)
+    assert result.metrics["rollout/group_size_mean"] == 4
 
 
 def test_a_group_with_advantages_of_its_own_is_not_dropped_for_equal_rewards() -> None:

@@ -1,0 +1,124 @@
+"""Files of a run folder with values that no program writes: damaged, and no reader ends or signals by them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.supervisor import Hello
+from grpo_tui.client.socket import Daemon
+from grpo_tui.supervisor.keeper.client import KeeperState
+from grpo_tui.supervisor.lock import has_daemon, take_lock, write_address
+from grpo_tui.supervisor.state_file import ServiceLedger
+from grpo_tui.view.rollouts.reader import RolloutReader
+from grpo_tui.view.rollouts.state import GroupFilter
+
+COMPLETION: dict[str, Any] = {
+    "text": "a word", "reward": 0.5, "advantage": 0.0, "token_ids": [1], "inference_logprobs": [0.0],
+    "training_logprobs": [], "policy_versions": [3],
+}  # fmt: skip
+GROUP: dict[str, Any] = {
+    "time": 1.7e9,
+    "step": 3,
+    "environment": None,
+    "prompt": "say a word",
+    "completions": [COMPLETION],
+}
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"step": value} for value in (float("inf"), float("nan"), HUGE, None)),
+        *({"time": value} for value in (float("inf"), HUGE, [])),
+        *({"prompt": value} for value in (None, 5, ["say a word"])),
+        *({"completions": value} for value in (None, 5, [None], {"0": COMPLETION})),
+        *({"completions": [{**COMPLETION, "policy_versions": value}]} for value in ([float("inf")], [HUGE], ["x"], 5)),
+        *({"completions": [{**COMPLETION, "text": value}]} for value in (5, None, ["a word"])),
+    ],
+    ids=str,
+)
+def test_a_damaged_line_of_rollouts_is_no_group_and_ends_no_search(damage: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(f"{json.dumps(group)}\n" for group in ({**GROUP, **damage}, GROUP)))
+    found = RolloutReader(path).look(GroupFilter(text="word"), None)
+    assert list(found.found) == [1]
+    everything = RolloutReader(path).look(GroupFilter(), 0)
+    assert (everything.heads[0], everything.group) == (None, None)
+
+
+@pytest.mark.parametrize("reward", [None, HUGE, -HUGE, "high"], ids=["none", "huge", "low", "word"])
+def test_a_reward_that_is_no_number_leaves_the_rest_of_its_group(reward: object, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps({**GROUP, "completions": [{**COMPLETION, "reward": reward}, COMPLETION]}) + "\n")
+    read = RolloutReader(path).look(GroupFilter(text="word"), None)
+    head = read.heads[0]
+    assert head is not None
+    assert (head.known_rewards, head.num_completions) == ([0.5], 2)
+    assert read.group is not None
+    assert [one.text for one in read.group.completions] == ["a word", "a word"]
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**31, HUGE])
+def test_a_ledger_or_keeper_names_only_pids_that_a_kernel_gives(pid: int) -> None:
+    keeper = {"service": "a", "attempt": 1, "state": "running", "main": None, "started_at": 0, "ended_at": None,
+              "exit_code": None, "error": None, "log_offset": 0, "ended": [], "unkillable": []}  # fmt: skip
+    good = {**keeper, "keeper": {"pid": 7, "start_ticks": 9}}
+    assert KeeperState.model_validate_json(json.dumps(good)).keeper.pid == 7
+    with pytest.raises(ValidationError):
+        KeeperState.model_validate_json(json.dumps({**good, "keeper": {"pid": pid, "start_ticks": 9}}))
+    with pytest.raises(ValidationError):
+        TypeAdapter(ServiceLedger.model_fields["processes"].annotation).validate_python([[pid, 9]])
+
+
+def test_a_lock_with_another_name_elsewhere_is_no_supervisor(tmp_path: Path) -> None:
+    live, copied = tmp_path / "live", tmp_path / "copied"
+    live.mkdir()
+    copied.mkdir()
+    lock = take_lock(live)
+    assert lock is not None
+    assert has_daemon(live)
+    os.link(live / "daemon.lock", copied / "daemon.lock")
+    assert not has_daemon(copied)
+    os.close(lock)
+
+
+async def test_the_kernel_says_which_process_listens_as_supervisor(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(to_line(Hello(run="r", pid=1)))
+        await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        is_closed.set()
+
+    is_closed = asyncio.Event()
+    async with await asyncio.start_unix_server(answer, tmp_path / "s"):
+        write_address(tmp_path, tmp_path / "s")
+        assert (await Daemon(tmp_path).hello()).pid == os.getpid()
+        await asyncio.wait_for(is_closed.wait(), 10)
+
+
+def test_a_process_of_another_user_is_not_taken_for_the_supervisor(tmp_path: Path) -> None:
+    class Foreign:
+        def get_extra_info(self, name: str) -> Foreign:
+            return self
+
+        def getsockopt(self, level: int, option: int, size: int) -> bytes:
+            assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+            return struct.pack("iII", 17, os.geteuid() + 1, 0)
+
+    with pytest.raises(PeerError, match=r"\(pid 17\) listens in place of its supervisor"):
+        Daemon(tmp_path)._listener(Foreign())  # type: ignore[arg-type]

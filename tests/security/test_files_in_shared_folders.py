@@ -1,0 +1,93 @@
+"""Files of ours in a folder that others may write to: nothing that they lay there is written into."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.errors import CheckpointError, ConfigError
+from grpo_engine.own_file import open_own_file
+from grpo_engine.train.checkpointing.checkpoints import locked
+from grpo_engine.wire.codec import write_atomically
+from grpo_tui.paths import ForeignFolder, require_own
+
+
+@pytest.mark.parametrize("laid", ["a link", "a hard link", "an open file"])
+def test_a_secret_is_not_written_into_what_others_laid_beside_its_file(laid: str, tmp_path: Path) -> None:
+    theirs, beside = tmp_path / "theirs", tmp_path / f".token.yaml.{os.getpid()}.tmp"
+    theirs.write_text("before")
+    match laid:
+        case "a link":
+            beside.symlink_to(theirs)
+        case "a hard link":
+            beside.hardlink_to(theirs)
+        case _:
+            beside.write_text("theirs")
+            beside.chmod(0o666)
+    reader = os.open(beside, os.O_RDONLY)
+    write_atomically(tmp_path / "token.yaml", b"token: SECRET", mode=0o600)
+    assert (tmp_path / "token.yaml").read_bytes() == b"token: SECRET"
+    assert stat.S_IMODE((tmp_path / "token.yaml").stat().st_mode) == 0o600
+    assert theirs.read_text() == "before"
+    assert b"SECRET" not in os.read(reader, 100)
+    os.close(reader)
+    assert not beside.exists()
+
+
+def test_the_log_of_an_inference_server_goes_through_no_link(tmp_path: Path) -> None:
+    """As `grpo-engine launch --log-dir` opens it, and `--redirect-output`."""
+    victim = tmp_path / "victim"
+    victim.touch(mode=0o600)
+    (tmp_path / "vllm.log").symlink_to(victim)
+    with pytest.raises(ConfigError, match="the log: cannot be opened: it is a link"):
+        open_own_file(tmp_path / "vllm.log", "the log")
+    victim.chmod(0o644)
+    with pytest.raises(ConfigError, match="has mode 0644"):
+        open_own_file(victim, "the log")
+    descriptor = open_own_file(tmp_path / "logs" / "vllm.log", "the log")
+    assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("laid", ["a link", "a hard link", "a pipe"])
+def test_the_lock_of_checkpoints_writes_into_nothing_that_others_laid_in_its_place(laid: str, tmp_path: Path) -> None:
+    victim, lock = tmp_path / "victim", tmp_path / ".checkpoints.lock"
+    victim.write_text("precious")
+    match laid:
+        case "a link":
+            lock.symlink_to(victim)
+        case "a hard link":
+            lock.hardlink_to(victim)
+        case _:
+            os.mkfifo(lock)
+    with pytest.raises(CheckpointError, match="keeps a second trainer out"), locked(tmp_path / "checkpoints"):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_a_lock_of_checkpoints_that_others_could_open_is_closed_to_them(tmp_path: Path) -> None:
+    """As versions before made it, with the umask of the shell."""
+    lock = tmp_path / ".checkpoints.lock"
+    lock.write_text("4711 and more text")
+    lock.chmod(0o666)
+    with locked(tmp_path / "checkpoints"):
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        assert lock.read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize("name", ["plan.json", "settings.json", "profile.toml", "chosen.json"])
+def test_a_folder_is_only_read_where_others_may_write_to_a_file_that_says_what_it_runs(
+    name: str, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "a.log").touch()
+    (tmp_path / "a.log").chmod(0o666)
+    (tmp_path / name).chmod(0o644)
+    require_own(tmp_path)
+    (tmp_path / name).chmod(0o664)
+    with pytest.raises(ForeignFolder, match=f"{name} belongs to another user, or others may write to it"):
+        require_own(tmp_path)

@@ -1,0 +1,246 @@
+"""Another user's process on the port of a service: it gets no token, is never ready, and comes too late."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from ports import free_port
+from rollout_fakes import served
+
+from grpo_engine.bridges.transport.server_client import ServerClient
+from grpo_engine.data.source import RolloutApiSource
+from grpo_engine.errors import ConfigError, PeerUnavailable
+from grpo_engine.serving import listening
+from grpo_engine.serving.listening import refuse_connections, take_port
+from grpo_engine.wire import tcp_sockets
+from grpo_engine.wire.supervisor import ProbeOutcome
+from grpo_engine.wire.tcp_sockets import stranger_behind, user_name
+from grpo_engine.wire.token_clients import ForeignListener, _why_unsafe, open_async_client, open_client
+from grpo_tui.services.base import Probe
+from grpo_tui.supervisor.probes import ask
+
+ME, OTHER = 1000, 1001
+HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+V4, V4_ANY, V6_ANY = "0100007F:2329", "00000000:2329", f"{'0' * 32}:2329"
+V4_CLIENT, MAPPED_CLIENT = "0100007F:9000", "0000000000000000FFFF00000100007F:9000"
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+SQUATTER = """
+import os, socket, sys
+os.setuid(int(sys.argv[1]))
+listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+print("up", flush=True)
+while True:
+    connection, _ = listener.accept()
+    connection.settimeout(2)
+    print(connection.recv(65536), flush=True)
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\n{}")
+"""
+
+
+def row(local: str, uid: int, state: str = "0A", remote: str = "00000000:0000") -> str:
+    return (
+        f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000  {uid}        0 119 1 0 100 0 0 10 0\n"
+    )
+
+
+def seen(tmp_path: Path, *rows: str, peer: str = "127.0.0.1", own: tuple[str, int] | None = None) -> int | None:
+    """The uid of the stranger at port 9001 by these tables; a row of an IPv6 address is in the table of IPv6."""
+    for name, is_long in (("tcp", False), ("tcp6", True)):
+        mine = [each for each in rows if (len(each.split()[1]) > 20) == is_long]
+        (tmp_path / name).write_text(HEADER + "".join(mine))
+    found = stranger_behind((peer, 9001), own, tables=tmp_path)
+    return None if found is None else found.uid
+
+
+# --- whose the listening socket is -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def me(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_sockets.os, "geteuid", lambda: ME)
+
+
+@pytest.mark.usefixtures("me")
+def test_a_listener_of_this_user_or_of_root_is_trusted_and_another_is_not(tmp_path: Path) -> None:
+    for uid, stranger in ((ME, None), (0, None), (OTHER, OTHER)):
+        for local in (V4, V4_ANY, V6_ANY):
+            assert seen(tmp_path, row(local, uid)) == stranger, local
+            assert seen(tmp_path, row(local, uid), peer="::ffff:127.0.0.1") == stranger, local
+    assert seen(tmp_path) is None
+
+
+@pytest.mark.usefixtures("me")
+def test_of_several_listeners_the_one_counts_that_the_kernel_connects_to(tmp_path: Path) -> None:
+    assert seen(tmp_path, row(V4, ME), row(V6_ANY, OTHER)) is None
+    assert seen(tmp_path, row(V4_ANY, ME), row(V6_ANY, OTHER)) is None
+    assert seen(tmp_path, row(V4, OTHER), row(V6_ANY, ME)) == OTHER
+    assert seen(tmp_path, row(V4, ME), row(V6_ANY, OTHER), peer="::1") == OTHER
+    assert seen(tmp_path, row("0200007F:2329", OTHER), row("0100007F:232A", OTHER), row(V4, ME)) is None
+
+
+@pytest.mark.usefixtures("me")
+def test_other_machines_are_not_checked(tmp_path: Path) -> None:
+    assert seen(tmp_path, row(V4_ANY, OTHER), peer="10.0.0.7") is None
+
+
+@pytest.mark.usefixtures("me")
+def test_who_accepted_the_connection_counts_too_where_the_listener_has_changed_since(tmp_path: Path) -> None:
+    own = ("127.0.0.1", 0x9000)
+    accepted = row(V4, OTHER, "01", V4_CLIENT)
+    assert seen(tmp_path, row(V4, ME), accepted) is None
+    assert seen(tmp_path, row(V4, ME), accepted, own=own) == OTHER
+    assert seen(tmp_path, accepted, own=own) == OTHER
+    assert seen(tmp_path, accepted, own=("127.0.0.1", 0x9001)) is None
+    mapped = row("0000000000000000FFFF00000100007F:2329", OTHER, "08", MAPPED_CLIENT)
+    assert seen(tmp_path, row(V6_ANY, ME), mapped, own=own) == OTHER
+
+
+# --- clients ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def squatter(port: int) -> Iterator[subprocess.Popen[str]]:
+    """A process of user nobody that answers 200 to everything, and prints what it receives."""
+    argv = [sys.executable, "-I", "-S", "-c", SQUATTER, str(NOBODY), str(port)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "up\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def received(process: subprocess.Popen[str]) -> list[str]:
+    """The first bytes of each connection that it has accepted; it is ended."""
+    process.kill()
+    assert process.stdout is not None
+    return process.stdout.read().splitlines()
+
+
+def app() -> FastAPI:
+    made = FastAPI()
+    made.get("/info")(lambda: {"batch_size": 1})
+    return made
+
+
+@as_root
+def test_no_client_sends_its_token_to_another_user_and_all_go_on_when_the_port_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRPO_API_TOKEN", "secret-token")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    bridge, source = ServerClient(url, patience_s=0), RolloutApiSource(url)
+    with squatter(port) as stranger:
+        named = rf"127.0.0.1:{port} is held by user {user_name(NOBODY)} \(pid {stranger.pid}\).*: the token is not sent"
+        with pytest.raises(PeerUnavailable, match=named):
+            bridge.info()
+        with pytest.raises(PeerUnavailable, match=named):
+            source.poll()
+        with pytest.raises(PeerUnavailable, match=named):
+            source.wait_until_reachable(0)
+        with_password = f"http://run:secret-token@127.0.0.1:{port}"
+        with open_client(None, base_url=with_password) as by_url, pytest.raises(ForeignListener):
+            by_url.get("/info")
+        assert not any("GET" in each or "POST" in each for each in received(stranger))
+    with served(app(), port=port):
+        source.wait_until_reachable(10)
+    bridge.close()
+    source.close()
+
+
+@as_root
+async def test_an_environment_sends_neither_token_nor_prompts_to_another_user() -> None:
+    port = free_port()
+    with squatter(port) as stranger:
+        for sends_token in (True, False):
+            url = f"http://127.0.0.1:{port}"
+            async with open_async_client("secret", sends_token=sends_token, base_url=url) as client:
+                with pytest.raises(ForeignListener, match="is held by user"):
+                    await client.post("/generate", json={"prompt": "a"})
+        assert not any("POST" in each for each in received(stranger))
+
+
+def test_a_client_without_a_token_asks_whom_it_is_told_to() -> None:
+    with served(app()) as url, open_client(None, base_url=url) as client:
+        assert "authorization" not in client.get("/info").request.headers
+
+
+async def test_a_client_with_a_token_is_answered_by_a_process_of_this_user() -> None:
+    with served(app()) as url, open_client("secret", base_url=url) as client:
+        assert client.get("/info").request.headers["authorization"] == "Bearer secret"
+    with served(app()) as url:
+        async with open_async_client("secret", sends_token=False, base_url=url) as asking:
+            assert "authorization" not in (await asking.get("/info")).request.headers
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+@as_root
+async def test_another_users_listener_is_never_ready_and_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    with squatter(port) as stranger:
+        for probe in (Probe(http=f"http://127.0.0.1:{port}/"), Probe(tcp=f"localhost:{port}")):
+            answer = await ask(probe, log=tmp_path / "log", log_offset=0, cwd=tmp_path, env={}, ports=[port])
+            assert answer.kind is ProbeOutcome.FOREIGN_LISTENER
+            assert f"port {port} is held by user {user_name(NOBODY)} (pid {stranger.pid})" in answer.words
+            # A service may wait for a port that is not its own, such as that of a system's database.
+            assert (await ask(probe, log=tmp_path / "log", log_offset=0, cwd=tmp_path, env={}, ports=[])).passed
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def listen_beside(port: int) -> None:
+    """Listen where another socket is only bound, as kernels allow where both sockets allow it."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+
+
+def test_a_server_has_its_port_before_it_listens_and_refuses_connections_until_then() -> None:
+    port = free_port()
+    with take_port("127.0.0.1", port) as listener:
+        for _ in range(2):  # also after a server that was restarted in place
+            with pytest.raises(OSError, match="Address already in use"):
+                listen_beside(port)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            listening._allow_reuse(listener, True)  # as a server does before it listens
+            listener.listen()
+            listener.settimeout(10)
+            with socket.create_connection(("127.0.0.1", port)):
+                listener.accept()[0].close()
+            refuse_connections(listener)
+            refuse_connections(listener)
+
+
+def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        who = rf"held by user {user_name(os.geteuid())} \(pid [\d, ]*{os.getpid()}"
+        with pytest.raises(ConfigError, match=rf"--port {port}: cannot listen: Address already in use, {who}"):
+            take_port("127.0.0.1", port)
+    with httpx.Client() as client, pytest.raises(httpx.ConnectError):
+        client.get(f"http://127.0.0.1:{port}")
+
+
+def test_a_connection_that_was_reset_at_once_is_tried_again_as_a_refused_one() -> None:
+    class Reset:
+        def get_extra_info(self, _name: str) -> None:
+            """What anyio returns where getpeername fails."""
+
+    assert isinstance(_why_unsafe(Reset()), httpx.ConnectError)

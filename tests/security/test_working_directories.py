@@ -1,0 +1,157 @@
+"""A working directory that other users may write to: no module is taken from it, and no settings of wandb."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_engine import aliases
+from grpo_engine.cli import _close_to_others
+from grpo_engine.environments.tasks.python.loading import load_attribute
+from grpo_engine.python_command import module_command
+from grpo_engine.trackers import set_up_wandb
+from grpo_tui.profile.loading import load
+from grpo_tui.profile.plan import make_plan
+
+REPOSITORY = Path(__file__).parents[2]
+STACK = """
+[services.api]
+kind = "rollout_api"
+[services.vllm]
+kind = "inference"
+model_name = "local/tiny"
+[services.env]
+kind = "environment"
+task = "sort6"
+model_name = "local/tiny"
+[services.stock]
+kind = "atropos_environment"
+model_name = "local/tiny"
+file = "env.py"
+python = "python"
+[services.trainer]
+kind = "trainer"
+model_name = "local/tiny"
+"""
+
+
+def test_a_module_beside_the_profile_does_not_take_the_place_of_an_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "grpo_engine").mkdir()
+    for name in ("grpo_engine/__init__.py", "grpo_engine/__main__.py", "argparse.py"):
+        (tmp_path / name).write_text("raise SystemExit('code of another user')\n")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = module_command("grpo_engine", "--help")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_services_of_a_plan_take_no_modules_from_their_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(STACK)
+    plan = make_plan(load(str(tmp_path / "p.toml")), run_folder=tmp_path / "run", python=sys.executable)
+    begins = {launch.name: launch.argv[:4] for launch in plan.launches}
+    assert begins == dict.fromkeys(begins, (sys.executable, "-P", "-m", "grpo_engine"))
+
+
+def test_every_command_line_of_our_modules_is_made_in_one_place() -> None:
+    files = [file for package in ("grpo_engine", "grpo_tui") for file in (REPOSITORY / package).rglob("*.py")]
+    texts = {file.name: text for file in files if '"-m"' in (text := file.read_text())}
+    assert {name for name, text in texts.items() if "sys.executable" in text or ".python" in text} == {
+        "python_command.py"
+    }
+
+
+def test_the_process_that_compares_expressions_takes_no_modules_from_an_open_folder(tmp_path: Path) -> None:
+    libraries, here = tmp_path / "libraries", tmp_path / "here"
+    for folder in (libraries, here):
+        folder.mkdir()
+    (libraries / "math_verify.py").write_text(
+        "def parse(text, **_): return text.replace('+0', '')\ndef verify(gold, answer, **_): return gold == answer\n"
+    )
+    here.chmod(0o1777)
+    for name in ("multiprocessing", "math_verify", "grpo_engine", "signal", "logging", "select"):
+        (here / name).mkdir()
+        (here / name / "__init__.py").write_text("open('taken', 'a').write(__name__)\n")
+    code = (
+        "import sys; sys.path.remove('')\n"  # as in an installed program, whose own folder is first
+        "from grpo_engine.environments.tasks.answers import is_same_answer\n"
+        "print(is_same_answer('x', 'y'), is_same_answer('x', 'x+0'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": f"{libraries}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not (here / "taken").exists()
+    assert (done.stdout, done.stderr) == ("False True\n", "")
+
+
+@pytest.fixture
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setattr(os, "umask", lambda mask: 0)
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(("command", "value"), [("server", "1"), ("train", "1"), ("api", "1"), ("env", "before")])
+def test_interpreters_that_torch_and_vllm_start_take_no_modules_from_there_either(command: str, value: str) -> None:
+    _close_to_others(command)
+    assert os.environ["PYTHONSAFEPATH"] == value
+
+
+def test_the_programs_named_as_in_atropos_close_their_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr("grpo_engine.cli._close_to_others", closed.append)
+    monkeypatch.setattr(sys, "argv", ["run-api", "--no-such-flag"])
+    with contextlib.suppress(SystemExit):
+        aliases.run_api()
+    assert closed == ["api"]
+
+
+@pytest.mark.parametrize(
+    ("open_to_others", "is_read"), [(None, True), (".", False), ("wandb", False)], ids=["own", "folder", "settings"]
+)
+def test_wandb_reads_no_settings_that_another_user_could_write(
+    open_to_others: str | None, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, run_folder = tmp_path / "here", tmp_path / "run"
+    run_folder.mkdir()
+    (here / "wandb").mkdir(parents=True, mode=0o755)
+    (here / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere.example\n")
+    for folder in (here, here / "wandb"):
+        folder.chmod(0o755)
+    if open_to_others is not None:
+        (here / open_to_others).chmod(0o1777)
+    monkeypatch.chdir(here)
+    loaded_in: list[Path] = []
+    set_up_wandb(SimpleNamespace(setup=lambda: loaded_in.append(Path.cwd())), run_folder)
+    assert loaded_in == ([] if is_read else [run_folder])
+    assert Path.cwd() == here
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o1777], ids=["own", "open"])
+def test_a_module_of_a_task_is_found_and_a_library_is_not_replaced_beside_it_by_other_users(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(mode)
+    (tmp_path / "rewards_beside.py").write_text("import helper_beside\nfrom helper_beside import score\n")
+    (tmp_path / "helper_beside.py").write_text("def score(completion): return 1.0\n")
+    (tmp_path / "httpx.py").touch()
+    assert load_attribute("rewards_beside", "score", where="task.functions")("x") == 1.0
+    spec = importlib.machinery.PathFinder.find_spec("httpx")
+    assert spec is not None
+    assert (spec.origin == str(tmp_path / "httpx.py")) == (mode == 0o700)
+    for name in ("rewards_beside", "helper_beside"):
+        del sys.modules[name]

@@ -1,0 +1,178 @@
+"""A trainer of several ranks without servers: forked processes that train a small model on made-up batches by Gloo."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import start_forked
+from safetensors.torch import load_file
+from torch import Tensor
+from training import made_up_groups, settings, small_model
+
+from grpo_engine.bridges import BridgeModel
+from grpo_engine.bridges.placement.adapter import AdaptedModel
+from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.protocol import BridgeContext, Placement
+from grpo_engine.data.batching import Batch, make_batch
+from grpo_engine.errors import CheckpointError
+from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
+from grpo_engine.ranks.group import RankGroup
+from grpo_engine.ranks.place import RankPlace
+from grpo_engine.train.checkpointing import checkpoints
+from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.following import Finished, follow
+from grpo_engine.train.main import bridge_context
+from grpo_engine.train.step import gradient_step
+from grpo_engine.train.trainee import Trainee
+
+TRAINED, SHARED = "trained", "shared"
+"""Folders of the model after the last step, and of what its files are linked to."""
+METRICS = "metrics.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What the ranks of one trainer do together."""
+
+    model: Path
+    folder: Path
+    """Of the checkpoints and the result."""
+    num_ranks: int
+    steps: range = range(3)
+    """A start above 0 restores the checkpoint of that step; the last step's is saved."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_groups: int = 3
+    timeout_s: float = 60.0
+    """Of a rank's wait for another."""
+    is_stopped_early: bool = False
+    """Whether rank 0 is stopped before it loads the model."""
+    is_disk_full: bool = False
+    """Whether a first save fails on rank 0, before the one that counts."""
+    device: str = "cpu"
+    """Or `cuda`: each rank has a GPU of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What came of it."""
+
+    parameters: dict[str, Tensor]
+    """As `from_pretrained` would load them."""
+    metrics: list[dict[str, float]]
+    """Of each step."""
+
+
+def make_model(folder: Path, **changes: Any) -> Path:
+    """Save a small random model."""
+    small_model(**changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def train_on_ranks(training: Training) -> Trained:
+    """Train in processes of their own, one a rank."""
+    run_ranks(training)
+    return Trained(
+        parameters={
+            name: value
+            for file in (training.folder / TRAINED).glob("*.safetensors")
+            for name, value in load_file(file).items()
+        },
+        metrics=json.loads((training.folder / METRICS).read_text()),
+    )
+
+
+def run_ranks(training: Training) -> None:
+    """Start a process for each rank, all of which exit with 0."""
+    store = training.folder / f"store-{training.steps.start}"
+    training.folder.mkdir(exist_ok=True)
+    places = [
+        None
+        if training.num_ranks == 1
+        else RankPlace(rank=rank, world_size=training.num_ranks, local_rank=rank, store_file=store)
+        for rank in range(training.num_ranks)
+    ]
+    processes = [_start(training, place) for place in places]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * training.num_ranks
+
+
+def _start(training: Training, place: RankPlace | None) -> BaseProcess:
+    """A process of a rank; forked ones cannot use CUDA where a preloaded library has."""
+    if training.device == "cpu":
+        return start_forked(_train, training, place)
+    process = multiprocessing.get_context("spawn").Process(target=_train, args=(training, place))
+    process.start()
+    return process
+
+
+def batch_of(training: Training, step: int) -> Batch:
+    """The batch of a step: the same for any number of ranks."""
+    return make_batch(made_up_groups(step, groups=training.num_groups), seq_len=32)
+
+
+def _train(training: Training, place: RankPlace | None) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = settings(**{"model_name": str(training.model), "lr": 1e-3, **training.settings})
+    device = "cpu" if training.device == "cpu" else f"cuda:{place.local_rank if place else 0}"
+    with closing(RankGroup(place, device=device, timeout_s=training.timeout_s)) as ranks:
+        context = bridge_context(config.model_copy(update={"device": device}), training.folder, ranks=ranks)
+        if ranks.leads:
+            _lead(training, config, context, ranks)
+        else:
+            follow(config, config.bridge.rank_placement(context), ranks)
+
+
+def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks: RankGroup) -> None:
+    if training.is_stopped_early:
+        with ranks.together(Finished()):
+            return
+    if ranks.size > 1:
+        placement: Placement = config.bridge.rank_placement(context)
+    else:
+        placement = AdaptedModel(context) if config.bridge.trains_adapter else OwnModel(context)
+    model = BridgeModel(model=placement.load(), is_shared=False, policy_version=0, save=placement.save)
+    trainee = Trainee(model, config, ranks)
+    save_path = training.folder / "checkpoints"
+    if training.steps.start:
+        trainee.restore(checkpoints.load(save_path / f"step_{training.steps.start}", model_name=config.model_name))
+    metrics = []
+    for step in training.steps:
+        metrics.append(gradient_step(trainee, batch_of(training, step), step=step, policy_version=step).metrics)
+        trainee.write_weights()
+    if training.is_disk_full:
+        with pytest.raises(CheckpointError, match="no space"):
+            _save_on_a_full_disk(trainee, save_path)
+    trainee.save(save_path, step=training.steps.stop, policy_version=0, lease="", settings={})
+    for folder in (TRAINED, SHARED):
+        shutil.rmtree(training.folder / folder, ignore_errors=True)
+    (training.folder / TRAINED).mkdir()
+    placement.write(training.folder / TRAINED, training.folder / SHARED)
+    (training.folder / METRICS).write_text(json.dumps(metrics))
+    with ranks.together(Finished()):
+        pass
+
+
+def _save_on_a_full_disk(trainee: Trainee, save_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise OSError(errno.ENOSPC, "no space")
+
+    write, trainee._save_model = trainee._save_model, fail
+    try:
+        trainee.save(save_path, step=1000, policy_version=0, lease="", settings={})
+    finally:
+        trainee._save_model = write
