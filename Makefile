@@ -47,6 +47,7 @@ bench: $(TEST)  ## the figures in the README, each beside its peer
 	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/tiny_run.py
+	$(BIN)/python benchmarks/sweep.py
 	$(BIN)/python benchmarks/supervisor.py
 	$(BIN)/python benchmarks/logprob_head.py
 	$(BIN)/python benchmarks/rollouts.py
