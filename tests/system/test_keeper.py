@@ -194,7 +194,7 @@ async def test_each_attempt_starts_with_its_own_line_in_the_log(stage: Stage) ->
 
 
 async def test_the_service_leads_its_group_in_the_session_of_its_keeper_with_nothing_on_stdin(stage: Stage) -> None:
-    keeper = await stage.start(*python(EXITS_WITH_5, stage.token))
+    keeper = await up(stage, EXITS_WITH_5)  # a Python that is still starting has files of its own open
     assert keeper.main_pid is not None
     service, kept_by = read_stat(keeper.main_pid), read_stat(keeper.identity.pid)
     assert service is not None
