@@ -1,4 +1,4 @@
-"""For all tests: their order under pytest-xdist, the reason that an `extended` one states, and SIGINT."""
+"""For all tests: their order under pytest-xdist, the examples of hypothesis, what `extended` must state, and SIGINT."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 
@@ -27,7 +28,15 @@ def _same_process() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Let processes of tests end on SIGINT: a shell ignores it for what it starts in the background."""
+    """Choose the examples of hypothesis, and let processes of tests end on SIGINT, which a shell may ignore for them.
+
+    Examples are the same in every run, and none is too slow: a loaded machine is no failure, and a failure is one that
+    the next run shows again.
+    """
+    settings.register_profile(
+        "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+    settings.load_profile("same")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -82,7 +82,7 @@ class Stack:
         """End a process by a signal; its exit code."""
         process = self.processes.pop(name)
         process.send_signal(number)
-        return process.wait(30)
+        return process.wait(60)
 
     def end_all(self) -> None:
         end_all(self.processes.values())

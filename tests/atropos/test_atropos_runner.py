@@ -81,7 +81,7 @@ class Runner:
         return self.process.stdout.readline().decode().strip()
 
     def end(self) -> tuple[int, bytes, bytes]:
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=60)
         return self.process.returncode, out, err
 
 
@@ -138,7 +138,7 @@ def test_an_environment_does_not_outlive_a_killed_runner(stack: Stack, tmp_path:
     runner = Runner(stack, tmp_path, "import os, signal; print(os.getpid(), flush=True); signal.pause()")
     environment = int(runner.line())
     runner.process.kill()
-    runner.process.communicate(timeout=30)
+    runner.process.communicate(timeout=60)
     while not is_gone(environment):
         time.sleep(0.02)  # the limit is that of the test
 

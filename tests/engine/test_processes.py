@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -52,7 +52,7 @@ def test_a_later_process_with_the_same_pid_gets_no_signal() -> None:
         ProcessIdentity(identity.pid, identity.start_ticks + 1).send_signal(9)
         assert identity.is_alive()
         identity.send_signal(9)
-        assert process.wait(10) == -9
+        assert process.wait(60) == -9
 
 
 @pytest.mark.parametrize("settings", [{"process_group": 0}, {"start_new_session": True}])
@@ -64,8 +64,9 @@ def test_sigkill_follows_sigterm_after_the_grace_period_for_the_whole_group(
         tree = ProcessTree([process.pid])
         assert {each.pid for each in tree.living()} == {process.pid, grandchild}
         assert not terminate(tree.living, grace_s=0.05)
-        assert kill(tree.living, within_s=10) == ()
-        assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+        assert kill(tree.living, within_s=60) == ()
+        with suppress(psutil.NoSuchProcess):
+            assert psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_tree_keeps_a_process_that_lost_its_parent_after_it_was_seen() -> None:

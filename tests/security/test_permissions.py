@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -20,11 +21,13 @@ WRITES = "import os; open(os.environ['GRPO_TUI_RUN_FOLDER'] + '/written', 'w')\n
 
 
 def open_to_others(folder: Path) -> list[str]:
-    return [
-        str(path.relative_to(folder.parent))
-        for path in (folder, *folder.rglob("*"))
-        if stat.S_IMODE(path.lstat().st_mode) & 0o077 and not path.is_symlink()
-    ]
+    found = []
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # the run replaces files meanwhile
+            mode = path.lstat().st_mode
+            if stat.S_IMODE(mode) & 0o077 and not stat.S_ISLNK(mode):
+                found.append(str(path.relative_to(folder.parent)))
+    return found
 
 
 @pytest.mark.slow

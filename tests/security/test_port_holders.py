@@ -41,7 +41,7 @@ listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
 print("up", flush=True)
 while True:
     connection, _ = listener.accept()
-    connection.settimeout(2)
+    connection.settimeout(30)
     print(connection.recv(65536), flush=True)
     connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\n{}")
 """

@@ -102,7 +102,10 @@ class EngineProcesses:
     def lines(self) -> list[dict[str, Any]]:
         """The records of all steps."""
         path = self.run_folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        complete, _, _ = path.read_bytes().rpartition(b"\n")  # the trainer may be writing the next line
+        return [json.loads(line) for line in complete.splitlines()]
 
     def num_steps(self) -> int:
         path = self.run_folder / "metrics.jsonl"

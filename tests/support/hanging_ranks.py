@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-STALL_S, TIMEOUT_S = 1.5, 6.0
+STALL_S, TIMEOUT_S = 2.0, 15.0
 HANG, GO_ON, WAITS = "hang", "go on", "waits.txt"
 """Files: rank 1 hangs while it exists; training goes on while it exists; the `wait_time` of rank 0, a step a line."""
 

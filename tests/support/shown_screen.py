@@ -80,7 +80,7 @@ class Shown:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds and everything is drawn."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds() or self.app._is_draw_due:
                 await self.pilot.pause(0.01)
         await self.pilot.pause()

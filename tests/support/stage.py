@@ -22,9 +22,9 @@ from ports import free_ports
 from grpo_tui.keeper_process import Stat
 from grpo_tui.services.base import Launch, RestartPolicy
 from grpo_tui.supervisor.keeper.client import Keeper, start_keeper
-from grpo_tui.supervisor.keeper.proc import command_line, living, send_signal
+from grpo_tui.supervisor.keeper.proc import command_line, descendants, living, send_signal
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 HOLDER = """
 import signal, socket, sys
@@ -119,6 +119,8 @@ class Stage:
         self.ports = free_ports(num_members)
         keeper = await self.start(*python(FAMILY, HOLDER, self.token, *self.ports), **changes)
         await until(lambda: all(map(is_open, self.ports)))
+        # The one that forked the last holder has exited too.
+        await until(lambda: len(descendants(keeper.identity.pid)) == 1 + num_members)
         return keeper
 
     async def says(self, line: str) -> None:

@@ -24,7 +24,7 @@ from grpo_engine.wire.supervisor import RunStatus, ServiceState, ServiceStatus, 
 from grpo_tui.keeper_process import Stat
 from grpo_tui.supervisor.keeper.proc import command_line, living, marker, send_signal
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 OF_HOST = {f"grpo-{os.getuid()}", "start.lock"}
 """What stays in TMPDIR: the folder of this user with the lock of all starts."""
 PYTHON = sys.executable
@@ -109,11 +109,11 @@ class Workplace:
         lines = (self.folder / "starts").read_text().splitlines()
         return [(name, int(pid)) for name, pid in map(str.split, lines)]
 
-    def grpo(self, *arguments: object, limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def grpo(self, *arguments: object, limit_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         """Run `grpo-tui` and wait."""
         return run_command([*map(str, arguments)], cwd=self.folder, env=self.environment, timeout_s=limit_s)
 
-    def succeed(self, *arguments: object, limit_s: float = 60.0) -> str:
+    def succeed(self, *arguments: object, limit_s: float = 120.0) -> str:
         """Run `grpo-tui`, which must exit with 0; its output."""
         done = self.grpo(*arguments, limit_s=limit_s)
         assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ async def test_two_clients_receive_the_same_and_one_may_leave(stage: Stage) -> N
 
 
 async def _receives(stream: AsyncIterator[object], text: str) -> bool:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for message in stream:
             if isinstance(message, Notice) and message.text == text:
                 return True

@@ -47,7 +47,7 @@ def test_a_live_run_is_exported_while_it_removes_checkpoints_and_an_interrupted_
     interrupted = place.start("export", run, "other")
     until((place.folder / ".other.partial").is_dir)
     interrupted.send_signal(signal.SIGINT)
-    output, errors = interrupted.communicate(timeout=30)
+    output, errors = interrupted.communicate(timeout=60)
     assert (interrupted.returncode, output) == (130, ""), errors
     place.succeed("down")
     assert sorted(path.name for path in place.folder.iterdir() if path.name != "logs") == ["model"]

@@ -86,8 +86,8 @@ JSON = REFUSED + b"Server: uvicorn\r\n\r\n"
             {},
             Answer(P.ENGINE_STALLED, "/health answers 503: no token for 130 s"),
         ),
-        (JSON + b'{"detail": "cut..."}...', {"timeout_s": 0.2}, Answer(P.BAD_STATUS, "/health answers 503: cut...")),
-        (REFUSED + b"X-Long: ...", {"timeout_s": 0.2}, Answer(P.BAD_STATUS, "/health answers 503")),
+        (JSON + b'{"detail": "cut..."}...', {}, Answer(P.BAD_STATUS, "/health answers 503: cut...")),
+        (REFUSED + b"X-Long: ...", {}, Answer(P.BAD_STATUS, "/health answers 503")),
     ],
     ids=[
         *("200", "endless body", "listed status", "silent", "closed", "SSH", "stalled engine"),
@@ -95,8 +95,13 @@ JSON = REFUSED + b"Server: uvicorn\r\n\r\n"
     ],
 )
 async def test_an_http_probe_reads_the_status(
-    tmp_path: Path, sent: bytes | None, settings: dict[str, object], answer: Answer
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: bytes | None,
+    settings: dict[str, object],
+    answer: Answer,
 ) -> None:
+    monkeypatch.setattr(probes, "BODY_WITHIN_S", 0.1)
     assert await asked_http(tmp_path, sent, **{"timeout_s": 10, **settings}) == answer
 
 
@@ -160,15 +165,15 @@ async def test_a_second_page_detects_a_stalled_engine_behind_a_healthy_web_serve
         raise AssertionError(request)
 
     ok, gone = b"HTTP/1.1 200 OK\r\n\r\n", b'HTTP/1.1 500 No\r\n\r\n{"detail": "died"}'
-    for deep, kind, words in (
-        (ok, P.PASSED, "/deep answers 200"),
-        (gone, P.ENGINE_STALLED, "/health answers 200, but /deep answers 500: died"),
-        (None, P.ENGINE_STALLED, "/health answers 200, but /deep does not answer in 0.1 s"),
+    for deep, timeout_s, kind, words in (
+        (ok, 60, P.PASSED, "/deep answers 200"),
+        (gone, 60, P.ENGINE_STALLED, "/health answers 200, but /deep answers 500: died"),
+        (None, 1, P.ENGINE_STALLED, "/health answers 200, but /deep does not answer in 0.5 s"),
     ):
         answers = {"/health": ok, "/deep": deep}
         async with serving(reply) as port:
             pages = {"http": f"http://127.0.0.1:{port}/health", "then_http": f"http://127.0.0.1:{port}/deep"}
-            assert await asked(tmp_path, **pages, timeout_s=0.2) == Answer(kind, words)
+            assert await asked(tmp_path, **pages, timeout_s=timeout_s) == Answer(kind, words)
 
 
 async def test_host_and_query_are_those_of_the_address(tmp_path: Path) -> None:
@@ -270,7 +275,9 @@ async def test_a_command_that_cannot_be_killed_is_not_awaited_and_not_started_ag
         assert await prober.ask() == Answer(P.SILENT, "sh: no answer in 0.3 s")
         words = "sh is still alive after SIGKILL: it hangs in the kernel"
         assert await prober.ask() == Answer(P.SILENT, words)
-    (pid,) = map(int, (tmp_path / "started").read_text().split())
+    started = tmp_path / "started"
+    await until(lambda: started.exists() and bool(started.read_text()))
+    (pid,) = map(int, started.read_text().split())
     os.kill(pid, signal.SIGKILL)
     await until(lambda: not os.path.exists(f"/proc/{pid}"))
 

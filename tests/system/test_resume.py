@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+from contextlib import suppress
 
 import pytest
 from workplace import IDLE, Workplace, service, until
@@ -37,7 +38,8 @@ def test_a_run_goes_on_in_its_folder_after_any_end_and_keeps_what_each_life_was(
 
     everything = [place.supervisor().pid, *(each.pid for each in place.survivors())]
     for pid in everything:  # at once, as when the machine kills them all
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a keeper exits with its service
+            os.kill(pid, signal.SIGKILL)
     until(lambda: not place.survivors() and not place.supervisors())
     assert f"grpo-tui resume {run}" in place.status().warnings[0].hint
     place.succeed("resume", run, "--detach", "--wait", "ready")

@@ -11,7 +11,7 @@ from terminal import Terminal
 from workplace import IDLE, Workplace, service
 
 pytestmark = pytest.mark.slow
-EXIT_LIMIT_S = 20.0
+EXIT_LIMIT_S = 60.0
 """Far above the two seconds that are promised: a busy machine must not fail the test, and before it never exited."""
 STUCK_WRITER = (
     "import sys, time; from textual.drivers._writer_thread import WriterThread;"

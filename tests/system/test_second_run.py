@@ -90,7 +90,7 @@ def test_a_start_in_the_queue_says_whom_it_waits_for_and_has_a_free_port_where_t
     assert line["event"] == "queued"
     assert line["text"].startswith(f"waits, behind 1 in the queue: the start of two (pid {queued.pid}) came first")
     late.send_signal(signal.SIGINT)
-    late.communicate(timeout=30)
+    late.communicate(timeout=60)
     assert late.returncode == 130
     assert "start of p" not in place.grpo("ps").stderr
 

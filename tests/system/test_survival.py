@@ -168,7 +168,7 @@ print("up", flush=True)
 import signal; signal.pause()
 """
     os.mkfifo(place.folder / "gate")
-    ready = "{ log = '^up$', interval_s = 0.02, within_s = 0.3, stalled_s = 3 }"
+    ready = "{ log = '^up$', interval_s = 0.02, within_s = 0.3, stalled_s = 60 }"
     place.launch(service("a", slow, place.folder / "gate", ready=ready))
     with (place.folder / "gate").open("w", buffering=1) as gate:
         for number in range(3):

@@ -106,7 +106,7 @@ async def test_processes_of_a_killed_keeper_are_found_by_the_marker_and_below_ma
     assert len(report.ended) == 5
     assert (report.unkillable, report.foreign) == ((), ())
     assert not any(map(is_open, stage.ports))
-    assert lines[0].startswith("a: ended its remaining processes in 0.")
+    assert re.match(r"a: ended its remaining processes in \d+\.\d", lines[0])
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_processes_of_a_run_with_this_id_in_another_folder_are_not_its_own(
 @pytest.mark.parametrize(
     ("limit_s", "readings", "line"),
     [
-        (1e9, [66_000_000_000, 0], r"a: 66\.0 GB of GPU memory free again after 0\..*"),
+        (1e9, [66_000_000_000, 0], r"a: 66\.0 GB of GPU memory free again after \d+\..*"),
         (
             0.0,
             [16_060_000_000],

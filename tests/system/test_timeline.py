@@ -50,6 +50,7 @@ def test_a_timeline_continues_after_a_killed_supervisor_to_the_end_of_the_run(pl
     with (folder / TIMELINE_FILE).open("ab") as file:
         file.write(b'{"type":"notice","number":9')  # as left by a supervisor that was killed while it wrote
     os.kill(place.pid("b"), signal.SIGKILL)
+    until(lambda: place.service("b").exit_code is not None)  # else the next supervisor may find it running
     place.succeed("start", "b", "--wait")
     until(lambda: states(folder, "b").count(ServiceState.READY) == 2)
     place.succeed("down")

@@ -24,7 +24,10 @@ LIMIT_S = 180.0
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    complete, _, _ = path.read_bytes().rpartition(b"\n")  # the trainer may be writing the next line
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def until_step(folder: Path, step: int) -> None:

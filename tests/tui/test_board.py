@@ -298,7 +298,7 @@ async def board(
 
 
 async def until(pilot: Pilot[Choice], is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_so():
             await pilot.pause(0.01)
     await pilot.pause()

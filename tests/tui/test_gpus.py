@@ -230,12 +230,12 @@ async def test_memory_is_by_process_and_without_what_the_driver_reserves() -> No
 async def test_memory_is_never_taken_from_an_older_reading() -> None:
     nvml = FakeNvml()
     reader = reader_of(nvml, limit_s=0.02)
-    assert len(await reader.memory()) == 1
+    assert len(await reader.memory(limit_s=60)) == 1
     nvml.responds.clear()
     assert await reader.memory(limit_s=0.02) == []
     assert (await reader.sample({})).note is not None
     nvml.responds.set()
-    assert len(await reader.memory()) == 1
+    assert len(await reader.memory(limit_s=60)) == 1
     assert await reader_of(FakeNvml(init_error=LibraryNotFound())).memory() == []
 
 
@@ -257,9 +257,10 @@ async def test_without_a_driver_the_note_says_so_and_it_is_tried_again_only_afte
 async def test_a_hanging_driver_leaves_the_last_figures_with_their_age_until_it_answers_again() -> None:
     now = [100.0]
     nvml = FakeNvml(compute=[(10, 50 * GB)])
-    reader = reader_of(nvml, clock=lambda: now[0], limit_s=0.02)
+    reader = reader_of(nvml, clock=lambda: now[0], limit_s=60)
     assert (await reader.sample({"vllm": {10}})).note is None
     nvml.responds.clear()
+    reader._limit_s = 0.02  # of the first sample a thread that starts late is no hanging driver
     fresh = await reader_of(nvml, limit_s=0.02).sample({})
     assert (fresh.gpus, fresh.note) == ([], "no GPU figures yet: the driver does not answer")
     now[0] = 107.0

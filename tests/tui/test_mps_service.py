@@ -11,6 +11,7 @@ from typing import Any
 
 import fake_mps
 import pytest
+from workplace import until
 
 from grpo_tui import mps_process
 from grpo_tui.mps_process import CannotHave, Daemon, daemon_of_all, refusal
@@ -179,8 +180,8 @@ def test_a_server_that_the_driver_refuses_is_quoted_from_its_log(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps_process, "START_LIMIT_S", 0.5)
-    with (
-        pytest.raises(CannotHave, match=r"did not start in 0\.5 s: the driver refuses"),
-        Daemon({**environment, "MPS_FAKE": "no-server"}) as daemon,
-    ):
-        daemon.start_server(lambda: False)
+    with Daemon({**environment, "MPS_FAKE": "no-server"}) as daemon:
+        log = Path(environment[mps_process.LOGS]) / "server.log"
+        until(lambda: log.exists() and bool(log.read_text()))
+        with pytest.raises(CannotHave, match=r"did not start in 0\.5 s: the driver refuses"):
+            daemon.start_server(lambda: False)

@@ -90,7 +90,7 @@ async def test_the_screen_shows_a_recorded_run_from_its_folder(folder: Path) -> 
     names = {message.service.name for message in events_of(folder) if isinstance(message, ServiceChanged)}
     app = GrpoScreen(folder, LocalRun(folder))
     async with app.run_test(size=(140, 45)) as pilot:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not app.state.has_ended or not app.state.log.lines or app.state.history.last is None:
                 await pilot.pause(0.01)
             while not all(name in shown(app, ServicesTable) for name in names) or not shown(app, LogLines):

@@ -114,7 +114,7 @@ async def test_what_is_measured_first_is_for_the_current_metrics(tmp_path: Path)
         async with shown(tmp_path, MIDDLE, num_steps=12) as screen:
             with mock.patch.object(screen.app, "_draw"):  # whatever comes first
                 await screen.press("3")
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while not look.called:
                         await screen.pilot.pause(0.01)
     _, _, _, lines = look.call_args_list[0].args

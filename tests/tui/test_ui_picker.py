@@ -53,7 +53,7 @@ async def picker(
 
 
 async def until(pilot: Pilot[ProfileChoice], is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_so():
             await pilot.pause(0.01)
 

@@ -367,9 +367,9 @@ def test_a_restart_kills_the_whole_process_group_and_no_other_process(
         before = group_of(server)
         assert len(before) == 2
         server.restart()
-        assert psutil.wait_procs(before, timeout=10)[1] == []
+        assert psutil.wait_procs(before, timeout=60)[1] == []
         after = group_of(server)
-    assert psutil.wait_procs(after, timeout=10)[1] == []
+    assert psutil.wait_procs(after, timeout=60)[1] == []
     assert not is_listening(f"http://127.0.0.1:{port}")
     assert all(process.is_running() for process in group_of(other_server))
 

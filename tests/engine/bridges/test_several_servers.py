@@ -140,7 +140,7 @@ def test_a_server_that_is_stopped_holds_up_the_others_for_the_time_limit_only(
     pair: list[Serving], tmp_path: Path
 ) -> None:
     living, stopped = pair
-    with closing(broadcast(pair, tmp_path, timeout_s=2)) as bridge:
+    with closing(broadcast(pair, tmp_path, timeout_s=6)) as bridge:
         model = bridge.attach().model.eval()
         bridge.publish(1, shift(model, 1))
         stopped.now.process.send_signal(signal.SIGSTOP)

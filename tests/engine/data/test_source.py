@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ports import free_port
 from rollout_fakes import RUN, group, served_api
 
 from grpo_engine.data.source import RolloutApiSource
@@ -143,8 +144,8 @@ def test_a_reset_api_is_registered_with_again(api: str, source: RolloutApiSource
 @pytest.mark.slow
 def test_an_api_that_restarts_is_awaited(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
-    with served_api(database) as url:
-        port = httpx.URL(url).port
+    port = free_port()  # that no connection has while the API is away
+    with served_api(database, port=port) as url:
         source = RolloutApiSource(url)
         source.register(**RUN)
         post(url, 10)

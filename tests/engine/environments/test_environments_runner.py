@@ -18,6 +18,7 @@ import rollout_fakes
 from environment_runs import RUN, at_work, served_run, settings
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
+from ports import free_port
 from rollout_fakes import END_TOKEN, FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.data.source import RolloutApiSource
@@ -180,8 +181,8 @@ async def test_an_environment_registers_again_after_a_reset_of_the_api(servers: 
 async def test_an_api_that_restarts_is_waited_for(tmp_path: Path) -> None:
     database = tmp_path / "rollouts.sqlite"
     with served(fake_inference(half_right)) as inference:
-        with served_api(database) as api:
-            port = httpx.URL(api).port
+        port = free_port()  # that no connection has while the API is away
+        with served_api(database, port=port) as api:
             config = settings(api, inference, total_steps=2)
             working = asyncio.create_task(work(config, FakeTokenizer()))
             await asyncio.to_thread(train, api, 1)

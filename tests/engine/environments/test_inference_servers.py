@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import pytest
 from environment_runs import RUN, settings
+from ports import free_port
 from rollout_fakes import FakeTokenizer, fake_inference, served, served_api
 
 from grpo_engine.data.source import RolloutApiSource
@@ -82,7 +83,7 @@ async def test_a_request_goes_to_the_server_with_the_fewest_open_tokens() -> Non
         for fake in (large, small):
             fake.may_answer.clear()
         work = [asyncio.create_task(servers.generate(request(max_tokens=100)))]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await large.arrivals.get()
             for _ in range(3):  # together fewer tokens than the large one
                 work.append(asyncio.create_task(servers.generate(request())))
@@ -127,7 +128,7 @@ async def test_an_open_request_of_a_server_that_dies_goes_to_another_at_once_and
     async with clients_of([dies, lives]) as servers:
         dies.may_answer.clear()
         open_requests = [asyncio.create_task(servers.generate(request())) for _ in range(2)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await dies.arrivals.get()
             dies.is_away = True
             dies.may_answer.set()
@@ -149,7 +150,7 @@ async def test_while_no_server_answers_requests_wait_and_nothing_is_lost() -> No
         fake.is_away = True
     async with clients_of(fakes) as servers:
         waiting = [asyncio.create_task(servers.generate(request())) for _ in range(4)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*(fake.was_asked.wait() for fake in fakes))
             assert servers.num_open == 4
             fakes[1].is_away = False
@@ -161,7 +162,7 @@ async def test_a_server_that_answers_with_errors_is_asked_by_no_request_while_an
     broken, works = Fake(), Fake()
     broken.status = broken.health = 503
     async with clients_of([broken, works]) as servers:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await servers.wait_until_healthy()
         for _ in range(4):
             await servers.generate(request())
@@ -214,7 +215,7 @@ async def test_every_group_arrives_once_though_a_server_ends_and_another_takes_i
 
     with served_api() as api, served(fakes[0]) as first, contextlib.ExitStack() as stack:
         second = stack.enter_context(contextlib.ExitStack())
-        url = second.enter_context(served(fakes[1]))
+        url = second.enter_context(served(fakes[1], free_port()))  # no connection has it while the server is away
         config = settings(api, f"{first},{url}", total_steps=num_batches)
         training = asyncio.create_task(asyncio.to_thread(train, api, second, int(url.rpartition(":")[2])))
         async with asyncio.timeout(60):

@@ -57,7 +57,7 @@ def test_a_signal_ends_it_with_exit_code_0_while_a_post_is_held(tmp_path: Path, 
         while "grpo_api_held 1" not in api.get("/metrics").text:
             assert process.poll() is None
         process.send_signal(number)
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
         answer = held.recv(4096)
         held.close()
         assert b" 503 " in answer.splitlines()[0]

@@ -264,7 +264,7 @@ def test_a_terminated_server_leaves_nothing(adapted: Stack) -> None:
     sockets = set().union(*(named_sockets(identity.pid) for identity in below))
     assert sockets
     assert adapted.server.stop() == 0
-    wait_gone(below, within_s=10)
+    wait_gone(below, within_s=60)
     assert not (segments | queues) & {path.name for path in SHARED_MEMORY.iterdir()}
     assert not [path for path in sockets if path.parent.exists()]
     assert not adapted.bridge_file.exists()

@@ -80,7 +80,9 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @given(state=states, shard_bytes=st.sampled_from([1, 40, 10**9]))
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_nested_state_is_read_back_equal(tmp_path: Path, state: Any, shard_bytes: int) -> None:
     write_state(tmp_path, "state", state, shard_bytes=shard_bytes)
     assert_same(read_state(tmp_path, "state"), state)

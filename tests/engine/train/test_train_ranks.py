@@ -71,11 +71,7 @@ def test_a_rank_0_that_is_stopped_before_it_has_found_the_servers_ends_the_other
     settings: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     """They waited in the collective operations of loading for as long as `rank_timeout_s`, and then failed."""
-    run_ranks(
-        Training(
-            model=model, folder=tmp_path / "two", num_ranks=2, is_stopped_early=True, settings=settings, timeout_s=10.0
-        )
-    )
+    run_ranks(Training(model=model, folder=tmp_path / "two", num_ranks=2, is_stopped_early=True, settings=settings))
 
 
 def test_two_ranks_train_the_adapter_of_one(model: Path, tmp_path: Path) -> None:
