@@ -51,6 +51,7 @@ from grpo_tui.supervisor.machine import (
     Tick,
     step,
 )
+from grpo_tui.supervisor.placement.machine import LocalMachine
 from grpo_tui.supervisor.report.broadcast import Broadcast
 from grpo_tui.supervisor.report.crash_report import secrets, write_report
 from grpo_tui.supervisor.report.machine_facts import oom_kill_count
@@ -172,10 +173,11 @@ class Supervisor:
 
     def _start_runners(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         known = secrets(self._launches.values(), os.environ)
+        here = LocalMachine(run=self.run_name, run_folder=self._run_folder, gpu_reader=self._sampler.gpu_reader)
         for name, launch in self._launches.items():
             self._runners[name] = ServiceRunner(
                 launch,
-                run=self.run_name,
+                machine=here,
                 run_folder=self._run_folder,
                 tasks=tasks,
                 post=self.post,

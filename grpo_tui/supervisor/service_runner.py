@@ -20,8 +20,7 @@ from grpo_engine.wire.run_folder import service_log
 from grpo_engine.wire.supervisor import Refusal
 from grpo_tui.run_files.log_file import last_lines, written_so_far
 from grpo_tui.services.base import Launch, Probe, RestartInPlace
-from grpo_tui.supervisor import preflight, teardown
-from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, start_keeper
+from grpo_tui.supervisor.keeper.client import ExitReport, Keeper
 from grpo_tui.supervisor.machine import (
     Effect,
     Event,
@@ -33,6 +32,7 @@ from grpo_tui.supervisor.machine import (
     Service,
     Spawned,
 )
+from grpo_tui.supervisor.placement.machine import Machine
 from grpo_tui.supervisor.probes import Answer, LogSearch, Prober
 from grpo_tui.supervisor.progress import Progress
 from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics
@@ -57,7 +57,7 @@ class ServiceRunner:
         self,
         launch: Launch,
         *,
-        run: str,
+        machine: Machine,
         run_folder: Path,
         tasks: asyncio.TaskGroup,
         post: Post,
@@ -68,7 +68,7 @@ class ServiceRunner:
         mask: Callable[[str], str],
     ) -> None:
         self._launch = launch
-        self._run = run
+        self._machine = machine
         self._run_folder = run_folder
         self._log = service_log(run_folder, launch.name)
         self._tasks = tasks
@@ -187,9 +187,7 @@ class ServiceRunner:
 
     async def _start(self, attempt: int) -> Keeper:
         """Start a keeper; cancelled, wait until its files exist, so that the next supervisor finds it."""
-        starting = asyncio.create_task(
-            start_keeper(self._launch, run=self._run, attempt=attempt, run_folder=self._run_folder)
-        )
+        starting = asyncio.create_task(self._machine.start(self._launch, attempt))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -200,13 +198,7 @@ class ServiceRunner:
         """End what is ours on its ports and GPUs; why it cannot start, if so. A stop cancels the check."""
         take_ports, self.may_take_ports = self.may_take_ports, False
         self._clearing = asyncio.create_task(
-            preflight.free_resources(
-                self._launch,
-                run=self._run,
-                report=self._post_notice,
-                gpu_reader=self._sampler.gpu_reader,
-                take_ports=take_ports,
-            )
+            self._machine.free_resources(self._launch, report=self._post_notice, take_ports=take_ports)
         )
         try:
             await asyncio.wait({self._clearing})
@@ -285,14 +277,11 @@ class ServiceRunner:
     async def _sweep(self) -> None:
         name = self._launch.name
         try:
-            await teardown.sweep(
-                self._run,
-                name,
-                ports=self._launch.ports,
+            await self._machine.sweep(
+                self._launch,
                 report=self._post_notice,
                 ledger=self._sampler.processes(name),
                 gpu_memory=self._sampler.gpu_memory_reader(name),
-                run_folder=self._run_folder,
             )
         except OSError as error:
             text = f"cannot search for processes that it left: {error}; the end of the run searches again"

@@ -1,0 +1,1 @@
+"""Where the processes of services run: this machine, or the machines of a cluster."""
