@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -18,13 +19,21 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def _same_process() -> Iterator[None]:
-    """Give later tests the log levels and the path of modules that commands set in this process."""
+    """Put back the log levels, the path of modules, the environment and the garbage collector: commands change them."""
     loggers = [logging.getLogger(name) for name in (None, "grpo_engine", "httpx")]
-    levels, path = [each.level for each in loggers], [*sys.path]
+    levels, path, environment = [each.level for each in loggers], [*sys.path], dict(os.environ)
+    collects = gc.isenabled()
     yield
     for each, level in zip(loggers, levels, strict=True):
         each.setLevel(level)
     sys.path[:] = path
+    for name in {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]
+    if collects:
+        gc.enable()
 
 
 def pytest_configure() -> None:

@@ -86,7 +86,7 @@ def test_the_process_that_compares_expressions_takes_no_modules_from_an_open_fol
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=here,
-        env={**os.environ, "PYTHONPATH": f"{libraries}:{REPOSITORY}"},
+        env={**os.environ, "PYTHONPATH": f"{libraries}:{REPOSITORY}", "PYTHONSAFEPATH": ""},
         capture_output=True,
         text=True,
         timeout=60,

@@ -262,8 +262,9 @@ def test_a_service_by_hand_closes_its_files_and_takes_no_compiled_code_from_tmp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "PYTHONSAFEPATH"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
     umask = os.umask(0o022)
     try:
         monkeypatch.setattr(sys, "argv", ["grpo-engine", "export", "--help"])
