@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from random import Random
 
 from grpo_engine.errors import first_of
@@ -62,6 +62,21 @@ BUFFER_LIMIT = 4
 """Capacity of an environment's buffer in group sizes; beyond it the oldest small groups are queued as they are."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alive:
+    """The live environments at a time, and what follows from who they are."""
+
+    records: list[EnvironmentRecord]
+    ids: frozenset[int]
+    absent: Set[int]
+    """All others."""
+    shares: dict[int, float]
+    total_claim: float
+    since: float
+    until: float
+    """None of them can have lapsed before."""
+
+
 class ApiState:
     """The state of one rollout API."""
 
@@ -97,6 +112,7 @@ class ApiState:
         self.selection.has_spent = any(group.uses >= self._buffering.max_uses for group, _ in stored.groups)
         self.run = stored.run
         self.environments = {environment.id: environment for environment in stored.environments}
+        self._last_alive: _Alive | None = None
         self.last_seen = dict.fromkeys(self.environments, now)
         self.trainer_seen: float | None = None
         self.evaluation = stored.evaluation
@@ -292,6 +308,7 @@ class ApiState:
             if other.desired_name == request.desired_name and now - self.last_seen[other.id] > REPLACED_AFTER_S:
                 self.environments[other.id] = replace(other, is_connected=False)
         self.environments[id_] = record
+        self._last_alive = None
         self.last_seen[id_] = self._registered_at = now
         self.slots.joined(id_, now)
         self.selection.mark_formable()
@@ -303,16 +320,32 @@ class ApiState:
         if record is None:
             return None
         self.environments[env_id] = replace(record, is_connected=False)
+        self._last_alive = None
         self.selection.mark_formable()
         return self.environments[env_id]
 
     def live_environments(self, now: float) -> list[EnvironmentRecord]:
         """Environments that are connected and sent a request within `liveness_s`; shares of all others have lapsed."""
-        return [
-            record
-            for record in self.environments.values()
-            if record.is_connected and now - self.last_seen[record.id] <= self._liveness_s
-        ]
+        return self._alive(now).records
+
+    def _alive(self, now: float) -> _Alive:
+        """The live environments, counted again only where that may have changed: a thousand ask ten times a second."""
+        alive = self._last_alive
+        if alive is None or not alive.since <= now <= alive.until or any(self._is_live(x, now) for x in alive.absent):
+            records = [record for record in self.environments.values() if self._is_live(record.id, now)]
+            alive = self._last_alive = _Alive(
+                records=records,
+                ids=frozenset(record.id for record in records),
+                absent=self.environments.keys() - {record.id for record in records},
+                shares=_shares(records),
+                total_claim=sum(map(_claim, records)),
+                since=now,
+                until=min((self.last_seen[record.id] for record in records), default=now) + self._liveness_s,
+            )
+        return alive
+
+    def _is_live(self, env_id: int, now: float) -> bool:
+        return self.environments[env_id].is_connected and now - self.last_seen[env_id] <= self._liveness_s
 
     def place(
         self,
@@ -371,9 +404,10 @@ class ApiState:
             return None
         if is_heard:
             self.last_seen[env_id] = now
-            asker = self.environments[env_id] = replace(asker, is_connected=True)
-        live = self.live_environments(now)
-        shares = _shares(live)
+            if not asker.is_connected:
+                asker = self.environments[env_id] = replace(asker, is_connected=True)
+        live = self._alive(now)
+        shares = live.shares
         batch_size = self.run.request.batch_size if self.run else 0
         least = least_sequences(batch_size, shares)
         largest = self.queue.largest_group()
@@ -389,7 +423,7 @@ class ApiState:
             unallocated_fraction=1.0 - min(1.0, sum(shares.values())),
             self_queue_size=own // asker.group_size,
             max_group_size=largest,
-            env_weight=max(MIN_ENVIRONMENT_WEIGHT, _weight(env_id, live)),
+            env_weight=max(MIN_ENVIRONMENT_WEIGHT, _weight(asker, live)),
             evaluation=self._order_for(asker),
             is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
         )
@@ -407,10 +441,10 @@ class ApiState:
         bound, asker = self.selection.staleness_bound(self.run), self.environments.get(env_id)
         if bound is None or self.run is None or asker is None:
             return None
-        live = self.live_environments(now)
-        shares = _shares(live)
+        live = self._alive(now)
+        shares = live.shares
         return self.slots.num_startable(
-            Claim(env_id=env_id, group_size=asker.group_size, weight=_weight(env_id, live)),
+            Claim(env_id=env_id, group_size=asker.group_size, weight=_weight(asker, live)),
             demand,
             Traffic(
                 batch_size=self.run.request.batch_size,
@@ -419,7 +453,7 @@ class ApiState:
                 leased=self._untrained(is_by_environment=bool(shares)),
                 is_stuck=self.selection.is_stuck,
             ),
-            live={environment.id for environment in live},
+            live=live.ids,
             shares=shares,
             waits_for_shares_since=now - self.selection.share_wait_s,
         )
@@ -610,8 +644,12 @@ def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:
     return {e.id: e.min_batch_allocation for e in live if e.min_batch_allocation is not None}
 
 
-def _weight(env_id: int, live: Sequence[EnvironmentRecord]) -> float:
+def _claim(record: EnvironmentRecord) -> float:
+    return record.max_token_length * max(0.0, record.weight)
+
+
+def _weight(record: EnvironmentRecord, live: _Alive) -> float:
     """Share of the generation that an environment has, as in the stock API."""
-    claims = {e.id: e.max_token_length * max(0.0, e.weight) for e in live}
-    total = sum(claims.values())
-    return claims.get(env_id, 0.0) / total if total > 0 else 1 / max(1, len(live))
+    if live.total_claim <= 0:
+        return 1 / max(1, len(live.records))
+    return _claim(record) / live.total_claim if record.id in live.ids else 0.0

@@ -104,9 +104,10 @@ class Slots:
         """A batch was trained."""
         self._freed_at = now
 
-    def num_sampled(self, live: Iterable[int]) -> int:
+    def num_sampled(self, live: Collection[int]) -> int:
         """Sequences that these environments sample; those of all others never arrive."""
-        return sum(self._sampled.get(env_id, 0) for env_id in live)
+        absent = self._sampled.keys() - live
+        return sum(self._sampled.values()) - sum(self._sampled[env_id] for env_id in absent)
 
     def num_startable(
         self,
