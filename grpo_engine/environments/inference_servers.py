@@ -16,6 +16,7 @@ from typing import Self
 
 import httpx
 
+from grpo_engine.environments.ahead import least_loaded
 from grpo_engine.environments.peers import Attempts, Peer, read, repeated, request_until_answered
 from grpo_engine.environments.sampling.groups import Completions
 from grpo_engine.errors import PeerError, PeerUnavailable
@@ -59,14 +60,17 @@ class InferenceServer:
 class InferenceServers:
     """All servers of the policy; a context manager, which ends the health checks."""
 
-    def __init__(self, https: Sequence[httpx.AsyncClient], *, timeout_s: float) -> None:
+    def __init__(self, https: Sequence[httpx.AsyncClient], *, timeout_s: float, first: int = 0) -> None:
         """Make the client.
 
         Args:
             https: an HTTP client for each server.
+            first: the place of the server that is asked first. Each environment balances what it sends itself, so many
+                that begin with the same server would all be at the same one at a time.
             timeout_s: longest time to an answer of `/generate`.
         """
         self._servers = [InferenceServer(http) for http in https]
+        self._first = first
         self._timeout_s = timeout_s
         self.num_open = 0
         """Requests that are not answered yet."""
@@ -157,7 +161,8 @@ class InferenceServers:
         candidates = [server for server in untried if server.is_up] or untried
         if session is not None and session.server in candidates:
             return session.server
-        chosen = min(candidates, key=lambda server: (server.num_open_tokens, server.num_tokens))
+        first = self._first % len(candidates)
+        chosen = least_loaded([*candidates[first:], *candidates[:first]])
         if session is not None:
             session.server = chosen
         return chosen

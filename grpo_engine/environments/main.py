@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,10 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
                 )
                 for url in urls
             ]
-            return await stack.enter_async_context(InferenceServers(servers, timeout_s=config.worker_timeout))
+            first = random.randrange(len(servers)) if servers else 0
+            return await stack.enter_async_context(
+                InferenceServers(servers, timeout_s=config.worker_timeout, first=first)
+            )
 
         inference = await clients(config.inference_urls, headers)
         opponent = None

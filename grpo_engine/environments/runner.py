@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from grpo_engine.environments.ahead import Ahead
 from grpo_engine.environments.clients import BatchLimits, Demand, RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.evaluator import Evaluator
@@ -64,6 +64,13 @@ class Runner:
         self._inference = inference
         self._opponent = opponent
         self._groups = GroupGenerator(config, tokenizer, inference, opponent)
+        self._ahead = Ahead(
+            group_size=config.group_size,
+            groups_per_item=self._groups.num_per_item,
+            max_workers=config.max_workers,
+            max_batches_offpolicy=config.max_batches_offpolicy,
+            min_batch_allocation=config.min_batch_allocation,
+        )
         self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
         self._env_id: int | None = None
         self._workers: set[asyncio.Task[None]] = set()
@@ -222,30 +229,19 @@ class Runner:
         self._evaluator.follow(order, env_id=self._env_id, longest=longest, tasks=tasks)
 
     def _room(self, status: EnvironmentStatus) -> int:
-        """Items to start now: as many as the API grants where staleness is bounded, else up to `max_batches_offpolicy`
-        batches ahead, including groups that are being generated.
-
-        Groups of other environments count too, except against the guaranteed share: no batch forms without that.
-        """
-        config, batch_size = self._config, self._limits.batch_size
-        if status.may_start is not None:
-            return min(status.may_start // self._groups.num_per_item, self._idle_workers(status))
-        num_ahead = status.queue_size + self._num_unposted
-        wanted = config.max_batches_offpolicy * batch_size // config.group_size
-        num_items = (wanted - num_ahead) // self._groups.num_per_item
-        if num_items < 1 and num_ahead * config.group_size < batch_size:
-            num_items = 1  # though its groups exceed the room: without it the trainer would wait forever
-        share = math.ceil(wanted * (config.min_batch_allocation or 0))
-        missing = share - status.self_queue_size - self._num_unposted
-        num_items = max(num_items, math.ceil(missing / self._groups.num_per_item))
-        return max(0, min(num_items, self._idle_workers(status)))
+        """Items to start now."""
+        return self._ahead.startable(
+            status,
+            self._limits.batch_size,
+            num_unposted=self._num_unposted,
+            idle_workers=self._idle_workers(status),
+        )
 
     def _idle_workers(self, status: EnvironmentStatus) -> int:
         """Items that could be sampled besides those that are; none while prompts of an evaluation are not sent."""
         if self._evaluator.has_unstarted_prompts:
             return 0
-        workers = max(1, round(self._config.max_workers * min(1.0, status.env_weight)))
-        return max(0, max(1, workers // self._groups.num_per_item) - len(self._workers))
+        return self._ahead.idle_workers(status.env_weight, len(self._workers))
 
     async def _generate(self) -> None:
         """Sample one item and queue its groups for posting."""

@@ -30,6 +30,7 @@ COMMANDS = {
     "metrics": "metrics",
     "compare": "compare",
     "sweep": "sweep",
+    "simulate": "simulate",
     "logs": "follow",
     "start": "act",
     "stop": "act",
@@ -42,7 +43,7 @@ COMMANDS = {
     "profiles": "planning",
 }
 """Each command with the module of this package that registers it."""
-TAKE_OVERRIDES = frozenset({"up", "plan", "doctor", "sweep"})
+TAKE_OVERRIDES = frozenset({"up", "plan", "doctor", "sweep", "simulate"})
 """Those that take overrides of a profile."""
 
 

@@ -91,7 +91,7 @@ def to_html(runs: Sequence[ComparedRun], metrics: Sequence[str] = ()) -> str:
     """
     page = _page(runs, metrics)
     head, *rows = page.figures
-    parts = [f"<h1>{_safe(page.title)}</h1>"]
+    parts = [f"<h1>{safe(page.title)}</h1>"]
     if page.lines:
         cells = [
             f'<tr><td class="swatch"><svg viewBox="0 0 30 12"><line x1="0" y1="6" x2="30" y2="6" stroke-width="3" '
@@ -99,8 +99,8 @@ def to_html(runs: Sequence[ComparedRun], metrics: Sequence[str] = ()) -> str:
             for line, row in zip(page.lines, rows, strict=True)
         ]
         parts.append(f'<div><table><tr><th class="swatch"></th>{_cells(head, "th")}</tr>{"".join(cells)}</table></div>')
-        parts.append(f"<p><small>{_safe(' '.join(NOTES))}</small></p>")
-    parts += [_svg(_chart(page, name), WIDTH, HEIGHT) for name in page.metrics]
+        parts.append(f"<p><small>{safe(' '.join(NOTES))}</small></p>")
+    parts += [svg(_chart(page, name), WIDTH, HEIGHT) for name in page.metrics]
     if len(page.settings) > 1:
         body = "".join(f"<tr>{_cells(row)}</tr>" for row in page.settings[1:])
         parts.append("<h2>Settings in which they differ</h2>")
@@ -108,13 +108,13 @@ def to_html(runs: Sequence[ComparedRun], metrics: Sequence[str] = ()) -> str:
     parts.append("<h2>Runs</h2><div><table>")
     for line in page.lines:
         names = ", ".join(run.name for run in line.group.runs)
-        parts.append(f'<tr><td>{_safe(line.label)}</td><td class="runs">{_safe(names)}</td></tr>')
+        parts.append(f'<tr><td>{safe(line.label)}</td><td class="runs">{safe(names)}</td></tr>')
     parts.append("</table></div>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_safe(page.title)}</title><style>{HTML_STYLE}</style></head><body>\n"
+        f"<title>{safe(page.title)}</title><style>{HTML_STYLE}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -123,12 +123,12 @@ def to_html(runs: Sequence[ComparedRun], metrics: Sequence[str] = ()) -> str:
 def to_svg(runs: Sequence[ComparedRun], metrics: Sequence[str] = ()) -> str:
     """A picture with the same content, as far as a picture has it."""
     page = _page(runs, metrics)
-    y, parts = 44.0, [f'<text class="title" x="{LEFT}" y="30">{_safe(page.title)}</text>']
+    y, parts = 44.0, [f'<text class="title" x="{LEFT}" y="30">{safe(page.title)}</text>']
     figures, width, y = _text_table(page.figures, y, page.lines)
     parts.append(figures)
     for note in NOTES:
         y += 17
-        parts.append(f'<text x="{LEFT}" y="{y:.0f}">{_safe(note)}</text>')
+        parts.append(f'<text x="{LEFT}" y="{y:.0f}">{safe(note)}</text>')
     y += 24
     for name in page.metrics:
         parts.append(f'<g transform="translate(0 {y:.0f})">{_chart(page, name)}</g>')
@@ -138,7 +138,7 @@ def to_svg(runs: Sequence[ComparedRun], metrics: Sequence[str] = ()) -> str:
         settings, settings_width, y = _text_table(page.settings, y + 28, ())
         parts.append(settings)
         width = max(width, settings_width)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + _svg("\n".join(parts), max(WIDTH, width), y + 20) + "\n"
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + svg("\n".join(parts), max(WIDTH, width), y + 20) + "\n"
 
 
 # --- content ---------------------------------------------------------------------------------------------------------
@@ -244,10 +244,10 @@ def _chart(page: _Page, name: str) -> str:
     if window[0] == window[1]:
         window = window[0] - 1, window[1] + 1
     scale = own_scale(curves, window, is_log=False)
-    parts = [f'<text class="head" x="{LEFT}" y="20">{_safe(name)}</text>']
+    parts = [f'<text class="head" x="{LEFT}" y="20">{safe(name)}</text>']
     about = f"mean over {WINDOW} steps" if name == REWARD else "" if is_evaluation(name) else meaning_of(name)
     if about:
-        parts.append(f'<text x="{WIDTH - RIGHT}" y="20" text-anchor="end">{_safe(about)}</text>')
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="20" text-anchor="end">{safe(about)}</text>')
     values = ticks(scale, MAX_TICKS_Y)
     for value, text in zip(values, tick_texts(values, is_log=False), strict=True):
         y = _y(value, scale)
@@ -320,13 +320,13 @@ def _y(y: float, scale: Scale) -> float:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     """Text of a run as text of a page: without control characters, which XML forbids, and escaped."""
     return escape(printable(text), quote=True)
 
 
 def _cells(row: Sequence[str], tag: str = "td") -> str:
-    return "".join(f"<{tag}>{_safe(cell)}</{tag}>" for cell in row)
+    return "".join(f"<{tag}>{safe(cell)}</{tag}>" for cell in row)
 
 
 def _text_table(rows: Sequence[Sequence[str]], y: float, lines: Sequence[_Line]) -> tuple[str, float, float]:
@@ -343,12 +343,12 @@ def _text_table(rows: Sequence[Sequence[str]], y: float, lines: Sequence[_Line])
             )
         for cell, width in zip(row, widths, strict=True):
             weight = "" if number else ' font-weight="600"'
-            parts.append(f'<text class="cell" x="{x:.0f}" y="{y:.0f}"{weight}>{_safe(cell)}</text>')
+            parts.append(f'<text class="cell" x="{x:.0f}" y="{y:.0f}"{weight}>{safe(cell)}</text>')
             x += width * CHAR_WIDTH
     return "\n".join(parts), LEFT + sum(widths) * CHAR_WIDTH + RIGHT, y + 8
 
 
-def _svg(content: str, width: float, height: float) -> str:
+def svg(content: str, width: float, height: float) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}"><style>{SVG_STYLE}</style>\n'

@@ -440,6 +440,20 @@ def waiting_sides(measured: Measurements) -> Iterator[Warning]:
         return
     if (measured.recent("train/step_time") or 0.0) < SHORT_STEP_S:
         return
+    found = who_waits(trainer, generation)
+    if found is None:
+        return
+    text, hint = found
+    yield Warning(id="waiting-sides", severity="info", text=text, hint=hint)
+
+
+def who_waits(trainer: float, generation: float) -> tuple[str, str] | None:
+    """In words which side waits for the other, and what helps; None where neither does for long.
+
+    Args:
+        trainer: share of the time in which it works.
+        generation: share in which environments do.
+    """
     for_groups, for_trainer = 1 - trainer, 1 - generation
     if for_groups >= MUCH_WAITING and for_trainer >= MUCH_WAITING:
         text = (
@@ -466,8 +480,8 @@ def waiting_sides(measured: Measurements) -> Iterator[Warning]:
         )
         hint = "give training more: --compile-layers, --micro-batch-tokens, more ranks (gpus of the trainer)"
     else:
-        return
-    yield Warning(id="waiting-sides", severity="info", text=text, hint=hint)
+        return None
+    return text, hint
 
 
 TRAINING_RULES: tuple[Callable[[Measurements], Iterator[Warning]], ...] = (

@@ -54,7 +54,7 @@ class Fake:
 
 
 @contextlib.asynccontextmanager
-async def clients_of(fakes: Sequence[Fake]) -> AsyncIterator[InferenceServers]:
+async def clients_of(fakes: Sequence[Fake], first: int = 0) -> AsyncIterator[InferenceServers]:
     """A client of fake servers, of which each is healthy that answers."""
     async with contextlib.AsyncExitStack() as stack:
         https = [
@@ -63,7 +63,7 @@ async def clients_of(fakes: Sequence[Fake]) -> AsyncIterator[InferenceServers]:
             )
             for index, fake in enumerate(fakes)
         ]
-        yield await stack.enter_async_context(InferenceServers(https, timeout_s=5))
+        yield await stack.enter_async_context(InferenceServers(https, timeout_s=5, first=first))
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +102,14 @@ async def test_requests_one_after_the_other_are_spread_evenly() -> None:
             await servers.generate(request())
         assert [fake.num_requests for fake in fakes] == [4, 4, 4]
         assert servers.progress().startswith("http://server-0: 4 requests answered, 0 open, http://server-1: 4 ")
+
+
+async def test_environments_that_begin_with_different_servers_are_not_all_at_the_same_one() -> None:
+    fakes = [Fake(), Fake(), Fake()]
+    for first in range(3):
+        async with clients_of(fakes, first) as servers:
+            await servers.generate(request())
+    assert [fake.num_requests for fake in fakes] == [1, 1, 1]
 
 
 async def test_a_conversation_stays_on_its_server_until_that_one_does_not_answer() -> None:

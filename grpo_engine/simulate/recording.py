@@ -1,0 +1,194 @@
+"""Figures of a recorded run: from `metrics.jsonl` and `rollouts.jsonl` of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import TypeVar
+
+import msgspec
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.simulate.figures import Figures, Lengths, ServerSpeed, TrainerSpeed
+from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE
+
+LineT = TypeVar("LineT")
+LEAST_STEPS = 8
+"""Below, times are those of a start."""
+SKIPPED_SHARE = 0.2
+"""Of the steps at the start, in which queues fill and caches are cold."""
+MOST_BYTES = 64 << 20
+"""Of rollouts that are read: thousands of groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a run measured, as means over its steps."""
+
+    name: str
+    num_steps: int
+    """That were counted."""
+    interval_s: float
+    """From the end of a step to that of the next."""
+    wait_s: float
+    """From the request for a batch to its arrival."""
+    train_s: float
+    update_s: float
+    """Of the trainer, waiting for servers included."""
+    pause_s: float
+    """That a weight update alone takes: without the decode step or batch that it waited for."""
+    fetch_s: float
+    """Of a request for a batch that is there."""
+    between_s: float
+    num_inputs: float
+    """Tokens of a step, prompts included."""
+    length_mean: float
+    trainer_busy: float
+    generation_busy: float | None
+    """None from environments that do not say it."""
+    staleness_mean: float
+    staleness_max: float
+    """The mean over steps of the oldest token in each."""
+    num_dropped: float
+    variation: tuple[float, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def generation_s(self) -> float:
+        """In which environments have something to do, a step."""
+        return self.interval_s * (1.0 if self.generation_busy is None else self.generation_busy)
+
+
+class _Completion(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Group(msgspec.Struct):
+    completions: list[_Completion]
+
+
+class _Line(msgspec.Struct):
+    time: float
+    step: int
+    metrics: dict[str, float]
+
+
+def read_recording(run_folder: Path) -> Recording:
+    """Read a run.
+
+    Raises:
+        ConfigError: it is no run, has too few steps, or no lengths.
+    """
+    steps = {line.step: line for line in _lines(run_folder / METRICS_FILE, _Line) if line.step > 0}
+    ordered = [steps[number] for number in sorted(steps)]
+    counted = [line for line in ordered[int(len(ordered) * SKIPPED_SHARE) :] if "train/step_time" in line.metrics]
+    if len(counted) < LEAST_STEPS:
+        raise ConfigError(
+            f"{run_folder}: {len(counted)} steps after the first fifth, and speeds need at least {LEAST_STEPS}: "
+            "name the folder of a longer run"
+        )
+    groups = tuple(
+        tuple(len(completion.token_ids) for completion in group.completions)
+        for group in _lines(run_folder / ROLLOUTS_FILE, _Group)
+        if group.completions and all(completion.token_ids for completion in group.completions)
+    )
+    if not groups:
+        raise ConfigError(f"{run_folder}: {ROLLOUTS_FILE} has no groups, so no lengths: record with rollouts_every 1")
+
+    def values(name: str) -> list[float]:
+        return [line.metrics[name] for line in counted if name in line.metrics]
+
+    def mean(name: str) -> float:
+        return fmean(values(name) or [0.0])
+
+    fetches, updates = values("train/data_fetch_time"), values("train/sync_time")
+    train = [
+        line.metrics["train/step_time"]
+        - line.metrics.get("train/data_fetch_time", 0.0)
+        - line.metrics.get("train/sync_time", 0.0)
+        for line in counted
+    ]
+    inputs = [line.metrics["train/tokens_per_second"] * line.metrics["train/step_time"] for line in counted]
+    # Repeats of a resumed run, evaluations and restarts are between two steps too: the median leaves them out.
+    intervals = [later.time - earlier.time for earlier, later in pairwise(counted)]
+    gaps = [gap - line.metrics["train/step_time"] for gap, line in zip(intervals, counted[1:], strict=True)]
+    usual = median(intervals)
+    usual_intervals = [each for each in intervals if 0 <= each < 5 * usual]
+    per_token = [seconds / count for seconds, count in zip(train, inputs, strict=True)]
+    mean_per_token = sum(train) / sum(inputs)
+    busy = values("rollout/busy_fraction")
+    interval_s, between_s = fmean(usual_intervals), max(0.0, median(gaps))
+    fetch_s = quantiles(fetches, n=10)[0]
+    if busy and not mean("rollout/staleness_max"):
+        # In turns no batch is ever there; sampling begins with the update, and what is left of the wait is the request.
+        fetch_s = min(fetch_s, max(0.0, fmean(fetches) + between_s - interval_s * fmean(busy)))
+    return Recording(
+        name=run_folder.name,
+        num_steps=len(counted),
+        interval_s=interval_s,
+        wait_s=fmean(fetches),
+        train_s=fmean(train),
+        update_s=fmean(updates),
+        pause_s=quantiles(updates, n=10)[0],
+        fetch_s=fetch_s,
+        between_s=between_s,
+        num_inputs=fmean(inputs),
+        length_mean=mean("rollout/length_mean"),
+        trainer_busy=mean("train/busy_fraction"),
+        generation_busy=fmean(busy) if busy else None,
+        staleness_mean=mean("rollout/staleness_mean"),
+        staleness_max=mean("rollout/staleness_max"),
+        num_dropped=mean("rollout/stale_groups"),
+        variation=tuple(each / mean_per_token for each in per_token),
+        groups=groups,
+    )
+
+
+def figures_of(recording: Recording, shape: ServerSpeed, *, num_ranks: int, batch_size: int) -> Figures:
+    """What a run measured, with a server speed that is yet to be scaled to it.
+
+    Args:
+        shape: how the speed of a server depends on the number of sequences.
+        batch_size: sequences of a recorded step.
+    """
+    prompt = max(0, round(recording.num_inputs / batch_size - recording.length_mean))
+    return Figures(
+        server=shape,
+        trainer=TrainerSpeed(
+            tokens_per_s=recording.num_inputs / recording.train_s / num_ranks,
+            fetch_s=recording.fetch_s,
+            between_s=recording.between_s,
+            variation=recording.variation,
+        ),
+        lengths=Lengths(groups=recording.groups, prompt=prompt),
+        update_s=recording.pause_s,
+        sources=(
+            f"{recording.name}: {recording.num_steps} steps; training {recording.train_s:.3g} s a step, weight update "
+            f"{recording.pause_s:.3g} s, {len(recording.groups)} groups of "
+            f"{fmean(length for group in recording.groups for length in group):.0f} tokens a completion",
+        ),
+    )
+
+
+def with_server(figures: Figures, server: ServerSpeed) -> Figures:
+    """The figures with another server."""
+    return replace(figures, server=server)
+
+
+def _lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:
+    """Lines of a file, without those that are damaged."""
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        with path.open("rb") as file:
+            for line in file.read(MOST_BYTES).splitlines():
+                try:
+                    yield decoder.decode(line)
+                except msgspec.DecodeError:
+                    continue
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}: name the folder of a run, as logs/tiny-cpu-…, or leave --from out"
+        ) from None

@@ -1,0 +1,141 @@
+"""Runs on paper whose results can be worked out by hand, and the reading of recorded ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.simulate.figures import Batching, Figures, Lengths, ServerSpeed, TrainerSpeed
+from grpo_engine.simulate.layout import Layout
+from grpo_engine.simulate.recording import figures_of, read_recording
+from grpo_engine.simulate.result import calibrated, run
+from grpo_engine.simulate.stack import simulate
+from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE
+
+LAYOUT = Layout(
+    num_servers=1,
+    num_ranks=1,
+    num_environments=1,
+    batch_size=4,
+    group_size=2,
+    max_staleness=0,
+    num_steps=10,
+    num_warmup=4,
+)
+
+
+def figures(*, sample_s: float, train_s: float, update_s: float = 0.0, batching: Batching = "continuous") -> Figures:
+    """A batch of 4 × 10 tokens takes `sample_s` to sample and `train_s` to train."""
+    return Figures(
+        server=ServerSpeed(points=((4, 40 / sample_s),), max_running=4, batching=batching),
+        trainer=TrainerSpeed(tokens_per_s=40 / train_s),
+        lengths=Lengths(groups=((10, 10),)),
+        update_s=update_s,
+    )
+
+
+@pytest.mark.parametrize("batching", ["continuous", "whole"])
+def test_in_turns_a_step_takes_the_sum_of_both_times(batching: Batching) -> None:
+    result = run(LAYOUT, figures(sample_s=3, train_s=2, update_s=0.5, batching=batching))
+    assert result.interval_s == pytest.approx(5.5)
+    assert result.tokens_per_s == pytest.approx(40 / 5.5)
+    assert result.trainer_waits == pytest.approx(3 / 5.5)
+    assert result.generation_waits == pytest.approx(2.5 / 5.5)
+    assert (result.staleness_mean, result.stalest) == (0, 0)
+
+
+@pytest.mark.parametrize("batching", ["continuous", "whole"])
+@pytest.mark.parametrize(("sample_s", "train_s"), [(3.0, 2.0), (2.0, 3.0)])
+def test_one_batch_ahead_a_step_takes_the_longer_of_both_times(
+    sample_s: float, train_s: float, batching: Batching
+) -> None:
+    given = figures(sample_s=sample_s, train_s=train_s, batching=batching)
+    result = run(replace(LAYOUT, max_staleness=1), given)
+    assert result.interval_s == pytest.approx(3.0)
+    # An update waits for the end of a whole batch, and the trainer with it: that is no wait for groups.
+    busy = train_s / 3 if batching == "continuous" else 1.0
+    assert result.trainer_busy == pytest.approx(busy)
+    assert result.stalest == 1
+
+
+def test_what_is_sampled_ahead_is_as_old_as_the_bound_where_training_is_slower() -> None:
+    given = figures(sample_s=1, train_s=3)
+    for bound in (0, 1, 2, 4):
+        steps = simulate(replace(LAYOUT, max_staleness=bound, num_warmup=12), given)
+        assert {step.staleness_max for step in steps} == {bound}
+
+
+def test_two_servers_sample_twice_as_fast_and_two_ranks_train_twice_as_fast() -> None:
+    given = figures(sample_s=3, train_s=2)
+    assert run(replace(LAYOUT, num_ranks=2), given).interval_s == pytest.approx(4)
+    # Each server has one of the two groups: half of the sequences, at a speed that is in proportion to them.
+    flat = replace(given, server=ServerSpeed(points=((1, 40 / 3),), max_running=2))
+    assert run(replace(LAYOUT, num_servers=1), flat).interval_s == pytest.approx(3 + 2)
+    assert run(replace(LAYOUT, num_servers=2), flat).interval_s == pytest.approx(1.5 + 2)
+
+
+def test_rewards_delay_a_batch_and_do_not_occupy_a_server() -> None:
+    given = replace(figures(sample_s=3, train_s=2), reward_s=1.0)
+    assert run(LAYOUT, given).interval_s == pytest.approx(6)
+
+
+def test_the_longest_completion_of_a_whole_batch_is_waited_for() -> None:
+    given = replace(figures(sample_s=3, train_s=2, batching="whole"), lengths=Lengths(groups=((5, 20),)))
+    # 4 sequences at 40 tokens in 3 s: 0.3 s a token for all, 20 tokens; 50 tokens are trained at 20 a second.
+    assert run(LAYOUT, given).interval_s == pytest.approx(0.3 * 20 + 50 / 20)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    given = replace(figures(sample_s=3, train_s=2), lengths=Lengths(mean=10, longest=40))
+    layout = replace(LAYOUT, max_staleness=2)
+    assert simulate(layout, given) == simulate(layout, given)
+    assert simulate(layout, given) != simulate(replace(layout, seed=1), given)
+
+
+def record(folder: Path, *, sample_s: float, train_s: float, num_steps: int = 40) -> None:
+    """The files of a run in turns: 4 sequences of 5 + 10 tokens, 0.25 s between two steps."""
+    interval = sample_s + train_s + 0.5
+    metrics = {
+        "train/step_time": sample_s + train_s + 0.25,
+        "train/data_fetch_time": sample_s,
+        "train/sync_time": 0.25,
+        "train/tokens_per_second": 60 / (sample_s + train_s + 0.25),
+        "train/busy_fraction": (train_s + 0.25) / (sample_s + train_s + 0.25),
+        "rollout/busy_fraction": (sample_s + 0.25) / interval,
+        "rollout/length_mean": 10.0,
+        "rollout/staleness_mean": 0.0,
+        "rollout/staleness_max": 0.0,
+    }
+    lines = [
+        json.dumps({"time": 1000 + interval * step, "step": step, "policy_version": step, "metrics": metrics})
+        for step in range(1, num_steps + 1)
+    ]
+    (folder / METRICS_FILE).write_text("\n".join([*lines, "not json"]))
+    group = {"completions": [{"token_ids": [1] * 10}] * 2}
+    (folder / ROLLOUTS_FILE).write_text(json.dumps(group) + "\n")
+
+
+def test_a_recording_is_simulated_as_it_was_and_predicts_another_bound(tmp_path: Path) -> None:
+    record(tmp_path, sample_s=3, train_s=2)
+    recording = read_recording(tmp_path)
+    shape = ServerSpeed(points=((4, 1.0),), max_running=4, batching="whole")
+    given = calibrated(recording, LAYOUT, figures_of(recording, shape, num_ranks=1, batch_size=4))
+    assert given.lengths.prompt == 5
+    assert run(LAYOUT, given).interval_s == pytest.approx(5.5, rel=0.02)
+    assert run(replace(LAYOUT, max_staleness=1), given).interval_s == pytest.approx(3.25, rel=0.1)
+
+
+def test_a_recording_without_steps_or_groups_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: No such file"):
+        read_recording(tmp_path)
+    record(tmp_path, sample_s=3, train_s=2, num_steps=5)
+    with pytest.raises(ConfigError, match="speeds need at least 8"):
+        read_recording(tmp_path)
+    record(tmp_path, sample_s=3, train_s=2)
+    (tmp_path / ROLLOUTS_FILE).write_text("")
+    with pytest.raises(ConfigError, match="no groups, so no lengths"):
+        read_recording(tmp_path)

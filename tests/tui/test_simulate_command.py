@@ -1,0 +1,88 @@
+"""`grpo-tui simulate`: its rows, what it says of them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from grpo_engine.errors import ConfigError
+from grpo_engine.simulate.layout import Layout
+from grpo_engine.simulate.result import Result
+from grpo_tui.cli.simulate import simulate_command
+from grpo_tui.view.simulation import Simulated, advice, best_of, rows_of
+from grpo_tui.view.simulation_picture import to_svg
+
+
+def simulated(bound: int | None, tokens_per_s: float, *, trainer_busy: float = 1.0, busy: float = 1.0) -> Simulated:
+    layout = Layout(
+        num_servers=2, num_ranks=1, num_environments=1, batch_size=4, group_size=2, max_staleness=bound
+    )  # fmt: skip
+    result = Result(
+        layout=layout,
+        interval_s=2.0,
+        tokens_per_s=tokens_per_s,
+        sequences_per_s=2.0,
+        trainer_busy=trainer_busy,
+        generation_busy=busy,
+        staleness_mean=float(bound or 0),
+        staleness_max=float(bound or 0),
+        stalest=bound or 0,
+        dropped_per_step=0.0,
+    )
+    return Simulated(result=result)
+
+
+def test_the_least_staleness_that_is_nearly_as_fast_as_the_fastest_is_recommended() -> None:
+    rows = [simulated(0, 60.0), simulated(1, 98.0), simulated(4, 100.0)]
+    assert best_of(rows) is rows[1]
+    assert advice(rows, 4)[0] == "max_staleness 1 suffices: 98 tokens/s, and the fastest has 100; the profile has 4"
+
+
+def test_the_side_that_waits_is_named_with_the_balanced_ratio() -> None:
+    lines = advice([simulated(1, 100.0, trainer_busy=0.5)], 1)
+    assert lines[0].startswith("1 trainer ranks : 2 servers: the trainer waits for groups 50% of the time")
+    assert "balanced at 1 : 2.0 of today" in lines[0]
+
+
+def test_a_table_without_machines_has_no_column_for_them() -> None:
+    head, row = rows_of([simulated(None, 1234.0, busy=0.75)])
+    assert head[0] == "trainer ranks"
+    assert row[2:] == ("unset", "2", "1,234", "0%", "25%", "0.00", "0", "0")
+
+
+def test_the_picture_has_a_row_for_each_and_escapes_the_name() -> None:
+    picture = to_svg("a<b", [simulated(0, 60.0), simulated(1, 98.0)])
+    assert picture.count("tokens/s, staleness") == 2
+    assert "a&lt;b: simulated" in picture
+
+
+def test_machines_divide_their_gpus_between_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate_command("llama8b-broadcast", machines="1,2", gpus_per_machine=4, steps=5, environments=3, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["trainer_ranks"] + row["servers"] for row in rows] == [4, 8]
+    assert all(row["environments"] == 3 and row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("max_staleness", "1,x", "--max-staleness 1,x: numbers separated by commas"),
+        ("machines", "0", "--machines 0: numbers separated by commas"),
+        ("server_speed", "8:100,1:10", "rising numbers of sequences"),
+        ("server_speed", "fast", "write it like 1:202"),
+        ("trainers", 2, "go with --machines"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(option: str, value: object, says: str) -> None:
+    with pytest.raises(typer.BadParameter, match=says):
+        simulate_command("llama8b-broadcast", **{option: value})  # type: ignore[arg-type]
+
+
+def test_a_profile_without_measured_speed_needs_a_recording(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run the profile once and name its folder, --from"):
+        simulate_command("tiny-cpu")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        simulate_command("tiny-cpu", from_=str(tmp_path))
