@@ -265,7 +265,7 @@ class TrainConfig(Config):
     use_tensorboard: bool = False
     """Also write event files into the run folder, for `tensorboard --logdir logs` (needs the `trackers` extra)."""
     use_trackio: bool = False
-    """Also log to trackio (needs the `trackers` extra); `trackio show` opens its pages."""
+    """Also log to trackio (needs the `trackio` extra); `trackio show` opens its pages."""
     trackio_project: str = Field("grpo", min_length=1)
     """The project that trackio shows the run under."""
     benchmark: bool = False

@@ -25,7 +25,12 @@ from grpo_tui.services.trainer import Trainer
 if TYPE_CHECKING:
     from grpo_tui.profile.loading import LoadedProfile  # which imports this module where a profile needs it
 
-TRACKERS = {"use_wandb": "wandb", "use_tensorboard": "tensorboard", "use_trackio": "trackio"}
+TRACKERS = {
+    "use_wandb": ("wandb", "trackers"),
+    "use_tensorboard": ("tensorboard", "trackers"),
+    "use_trackio": ("trackio", "trackio"),
+}
+"""Package and extra by setting."""
 """Settings of a trainer, and the package that each needs."""
 
 
@@ -71,9 +76,9 @@ def _packages(loaded: LoadedProfile) -> Iterator[Need]:
             key, sampling = sampled
             wanted |= {each: (f"{key}.task", remedy) for each, remedy in sampling.task.packages().items()}
         if isinstance(service, Trainer):
-            chosen = (setting for setting in TRACKERS if getattr(service, setting))
-            remedy = "pip install 'grpo-tui[trackers]', or leave it out"
-            wanted |= {TRACKERS[setting]: (f"{at}.{setting}", remedy) for setting in chosen}
+            for setting, (package, extra) in TRACKERS.items():
+                if getattr(service, setting):
+                    wanted[package] = (f"{at}.{setting}", f"pip install 'grpo-tui[{extra}]', or leave it out")
     for package, (key, remedy) in wanted.items():
         if is_installed(package):
             yield Need(id="package", key=key, text=package, is_met=True)

@@ -43,8 +43,9 @@ def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
         try:
             tracker = start(config, folder)
         except ImportError as error:
+            extra = "trackio" if setting == "use_trackio" else "trackers"
             raise ConfigError(
-                f"{setting}: {error.name or name} is not installed: pip install 'grpo-tui[trackers]'"
+                f"{setting}: {error.name or name} is not installed: pip install 'grpo-tui[{extra}]'"
             ) from None
         except Exception as error:  # services raise their own classes for logins, networks and project names
             raise ConfigError(

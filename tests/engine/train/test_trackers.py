@@ -70,15 +70,19 @@ def test_a_tracker_that_fails_is_logged_once_gets_no_more_steps_and_ends_nothing
 
 
 @pytest.mark.parametrize(
-    ("setting", "module"),
-    [("use_wandb", "wandb"), ("use_tensorboard", "torch.utils.tensorboard.writer"), ("use_trackio", "trackio")],
+    ("setting", "module", "extra"),
+    [
+        ("use_wandb", "wandb", "trackers"),
+        ("use_tensorboard", "torch.utils.tensorboard.writer", "trackers"),
+        ("use_trackio", "trackio", "trackio"),
+    ],
 )
 def test_a_tracker_that_is_chosen_and_not_installed_is_an_error_that_says_what_to_install(
-    setting: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str, module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build_trackers(settings(), tmp_path) == []
     monkeypatch.setitem(sys.modules, module, None)  # import then fails as where it is missing
-    with pytest.raises(ConfigError, match=rf"{setting}: .* is not installed: pip install 'grpo-tui\[trackers\]'"):
+    with pytest.raises(ConfigError, match=rf"{setting}: .* is not installed: pip install 'grpo-tui\[{extra}\]'"):
         build_trackers(settings(**{setting: True, "wandb_project": "p"}), tmp_path)
 
 
