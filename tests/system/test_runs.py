@@ -369,11 +369,16 @@ def test_a_deleted_run_folder_is_made_again_and_no_service_is_started_twice(plac
 
 
 def test_a_jump_of_the_clock_moves_no_timer_of_an_adopted_service(place: Workplace) -> None:
-    failing = service("a", "import sys; sys.exit(3)", restart='"on-failure"', backoff_s=1, max_restarts=1)
-    place.launch(failing, service("b", IDLE, ends_run="true"))
-    place.until_state(ServiceState.BACKOFF)
-    place.kill_supervisor()
+    gate = place.folder / "gate"
+    failing = service("a", "import sys; sys.exit(3)", needs=["b"], restart='"on-failure"', backoff_s=1, max_restarts=1)
+    opens = f"{{ file = '{gate}', interval_s = 0.02 }}"
+    place.launch(failing, service("b", IDLE, ends_run="true", ready=opens))
+    supervisor = place.supervisor()
     path = place.run_folder() / "state.json"
+    gate.touch()
+    until(lambda: json.loads(path.read_text())["ledger"]["services"]["a"]["state"] == ServiceState.BACKOFF)
+    os.kill(supervisor.pid, signal.SIGKILL)  # at once: the pause lasts a second
+    until(lambda: identify(supervisor.pid) is None)
     document = json.loads(path.read_text())  # as a supervisor would have left it before the clock went back by a year
     for name in ("started_at", "ended_at"):
         document[name] = None if document[name] is None else document[name] + 31e6
