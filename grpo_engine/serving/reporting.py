@@ -24,6 +24,7 @@ from grpo_engine.wire.supervisor import (
     REPORT_VALID_S,
     Address,
     DiskSpace,
+    MachinesReport,
     RanksReport,
     ServiceReport,
     WaitsFor,
@@ -184,7 +185,7 @@ def ranks_report(environment: Mapping[str, str]) -> Callable[[RanksReport], None
     return lambda report: send_to_supervisor(Path(folder), report.model_copy(update=sender))
 
 
-def send_to_supervisor(run_folder: Path, report: ServiceReport | RanksReport) -> None:
+def send_to_supervisor(run_folder: Path, report: ServiceReport | RanksReport | MachinesReport) -> None:
     """Send one report.
 
     Raises:

@@ -242,6 +242,8 @@ class ServiceStatus(Message):
     ranks: list[RankStatus] = []
     """Of a trainer of several processes."""
     rank_stall: RankStall | None = None
+    machine: str | None = None
+    """The machine of the cluster that it runs on; null where that is the supervisor's own."""
 
 
 class GpuProcess(Message):
@@ -303,6 +305,29 @@ class GpuStatus(Message):
     """Seconds since the driver last answered, while it does not; null when the figures are fresh."""
 
 
+class PlacedUsage(Message):
+    """What a service uses on its machine."""
+
+    cpu_percent: float | None = None
+    rss_bytes: Whole | None = None
+    gpu_memory_bytes: Whole | None = None
+
+
+class MachineStatus(Message):
+    """A machine of the run's cluster."""
+
+    name: str
+    address: str
+    state: Literal["ready", "silent", "lost"]
+    """Silent: it has not answered since `since`; lost: the cluster has given it up, and what ran there."""
+    since: Time
+    num_devices: Whole = 0
+    """Devices of it that the run has reserved."""
+    services: dict[str, PlacedUsage] = {}
+    """What runs there."""
+    gpus: list[GpuStatus] = []
+
+
 class Warning(Message):
     """A finding for people, and what to do about it."""
 
@@ -333,6 +358,8 @@ class RunStatus(Message):
     """File systems on which little space is left; the run writes to each."""
     write_faults: list[WriteFault] = []
     """What the supervisor cannot write."""
+    machines: list[MachineStatus] = []
+    """Of a run on a cluster."""
     started_at: Time | None = None
     ended_at: Time | None = None
 
@@ -502,9 +529,21 @@ class RanksReport(Message):
     """Why the ranks have ended, for people; null while they run."""
 
 
+class MachinesReport(Message):
+    """What the broker of a cluster says of its machines; as a `ServiceReport`, not answered, and sent again.
+
+    Written by `grpo_tui.supervisor.placement.broker`.
+    """
+
+    type: Literal["machines"] = "machines"
+    machines: list[MachineStatus] = []
+
+
 REPORT_VALID_S = 30.0
 
-FromClient = Annotated[Hello | Subscribe | Command | ServiceReport | RanksReport, Field(discriminator="type")]
+FromClient = Annotated[
+    Hello | Subscribe | Command | ServiceReport | RanksReport | MachinesReport, Field(discriminator="type")
+]
 
 _FROM_DAEMON: TypeAdapter[Any] = TypeAdapter(FromDaemon)
 _FROM_CLIENT: TypeAdapter[Any] = TypeAdapter(FromClient)
@@ -517,7 +556,7 @@ def read_from_daemon(
     return _read(_FROM_DAEMON, line, "supervisor")  # type: ignore[no-any-return]
 
 
-def read_from_client(line: bytes) -> Hello | Subscribe | Command | ServiceReport | RanksReport:
+def read_from_client(line: bytes) -> Hello | Subscribe | Command | ServiceReport | RanksReport | MachinesReport:
     """Read a line of a client; raises `PeerError` if it is invalid."""
     return _read(_FROM_CLIENT, line, "client")  # type: ignore[no-any-return]
 

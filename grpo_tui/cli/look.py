@@ -106,21 +106,21 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
     step = progress.of_steps and f"step {progress.of_steps}"
     age = age_words(status.started_at, status.ended_at)
     write_line("  ".join(filter(None, (one_line(status.run), state, step, progress.left, age))) + "\n")
-    lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS")]
+    lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS", "MACHINE")]
     for service in status.services:
         cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"
         ports = " ".join(str(port) for port in service.ports) or "-"
         lines.append(
             (service.name, service.state, service.health or "-", str(service.pid or "-"), str(service.restarts), cpu,
-             _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports)
+             _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports, service.machine or "-")
         )  # fmt: skip
         for rank in service.ranks:
             cpu = "-" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f} %"
             lines.append(
                 (f"  rank {rank.rank}", "", "" if rank.gpu is None else f"GPU {rank.gpu}", str(rank.pid), "", cpu,
-                 _bytes(rank.rss_bytes), _bytes(rank.gpu_memory_bytes), "")
+                 _bytes(rank.rss_bytes), _bytes(rank.gpu_memory_bytes), "", "")
             )  # fmt: skip
-    write_line(table(lines))
+    write_line(table(lines if status.machines else [line[:-1] for line in lines]))
     explained: list[str] = []
     for service in status.services:
         if service.why is not None:
@@ -133,6 +133,16 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
 
 
 def _print_rest(status: RunStatus, bands: Mapping[str, Band]) -> None:
+    for machine in status.machines:
+        runs = one_line(", ".join(machine.services) or "no service")
+        state = machine.state if machine.state == "ready" else f"{machine.state} for {age_words(machine.since, None)}"
+        write_line(
+            f"\n{one_line(machine.name)} ({one_line(machine.address)}): {state}, {machine.num_devices} devices, {runs}"
+        )
+        for gpu in machine.gpus:
+            used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
+            held = ", ".join(f"{name} {_bytes(each)}" for name, each in gpu.by_service.items()) or "none of ours"
+            write_line(f"  GPU {gpu.index} {one_line(gpu.name)}: {used} of {total} ({one_line(held)})")
     for gpu in status.gpus:
         holders = (f"{name} {_bytes(held)}" for name, held in gpu.by_service.items())
         shares = one_line(", ".join(holders) or "none of ours")

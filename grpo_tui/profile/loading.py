@@ -28,6 +28,7 @@ from grpo_engine.config import (
 )
 from grpo_engine.errors import ConfigError
 from grpo_tui.paths import available_profiles
+from grpo_tui.profile.cluster import check_cluster, has_ray
 from grpo_tui.profile.model import Profile, profile_type
 from grpo_tui.profile.moved_ports import asks_for_ports, moved, with_chosen
 from grpo_tui.profile.replicas import with_replicas
@@ -225,6 +226,9 @@ def require_needs(loaded: LoadedProfile) -> None:
     Raises:
         ConfigError: a line for each thing that is lacking.
     """
+    if loaded.profile.cluster.kind == "ray" and not has_ray():
+        fault = Fault("cluster.kind", "needs Ray, which is not installed: pip install 'grpo-tui[ray]'")
+        raise ConfigError(written_at(fault, loaded.path, loaded.overrides))
     if not _is_of_commands(loaded.profile):
         from grpo_tui.profile.start_checks import lacking_needs
 
@@ -550,6 +554,7 @@ CHECKS: tuple[Check, ...] = (
     _ports_are_used_once,
     _one_console_of_metrics,
     _console_metrics_have_a_step,
+    check_cluster,
 )
 
 

@@ -51,6 +51,19 @@ class GpuTable(Config):
     else the driver lets one of them compute at a time."""
 
 
+class ClusterTable(Config):
+    """The machines on which services run that set `num_devices`."""
+
+    kind: Literal["local", "ray"] = "local"
+    """`local`: this machine; `ray`: the machines of a Ray cluster."""
+    address: str | None = Field(None, pattern=r"^[^:\s]+:\d+$")
+    """`host:port` of the head of an existing Ray cluster; unset: the run starts a private one on this machine."""
+    machines: int = Field(2, ge=1, le=16)
+    """Of a private cluster: how many machines this one stands for, to try a profile without others."""
+    devices_per_machine: int = Field(1, ge=1, le=64)
+    """Of a private cluster: devices of each of them, which Ray takes to be there."""
+
+
 class Profile(Config):
     """One way of running the stack; read as the `profile_type` of its table, which has the kinds and bridges."""
 
@@ -64,6 +77,7 @@ class Profile(Config):
     hooks: tuple[Hook, ...] = ()
     """Commands that are run on events of a service or of the run."""
     gpu: GpuTable = GpuTable()
+    cluster: ClusterTable = ClusterTable()
     share_gpus: bool = False
     """Whether a run starts on GPUs that live runs use, where the memory that all of them plan fits."""
 

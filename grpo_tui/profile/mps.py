@@ -172,4 +172,4 @@ def _launch(on_gpus: Mapping[str, tuple[int, ...]], words: Mapping[int, str], pl
 
 
 def _is_on_cpu(launch: Launch, profile: Profile) -> bool:
-    return getattr(profile.services[launch.name], "device", None) == "cpu"
+    return getattr(profile.services.get(launch.name), "device", None) == "cpu"

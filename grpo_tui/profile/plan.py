@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_engine.wire.secrets import masked_argv, masked_settings
+from grpo_tui.profile.cluster import with_cluster
 from grpo_tui.profile.loading import LoadedProfile, resolved
 from grpo_tui.profile.model import Profile
 from grpo_tui.profile.mps import MachineFacts, with_mps
@@ -57,6 +58,7 @@ def make_plan(
         )
         for launch in launches
     ]
+    launches, cluster = with_cluster(launches, loaded.profile, place)
     launches, notes = with_mps(launches, loaded.profile, place, machine or MachineFacts.of_this())
     return Plan(
         profile_name=loaded.name,
@@ -69,6 +71,7 @@ def make_plan(
         chosen_ports=loaded.chosen_ports,
         tags=tags,
         notes=notes,
+        cluster=cluster,
     )
 
 
@@ -101,6 +104,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "cwd": str(launch.cwd),
                 "ports": list(launch.ports),
                 "gpus": list(launch.gpus),
+                "num_devices": launch.num_devices,
                 "ranks": [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(launch.rank_gpus)],
                 "access": launch.access,
                 "ready": launch.ready.model_dump(mode="json", exclude_none=True) if launch.ready else None,
@@ -125,6 +129,7 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
             f"after {needs}" if needs else "at once",
             f"port {ports}" if ports else "",
             f"GPU {gpus}" if gpus else "",
+            f"{launch.num_devices} devices of a machine of the cluster" if launch.num_devices else "",
         ]
         rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
         rows += [f"   {launch.access}"] if launch.access else []

@@ -17,7 +17,7 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.secrets import masked_argv, masked_variables
 from grpo_tui.run_files.whole_file import read_whole
-from grpo_tui.services.base import Launch
+from grpo_tui.services.base import ClusterPlan, Launch
 from grpo_tui.services.hook import Hook
 
 PLAN_VERSION = 2
@@ -45,6 +45,8 @@ class Plan:
     """Words that a person gave the run."""
     notes: tuple[str, ...] = ()
     """What this machine lacks that the run goes on without, a sentence each."""
+    cluster: ClusterPlan | None = None
+    """Machines on which services with `num_devices` run; None: all run on this one."""
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it."""

@@ -7,10 +7,11 @@ names the service elsewhere in the profile (`needs`, `restart_with`, hooks) mean
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_engine.config import Fault, RawTable
+from grpo_tui.profile.devices import is_on_cluster, with_devices
 from grpo_tui.services.kinds import service_class
 
 KIND = "inference"
@@ -32,7 +33,25 @@ class Spread:
 
 
 def with_replicas(table: RawTable) -> Spread:
-    """A profile in which each replica is a service."""
+    """A profile in which each replica is a service, and services with `num_devices` name their GPUs."""
+    table, of_devices = with_devices(table, shares_weights=_shares_weights(table))
+    spread = _spread(table)
+    return replace(spread, faults=(*of_devices, *spread.faults))
+
+
+def _shares_weights(table: RawTable) -> bool:
+    """Whether the mode of a profile shares memory; bridges are imported only where this matters."""
+    bridge, services = table.get("bridge"), table.get("services")
+    tables = services.values() if isinstance(services, dict) else ()
+    if not isinstance(bridge, dict) or not any(isinstance(each, dict) and "num_devices" in each for each in tables):
+        return False
+    from grpo_engine.bridges import BY_MODE
+
+    mode = BY_MODE.get(str(bridge.get("mode")))
+    return mode is not None and "shared_weights" in dict(mode.server_settings)
+
+
+def _spread(table: RawTable) -> Spread:
     services, model = table.get("services"), table.get("model")
     if not isinstance(services, dict):
         return Spread(table=table)
@@ -46,7 +65,7 @@ def with_replicas(table: RawTable) -> Spread:
             continue
         names[name] = [_name(name, number) for number in range(1, count + 1)]
         device = service.get("device", model.get("device", "auto") if isinstance(model, dict) else "auto")
-        found = _faults(name, service, services, str(device))
+        found = _faults(name, service, services, str(device), on_cluster=is_on_cluster(table))
         faults += found
         replicas = [service] if found else [_replica(service, index) for index in range(count)]
         spread |= dict(zip(names[name], replicas, strict=False))
@@ -76,6 +95,8 @@ def _replica(service: RawTable, index: int) -> RawTable:
     """The table of one replica."""
     port = service.get("port", service_class(KIND).model_fields["port"].default)
     own: RawTable = {"port": port + index if isinstance(port, int) and port else port}  # 0: each any free one
+    if isinstance(devices := service.get("num_devices"), int):
+        own["num_devices"] = devices // service["replicas"]
     if gpus := service.get("gpus"):
         size = _gpus_each(service)
         own["gpus"] = gpus[index * size : (index + 1) * size]
@@ -87,7 +108,7 @@ def _gpus_each(service: RawTable) -> int:
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def _faults(name: str, service: RawTable, services: RawTable, device: str) -> list[Fault]:
+def _faults(name: str, service: RawTable, services: RawTable, device: str, *, on_cluster: bool) -> list[Fault]:
     at, count, each, gpus = f"services.{name}", service["replicas"], _gpus_each(service), service.get("gpus")
     faults = [
         Fault(f"{at}.replicas", f"replica {number} is {other!r}, the name of another service: rename that one")
@@ -98,7 +119,10 @@ def _faults(name: str, service: RawTable, services: RawTable, device: str) -> li
         wanted = f"{count} replicas × tensor_parallel_size {each} take {count * each} different GPUs"
         faults.append(Fault(f"{at}.gpus", f"{gpus}, but {wanted}: name as many, or change replicas"))
     is_on_gpu = device.startswith("cuda") or (device == "auto" and service.get("engine", "vllm") == "vllm")
-    if gpus is None and is_on_gpu:
+    devices = service.get("num_devices")
+    if isinstance(devices, int) and devices % count:
+        faults.append(Fault(f"{at}.num_devices", f"{devices}, which {count} replicas cannot share: set a multiple"))
+    if gpus is None and is_on_gpu and not (on_cluster and devices):
         example = list(range(count * each))
         faults.append(
             Fault(f"{at}.gpus", f"not set, so all {count} replicas would take GPU 0: name each, as {example}")

@@ -102,6 +102,8 @@ def _gpus(loaded: LoadedProfile) -> Iterator[Need]:
     for name, service in loaded.first_replicas.items():
         if not isinstance(service, Inference | Trainer) or not wants_gpu(service):
             continue
+        if service.num_devices and loaded.profile.cluster.address is not None:
+            continue  # it runs on a machine of that cluster
         shared = loaded.profile.model
         key = device = "model.device" if shared and shared.device == service.device else f"services.{name}.device"
         what = repr(service.device)

@@ -185,6 +185,9 @@ class Service(Config):
     """TCP ports it listens on: checked before a start, freed after it has ended."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; none with `[]`, unset: all."""
+    num_devices: int | None = Field(None, ge=1, le=1024)
+    """How many GPUs it takes: the next ones of this machine, in the order trainer, inference, others; with a
+    `[cluster]`, of one of its machines. `gpus` wins. Of replicas: all of them together."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the memory of each of its GPUs that it plans to use, and that must be free before it is started."""
     gpu_memory_gb: float | None = Field(None, gt=0)
@@ -339,6 +342,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """The cluster of a run."""
+
+    address: str | None
+    """`host:port` of the head of an existing one; None: a private one."""
+    machines: int
+    """Of a private one: how many machines this one stands for."""
+    devices_per_machine: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One service, ready to be started: everything the supervisor knows about it."""
 
@@ -368,6 +382,8 @@ class Launch:
     stop_signal: signal.Signals
     ports: tuple[int, ...]
     gpus: tuple[int, ...]
+    num_devices: int = 0
+    """Devices that it takes of a cluster, on one of its machines; 0: it runs on the supervisor's."""
     num_ranks: int = 1
     """Processes of a trainer on this machine, one on each of its GPUs where it has any."""
     ends_run: bool | None

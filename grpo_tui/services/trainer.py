@@ -57,8 +57,12 @@ class Trainer(Service, TrainerConfig):
     @model_validator(mode="before")
     @classmethod
     def _one_rank_a_gpu(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("processes") is None and len(values.get("gpus") or ()) > 1:
+        if not isinstance(values, dict) or values.get("processes") is not None:
+            return values
+        if len(values.get("gpus") or ()) > 1:
             return {**values, "processes": len(values["gpus"])}
+        if isinstance(values.get("num_devices"), int) and values["num_devices"] > 1:
+            return {**values, "processes": values["num_devices"]}
         return values
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from typing import Literal
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG, service_log
 from grpo_engine.wire.secrets import masked_text
 from grpo_engine.wire.supervisor import (
+    MachinesReport,
     Notice,
     RanksReport,
     RunChanged,
@@ -51,10 +52,12 @@ from grpo_tui.supervisor.machine import (
     Tick,
     step,
 )
-from grpo_tui.supervisor.placement.machine import LocalMachine
+from grpo_tui.supervisor.placement.machine import LocalMachine, Machine
+from grpo_tui.supervisor.placement.remote import RemoteMachine
 from grpo_tui.supervisor.report.broadcast import Broadcast
 from grpo_tui.supervisor.report.crash_report import secrets, write_report
 from grpo_tui.supervisor.report.machine_facts import oom_kill_count
+from grpo_tui.supervisor.report.machines import Machines
 from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.report.timeline import Timeline
 from grpo_tui.supervisor.service_runner import ServiceRunner
@@ -117,6 +120,8 @@ class Supervisor:
         )
         self._self_reports = SelfReports(ServiceReport)
         self._rank_reports = SelfReports(RanksReport)
+        self._machines = Machines()
+        self._sampler.placed = self._machines.usage
         self._report = StatusReport(
             plan=plan,
             run_folder=run_folder,
@@ -126,6 +131,7 @@ class Supervisor:
             sampler=self._sampler,
             self_reports=self._self_reports,
             rank_reports=self._rank_reports,
+            machines=self._machines,
             record=self._run,
         )
         self._hooks = Hooks(
@@ -173,11 +179,14 @@ class Supervisor:
 
     def _start_runners(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         known = secrets(self._launches.values(), os.environ)
-        here = LocalMachine(run=self.run_name, run_folder=self._run_folder, gpu_reader=self._sampler.gpu_reader)
+        here: Machine = LocalMachine(
+            run=self.run_name, run_folder=self._run_folder, gpu_reader=self._sampler.gpu_reader
+        )
+        elsewhere: Machine = RemoteMachine(run=self.run_name, run_folder=self._run_folder)
         for name, launch in self._launches.items():
             self._runners[name] = ServiceRunner(
                 launch,
-                machine=here,
+                machine=elsewhere if launch.num_devices else here,
                 run_folder=self._run_folder,
                 tasks=tasks,
                 post=self.post,
@@ -319,13 +328,25 @@ class Supervisor:
         """At its next start, end foreign processes of our own user that hold a port of this service."""
         self._runners[name].may_take_ports = True
 
-    def take_report(self, report: ServiceReport | RanksReport) -> None:
-        """Show what a service reports of itself."""
+    def take_report(self, report: ServiceReport | RanksReport | MachinesReport) -> None:
+        """Show what a service reports of itself, or the broker of its machines."""
+        if isinstance(report, MachinesReport):
+            self._take_machines(report)
+            return
         if report.service not in self._launches:
             return
         is_new = self._rank_reports.take(report) if isinstance(report, RanksReport) else self._self_reports.take(report)
         if is_new:
             self._send_service(report.service)
+
+    def _take_machines(self, report: MachinesReport) -> None:
+        before = {name: self._machines.of(name)[0] for name in self._launches}
+        for severity, text in self._machines.take(report):
+            self.notice(severity, text, None)
+            self._writer.mark()
+        for name, machine in before.items():
+            if self._machines.of(name)[0] != machine:
+                self._send_service(name)
 
     def _end_of_ranks(self, name: str, attempt: int) -> str | None:
         """Why the ranks of a service ended, if it has any and said so."""

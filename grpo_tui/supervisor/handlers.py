@@ -13,6 +13,7 @@ from grpo_engine.wire.supervisor import (
     PROTOCOL_VERSION,
     Command,
     Hello,
+    MachinesReport,
     RanksReport,
     Reply,
     RunState,
@@ -88,7 +89,7 @@ async def _read(supervisor: Supervisor, client: Client, reader: asyncio.StreamRe
             case Subscribe():
                 client.send(Snapshot(number=supervisor.broadcast.number, status=supervisor.status()))
                 supervisor.broadcast.watch(client)
-            case ServiceReport() | RanksReport():
+            case ServiceReport() | RanksReport() | MachinesReport():
                 supervisor.take_report(message)
             case Command():
                 tasks.create_task(_answer(supervisor, client, message), name=f"{message.do} for {client.name}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from grpo_engine.wire.run_folder import service_log
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
+    PlacedUsage,
     RanksReport,
     RankStatus,
     RunState,
@@ -27,6 +28,7 @@ from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.explanations import why
 from grpo_tui.supervisor.machine import Service
 from grpo_tui.supervisor.order import Ending
+from grpo_tui.supervisor.report.machines import Machines
 from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.service_runner import ServiceRunner
 from grpo_tui.supervisor.state_file import Ledger, StateDocument, boot_id, to_ledger
@@ -67,6 +69,7 @@ class StatusReport:
     sampler: Sampler
     self_reports: SelfReports[ServiceReport]
     rank_reports: SelfReports[RanksReport]
+    machines: Machines
     record: RunRecord
 
     def run(self, *, write_faults: list[WriteFault], last_usage_of: str | None = None) -> RunStatus:
@@ -87,6 +90,7 @@ class StatusReport:
             gpu_note=self.sampler.gpu_note,
             low_disks=self.sampler.low_disks,
             write_faults=write_faults,
+            machines=self.machines.latest,
             is_ending=self.record.is_ending,
             started_at=self.record.started_at,
             ended_at=self.record.ended_at,
@@ -99,6 +103,7 @@ class StatusReport:
         has_usage = service.has_process or with_last_usage
         usage = self.sampler.usage.get(name) if has_usage else None
         attempt = service.attempt if service.has_process else -1
+        machine, placed = self.machines.of(name) if has_usage else (None, PlacedUsage())
         said, ranks = self.self_reports.of(name, attempt), self.rank_reports.of(name, attempt)
         return ServiceStatus(
             name=name,
@@ -116,9 +121,11 @@ class StatusReport:
             exit_code=service.exit_code,
             ports=list(launch.ports),
             gpus=list(launch.gpus),
-            cpu_percent=usage.cpu_percent if usage else None,
-            rss_bytes=usage.rss_bytes if usage else None,
-            gpu_memory_bytes=self.sampler.gpu_memory_bytes.get(name) if has_usage else None,
+            cpu_percent=placed.cpu_percent if machine else usage.cpu_percent if usage else None,
+            rss_bytes=placed.rss_bytes if machine else usage.rss_bytes if usage else None,
+            gpu_memory_bytes=(
+                placed.gpu_memory_bytes if machine else self.sampler.gpu_memory_bytes.get(name) if has_usage else None
+            ),
             log=str(service_log(self.run_folder, name)),
             why=why(name, self.record.services, self.launches, time.monotonic()),
             is_refused=service.is_refused,
@@ -129,6 +136,7 @@ class StatusReport:
             write_faults=said.write_faults,
             ranks=self._ranks(name, ranks.ranks),
             rank_stall=ranks.stall,
+            machine=machine,
         )
 
     def _ranks(self, name: str, reported: list[RankStatus]) -> list[RankStatus]:

@@ -162,21 +162,28 @@ class Keeper:
         return _report(state, self._state_file)
 
 
-async def start_keeper(launch: Launch, *, run: str, attempt: int, run_folder: Path) -> Keeper:
+async def start_keeper(
+    launch: Launch, *, run: str, attempt: int, run_folder: Path, files: Path | None = None
+) -> Keeper:
     """Start a keeper for one attempt of a service; return once it has started the service, or failed to.
 
     A program that cannot be executed is no error here: `exited` reports it, with the exit code that a shell would give.
 
+    Args:
+        files: where its log and the files of its keeper are; None: in the run folder.
+
     Raises:
         GrpoError: no keeper could be started: disk full, folder gone, too many processes.
     """
-    spec = _spec(launch, attempt, run_folder)
+    spec = _spec(launch, attempt, files or run_folder)
     report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         pid = _spawn(spec, _environment(launch, run, attempt, run_folder), report_write)
     except (OSError, ValueError) as error:
         os.close(report)
-        raise GrpoError(f"no keeper could be started in {run_folder}: {error}; check disk and process limits") from None
+        raise GrpoError(
+            f"no keeper could be started in {files or run_folder}: {error}; check disk and process limits"
+        ) from None
     finally:
         os.close(report_write)
     try:

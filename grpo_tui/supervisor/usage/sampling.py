@@ -12,7 +12,15 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_engine.wire.supervisor import DiskSpace, GpuStatus, RanksReport, RankUsage, UsageSampled, WriteFault
+from grpo_engine.wire.supervisor import (
+    DiskSpace,
+    GpuStatus,
+    PlacedUsage,
+    RanksReport,
+    RankUsage,
+    UsageSampled,
+    WriteFault,
+)
 from grpo_tui.run_files.log_file import written_so_far
 from grpo_tui.supervisor.keeper.orphans import kill_adopted
 from grpo_tui.supervisor.keeper.proc import ProcessId
@@ -77,6 +85,8 @@ class Sampler:
         self._living: dict[str, frozenset[ProcessId]] = {}
         self._dead: deque[ProcessId] = deque(maxlen=MAX_DEAD)
         self.gpus: list[GpuStatus] = []
+        self.placed: Callable[[], Mapping[str, PlacedUsage]] = dict
+        """Returns what services use that run on another machine."""
         self.gpu_note: str | None = None
 
     @property
@@ -161,13 +171,17 @@ class Sampler:
         return ends
 
     def _event(self, number: int, at: float, log_bytes: dict[str, int]) -> UsageSampled:
-        usage = self.usage.items()
+        usage: dict[str, Usage | PlacedUsage] = {**self.usage, **self.placed()}
+        held = {name: each.gpu_memory_bytes for name, each in self.placed().items()}
         return UsageSampled(
             number=number,
             time=at,
-            cpu_percent={name: each.cpu_percent for name, each in usage if each.cpu_percent is not None},
-            rss_bytes={name: each.rss_bytes for name, each in usage},
-            gpu_memory_bytes=self.gpu_memory_bytes,
+            cpu_percent={name: each.cpu_percent for name, each in usage.items() if each.cpu_percent is not None},
+            rss_bytes={name: each.rss_bytes for name, each in usage.items() if each.rss_bytes is not None},
+            gpu_memory_bytes={
+                **self.gpu_memory_bytes,
+                **{name: held_bytes for name, held_bytes in held.items() if held_bytes is not None},
+            },
             gpus=self.gpus,
             gpu_note=self.gpu_note,
             log_bytes=log_bytes,

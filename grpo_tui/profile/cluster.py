@@ -1,0 +1,141 @@
+"""A cluster in a plan: the services that a run on several machines has besides those of its profile.
+
+`ray` is the private cluster of the run, unless it joins an existing one; `machines` is the broker, which places every
+service that takes devices (`num_devices`). Those wait for it; all others run on the machine of the supervisor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+
+from grpo_engine.python_command import module_command
+from grpo_tui.profile.model import Profile
+from grpo_tui.services.base import ClusterPlan, Launch, NeedCondition, Place, Probe, RestartPolicy
+
+NODES, BROKER = "ray", "machines"
+MODULE = "grpo_tui.supervisor.placement.ray_cluster"
+READY_NODES, READY_BROKER = "cluster is ready at", "services are placed on the cluster"
+"""Lines of the two processes."""
+TOKEN_FILE = "ray.token"
+"""Of a private cluster, in the run folder, readable by its owner only."""
+READY_WITHIN_S = 300.0
+STOP_GRACE_S = 30.0
+"""For the broker: the agents of all machines end what is left there."""
+
+
+def with_cluster(launches: Sequence[Launch], profile: Profile, place: Place) -> tuple[list[Launch], ClusterPlan | None]:
+    """The launches of a plan with those of its cluster; without a cluster, as they are."""
+    table = profile.cluster
+    if table.kind == "local":
+        return list(launches), None
+    plan = ClusterPlan(address=table.address, machines=table.machines, devices_per_machine=table.devices_per_machine)
+    is_private = table.address is None
+    own = [_launch(NODES, "nodes", READY_NODES, place, {}, is_private=True)] if is_private else []
+    needs = {NODES: NeedCondition.READY} if is_private else {}
+    broker = _launch(BROKER, "broker", READY_BROKER, place, needs, is_private=is_private)
+    placed = [_placed(launch, profile) if _takes_devices(launch.name, profile) else launch for launch in launches]
+    return [*own, broker, *placed], plan
+
+
+def _takes_devices(name: str, profile: Profile) -> bool:
+    return bool(profile.services[name].num_devices)
+
+
+def _placed(launch: Launch, profile: Profile) -> Launch:
+    """A service that waits for its machine; its GPUs are numbered there."""
+    count = profile.services[launch.name].num_devices or 0
+    return dataclasses.replace(launch, num_devices=count, needs={BROKER: NeedCondition.READY, **launch.needs})
+
+
+def _launch(
+    name: str, what: str, ready: str, place: Place, needs: Mapping[str, NeedCondition], *, is_private: bool
+) -> Launch:
+    return Launch(
+        name=name,
+        kind="cluster",
+        argv=module_command(MODULE, what, str(place.run_folder), python=place.python),
+        env=_environment(place, is_private=is_private),
+        cwd=place.profile_folder,
+        needs=needs,
+        ready=Probe(log=re.escape(ready), within_s=READY_WITHIN_S),
+        live=None,
+        restart=RestartPolicy.ON_FAILURE,
+        restart_unhealthy=False,
+        max_restarts=5,
+        restart_window_s=600.0,
+        backoff_s=0.5,
+        stop_grace_s=STOP_GRACE_S,
+        stop_signal=signal.SIGTERM,
+        ports=(),
+        gpus=(),
+        ends_run=False,
+        followers=(BROKER,) if what == "nodes" else (),
+    )
+
+
+def _environment(place: Place, *, is_private: bool) -> dict[str, str]:
+    """Variables that Ray reads when it is imported."""
+    own = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it would kill services when the memory of the machine is short
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_kill_child_processes_on_worker_exit": "0",  # an agent outlives its actor
+    }
+    if is_private:
+        own |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(place.run_folder / TOKEN_FILE),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else a driver takes 127.0.0.1 for the address of this machine
+        }
+    return own
+
+
+def check_cluster(profile: Profile) -> Iterator[str]:
+    """What a profile with a cluster cannot have; `dotted.key: what (hint)`."""
+    table = profile.cluster
+    if table.kind == "local":
+        if table.address is not None:
+            yield 'cluster.address: has no effect with kind = "local": set kind = "ray", or leave it out'
+        return
+    for name in (NODES, BROKER):
+        if name in profile.services:
+            yield f"services.{name}: is the name of a service of the cluster: rename it"
+    for name, service in profile.services.items():
+        if service.num_devices and service.gpus is not None:
+            yield f"services.{name}.gpus: GPUs are numbered on each machine of a cluster: keep num_devices alone"
+    placed = [name for name, service in profile.services.items() if service.num_devices]
+    if not placed:
+        yield 'cluster.kind: "ray" places services that set num_devices, and none does'
+    if table.address is None:
+        most = table.devices_per_machine
+        for name in placed:
+            count = profile.services[name].num_devices or 0
+            if count > most:
+                yield f"services.{name}.num_devices: {count}, but a machine has cluster.devices_per_machine = {most}"
+        wanted = sum(profile.services[name].num_devices or 0 for name in placed)
+        if wanted > most * table.machines:
+            yield (
+                f"cluster.machines: {table.machines} with {most} devices each, but services take {wanted}: raise "
+                "machines or devices_per_machine"
+            )
+    if table.address is not None and getattr(profile.bridge, "mode", None) == "broadcast":
+        yield (
+            'bridge.mode: "broadcast" connects trainer and servers over loopback, and a cluster may have them '
+            'on several machines: use "none" or "lora_only"'
+        )
+    if "shared_weights" in dict(getattr(profile.bridge, "server_settings", {}) or {}):
+        yield (
+            f"bridge.mode: {getattr(profile.bridge, 'mode', '')!r} shares memory between services on one GPU, and "
+            'a cluster gives each its own: use "none" or "lora_only"'
+        )
+
+
+def has_ray() -> bool:
+    """Whether Ray is installed."""
+    return find_spec("ray") is not None

@@ -1,0 +1,322 @@
+"""The agent of one machine of a cluster: starts, watches and ends the services of a run there, by keepers.
+
+    python -P -m grpo_tui.supervisor.placement.agent RUN_FOLDER FOLDER RAYLET_PID
+
+Started by the actor of the machine, and outlives it: when the broker is restarted, its next actor finds the agent by
+its socket. Requests are lines of JSON on that socket (`wire.py`). It ends every service and exits when it is told to,
+when the raylet of its machine has exited (the cluster has lost the machine, and restarts its services elsewhere), and
+when nobody has asked for `LEASE_S`. Logs and files of keepers are in a folder of this machine, which it removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from grpo_engine.errors import GrpoError
+from grpo_engine.wire.codec import MAX_LINE_BYTES, to_line
+from grpo_engine.wire.run_folder import PLAN_FILE, service_log
+from grpo_engine.wire.supervisor import PlacedUsage
+from grpo_tui.paths import host_folder
+from grpo_tui.run_files.log_file import read_part
+from grpo_tui.supervisor import preflight
+from grpo_tui.supervisor.capped_log import LogCapper
+from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, adopt_keeper, start_keeper
+from grpo_tui.supervisor.keeper.orphans import become_reaper, kill_adopted
+from grpo_tui.supervisor.keeper.proc import ProcessId, identify
+from grpo_tui.supervisor.lock import take_lock
+from grpo_tui.supervisor.placement import wire
+from grpo_tui.supervisor.placement.relay import Relay, run_token
+from grpo_tui.supervisor.usage.cpu_memory import UsageReader
+from grpo_tui.supervisor.usage.gpus import GpuReader
+
+LEASE_S = 60.0
+"""Without a request for so long, the broker and whoever would restart it are gone."""
+CHECK_S = 0.5
+LOOK_AT_LOG_S = 0.05
+END_WITHIN_S = 10.0
+MAX_PART_BYTES = 256 * 1024
+"""Of a log, in one answer."""
+LOG_LIMIT_BYTES = 64_000_000
+log = logging.getLogger(__name__)
+
+
+def agent_folder(run_folder: Path, machine: str) -> Path:
+    """The folder of a machine's agent, on that machine; its name is short enough for a socket.
+
+    Raises:
+        GrpoError: it cannot be made.
+    """
+    digest = hashlib.blake2b(f"{run_folder.resolve()}\0{machine}".encode(), digest_size=8).hexdigest()
+    return host_folder() / f"agent-{digest}"
+
+
+def agent_socket(run_folder: Path, machine: str) -> Path:
+    """Where the agent of a machine listens."""
+    return agent_folder(run_folder, machine) / "agent.sock"
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """An attempt that this machine has had."""
+
+    keeper: Keeper | None
+    log_offset: int
+    report: ExitReport | None = None
+
+
+class Agent:
+    """The services of a run on one machine."""
+
+    def __init__(self, run_folder: Path, folder: Path, raylet: ProcessId | None) -> None:
+        self._run_folder = run_folder
+        self._folder = folder
+        self._raylet = raylet
+        self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._gpu_reader = GpuReader()
+        self._usage_reader = UsageReader()
+        self._asked_at_s = time.monotonic()
+        self._is_ending = False
+        self._limits: dict[Path, int] = {}
+        self._relay: Relay | None = None
+        """Where the run uses machines of several addresses."""
+        self._watches: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until it is told to end, or nobody needs it any more."""
+        server = await asyncio.start_unix_server(self._serve, self._folder / "agent.sock", limit=MAX_LINE_BYTES)
+        try:
+            while not self._is_ending and (reason := self._why_to_end()) is None:
+                await asyncio.sleep(CHECK_S)
+                await asyncio.to_thread(kill_adopted)
+                await asyncio.to_thread(LogCapper(self._limits).look)
+            if not self._is_ending:
+                log.warning("%s: every service on this machine is ended", reason)
+                await self._end()
+        finally:
+            server.close()
+
+    def _why_to_end(self) -> str | None:
+        if self._raylet is not None and not self._raylet.is_alive():
+            return "the raylet of this machine has exited"
+        if time.monotonic() - self._asked_at_s > LEASE_S:
+            return f"the broker of the run has not asked for {LEASE_S:g} s"
+        return None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request."""
+        try:
+            if not (line := await reader.readline()):
+                return  # an actor looked whether this process listens
+            writer.write(await self.answer(line))
+            await writer.drain()
+        except (ConnectionError, ValueError) as error:
+            log.warning("a request was dropped: %s", error)
+        finally:
+            writer.close()
+
+    async def answer(self, line: bytes) -> bytes:
+        """The line that answers a request.
+
+        Raises:
+            ValueError: it is no request.
+        """
+        self._asked_at_s = time.monotonic()
+        return to_line(await self._answer(wire.REQUEST.validate_json(line)))
+
+    async def _answer(
+        self, request: wire.Start | wire.Follow | wire.Signal | wire.Look | wire.Route | wire.End
+    ) -> BaseModel:
+        match request:
+            case wire.Start():
+                return await self._start(request)
+            case wire.Follow():
+                return await self._follow(request)
+            case wire.Signal():
+                return self._signal(request)
+            case wire.Look():
+                return await self._look()
+            case wire.Route():
+                return await self._route(request)
+            case wire.End():
+                await self._end()
+                return wire.Done()
+
+    # --- attempts --------------------------------------------------------------------------------------------------
+
+    async def _start(self, request: wire.Start) -> wire.Started:
+        """Start an attempt, unless it was started before: an answer may have been lost."""
+        launch = wire.LAUNCH.validate_json(request.launch)
+        if self._attempt(launch.name, request.attempt) is not None:
+            return wire.Started()
+        if self._is_ending:
+            return wire.Started(refused="the run leaves this machine")
+        run = self._run_folder.name
+        try:
+            refusals = await preflight.free_resources(
+                launch, run=run, report=log.info, gpu_reader=self._gpu_reader, take_ports=request.take_ports
+            )
+            if refusals:
+                return wire.Started(refused="; ".join(each.text for each in refusals))
+            keeper = await start_keeper(
+                launch, run=run, attempt=request.attempt, run_folder=self._run_folder, files=self._folder
+            )
+        except (GrpoError, OSError) as error:
+            return wire.Started(refused=str(error))
+        self._limits[service_log(self._folder, launch.name)] = LOG_LIMIT_BYTES
+        self._remember(launch.name, request.attempt, keeper)
+        return wire.Started()
+
+    def _remember(self, service: str, number: int, keeper: Keeper) -> Attempt:
+        attempt = self._attempts[service, number] = Attempt(keeper=keeper, log_offset=keeper.log_offset)
+        task = asyncio.create_task(self._watch(attempt, keeper), name=f"attempt {number} of {service}")
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+        return attempt
+
+    async def _watch(self, attempt: Attempt, keeper: Keeper) -> None:
+        report = await keeper.exited()
+        await asyncio.to_thread(kill_adopted)
+        attempt.report, attempt.keeper = report, None
+
+    def _attempt(self, service: str, number: int) -> Attempt | None:
+        """An attempt, also one that an earlier agent of this machine started."""
+        if (known := self._attempts.get((service, number))) is not None:
+            return known
+        found = adopt_keeper(self._folder, service, number)
+        if isinstance(found, Keeper):
+            return self._remember(service, number, found)
+        if found is None:
+            return None
+        attempt = Attempt(keeper=None, log_offset=found.log_offset or 0, report=found)
+        self._attempts[service, number] = attempt
+        return attempt
+
+    async def _follow(self, request: wire.Follow) -> wire.Followed:
+        attempt = self._attempt(request.service, request.attempt)
+        if attempt is None:
+            return wire.Followed(is_known=False)
+        path, deadline = service_log(self._folder, request.service), time.monotonic() + request.wait_s
+        while True:
+            report = attempt.report
+            data = await asyncio.to_thread(_read, path, attempt.log_offset + request.num_copied)
+            if data or report is not None or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(LOOK_AT_LOG_S)
+        self._asked_at_s = time.monotonic()
+        has_exited = report is not None and len(data) < MAX_PART_BYTES
+        return wire.Followed(
+            data=base64.b64encode(data).decode(),
+            has_exited=has_exited,
+            exit_code=report.code if report is not None and has_exited else None,
+            error=report.error if report is not None and has_exited else None,
+        )
+
+    def _signal(self, request: wire.Signal) -> wire.Done:
+        attempt = self._attempt(request.service, request.attempt)
+        keeper = None if attempt is None else attempt.keeper
+        if keeper is not None:
+            match request.how:
+                case "stop":
+                    keeper.stop()
+                case "kill":
+                    keeper.kill()
+                case "send":
+                    keeper.signal_service(signal.Signals(request.number))
+        return wire.Done()
+
+    # --- the machine -----------------------------------------------------------------------------------------------
+
+    async def _look(self) -> wire.Usage:
+        running = {
+            service: (number, each.keeper)
+            for (service, number), each in sorted(self._attempts.items())
+            if each.keeper is not None
+        }
+        keepers = {service: keeper.identity.pid for service, (_, keeper) in running.items()}
+        attempts = {service: number for service, (number, _) in running.items()}
+        usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
+        sample = await self._gpu_reader.sample({name: each.pids for name, each in usage.items()}, attempts)
+        held = {name: [gpu.by_service[name] for gpu in sample.gpus if name in gpu.by_service] for name in usage}
+        return wire.Usage(
+            sees_run=_is_ours(self._run_folder / PLAN_FILE),
+            attempts=attempts,
+            services={
+                name: PlacedUsage(
+                    cpu_percent=each.cpu_percent,
+                    rss_bytes=each.rss_bytes,
+                    gpu_memory_bytes=sum(held[name]) if held[name] else None,
+                )
+                for name, each in usage.items()
+            },
+            gpus=sample.gpus,
+        )
+
+    async def _route(self, request: wire.Route) -> wire.Routed:
+        if self._relay is None:
+            self._relay = Relay(run_token(self._run_folder))
+        gate = await self._relay.open_gate(request.address, request.inside)
+        faults = await self._relay.set_doors(request.doors)
+        return wire.Routed(gate=gate, faults=faults)
+
+    async def _end(self) -> None:
+        """Kill what runs, and wait until no process is left."""
+        self._is_ending = True
+        for attempt in self._attempts.values():
+            if attempt.keeper is not None:
+                attempt.keeper.kill()
+        if self._watches:
+            await asyncio.wait(set(self._watches), timeout=END_WITHIN_S)
+        await asyncio.to_thread(kill_adopted)
+        if self._relay is not None:
+            await self._relay.close()
+
+
+def _read(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return read_part(file.fileno(), offset, MAX_PART_BYTES, with_header=False).data
+    except FileNotFoundError:
+        return b""
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def main() -> int:
+    """Serve one machine; exits at once where an agent of it runs already."""
+    run_folder, folder, raylet = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.umask(0o077)
+    become_reaper()
+    lock = take_lock(folder)
+    if lock is None:
+        return 0
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s")
+    with suppress(FileNotFoundError):
+        (folder / "agent.sock").unlink()
+    for number in (signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    asyncio.run(Agent(run_folder, folder, identify(raylet)).run())
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

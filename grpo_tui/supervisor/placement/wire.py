@@ -1,0 +1,121 @@
+"""Messages between the processes of a cluster: the broker of a run, and the agent of each machine.
+
+JSON, one object a line. What `remote_process.py` and the broker say to each other is defined there, since that script
+imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from grpo_engine.wire.codec import Message, Whole
+from grpo_engine.wire.supervisor import GpuStatus, PlacedUsage
+from grpo_tui.services.base import Launch
+
+LAUNCH: TypeAdapter[Launch] = TypeAdapter(Launch)
+
+
+class Start(Message):
+    """Broker → agent: start an attempt; answered by `Started`."""
+
+    do: Literal["start"] = "start"
+    launch: str
+    """As `LAUNCH` writes it, with the whole environment of the service."""
+    attempt: Whole
+    take_ports: bool = False
+
+
+class Follow(Message):
+    """Broker → agent: what an attempt has written from an offset on, and how it ended; answered by `Followed`."""
+
+    do: Literal["follow"] = "follow"
+    service: str
+    attempt: Whole
+    num_copied: Whole
+    """Bytes of its log that are known, from where the attempt begins."""
+    wait_s: float
+    """How long to wait for more."""
+
+
+class Signal(Message):
+    """Broker → agent: end an attempt, or send a signal to its main process; answered by `Done`."""
+
+    do: Literal["signal"] = "signal"
+    service: str
+    attempt: Whole
+    how: Literal["stop", "kill", "send"]
+    number: Whole = 0
+
+
+class Look(Message):
+    """Broker → agent: what runs, and what it uses; answered by `Usage`."""
+
+    do: Literal["look"] = "look"
+
+
+class Route(Message):
+    """Broker → agent: listen for connections from other machines, and lead to them; answered by `Routed`."""
+
+    do: Literal["route"] = "route"
+    address: str
+    """Of this machine."""
+    inside: list[Whole]
+    """Ports of services here."""
+    doors: dict[Whole, tuple[str, Whole]] = {}
+    """Ports of services elsewhere, each with address and port of the gate there."""
+
+
+class Routed(Message):
+    """The answer to `Route`."""
+
+    gate: Whole
+    """The port of the gate."""
+    faults: list[str] = []
+    """Why a port is not reachable here, for people."""
+
+
+class End(Message):
+    """Broker → agent: end everything and exit; answered by `Done` when no process is left."""
+
+    do: Literal["end"] = "end"
+
+
+class Started(Message):
+    """The answer to `Start`."""
+
+    refused: str | None = None
+    """Why it was not started, for people; None where it was."""
+
+
+class Followed(Message):
+    """The answer to `Follow`."""
+
+    data: str = ""
+    """Base64."""
+    is_known: bool = True
+    """Whether the machine has had this attempt."""
+    has_exited: bool = False
+    exit_code: Whole | None = None
+    error: str | None = None
+
+
+class Usage(Message):
+    """The answer to `Look`."""
+
+    sees_run: bool
+    """Whether the folder of the run is there, as this user's."""
+    attempts: dict[str, Whole] = {}
+    services: dict[str, PlacedUsage] = {}
+    gpus: list[GpuStatus] = []
+
+
+class Done(Message):
+    """The answer where there is nothing to say."""
+
+    error: str | None = None
+
+
+Request = Annotated[Start | Follow | Signal | Look | Route | End, Field(discriminator="do")]
+REQUEST: TypeAdapter[Start | Follow | Signal | Look | Route | End] = TypeAdapter(Request)

@@ -1,0 +1,62 @@
+"""A cluster whose machines are agents in this process; what they start are real processes under real keepers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_tui.supervisor.placement.agent import Agent
+from grpo_tui.supervisor.placement.cluster import MachineLost, Node
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterOfAgents:
+    """Machines by name; `lose` takes one away, as a cluster does that has not heard of it."""
+
+    run_folder: Path
+    folder: Path
+    num_devices: dict[str, int]
+    agents: dict[str, Agent] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    addresses: dict[str, str] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+
+    def address(self) -> str:
+        """Of the machine that the broker runs on."""
+        return "127.0.0.1"
+
+    async def nodes(self) -> list[Node]:
+        """Those that are not lost."""
+        return [
+            Node(
+                id=name,
+                name=name,
+                address=self.addresses.get(name, "127.0.0.1"),
+                num_free=count - self.reserved.get(name, 0),
+            )
+            for name, count in self.num_devices.items()
+            if name not in self.lost
+        ]
+
+    async def reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
+        """The first ones."""
+        self.reserved[node.id] = num_devices
+        return tuple(range(num_devices))
+
+    async def ask(self, node_id: str, request: bytes, *, timeout_s: float) -> bytes:
+        """Ask the agent, which is made at the first request."""
+        if node_id in self.lost:
+            raise MachineLost(f"{node_id} is lost")
+        if node_id not in self.agents:
+            folder = self.folder / node_id
+            folder.mkdir(exist_ok=True)
+            self.agents[node_id] = Agent(self.run_folder, folder, None)
+        return await self.agents[node_id].answer(request)
+
+    async def release(self, node_id: str) -> None:
+        """Give its devices back."""
+        self.reserved.pop(node_id, None)
+
+    def lose(self, name: str) -> None:
+        """The machine is gone; what ran there is ended by the caller."""
+        self.lost.add(name)

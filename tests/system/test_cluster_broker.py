@@ -1,0 +1,221 @@
+"""Services on machines of a cluster: the process that stands for each, the broker, and the agents of the machines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster_fakes import ClusterOfAgents
+from launches import launch
+from ports import free_port
+from stage import Stage
+
+from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, SERVICE_VARIABLE
+from grpo_engine.wire.run_folder import BROKER_FILE, TOKEN_FILE
+from grpo_engine.wire.supervisor import MachinesReport, Refusal
+from grpo_tui import remote_process
+from grpo_tui.services.base import Launch
+from grpo_tui.supervisor import preflight
+from grpo_tui.supervisor.keeper.proc import identify
+from grpo_tui.supervisor.placement.broker import Broker
+from grpo_tui.supervisor.placement.remote import standing_for
+
+DEADLINE_S = 60.0
+DOORS = "127.0.0.3"
+"""Where ports of services on another machine are reachable: another address of loopback, since that machine is this."""
+LISTENS = """
+import socket, sys
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+print("listening", flush=True)
+while True:
+    connection, _ = listening.accept()
+    connection.sendall(b"hello")
+    connection.close()
+"""
+PRINTS = "import os; print('devices', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
+WAITS = f"{PRINTS}; import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
+
+
+def program(name: str, code: str, *, num_devices: int = 1) -> Launch:
+    """A service that runs a Python program."""
+    return launch(name, argv=(sys.executable, "-I", "-S", "-c", code), num_devices=num_devices, stop_grace_s=5.0)
+
+
+class Bench:
+    """A broker with its cluster."""
+
+    def __init__(self, stage: Stage, tmp_path: Path, launches: list[Launch], **num_devices: int) -> None:
+        self.run_folder = tmp_path / stage.run
+        self.run_folder.mkdir()
+        self.launches = {each.name: replace(each, argv=(*each.argv, stage.token)) for each in launches}
+        self.cluster = ClusterOfAgents(run_folder=self.run_folder, folder=tmp_path, num_devices=num_devices)
+        self.reports: list[MachinesReport] = []
+        self.started: list[asyncio.subprocess.Process] = []
+        self.socket = tmp_path / "b.sock"
+
+    @asynccontextmanager
+    async def broker(self, *, ends_all: bool = True) -> AsyncIterator[Broker]:
+        """A broker that serves; as if it was killed unless `ends_all`."""
+        broker = Broker(
+            self.cluster,
+            self.launches.values(),
+            run_folder=self.run_folder,
+            report=self.reports.append,
+            door_host=DOORS,
+        )
+        await broker.open()
+        ready = asyncio.Event()
+        serving = asyncio.create_task(broker.serve(self.socket, ready.set))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await ready.wait()
+                yield broker
+        finally:
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+            if ends_all:
+                await broker.close()
+                for process in self.started:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+                    await process.communicate()
+
+    async def start(self, name: str, attempt: int = 1) -> asyncio.subprocess.Process:
+        """The process that stands for a service."""
+        environment = {**os.environ, SERVICE_VARIABLE: name, ATTEMPT_VARIABLE: str(attempt)}
+        argv = standing_for(self.launches[name], self.run_folder).argv
+        process = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=asyncio.subprocess.PIPE)
+        self.started.append(process)
+        return process
+
+
+async def line_of(process: asyncio.subprocess.Process, start: str) -> str:
+    """The next line that starts so."""
+    assert process.stdout is not None
+    while line := (await process.stdout.readline()).decode():
+        if line.startswith(start):
+            return line.strip()
+    raise AssertionError(f"no line starts with {start}")
+
+
+async def until_gone(pid: int) -> None:
+    """Wait until a process has ended."""
+    async with asyncio.timeout(DEADLINE_S):
+        while identify(pid) is not None:  # noqa: ASYNC110 - the process is no child of this one
+            await asyncio.sleep(0.01)
+
+
+async def test_a_service_on_a_machine_has_its_log_its_devices_and_its_exit_code_here(
+    stage: Stage, tmp_path: Path
+) -> None:
+    bench = Bench(stage, tmp_path, [program("a", f"{PRINTS}; raise SystemExit(7)")], left=2)
+    async with bench.broker():
+        process = await bench.start("a")
+        out, _ = await process.communicate()
+        assert process.returncode == 7
+        assert out.decode() == "devices 0\n"
+    assert not (bench.run_folder / "machines.json").exists()
+
+
+async def test_a_stop_reaches_the_service_and_its_signal_is_the_exit_here(stage: Stage, tmp_path: Path) -> None:
+    bench = Bench(stage, tmp_path, [program("a", WAITS)], left=1)
+    async with bench.broker():
+        process = await bench.start("a")
+        pid = int((await line_of(process, "pid")).split()[1])
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == -signal.SIGTERM
+        await until_gone(pid)
+
+
+async def test_a_service_is_ended_with_the_process_that_stands_for_it(stage: Stage, tmp_path: Path) -> None:
+    bench = Bench(stage, tmp_path, [program("a", WAITS)], left=1)
+    async with bench.broker():
+        process = await bench.start("a")
+        pid = int((await line_of(process, "pid")).split()[1])
+        process.kill()
+        await process.wait()
+        await until_gone(pid)
+
+
+async def test_services_go_on_while_the_broker_is_restarted_and_no_line_is_lost_or_repeated(
+    stage: Stage, tmp_path: Path
+) -> None:
+    counts = (
+        "import sys\nprint('ready', flush=True)\nfor line in open(sys.argv[1]):\n    print(line, end='', flush=True)"
+    )
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    service = program("a", counts)
+    service = launch("a", argv=(*service.argv, str(pipe)), num_devices=1)
+    bench = Bench(stage, tmp_path, [service], left=1)
+    async with bench.broker(ends_all=False):
+        process = await bench.start("a")
+        await line_of(process, "ready")
+        writer = await asyncio.to_thread(pipe.open, "w")
+        writer.write("one\n")
+        writer.flush()
+        await line_of(process, "one")
+    writer.write("two\n")
+    writer.close()
+    bench.cluster.reserved.clear()  # as a cluster does whose driver was killed
+    async with bench.broker():
+        out, _ = await process.communicate()
+        assert (out.decode(), process.returncode) == ("two\n", 0)
+
+
+async def test_a_lost_machine_is_named_and_its_service_starts_on_another(stage: Stage, tmp_path: Path) -> None:
+    bench = Bench(stage, tmp_path, [program("a", WAITS), program("b", WAITS)], left=1, right=1, spare=1)
+    async with bench.broker():
+        a, b = await bench.start("a"), await bench.start("b")
+        gone, stays = [int((await line_of(each, "pid")).split()[1]) for each in (a, b)]
+        bench.cluster.lose("left")
+        assert "left is lost" in (await line_of(a, "grpo-tui"))
+        assert await a.wait() == remote_process.EXIT_LOST
+        states = {each.name: each.state for each in bench.reports[-1].machines}
+        assert states == {"left": "lost", "right": "ready"}
+        again = await bench.start("a", attempt=2)
+        await line_of(again, "pid")
+        assert identify(stays) is not None
+        bench.cluster.lost.clear()
+        os.kill(gone, signal.SIGKILL)
+    await until_gone(stays)
+
+
+async def test_a_port_of_a_service_on_another_machine_is_reachable_here(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing_taken(*_: object, **__: object) -> list[Refusal]:
+        return []  # the door here would count, since the other machine is this one
+
+    monkeypatch.setattr(preflight, "free_resources", nothing_taken)
+    port = free_port()
+    service = program("a", LISTENS)
+    service = replace(service, argv=(*service.argv, str(port)), ports=(port,))
+    bench = Bench(stage, tmp_path, [service], left=1)
+    bench.cluster.addresses["left"] = "127.0.0.2"
+    (bench.run_folder / TOKEN_FILE).write_text("token of the run")
+    async with bench.broker():
+        await line_of(await bench.start("a"), "listening")
+        reader, writer = await asyncio.open_connection(DOORS, port)
+        assert await reader.read() == b"hello"
+        writer.close()
+
+
+async def test_without_a_broker_the_process_waits_for_one_and_a_second_machine_is_awaited(
+    stage: Stage, tmp_path: Path
+) -> None:
+    bench = Bench(stage, tmp_path, [program("a", PRINTS)], left=1)
+    process = await bench.start("a")
+    assert not (bench.run_folder / BROKER_FILE).exists()
+    async with bench.broker():
+        assert await line_of(process, "devices") == "devices 0"
+        assert await process.wait() == 0

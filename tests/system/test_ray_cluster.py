@@ -1,0 +1,96 @@
+"""A run on a real Ray cluster: what a killed broker, actor, raylet, supervisor and head cost, and that nothing is left.
+
+Three machines, which this one stands for; services `a` and `b` take one device each, so one machine is free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+from workplace import Workplace, service, until
+
+from grpo_engine.wire.supervisor import ServiceState
+from grpo_tui.keeper_process import Stat
+from grpo_tui.profile.cluster import has_ray
+from grpo_tui.supervisor.keeper.proc import command_line, identify
+
+pytestmark = [
+    pytest.mark.skipif(not has_ray(), reason="Ray is not installed"),
+    pytest.mark.extended("test_cluster_broker.py has the same with a cluster in this process"),
+    pytest.mark.timeout(900),
+]
+CLUSTER = '[cluster]\nkind = "ray"\nmachines = 3\ndevices_per_machine = 1\n'
+WAITS = "import os, signal; print('up', os.getpid(), flush=True); signal.pause()"
+UP = "{ log = '^up', interval_s = 0.05, within_s = 300 }"
+
+
+def placed(name: str) -> str:
+    """A service that takes one device, and prints its pid on its machine."""
+    return service(name, WAITS, num_devices=1, ready=UP, restart='"on-failure"', backoff_s=0.2)
+
+
+def pids(place: Workplace, name: str) -> list[int]:
+    """The process of each attempt on its machine."""
+    return [int(pid) for pid in re.findall(r"^up (\d+)$", place.log(name), re.MULTILINE)]
+
+
+def processes(place: Workplace, words: str) -> list[Stat]:
+    """Processes of this test with these words in their command lines."""
+    return [each for each in place.survivors() if words in command_line(each.pid)]
+
+
+def kill(process: Stat) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    until(lambda: identify(process.pid) is None)
+
+
+def all_ready(place: Workplace) -> Callable[[], bool]:
+    return lambda: all(each.state is ServiceState.READY for each in place.status().services)
+
+
+def test_kills_cost_what_ran_there_and_nothing_is_left(place: Workplace) -> None:
+    place.profile(CLUSTER, placed("a"), placed("b"))
+    place.succeed("up", "--profile", "p", "--detach", "--wait", "ready", "--timeout", "300", limit_s=400)
+    (a,), (b,) = pids(place, "a"), pids(place, "b")
+    assert {each.name: each.machine for each in place.status().services if each.machine} == {
+        "a": "machine-1",
+        "b": "machine-2",
+    }
+
+    broker = place.pid("machines")
+    os.kill(broker, signal.SIGKILL)
+    until(lambda: place.service("machines").attempt == 2 and all_ready(place)())
+    assert identify(a) is not None
+    assert identify(b) is not None
+
+    for actor in processes(place, "ray::MachineActor"):
+        kill(actor)
+    until(lambda: "another one is started" in place.log("machines"))
+    until(lambda: all(each.state == "ready" for each in place.status().machines))
+    assert identify(a) is not None
+    assert identify(b) is not None
+
+    (raylet,) = processes(place, "machine-2,1")
+    kill(raylet)
+    until(lambda: place.service("b").attempt == 2 and all_ready(place)())
+    until(lambda: identify(b) is None)
+    assert "machine-2 (127.0.0.1) is lost, and with it b" in place.log()
+    assert place.service("b").machine in {"machine-2", "machine-3"}
+    assert pids(place, "a") == [a]
+
+    place.kill_supervisor()
+    place.succeed("status")
+    assert identify(a) is not None
+    place.succeed("restart", "b", "--wait", "--timeout", "120", limit_s=200)
+    assert pids(place, "a") == [a]
+
+    (head,) = processes(place, "gcs_server")
+    kill(head)
+    until(lambda: place.service("ray").attempt == 2 and all_ready(place)())
+    until(lambda: identify(a) is None)
+    place.succeed("down", limit_s=200)
+    assert not place.survivors()
