@@ -1,6 +1,6 @@
 """A run on a real Ray cluster: what a killed broker, actor, raylet, supervisor and head cost, and that nothing is left.
 
-Three machines, which this one stands for; services `a` and `b` take one device each, so one machine is free.
+Two machines, which this one stands for; services `a` and `b` take one device each, so a lost machine is awaited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.extended("test_cluster_broker.py has the same with a cluster in this process"),
     pytest.mark.timeout(900),
 ]
-CLUSTER = '[cluster]\nkind = "ray"\nmachines = 3\ndevices_per_machine = 1\n'
+CLUSTER = '[cluster]\nkind = "ray"\nmachines = 2\ndevices_per_machine = 1\n'
 WAITS = "import os, signal; print('up', os.getpid(), flush=True); signal.pause()"
 UP = "{ log = '^up', interval_s = 0.05, within_s = 300 }"
 
@@ -79,7 +79,7 @@ def test_kills_cost_what_ran_there_and_nothing_is_left(place: Workplace) -> None
     until(lambda: place.service("b").attempt == 2 and all_ready(place)())
     until(lambda: identify(b) is None)
     assert "machine-2 (127.0.0.1) is lost, and with it b" in place.log()
-    assert place.service("b").machine in {"machine-2", "machine-3"}
+    assert place.service("b").machine == "machine-2"
     assert pids(place, "a") == [a]
 
     place.kill_supervisor()
