@@ -57,7 +57,7 @@ def shape_of(services: Mapping[str, Mapping[str, Any]]) -> ServerSpeed:
     """How the speed of a server depends on the number of its requests, by its engine."""
     server = next(service for service in services.values() if service["kind"] == "inference")
     is_torch = server.get("engine") == "torch"
-    most = int(server.get("max_batch_size") or 256) if is_torch else 256
+    most = int(server.get("max_batch_size") or 256)
     points = tuple(TORCH_SHAPE if is_torch else SERVER_8B)
     return ServerSpeed(points=points, max_running=most, batching="whole" if is_torch else "continuous")
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_engine.simulate.result import Result
-from grpo_tui.view.format import percent_text
-from grpo_tui.view.training_rules import who_waits
+from grpo_tui.view.format import count_text, percent_text
+from grpo_tui.view.training_rules import MUCH_WAITING, who_waits
 
 BAR_COLUMNS = 40
 GOOD_ENOUGH = 0.97
@@ -97,12 +97,16 @@ def advice(all_: Sequence[Simulated], configured: int | None) -> list[str]:
             f"the fastest has {max(each.result.tokens_per_s for each in all_):,.0f}; the profile has "
             f"{bound_text(configured)}"
         )
+    sides = f"{count_text(layout.num_ranks, 'trainer rank')} : {count_text(layout.num_servers, 'server')}"
     found = who_waits(best.result.trainer_busy, best.result.generation_busy)
-    ranks, servers = layout.num_ranks, layout.num_servers
-    if found is None:
-        lines.append(f"{ranks} trainer ranks : {servers} servers: neither side waits for long")
-    else:
-        lines += [f"{ranks} trainer ranks : {servers} servers: {found[0]}", f"→ {found[1]}"]
+    if found is not None:
+        return [*lines, f"{sides}: {found[0]}", f"→ {found[1]}"]
+    for_groups, for_trainer = best.result.trainer_waits, best.result.generation_waits
+    is_balanced = max(for_groups, for_trainer) < MUCH_WAITING
+    lines.append(
+        f"{sides}: the trainer waits for groups {100 * for_groups:.0f}% of the time, and environments for it "
+        f"{100 * for_trainer:.0f}%" + (": neither for long" if is_balanced else "")
+    )
     return lines
 
 

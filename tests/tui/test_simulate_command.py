@@ -43,8 +43,17 @@ def test_the_least_staleness_that_is_nearly_as_fast_as_the_fastest_is_recommende
 
 def test_the_side_that_waits_is_named_with_the_balanced_ratio() -> None:
     lines = advice([simulated(1, 100.0, trainer_busy=0.5)], 1)
-    assert lines[0].startswith("1 trainer ranks : 2 servers: the trainer waits for groups 50% of the time")
+    assert lines[0].startswith("1 trainer rank : 2 servers: the trainer waits for groups 50% of the time")
     assert "balanced at 1 : 2.0 of today" in lines[0]
+
+
+def test_where_neither_side_waits_for_long_it_says_so_and_how_long() -> None:
+    lines = advice([simulated(1, 100.0, trainer_busy=0.75, busy=0.875)], 1)
+    waits = "the trainer waits for groups 25% of the time, and environments for it 12%"
+    assert lines == [f"1 trainer rank : 2 servers: {waits}: neither for long"]
+    assert advice([simulated(1, 100.0, trainer_busy=0.5, busy=0.8)], 1)[0].endswith(
+        "50% of the time, and environments for it 20%"
+    )
 
 
 def test_a_table_without_machines_has_no_column_for_them() -> None:

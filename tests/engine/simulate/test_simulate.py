@@ -119,10 +119,11 @@ def record(folder: Path, *, sample_s: float, train_s: float, num_steps: int = 40
     (folder / ROLLOUTS_FILE).write_text(json.dumps(group) + "\n")
 
 
-def test_a_recording_is_simulated_as_it_was_and_predicts_another_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize("assumed", [1.0, 5000.0])
+def test_a_recording_is_simulated_as_it_was_and_predicts_another_bound(tmp_path: Path, assumed: float) -> None:
     record(tmp_path, sample_s=3, train_s=2)
     recording = read_recording(tmp_path)
-    shape = ServerSpeed(points=((4, 1.0),), max_running=4, batching="whole")
+    shape = ServerSpeed(points=((4, assumed),), max_running=4, batching="whole")
     given = calibrated(recording, LAYOUT, figures_of(recording, shape, num_ranks=1, batch_size=4))
     assert given.lengths.prompt == 5
     assert run(LAYOUT, given).interval_s == pytest.approx(5.5, rel=0.02)
