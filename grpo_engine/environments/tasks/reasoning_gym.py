@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol
@@ -15,7 +14,7 @@ from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task, b
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENS, _CLOSES = "<answer>", "</answer>"
 
 
 class _Dataset(Protocol):
@@ -81,8 +80,7 @@ class ReasoningGym(Task):
 
     def score(self, item: Item, completion: str) -> float:
         """The dataset's score of the text between `<answer>` tags, else of the whole completion."""
-        tagged = _ANSWER_TAG.findall(completion)
-        answer = (tagged[-1] if tagged else completion).strip()
+        answer = answer_of(completion)
         of_level = self if self.level is None else self.model_copy(update={"level": item.level})
         return float(_scorer(of_level.model_dump_json()).score_answer(answer, item.entry or {}))
 
@@ -121,6 +119,14 @@ class ReasoningGym(Task):
             )
         curriculum.set_global_level(self.level)
         return dict(vars(curriculum.generate_configuration()))
+
+
+def answer_of(completion: str) -> str:
+    """The text between the last `<answer>` tags that are closed, else the whole completion."""
+    tagged, begin = completion, completion.find(_OPENS)
+    while begin >= 0 and (end := completion.find(_CLOSES, begin)) >= 0:
+        tagged, begin = completion[begin + len(_OPENS) : end], completion.find(_OPENS, end)
+    return tagged.strip()
 
 
 @lru_cache(maxsize=8)

@@ -22,11 +22,14 @@ RELATIONS = ("at least", "less than")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """Answers that `constrained_response` accepts."""
 
-_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]*]*\s+")
+# A completion may be one character, thousands of times: no rule may look at the rest of the text from each of them.
+_SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’)\]*]*\s+")
 _NO_SENTENCE_END = re.compile(
-    r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|cf|e\.g|i\.e|[A-HJ-Z])\.(?=\s)|^\s*\d+\.(?=\s)", re.M
+    r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|cf|e\.g|i\.e|[A-HJ-Z])\.(?=\s)|^[^\S\n]*\d+\.(?=\s)", re.M
 )
 """Abbreviations, initials, and the numbers of a list."""
+_STARS = re.compile(r"^[^\S\n]*\*[^\*].*$", re.M)
+_DASHES = re.compile(r"^[^\S\n]*-.*$", re.M)
 _FENCE = re.compile(r"^```(?:json|Json|JSON)?|```$")
 
 
@@ -161,7 +164,9 @@ def _language(text: str, language: str) -> bool:
 
 
 def _placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    # As many as `\[.*?\]` finds.
+    ended = (part for line in text.split("\n") for part in line.split("]")[:-1])
+    return sum("[" in part for part in ended) >= num_placeholders
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
@@ -170,8 +175,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
-    stars, dashes = (re.findall(rule, text, re.MULTILINE) for rule in (r"^\s*\*[^\*].*$", r"^\s*-.*$"))
-    return len(stars) + len(dashes) == num_bullets
+    return len(_STARS.findall(text)) + len(_DASHES.findall(text)) == num_bullets
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
@@ -192,7 +196,13 @@ def _json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
+    return any(title.lstrip("<").rstrip(">").strip() for title in map(_titled, text.split("\n")))
+
+
+def _titled(line: str) -> str:
+    """What `<<.+>>` finds in a line; "" if nothing."""
+    begin, end = line.find("<<"), line.rfind(">>")
+    return line[begin : end + 2] if 0 <= begin < end - 2 else ""
 
 
 def _two_responses(text: str) -> bool:
