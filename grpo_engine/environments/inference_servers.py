@@ -18,7 +18,7 @@ import httpx
 
 from grpo_engine.environments.ahead import least_loaded
 from grpo_engine.environments.peers import Attempts, Peer, read, repeated, request_until_answered
-from grpo_engine.environments.sampling.groups import Completions
+from grpo_engine.environments.sampling.groups import Completions, check_completions
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
@@ -120,6 +120,7 @@ class InferenceServers:
         """
         sent = _Sent(
             body=request.model_dump_json(exclude_unset=True, exclude_none=True).encode(),
+            num_completions=request.n,
             num_tokens=_longest(request),
             most_bytes=request.n * request.max_tokens * _SAMPLED_TOKEN_BYTES,
             session=session,
@@ -183,7 +184,10 @@ class InferenceServers:
             server.num_open_tokens -= sent.num_tokens
         server.is_up = True
         server.num_answered += 1
-        return read(Completions, answer)
+        completions = read(Completions, answer)
+        if "abort" not in completions.finish_reasons:  # else it is asked for again
+            check_completions(completions, sent.num_completions, server.peer.name)
+        return completions
 
     def _leave_out(self, server: InferenceServer) -> None:
         """Send a server nothing until it is healthy."""
@@ -197,6 +201,7 @@ class _Sent:
     """A request on its way."""
 
     body: bytes
+    num_completions: int
     num_tokens: int
     """Of its prompt, and of the longest completions that it may get."""
     most_bytes: int

@@ -90,25 +90,60 @@ def scored_group(conversations: Sequence[Conversation], rewards: Sequence[float]
     )
 
 
-def tokens_and_logprobs(completions: Completions, index: int) -> tuple[list[int], list[float]]:
+def check_completions(completions: Completions, count: int, server: str) -> None:
+    """Check that an answer is complete: it is valid JSON of the right types, but its lists may not fit each other.
+
+    Raises:
+        PeerError: it has another number of completions, or one of them is malformed; the message names the server.
+    """
+    lists = {name: getattr(completions, name) for name in _PER_COMPLETION}
+    for name, entries in lists.items():
+        if entries is not None and len(entries) != count:
+            raise PeerError(f"{server}: /generate answered {len(entries)} {name} to a request for {count} completions")
+    for index in range(count):
+        tokens, _ = tokens_and_logprobs(completions, index, server)
+        versions = None if completions.policy_versions is None else completions.policy_versions[index]
+        if versions is not None and (len(versions) != len(tokens) or not all(0 <= each < 2**63 for each in versions)):
+            raise PeerError(
+                f"{server}: the {len(tokens)} tokens of completion {index} need a policy version each, from 0 up; it "
+                f"has {len(versions)}"
+            )
+
+
+_PER_COMPLETION = ("text", "finish_reasons", "logprobs", "token_ids", "policy_versions")
+"""Lists of an answer with an entry for each completion; the last three may be absent."""
+
+
+def tokens_and_logprobs(
+    completions: Completions, index: int, server: str = "inference server"
+) -> tuple[list[int], list[float]]:
     """Tokens of one completion and the log-probability of each.
 
     Raises:
-        PeerError: there are no log-probabilities, or not one per token.
+        PeerError: there are no log-probabilities, not one per token, or one is of no token.
     """
     if completions.logprobs is None or index >= len(completions.logprobs):
-        raise PeerError("inference server: /generate answered without logprobs, though the request has logprobs: 0")
+        raise PeerError(f"{server}: /generate answered without logprobs, though the request has logprobs: 0")
     tokens: list[int] = []
     logprobs: list[float] = []
     for position in completions.logprobs[index]:
-        token, logprob = next(iter(position[0].items()))
+        token, logprob = next(iter(position[0].items()), ("", 0.0)) if position else ("", 0.0)
+        if not (token.isascii() and token.isdigit() and len(token) <= _MOST_DIGITS):
+            raise PeerError(
+                f"{server}: completion {index}, token {len(tokens)}: its log-probability is of {token[:20]!r}, which "
+                "is no token id"
+            )
         tokens.append(int(token))
         logprobs.append(logprob)
     if completions.token_ids is not None and completions.token_ids[index] != tokens:
         raise PeerError(
-            f"inference server: completion {index} has {len(completions.token_ids[index])} token_ids, which differ "
+            f"{server}: completion {index} has {len(completions.token_ids[index])} token_ids, which differ "
             f"from the tokens of its {len(tokens)} log-probabilities"
         )
     if not tokens:
-        raise PeerError(f"inference server: completion {index} is empty")
+        raise PeerError(f"{server}: completion {index} is empty")
     return tokens, logprobs
+
+
+_MOST_DIGITS = 9
+"""Of a token id."""

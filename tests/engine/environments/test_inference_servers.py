@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -29,6 +30,13 @@ class Fake:
         self.is_away = False
         self.status = 200
         self.health = 200
+        self.body: dict[str, Any] = {
+            "text": ["x", "x"],
+            "prompt": "",
+            "finish_reasons": ["stop", "stop"],
+            "logprobs": [[[{"7": -0.5}]]] * 2,
+            "policy_version": 1,
+        }
         self.num_requests = 0
         self.arrivals = asyncio.Queue[None]()
         self.was_asked = asyncio.Event()
@@ -49,8 +57,7 @@ class Fake:
         await self.may_answer.wait()
         if self.is_away:
             raise httpx.ReadError("reset", request=request)
-        body = {"text": ["x"], "prompt": "", "finish_reasons": ["stop"], "policy_version": 1}
-        return httpx.Response(self.status, json=body)
+        return httpx.Response(self.status, json=self.body)
 
 
 @contextlib.asynccontextmanager
@@ -238,3 +245,34 @@ async def test_every_group_arrives_once_though_a_server_ends_and_another_takes_i
     assert max(Counter(prompts).values()) == 1, "no group arrives twice"
     assert set(prompts) <= set(sent)
     assert all(fake.state.requests for fake in fakes)
+
+
+@pytest.mark.parametrize(
+    ("malformed", "words"),
+    [
+        ({"text": ["x"]}, "answered 1 text to a request for 2 completions"),
+        ({"finish_reasons": []}, "answered 0 finish_reasons to a request for 2 completions"),
+        ({"logprobs": [[[{"7": -0.5}]]]}, "answered 1 logprobs to a request for 2 completions"),
+        ({"logprobs": None}, "answered without logprobs"),
+        ({"logprobs": [[[]], [[]]]}, "completion 0, token 0: its log-probability is of '', which is no token id"),
+        ({"logprobs": [[[{}]], [[]]]}, "is of '', which is no token id"),
+        ({"logprobs": [[[{"a": -0.5}]]] * 2}, "is of 'a', which is no token id"),
+        ({"logprobs": [[[{"-7": -0.5}]]] * 2}, "is of '-7', which is no token id"),
+        ({"logprobs": [[[{"9" * 5000: -0.5}]]] * 2}, "which is no token id"),
+        ({"logprobs": [[[{"7": -0.5}]], []]}, "completion 1 is empty"),
+        ({"token_ids": [[7]]}, "answered 1 token_ids"),
+        ({"policy_versions": [[1]]}, "answered 1 policy_versions"),
+        (
+            {"policy_versions": [[1], []]},
+            "the 1 tokens of completion 1 need a policy version each, from 0 up; it has 0",
+        ),
+        ({"policy_versions": [[1], [-1]]}, "need a policy version each, from 0 up"),
+        ({"prompt": 5}, "not a Completions"),
+    ],
+)
+async def test_a_malformed_answer_is_an_error_that_names_the_server(malformed: dict[str, Any], words: str) -> None:
+    fake = Fake()
+    fake.body |= malformed
+    async with clients_of([fake]) as servers:
+        with pytest.raises(PeerError, match=f"http://server-0.*{words}"):
+            await servers.generate(request())
