@@ -1,8 +1,8 @@
 """Whole training runs for `gpu.py`: started by `grpo-tui`, followed, ended, and checked for leftovers.
 
-A run is given as PROFILE[:MODE]:STEPS[:finished]. It is ended after that many optimizer steps; with `finished` it has
-that many steps and runs to its end. Figures are read from the run folder only, so measuring slows nothing. With
-`--restart-at`, vLLM is restarted once, as by the key of the screen.
+A run is given as PROFILE[:MODE]:STEPS[:finished][+KEY=VALUE…]. It is ended after that many optimizer steps; with
+`finished` it has that many steps and runs to its end. Figures are read from the run folder only, so measuring slows
+nothing. With `--restart-at`, vLLM is restarted once, as by the key of the screen.
 """
 
 from __future__ import annotations
@@ -31,6 +31,17 @@ from grpo_tui.supervisor.keeper import proc
 BEYOND = 10
 """Factor on the steps of a run that is ended, so that it does not finish before."""
 LOOK_EVERY_S = 0.2
+SPEEDS = {
+    "train/tokens_per_second": "tokens_per_s",
+    "train/data_fetch_time": "waits_s",
+    "train/mfu": "mfu",
+    "rollout/busy_fraction": "sampling_busy",
+    "rollout/length_mean": "completion_tokens",
+    "rollout/staleness_mean": "staleness",
+}
+"""Metrics → their names in the figures."""
+LEFT_OUT = 3
+"""First steps without which these are given: compilation, and groups that were sampled before."""
 ENDS = 3
 """First and last steps whose mean reward is printed."""
 
@@ -43,14 +54,22 @@ class Spec:
     mode: str | None
     steps: int
     finishes: bool
+    settings: tuple[str, ...]
 
     @staticmethod
     def read(text: str) -> Spec:
-        """`smollm-gpu:lora_only:60`, `smollm-gpu:120:finished`."""
+        """`smollm-gpu:lora_only:60`, `smollm-gpu:120:finished`, `smollm-gpu:20+gpu.mps=false+bridge.mode=none`."""
+        text, *settings = text.split("+")
         words = text.split(":")
         finishes = words[-1] == "finished"
         profile, *mode, steps = words[: -1 if finishes else None]
-        return Spec(profile=profile, mode=mode[0] if mode else None, steps=int(steps), finishes=finishes)
+        return Spec(
+            profile=profile,
+            mode=mode[0] if mode else None,
+            steps=int(steps),
+            finishes=finishes,
+            settings=tuple(settings),
+        )
 
 
 def run_stack(text: str, number: int, bench: Bench) -> None:
@@ -106,6 +125,7 @@ def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
         "steps": len(trained),
         "s_a_step": round(statistics.median(spans), 3) if spans else None,
         "steps_per_s": round(1 / statistics.mean(spans), 3) if spans else None,
+        **_medians(trained[LEFT_OUT:]),
         "sync_ms": round(1e3 * statistics.median(sync), 1) if sync else None,
         "sync_ms_at_most": round(1e3 * max(sync), 1) if sync else None,
         "alignment_mean": round(statistics.mean(alignment), 5),
@@ -121,6 +141,12 @@ def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
     }
 
 
+def _medians(lines: list[MetricsLine]) -> dict[str, float]:
+    """Of the metrics of speed that the steps have, over these steps."""
+    values = {name: [line.metrics[name] for line in lines if name in line.metrics] for name in SPEEDS}
+    return {SPEEDS[name]: round(statistics.median(each), 3) for name, each in values.items() if each}
+
+
 def read_metrics(folder: Path) -> list[MetricsLine]:
     """The whole lines of a run's metrics."""
     path = folder / METRICS_FILE
@@ -132,7 +158,7 @@ def _bring_up(spec: Spec, bench: Bench) -> Path:
     """Start the run and return its folder; it may not be ready yet."""
     settings = [f"services.trainer.training_steps={spec.steps if spec.finishes else spec.steps * BEYOND}"]
     settings += [f"bridge.mode={spec.mode}"] if spec.mode else []
-    settings += bench.options.run_set
+    settings += [*bench.options.run_set, *spec.settings]
     words = ["up", "--profile", spec.profile, "--detach", "--json"]
     said = _grpo(bench, *words, *(word for each in settings for word in ("--set", each)))
     return bench.fleet.folder / json.loads(said.splitlines()[0])["folder"]

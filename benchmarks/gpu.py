@@ -287,7 +287,9 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--run", action="append", default=[], help="PROFILE[:MODE]:STEPS[:finished] for stack; repeat")
+    parser.add_argument(
+        "--run", action="append", default=[], help="PROFILE[:MODE]:STEPS[:finished][+KEY=VALUE…] for stack; repeat"
+    )
     parser.add_argument("--run-limit", type=float, default=240.0, help="seconds for one of them")
     parser.add_argument("--run-set", action="append", default=[], help="KEY=VALUE, for all of them")
     parser.add_argument("--restart-at", type=int, help="restart vLLM once in each of them, after so many steps")
