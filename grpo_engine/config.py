@@ -136,8 +136,11 @@ def _read_yaml(text: str) -> Any:
         if _num_values(node, [], {}) > MAX_YAML_VALUES:
             raise ValueError(f"its aliases stand for more than {MAX_YAML_VALUES} values")
         return loader.construct_document(node) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+    except (ValueError, RecursionError):
+        raise
+    except Exception as error:  # PyYAML: `!!int ''` is an IndexError, `!!bool x` a KeyError, `!!timestamp x` another
+        why = str(error) if isinstance(error, yaml.YAMLError) else f"a value does not fit its tag: {error!r}"
+        raise ValueError(" ".join(why.split())) from error
     finally:
         loader.dispose()
 

@@ -45,6 +45,8 @@ CAPPED = re.compile(
     "=== capped · dropped (\\d+) bytes · header (\\d+) bytes(?: · dropped (\\d+) from (\\d+) bytes on)?".encode()
 )
 """First line of a log whose older part was dropped; `supervisor/capped_log.py` writes it."""
+MOST_BYTES = 1 << 62
+"""No log has more written to it; sums of such offsets stay below what the kernel takes."""
 ATTEMPT_OPENING = "=== attempt "
 """Begins the line of the log that opens an attempt."""
 MOST_CORES = 8192
@@ -478,9 +480,9 @@ class Extent(NamedTuple):
 
 
 def extent(log: int) -> Extent:
-    """Read the size of a log and its header."""
+    """Read the size of a log and its header. A header that claims more than a file can have is text of the log."""
     header, size = CAPPED.match(os.pread(log, 200, 0)), os.fstat(log).st_size
-    if header is None:
+    if header is None or int(header[2]) > size or max(int(each or 0) for each in header.groups()) > MOST_BYTES:
         return Extent(0, 0, size, False)
     is_moving = header[4] is not None and size >= int(header[4])
     return Extent(int(header[3 if is_moving else 1]), int(header[2]), size, is_moving)

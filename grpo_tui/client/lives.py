@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from grpo_engine.bridges.memory.shared_names import stem_of
 from grpo_engine.errors import CheckpointError
 from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead, UsedVersions
-from grpo_engine.wire.codec import first_fault, write_json_atomically
+from grpo_engine.wire.codec import first_fault, write_atomically, write_json_atomically
 from grpo_engine.wire.run_folder import (
     ADDRESS_FILE,
     BRIDGE_FILE,
@@ -53,6 +53,7 @@ from grpo_engine.wire.run_folder import (
 )
 from grpo_tui.client.local import StartRefused
 from grpo_tui.run_files.metrics import newest_lines
+from grpo_tui.run_files.whole_file import read_whole
 
 _WRITTEN = (
     "*",
@@ -210,6 +211,20 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, target)
+
+
+def copy_item_state(source: Path, target: Path) -> None:
+    """Copy an environment's place in its items to another run, which others can read no more than the rest of it.
+
+    Raises:
+        StartRefused: it cannot be read, or is a link, which could name any file of ours.
+    """
+    if source.is_symlink():
+        raise StartRefused(f"{source} is a link, and its target would be copied to the branch: put a file in its place")
+    try:
+        write_atomically(target, read_whole(source), mode=0o600)
+    except OSError as error:
+        raise StartRefused(f"{source}: cannot be copied to {target}: {error.strerror or error}") from None
 
 
 def set_store_aside(store: Path, life: Path) -> None:

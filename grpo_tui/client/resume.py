@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -47,6 +46,7 @@ from grpo_tui.client.launch import (
 from grpo_tui.client.lives import (
     close_to_others,
     copy_checkpoint,
+    copy_item_state,
     end_life,
     go_back,
     new_life,
@@ -221,7 +221,7 @@ def branch_run(
             raise ConfigError(f"{save_path} has checkpoints of another run: choose another save_path")
         for name, state in _item_states(parent.folder, before).items():
             if state.exists():  # else the environment would draw the first items again
-                shutil.copy2(state, item_state_file(folder, name))
+                copy_item_state(state, item_state_file(folder, name))
         write_json_atomically(folder / PARENT_FILE, ParentRun(run=parent.id, step=step), mode=0o600)
         copy_checkpoint(checkpoint_folder(saved, step), save_path)  # last: it may be outside the folder of the run
 

@@ -1,7 +1,7 @@
 """Reads `metrics.jsonl`: as it grows, or its newest lines alone.
 
-A line that cannot be parsed, or of a step beyond `MAX_STEP`, is skipped. In the others, only values that are not finite
-numbers are left out, so that one NaN does not hide the rest of its step.
+A line that cannot be parsed, or of a step or policy version beyond `MAX_STEP`, is skipped. In the others, only values
+that are not finite numbers are left out, so that one NaN does not hide the rest of its step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ TAIL_BYTES = 64 * 1024
 """About a hundred steps of metrics: enough for the latest value of names that do not come with every step."""
 MAX_STEP = 10**12
 """Also where a program counts tokens. A line of a later step is damaged; as the newest one it would hide all others."""
-
 MAX_VALUE = 1e100
 """Beyond all that float32 holds; sums, products and squares of values up to it are finite. Larger ones are left out."""
 
@@ -155,7 +154,7 @@ def read_line(line: bytes) -> MetricsLine | None:
     if read is not None and any(abs(value) > MAX_VALUE for value in read.metrics.values()):
         metrics = {name: value for name, value in read.metrics.items() if abs(value) <= MAX_VALUE}
         read = read.model_copy(update={"metrics": metrics})
-    return None if read is None or abs(read.step) > MAX_STEP else read
+    return None if read is None or max(abs(read.step), abs(read.policy_version)) > MAX_STEP else read
 
 
 def _read_finite_part(line: bytes) -> MetricsLine | None:

@@ -11,13 +11,13 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.run_folder import service_log
-from grpo_engine.wire.supervisor import Refusal
+from grpo_engine.wire.run_folder import SUPERVISOR_LOG, service_log
+from grpo_engine.wire.supervisor import ProbeOutcome, Refusal
 from grpo_tui.run_files.log_file import last_lines, written_so_far
 from grpo_tui.services.base import Launch, Probe, RestartInPlace
 from grpo_tui.supervisor.keeper.client import ExitReport, Keeper
@@ -44,6 +44,7 @@ START_LIMIT_S = 5.0
 IN_PLACE_POLL_S = 0.05
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Post = Callable[[str, Event], None]
 Severity = Literal["info", "warning", "error"]
 Notice = Callable[[Severity, str, str | None], None]
@@ -100,6 +101,8 @@ class ServiceRunner:
         """Offset in the log where the current start begins; None: where its attempt begins."""
         self.oom_kills_before: int | None = None
         """The kernel's count of out-of-memory kills when the attempt started; None where unknown."""
+        self._failed_parts: set[str] = set()
+        """Of what is read from the service, what has failed; each is reported once."""
 
     def carry_out(self, effect: Effect, service: Service) -> None:
         """Queue an effect on the service in its current state."""
@@ -161,7 +164,8 @@ class ServiceRunner:
         how = self._launch.restart_in_place
         assert how is not None, "only a service that can restart in place gets this effect"
         self._stop_probing()
-        self.begins_at = await asyncio.to_thread(written_so_far, self._log)
+        written = asyncio.to_thread(written_so_far, self._log)
+        self.begins_at = await self._guarded("reading its log", written, otherwise=self._offset(keeper))
         if self.keeper is not keeper:
             return  # it exited meanwhile
         self._is_ready, self._num_in_place_restarts, self.started_at = False, service.num_in_place_restarts, time.time()
@@ -180,7 +184,7 @@ class ServiceRunner:
         return lambda: _content(file) != before
 
     async def _probe_after_restart_in_place(self, keeper: Keeper, has_restarted: Callable[[], bool]) -> None:
-        while not await asyncio.to_thread(has_restarted):  # noqa: ASYNC110 - no event reports that a file changes
+        while not await self._guarded("restart check", asyncio.to_thread(has_restarted), otherwise=False):  # noqa: ASYNC110 - a file
             await asyncio.sleep(IN_PLACE_POLL_S)
         self._post_event(RestartedInPlace(num_in_place_restarts=self._num_in_place_restarts))
         await self._probe(keeper)
@@ -255,8 +259,12 @@ class ServiceRunner:
             self._notice("error", f"{name}: {process} is still alive after SIGKILL: it hangs in the kernel", name)
         if report.keeper_lost or self._launch.ports or self._sampler.gpus:
             await self._sweep()
-        lines = tuple(map(self._mask, await asyncio.to_thread(last_lines, self._log, log_offset)))
-        failed_by = None if report.code == 0 else await asyncio.to_thread(self._failed_by, log_offset)
+        reading = asyncio.to_thread(last_lines, self._log, log_offset)
+        lines = tuple(map(self._mask, await self._guarded("reading its log", reading, otherwise=())))
+        failed_by = None
+        if report.code != 0:
+            searching = asyncio.to_thread(self._failed_by, log_offset)
+            failed_by = await self._guarded("search of its log", searching, otherwise=None)
         self._post_event(
             Exited(
                 code=report.code,
@@ -294,7 +302,7 @@ class ServiceRunner:
         if self._launch.ready is not None and not self._is_ready:
             prober = self._prober(self._launch.ready, keeper)
             progress = Progress(self._log, self._offset(keeper), self._launch.phases)
-            while not (answer := await prober.ask()).passed:
+            while not (answer := await self._ask(prober)).passed:
                 self._post_event(self._answered(keeper, answer))
                 await self._check_progress(keeper, progress)
                 await asyncio.sleep(self._launch.ready.interval_s)
@@ -304,7 +312,11 @@ class ServiceRunner:
             prober = self._prober(self._launch.live, keeper)
             while True:
                 await asyncio.sleep(self._launch.live.interval_s)
-                self._post_event(self._answered(keeper, await prober.ask()))
+                self._post_event(self._answered(keeper, await self._ask(prober)))
+
+    async def _ask(self, prober: Prober) -> Answer:
+        failed = Answer(ProbeOutcome.UNASKABLE, f"the probe itself failed; {SUPERVISOR_LOG} has the rest")
+        return await self._guarded("probe", prober.ask(), otherwise=failed)
 
     def _start_probing(self, probing: Coroutine[None, None, None]) -> None:
         self._probing = self._tasks.create_task(probing, name=f"probing {self._launch.name}")
@@ -317,7 +329,8 @@ class ServiceRunner:
         name = self._launch.name
         held_bytes = self._sampler.gpu_memory_bytes.get(name)
         pids = [process.pid for process in self._sampler.processes(name)]
-        movement = await asyncio.to_thread(progress.look, held_bytes, pids)
+        looking = asyncio.to_thread(progress.look, held_bytes, pids)
+        movement = await self._guarded("progress check", looking, otherwise=None)
         if movement is not None:
             start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
             self._post_event(Progressed(**start, phase=movement.phase and self._mask(movement.phase)))
@@ -332,13 +345,13 @@ class ServiceRunner:
                 run_folder=self._run_folder,
                 notice=lambda words: self._notice("warning", f"{self._launch.name}: {words}", self._launch.name),
             )
-            await reader.run(ended)
+            await self._guarded("metrics from its output (no more of this attempt)", reader.run(ended), otherwise=None)
 
     async def _probe_after_exit(self, keeper: Keeper) -> None:
         """A command may finish between two probes: it was ready if its log or file shows it."""
         ready = self._launch.ready
         if ready is not None and (ready.log is not None or ready.file is not None):
-            self._post_event(self._answered(keeper, await self._prober(ready, keeper).ask()))
+            self._post_event(self._answered(keeper, await self._ask(self._prober(ready, keeper))))
 
     def _prober(self, probe: Probe, keeper: Keeper) -> Prober:
         launch = self._launch
@@ -353,6 +366,18 @@ class ServiceRunner:
         start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
         return ProbeAnswered(**start, outcome=answer.kind, words=self._mask(answer.words))
 
+    async def _guarded(self, part: str, reading: Awaitable[T], *, otherwise: T) -> T:
+        """Read what a service wrote or answers; a failure is logged and reported once, and supervision goes on."""
+        try:
+            return await reading
+        except Exception as error:  # whatever a service can write to make it fail
+            if part not in self._failed_parts:
+                self._failed_parts.add(part)
+                log.exception("%s: %s failed", self._launch.name, part)
+                text = f"{self._launch.name}: {part} failed: {error!r}; {SUPERVISOR_LOG} has the rest"
+                self._notice("error", text, self._launch.name)
+            return otherwise
+
     # --- events and notices ------------------------------------------------------------------------------------------
 
     def _post_event(self, event: Event) -> None:
@@ -363,8 +388,8 @@ class ServiceRunner:
 
 
 def _content(file: Path) -> bytes:
-    """The content of a file; empty while it does not exist."""
+    """The content of a file; empty while it does not exist or cannot be read."""
     try:
         return file.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return b""

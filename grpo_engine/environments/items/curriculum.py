@@ -186,8 +186,9 @@ class Climb:
 
     def restore(self, state: Any) -> None:
         """Continue from a saved state."""
-        self.level = min(int(state["level"]), len(self._levels) - 1)
-        self._means.extend(float(mean) for mean in state["means"])
+        level, means = int(state["level"]), [float(mean) for mean in state["means"]]
+        self.level = max(0, min(level, len(self._levels) - 1))
+        self._means.extend(means)
 
     def told(self) -> str:
         """The level, for the progress line."""

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from pydantic import Field, FiniteFloat, ValidationError
+
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.curriculum import Curriculum, Unordered
 from grpo_engine.environments.items.difficulty import DifficultyFilter, SolveRates
 from grpo_engine.environments.tasks.base import Item, Task, plain
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.codec import Message, first_fault, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +68,9 @@ class ItemSource:
         self._label = config.task.label()
         self._owner = f"{config.task.model_dump_json()} {config.curriculum!r}"
         saved = self._saved()
-        self._num_starts = int(saved.get("num_starts", 0))
+        self._num_starts = saved.num_starts
         seed = config.seed + _SEEDS_APART * self._num_starts
-        self._num_drawn = self._num_reserved = int(saved.get("drawn", 0))
+        self._num_drawn = self._num_reserved = saved.drawn
         self._curriculum = _curriculum(config, seed, after=self._num_drawn)
         self._rates = SolveRates()
         self._is_filtering = config.easy_threshold is not None or config.hard_threshold is not None
@@ -158,41 +160,59 @@ class ItemSource:
         }
         if hasattr(self._curriculum, "state"):
             state["curriculum"] = self._curriculum.state()
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(state), encoding="utf-8")
-            draft.replace(self._path)
+            write_atomically(self._path, json.dumps(state).encode())
         except TypeError as error:
             raise ConfigError(f"curriculum: state() returned a value that is not JSON: {error}") from None
         except OSError as error:
             log.warning("state_file: %s cannot be written: %s", self._path, error.strerror)
         self._saved_at = time.monotonic()
 
-    def _saved(self) -> dict[str, Any]:
+    def _saved(self) -> _ItemState:
         """State that an earlier start of the same task and curriculum wrote."""
+        nothing = _ItemState(owner=self._owner)
         if self._path is None or not self._path.exists():
-            return {}
+            return nothing
         try:
-            saved = json.loads(self._path.read_text(encoding="utf-8"))
-            owner = saved["owner"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("state_file: %s cannot be read (%s): starting without it", self._path, error)
-            return {}
-        if owner != self._owner:
+            if not self._path.is_file():  # a pipe would hang the reader
+                raise ValueError("not a regular file")
+            saved = _ItemState.model_validate_json(self._path.read_bytes())
+        except (OSError, ValueError) as error:
+            why = first_fault(error) if isinstance(error, ValidationError) else error
+            log.warning("state_file: %s cannot be read (%s): starting without it", self._path, why)
+            return nothing
+        if saved.owner != self._owner:
             log.warning("state_file: %s belongs to another task or curriculum: starting without it", self._path)
-            return {}
-        return dict(saved)
+            return nothing
+        return saved
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        self._rates.restore(saved.get("rates", {}))
-        if "curriculum" in saved and hasattr(self._curriculum, "restore"):
-            self._curriculum.restore(saved["curriculum"])
-        if saved:
+    def _restore(self, saved: _ItemState) -> None:
+        self._rates.restore(saved.rates)
+        if "curriculum" in saved.model_fields_set and hasattr(self._curriculum, "restore"):
+            try:
+                self._curriculum.restore(saved.curriculum)
+            except (ValueError, TypeError, LookupError, OverflowError) as error:
+                log.warning("state_file: %s: the curriculum starts anew: its state is damaged: %r", self._path, error)
+        if saved.num_starts:
             seen = f"after {self._num_drawn} items" if self._num_drawn else "at the first item"
             log.info("state_file: resumed %s, with rates of %d%s", seen, len(self._rates), _after(self.progress()))
         if self._path is not None:
             self.save()
+
+
+class _ItemState(Message):
+    """The state file: what a later start of the same task and curriculum goes on from."""
+
+    owner: str
+    """Task and curriculum that it is of."""
+    num_starts: int = Field(0, ge=0, lt=2**31)
+    drawn: int = Field(0, ge=0, lt=2**40)
+    """Items, as of all starts together."""
+    rates: dict[str, list[FiniteFloat]] = {}
+    """Rewards by item, as `SolveRates` has them."""
+    curriculum: Any = None
+    """What its `state` returned."""
 
 
 _SEEDS_APART = 1_000_003

@@ -98,7 +98,8 @@ class LineFile:
         try:
             steps = sorted(set(self._steps()), reverse=True)
             kept = set(steps[::2])
-            with self._path.open("rb") as lines, beside.open("wb") as sparser:
+            beside.unlink(missing_ok=True)  # of an earlier process with this number, or a planted link
+            with self._path.open("rb") as lines, beside.open("xb") as sparser:
                 sparser.writelines(line for line in lines if _step_of(line) in kept)
             renewed = beside.open("ab", buffering=0)
             beside.replace(self._path)

@@ -32,6 +32,8 @@ from grpo_tui.services.base import ConsoleMetric, Launch
 STEP = "step"
 POLICY_VERSION = "policy_version"
 POLL_S = 1.0
+MOST_STEPS = 2**63 - 1
+"""Largest step and policy version, as in `MetricsLine`."""
 MAX_PART_BYTES = 1 << 20
 """The log is read in parts of this size; a longer line is read in pieces."""
 
@@ -105,10 +107,10 @@ class StepReader:
         line = ANSI.sub("", line)
         ended = []
         opening = self._step_pattern.search(line)
-        step = None if opening is None or opening[1] is None else self._number(STEP, opening[1], 1.0)
-        if step is not None and round(step) != self._step:
+        step = None if opening is None or opening[1] is None else self._whole(STEP, opening[1], 1.0)
+        if step is not None and step != self._step:
             ended = self._close()
-            self._open(round(step))
+            self._open(step)
         if not self._is_skipped:
             for name, pattern, scale in self._metrics:
                 if (match := pattern.search(line)) and match[1] is not None:
@@ -131,14 +133,23 @@ class StepReader:
         return self._give()
 
     def _take(self, name: str, text: str, scale: float) -> None:
-        value = self._number(name, text, scale)
         self._is_quiet = False
-        if name != POLICY_VERSION:
-            self._names.add(name)
-            if value is not None and self._step is not None:
-                self._values[name] = value
-        elif value is not None:
-            self._policy_version = round(value)
+        if name == POLICY_VERSION:
+            version = self._whole(name, text, scale)
+            self._policy_version = self._policy_version if version is None else version
+            return
+        self._names.add(name)
+        value = self._number(name, text, scale)
+        if value is not None and self._step is not None:
+            self._values[name] = value
+
+    def _whole(self, name: str, text: str, scale: float) -> int | None:
+        """Parse a step or version; anything else is reported once each."""
+        number = self._number(name, text, scale)
+        if number is None or 0 <= round(number) <= MOST_STEPS:
+            return None if number is None else round(number)
+        self._refuse(name, f"{text}, not between 0 and 2^63-1", "the line opens no step" if name == STEP else "ignored")
+        return None
 
     def _number(self, name: str, text: str, scale: float) -> float | None:
         """Parse a finite number; anything else is reported once per metric."""

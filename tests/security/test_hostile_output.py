@@ -1,0 +1,216 @@
+"""What services print and leave in files, and what others put in their place: nothing ends by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from stage import open_stage, python
+from stage import until as stage_until
+from workplace import IDLE, Workplace, service, until
+
+from grpo_engine.config import read_table, validated
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.items.source import ItemSource
+from grpo_engine.errors import ConfigError
+from grpo_engine.train.recording.line_file import LineFile
+from grpo_engine.wire.supervisor import RunState
+from grpo_tui.client.lives import copy_item_state
+from grpo_tui.client.local import StartRefused
+from grpo_tui.profile.plan_file import Plan
+from grpo_tui.run_files.log_file import last_lines, read_part, written_so_far
+from grpo_tui.run_files.metrics import all_steps
+from grpo_tui.services.base import ConsoleMetric, Probe
+from grpo_tui.supervisor.core import Supervisor
+from grpo_tui.supervisor.probes import Prober
+from grpo_tui.supervisor.progress import Progress
+from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics, StepReader
+from grpo_tui.view.comparison import ComparedRun, compare
+from grpo_tui.view.comparison_page import to_html, to_svg
+
+STEP_AND_LOSS = {"step": r"step (\S+)", "loss": r"loss (\S+)", "policy_version": r"version (\S+)"}
+
+
+def test_a_step_or_version_out_of_range_in_the_output_is_reported_and_not_kept() -> None:
+    messages: list[str] = []
+    console = {name: ConsoleMetric(pattern=pattern) for name, pattern in STEP_AND_LOSS.items()}
+    reader = StepReader(console, report=messages.append)
+    lines = ["step 1e19 loss 3", "step 1 version 1e300 loss 4", "step -1", "step 9223372036854775807", "step 2 loss 5"]
+    read = [step for line in lines for step in reader.read(line)] + reader.end()
+    assert [(each.step, each.policy_version, dict(each.metrics)) for each in read] == [
+        (1, 0, {"loss": 4.0}),
+        (2, 0, {"loss": 5.0}),
+    ]
+    assert [message.split(":")[0] for message in messages] == [
+        "step is 1e19, not between 0 and 2^63-1",
+        "policy_version is 1e300, not between 0 and 2^63-1 at step 1",
+    ]
+
+
+@pytest.mark.slow
+def test_a_step_out_of_range_in_the_output_does_not_end_the_supervisor(workplace: Workplace) -> None:
+    program = "print('step 1e19 loss 3', flush=True); import time; time.sleep(1000)"
+    console = r"{ step = 'step (\S+)', loss = 'loss (\S+)' }"
+    workplace.up(service("t", program, console=console))
+    until(lambda: "step is 1e19" in workplace.log())
+    assert "crashed" not in workplace.log()
+    assert workplace.status().state is RunState.RUNNING
+
+
+READ_PARTS = [
+    (ConsoleMetrics, "run", "metrics from its output"),
+    (Progress, "look", "progress check"),
+    (Prober, "ask", "probe failed"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "part"), READ_PARTS, ids=["console", "progress", "probe"])
+async def test_a_failure_in_what_reads_a_service_is_reported_and_supervision_goes_on(
+    kind: type, method: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is made up: no input is known to cause one, and the next that is found must end no supervisor."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("damaged")
+
+    async def fail_later(*_: object) -> None:
+        fail()
+
+    monkeypatch.setattr(kind, method, fail if kind is Progress else fail_later)
+    with open_stage(tmp_path) as stage:
+        settings = {"ready": Probe(log="never", interval_s=0.01), "console": {"step": ConsoleMetric(pattern="(x)")}}
+        plan = Plan(
+            profile_name="p",
+            profile_folder=stage.folder,
+            launches=(stage.launch(*python(IDLE, stage.token), **settings),),  # type: ignore[arg-type]
+        )
+        supervisor = Supervisor(plan, run_folder=stage.folder, predecessor=None)
+        notices: list[str] = []
+        monkeypatch.setattr(supervisor, "notice", lambda _severity, text, _service: notices.append(text))
+        running = asyncio.create_task(supervisor.run())
+        await stage_until(lambda: running.done() or any(part in notice for notice in notices))
+        assert not running.done()
+        supervisor.end(RunState.STOPPED)
+        assert await running is RunState.STOPPED
+        assert sum("damaged" in notice for notice in notices) == 1
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "dropped 5 bytes · header 99999 bytes",
+        "dropped 1 bytes · header 9999999999999999999999999 bytes",
+        "dropped 99999999999999999999999999 bytes · header 10 bytes",
+        "dropped 0 bytes · header 10 bytes · dropped 99999999999999999999999 from 1 bytes on",
+    ],
+)
+def test_a_log_header_that_claims_more_than_the_file_has_is_read_as_text(header: str, tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(f"=== capped · {header}\nfirst\nlast\n")
+    assert written_so_far(log) == log.stat().st_size
+    with log.open("rb") as file:
+        part = read_part(file.fileno(), 0, 1000, with_header=False)
+    assert part.data == log.read_bytes()
+    assert last_lines(log, 0)[-2:] == ("first", "last")
+
+
+def test_metrics_of_extreme_values_steps_and_versions_are_compared_and_drawn(tmp_path: Path) -> None:
+    lines = [(1, 1, 1.0), (2, 2, 1e308), (3, 3, -1.7e308), (4, 4, 1e100), (5, 5, -1e100), (2**63 - 1, 6, 1.0)]
+    lines += [(6, 2**63 - 1, 2.0), (10**12, 10**12, 3.0)]
+    records = [
+        {"time": 1.7e9, "step": step, "policy_version": version, "metrics": {"reward/mean": x, "eval/avg@4": x}}
+        for step, version, x in lines
+    ]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    read = {name: all_steps(tmp_path / name) for name in "ab"}
+    assert [(line.step, line.policy_version) for line in read["a"]][-2:] == [(5, 5), (10**12, 10**12)]
+    runs = [
+        ComparedRun(run=name, profile="p", state="finished", lines=steps, resolved={"services": {"t": {"seed": name}}})
+        for name, steps in read.items()
+    ]
+    assert compare(runs).rewards[0] is not None
+    for page in (to_html(runs), to_svg(runs)):
+        assert "nan" not in page
+        assert "inf" not in page
+
+
+@pytest.mark.parametrize("value", ["!!int ''", "!!float ''", "!!bool x", "!!timestamp x", "!!int abc", "!!binary é"])
+def test_a_yaml_value_that_does_not_fit_its_tag_is_an_error_of_the_file(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"a: {value}\n")
+    with pytest.raises(ConfigError, match=r"settings.yaml: not valid YAML: \S"):
+        read_table(path)
+
+
+def test_the_state_file_of_items_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    victim, state = tmp_path / "victim", tmp_path / "items.json"
+    victim.write_text("mine")
+    for name in (f".items.json.{os.getpid()}", f".items.json.{os.getpid()}.tmp"):
+        (tmp_path / name).symlink_to(victim)
+    ItemSource(_arithmetic(state)).close()
+    assert victim.read_text() == "mine"
+    assert json.loads(state.read_text())["num_starts"] == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"num_starts": value} for value in (-1, 1e400, "x", None)),
+        *({"drawn": value} for value in (-5, 10**30, [])),
+        *({"rates": value} for value in (5, {"a": 5}, {"a": ["x"]})),
+        *({"curriculum": value} for value in (None, [], {"level": -9, "means": ["x"]}, {"level": 10**400})),
+    ],
+    ids=str,
+)
+def test_a_damaged_state_file_of_items_is_named_and_replaced(
+    damage: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "items.json"
+    first = ItemSource(_arithmetic(state))
+    first.close()
+    state.write_text(json.dumps({**json.loads(state.read_text()), **damage}))
+    assert ItemSource(_arithmetic(state)).next().question
+    assert "state_file: " in caplog.text
+
+
+def test_a_pipe_in_place_of_the_state_file_of_items_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "items.json")
+    ItemSource(_arithmetic(tmp_path / "items.json")).close()
+    assert (tmp_path / "items.json").is_file()
+
+
+def test_a_branch_copies_no_state_file_that_is_a_link_and_opens_none_to_others(tmp_path: Path) -> None:
+    secret, source, target = tmp_path / "secret", tmp_path / "items.json", tmp_path / "new.json"
+    secret.write_text("mine")
+    source.symlink_to(secret)
+    with pytest.raises(StartRefused, match="is a link"):
+        copy_item_state(source, target)
+    assert not target.exists()
+    source.unlink()
+    source.write_text("{}")
+    source.chmod(0o666)
+    copy_item_state(source, target)
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("{}", 0o600)
+
+
+def test_thinning_a_file_of_records_writes_through_no_planted_link(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "rollouts.jsonl"
+    victim.write_text("mine")
+    (tmp_path / f".rollouts.jsonl.{os.getpid()}.tmp").symlink_to(victim)
+    records = LineFile(path, max_bytes=100)
+    for step in range(1, 9):
+        records.append(b'{"time":1.0,"step":%d,"x":"%s"}\n' % (step, b"x" * 20))
+    records.close()
+    assert victim.read_text() == "mine"
+    assert not path.is_symlink()
+    assert path.read_bytes().count(b"\n") < 8
+
+
+def _arithmetic(state: Path) -> EnvironmentConfig:
+    table = {"task": {"name": "arithmetic"}, "curriculum": "rising", "model_name": "m", "state_file": str(state)}
+    return validated(EnvironmentConfig, table, where="test")
