@@ -69,6 +69,16 @@ def stranger_behind(peer: Address, own: Address | None = None, *, tables: Path =
     return next((each for each in chosen if each.uid not in (os.geteuid(), 0)), None)
 
 
+def stranger_at(peer: Address, own: Address, *, tables: Path = _TABLES) -> TcpSocket | None:
+    """The socket of another user than this one and root that has connected from `peer`, on this machine, to `own`.
+
+    None also where it is gone already.
+    """
+    ends = (_plain(peer[0]), peer[1]), (_plain(own[0]), own[1])
+    found = (each for each in _all_rows(tables) if ((each.host, each.port), each.peer) == ends)
+    return next((each for each in found if each.uid not in (os.geteuid(), 0)), None)
+
+
 def own_listening_ports(*, tables: Path = _TABLES) -> frozenset[int]:
     """Ports on which this process listens."""
     own = set(map(_link, _descriptors("/proc/self/fd")))

@@ -3,7 +3,8 @@
 Each machine has a *gate*, which listens on its address and passes connections on to services there, and a *door* for
 each port of a service elsewhere, which listens on loopback and leads to the gate there. So services listen on loopback
 only, and their clients need no other addresses. Gate and door prove to each other that they know the token of the run
-before anything passes; what passes is not encrypted.
+before anything passes; what passes is not encrypted. The proofs name the address and port of the gate, so that a
+process which took the port of a gate that ended cannot stand between a door and the next gate.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_engine.wire.run_folder import TOKEN_FILE
+from grpo_engine.wire.tcp_sockets import stranger_at, stranger_behind, who_has
 
 HANDSHAKE_LIMIT_S = 10.0
 PART_BYTES = 1 << 16
 LINE_BYTES = 256
+MAX_UNKNOWN = 128
+"""Connections at a gate that have shown no proof; one more closes the oldest. A door needs milliseconds."""
+REPORT_EVERY_S = 60.0
+"""Refused connections are counted, and logged at most so often."""
 LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
@@ -56,6 +64,10 @@ class Relay:
         self._gate: asyncio.Server | None = None
         self._doors: dict[int, tuple[tuple[str, int], asyncio.Server]] = {}
         self._passing: set[asyncio.Task[None]] = set()
+        self._unknown: dict[asyncio.Task[None], None] = {}
+        """Of connections at the gate that have shown no proof, the oldest first."""
+        self._num_refused = 0
+        self._reported_at_s = -math.inf
 
     async def open_gate(self, address: str, inside: Iterable[int]) -> int:
         """Listen on an address of this machine for connections to these ports; returns the port of the gate."""
@@ -99,31 +111,69 @@ class Relay:
     async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection at the gate: check it, and pass it on to a service of this machine."""
         with self._known(writer):
-            await self._check((reader, writer))
+            try:
+                async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                    inner = await self._checked(reader, writer)
+            except (Refused, OSError, ValueError, TimeoutError) as error:
+                self._report(str(error) or f"no proof within {HANDSHAKE_LIMIT_S:g} s")
+                return
+            await _pass((reader, writer), inner)
 
-    async def _check(self, outer: Streams) -> None:
-        reader, writer = outer
-        challenge = secrets.token_hex(16)
+    async def _checked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
+        """The connection to a service of this machine that the other side may have, once it has shown its proof.
+
+        Raises:
+            Refused: it may not.
+        """
+        challenge, here = secrets.token_hex(16), _name(writer.get_extra_info("sockname"))
+        with self._not_yet_known():
+            writer.write(f"{challenge}\n".encode())
+            port, answer, proof = (await reader.readline()).decode("ascii").split()
+            if not hmac.compare_digest(proof, self._proof("door", challenge, port, answer, here)):
+                raise Refused("a client that does not know the token of the run")
+        if int(port) not in self._inside:
+            raise Refused(f"port {port}, which no service here has")
+        inner = await asyncio.open_connection(LOOPBACK, int(port))
         try:
-            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                writer.write(f"{challenge}\n".encode())
-                port, answer, proof = (await reader.readline()).decode().split()
-                if not hmac.compare_digest(proof, self._proof("door", challenge, port, answer)):
-                    raise Refused("a client that does not know the token of the run")
-                if int(port) not in self._inside:
-                    raise Refused(f"port {port}, which no service here has")
-                inner = await asyncio.open_connection(LOOPBACK, int(port))
-        except (Refused, OSError, ValueError, TimeoutError) as error:
-            log.warning("a connection to the gate is refused: %s", error)
-            return
-        writer.write(f"{self._proof('gate', answer, port)}\n".encode())
-        await _pass(outer, inner)
+            # The client's own check sees a door of its user there, not who listens on this machine.
+            stranger = await asyncio.to_thread(
+                stranger_behind, (LOOPBACK, int(port)), inner[1].get_extra_info("sockname")
+            )
+            if stranger is not None:
+                raise Refused(f"port {port}, which is held by {await asyncio.to_thread(who_has, stranger)}")
+            writer.write(f"{self._proof('gate', answer, port, here)}\n".encode())
+        except BaseException:
+            inner[1].close()
+            raise
+        return inner
+
+    @contextmanager
+    def _not_yet_known(self) -> Iterator[None]:
+        """Count the current task among the connections without a proof, and end the oldest of too many."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unknown[task] = None
+        if len(self._unknown) > MAX_UNKNOWN:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.cancel()
+        try:
+            yield
+        finally:
+            self._unknown.pop(task, None)
+
+    def _report(self, why: str) -> None:
+        self._num_refused += 1
+        if time.monotonic() - self._reported_at_s >= REPORT_EVERY_S:
+            log.warning("connections to the gate are refused, %d so far; the last one: %s", self._num_refused, why)
+            self._reported_at_s = time.monotonic()
 
     def _leave(self, port: int, gate: tuple[str, int]):  # type: ignore[no-untyped-def]  # asyncio's own callback type
         async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with self._known(writer):
                 try:
                     async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                        await _require_own(writer)
                         outer = await self._through(port, gate)
                 except (Refused, OSError, ValueError, TimeoutError) as error:
                     log.info("port %d cannot be reached at %s: %s", port, gate[0], error)
@@ -136,9 +186,11 @@ class Relay:
         """A connection through the gate of another machine."""
         reader, writer = await asyncio.open_connection(*gate, limit=LINE_BYTES)
         try:
-            challenge, own = (await reader.readline()).decode().strip(), secrets.token_hex(16)
-            writer.write(f"{port} {own} {self._proof('door', challenge, str(port), own)}\n".encode())
-            if not hmac.compare_digest((await reader.readline()).decode().strip(), self._proof("gate", own, str(port))):
+            own, there = secrets.token_hex(16), _name(writer.get_extra_info("peername"))
+            challenge = (await reader.readline()).decode("ascii").strip()
+            writer.write(f"{port} {own} {self._proof('door', challenge, str(port), own, there)}\n".encode())
+            proof = (await reader.readline()).decode("ascii").strip()
+            if not hmac.compare_digest(proof, self._proof("gate", own, str(port), there)):
                 raise Refused("no gate of this run")
         except BaseException:
             writer.close()
@@ -161,6 +213,22 @@ class Relay:
         finally:
             self._passing.discard(task)
             writer.close()
+
+
+def _name(address: tuple[str, int]) -> str:
+    """Address and port of a gate, as the kernel has them on both sides."""
+    return f"{address[0]} {address[1]}"
+
+
+async def _require_own(writer: asyncio.StreamWriter) -> None:
+    """A door is for the run: other users of the machine would use up its descriptors, and gain services elsewhere.
+
+    Raises:
+        Refused: another user than this one and root has connected.
+    """
+    peer, own = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
+    if peer is not None and (stranger := await asyncio.to_thread(stranger_at, peer, own)) is not None:
+        raise Refused(f"{await asyncio.to_thread(who_has, stranger)} has connected, and not a process of this run")
 
 
 async def _pass(one: Streams, other: Streams) -> None:
