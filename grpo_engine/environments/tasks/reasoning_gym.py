@@ -1,11 +1,15 @@
-"""Any dataset of the package reasoning-gym: procedural puzzles with scoring."""
+"""Any dataset of the package reasoning-gym: procedural puzzles with scoring.
+
+Scorers of a dozen data sets evaluate an answer as Python, so answers are scored in a confined process.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Annotated, Any, Literal, Protocol
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Field
 
@@ -13,6 +17,10 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task, belongs_to
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
+
+if TYPE_CHECKING:
+    from grpo_engine.environments.tasks.confined.client import ConfinedScorers
+    from grpo_engine.environments.tasks.confined.process import Scorer
 
 _OPENS, _CLOSES = "<answer>", "</answer>"
 
@@ -42,14 +50,23 @@ class ReasoningGym(Task):
     options: Annotated[dict[str, Any], BeforeValidator(_read_options)] = {}
     """Settings of the dataset, e.g. { min_terms = 2, max_terms = 2 }; they override those of a level."""
 
+    allow_unconfined: bool = False
+    """Score also where the kernel cannot confine the process that scores. Some data sets evaluate answers as Python: a
+    completion could then run programs as you."""
+
     def label(self) -> str:
         """Name of the dataset."""
         return self.dataset
 
     def check(self) -> None:
-        """Generate the first item of every level."""
+        """Generate the first item of every level, and start the process that scores.
+
+        Raises:
+            ConfigError: the data set or a setting is unknown, or the kernel cannot confine the process.
+        """
         for task in reversed(self.levels()):
             next(task.items(0))
+            self._scorers().prepare(task.model_dump_json())
 
     def packages(self) -> Mapping[str, str]:
         """reasoning-gym."""
@@ -79,10 +96,20 @@ class ReasoningGym(Task):
                 )
 
     def score(self, item: Item, completion: str) -> float:
-        """The dataset's score of the text between `<answer>` tags, else of the whole completion."""
-        answer = answer_of(completion)
+        """The dataset's score of the text between `<answer>` tags, else of the whole completion.
+
+        0 where there is none: the text takes too long, or is none that the dataset expects.
+        """
+        from grpo_engine.environments.tasks.confined.client import NotScored
+
         of_level = self if self.level is None else self.model_copy(update={"level": item.level})
-        return float(_scorer(of_level.model_dump_json()).score_answer(answer, item.entry or {}))
+        try:
+            return self._scorers().score(of_level.model_dump_json(), answer_of(completion), item.entry or {})
+        except NotScored:
+            return 0.0
+
+    def _scorers(self) -> ConfinedScorers:
+        return scorers(must_confine=not self.allow_unconfined)
 
     def _dataset(self, seed: int, size: int) -> _Dataset:
         try:
@@ -129,7 +156,22 @@ def answer_of(completion: str) -> str:
     return tagged.strip()
 
 
-@lru_cache(maxsize=8)
-def _scorer(task_json: str) -> _Dataset:
-    """A dataset of one item for scoring, cached: creating it takes milliseconds, scoring microseconds."""
-    return ReasoningGym.model_validate_json(task_json)._dataset(0, 1)
+@cache
+def scorers(*, must_confine: bool) -> ConfinedScorers:
+    """The process that scores, which all tasks share."""
+    from grpo_engine.environments.tasks.confined.client import ConfinedScorers  # imported late: loads subprocess
+
+    return ConfinedScorers(__name__, must_confine=must_confine)
+
+
+def load_scorer(task_json: str) -> Scorer:
+    """Scoring by a dataset of one item; called in the template, whose forks then have it.
+
+    What the scorer loads when it is first called is loaded here: a confined process may not find it.
+    """
+    dataset = ReasoningGym.model_validate_json(task_json)._dataset(0, 1)
+    entry = dataset[0]
+    for answer in (entry["answer"], "x + 1"):
+        with suppress(Exception):  # as some do on an answer of another form
+            dataset.score_answer(answer, entry)
+    return dataset.score_answer

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from grpo_engine.config import validated
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import held_out_items
-from grpo_engine.environments.tasks import AnyTask, expressions, records
+from grpo_engine.environments.tasks import AnyTask, expressions, reasoning_gym, records
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, plain
 from grpo_engine.environments.tasks.gsm8k import AnswerFormat, Gsm8k, has_format
@@ -38,10 +38,10 @@ needs_math_verify = pytest.mark.skipif(not importlib.util.find_spec("math_verify
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ended_verifier() -> Iterator[None]:
+def _ended_processes() -> Iterator[None]:
     yield
-    if (verifier := expressions._verifier())._process is not None:
-        verifier._end()
+    expressions.verifier().end()
+    reasoning_gym.scorers(must_confine=True).end()
 
 
 PROCEDURAL: list[AnyTask] = [Sort6(), Copy6(), Reverse6(), Arithmetic(difficulty=2)]
@@ -125,7 +125,7 @@ def test_a_comparison_that_times_out_is_a_wrong_answer_also_in_a_thread() -> Non
 @pytest.mark.slow
 def test_the_process_for_comparisons_is_restarted_after_a_crash() -> None:
     assert is_same_answer("1/2", r"\frac{1}{2}")
-    process = expressions._verifier()._process
+    process = expressions.verifier()._template
     assert process is not None
     process.kill()
     process.wait()
