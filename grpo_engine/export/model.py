@@ -111,7 +111,7 @@ def check(folder: Path, device: str) -> str:
         ModelError: tensors are missing or not finite, or nothing is sampled.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = _load_exported(folder, device)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:  # of transformers
         raise ModelError(f"the exported model does not load: {error}") from error
@@ -138,11 +138,13 @@ def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
 def _load_exported(folder: Path, device: str) -> PreTrainedModel:
     """As `from_pretrained` loads it, which only logs tensors that are missing."""
     if (folder / ADAPTER_CONFIG).is_file():
-        model: PreTrainedModel = AutoPeftModelForCausalLM.from_pretrained(folder)
+        model: PreTrainedModel = AutoPeftModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
             wrong = sorted(set(file.keys()) ^ adapter_tensors(model).keys())
     else:
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+        )
         wrong = [*loading["missing_keys"], *loading["unexpected_keys"], *loading["mismatched_keys"]]
     if wrong:
         raise ModelError(f"the exported model does not load: missing or wrong tensors: {first_of(map(str, wrong))}")

@@ -1,6 +1,7 @@
 """Loads models and tokenizers by name: hub id (`owner/name`), folder, or `local/…` (see `local.py`).
 
-Errors of the libraries become a `ModelError` and its cause. Models on weights of another process are in `shared.py`.
+Code that a model brings is never run, and nobody is asked whether to. Errors of the libraries become a `ModelError` and
+its cause. Models on weights of another process are in `shared.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,7 +56,7 @@ def load_config(name: str) -> PreTrainedConfig:
     Raises:
         ModelError: it cannot be found or read.
     """
-    return _load(name, AutoConfig.from_pretrained)
+    return _load(name, partial(AutoConfig.from_pretrained, trust_remote_code=False))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -63,7 +65,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: it cannot be found or read.
     """
-    tokenizer = _load(name, AutoTokenizer.from_pretrained)
+    tokenizer = _load(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -82,7 +84,12 @@ def load_model(
     """
     began = time.perf_counter()
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model = _load(name, lambda source: AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype(dtype), **kwargs))
+    model = _load(
+        name,
+        lambda source: AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch_dtype(dtype), trust_remote_code=False, **kwargs
+        ),
+    )
     read = time.perf_counter()
     model = model.to(device).eval()
     log.debug(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ LEAST_STEPS = 8
 """Below, times are those of a start."""
 SKIPPED_SHARE = 0.2
 """Of the steps at the start, in which queues fill and caches are cold."""
+LEAST_MEASURED, MOST_MEASURED = 1e-9, 1e12
+"""Seconds, tokens and shares, besides 0; others are left out, as negative ones are."""
 MOST_BYTES = 64 << 20
 """Of rollouts that are read: thousands of groups."""
 
@@ -71,9 +73,12 @@ class _Group(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=-MOST_MEASURED, le=MOST_MEASURED)]
     step: int
     metrics: dict[str, float]
+
+
+_NEEDED = {"train/step_time", "train/tokens_per_second"}
 
 
 def read_recording(run_folder: Path) -> Recording:
@@ -82,9 +87,9 @@ def read_recording(run_folder: Path) -> Recording:
     Raises:
         ConfigError: it is no run, has too few steps, or no lengths.
     """
-    steps = {line.step: line for line in _lines(run_folder / METRICS_FILE, _Line) if line.step > 0}
+    steps = {line.step: _plausible(line) for line in _lines(run_folder / METRICS_FILE, _Line) if line.step > 0}
     ordered = [steps[number] for number in sorted(steps)]
-    counted = [line for line in ordered[int(len(ordered) * SKIPPED_SHARE) :] if "train/step_time" in line.metrics]
+    counted = [line for line in ordered[int(len(ordered) * SKIPPED_SHARE) :] if line.metrics.keys() >= _NEEDED]
     if len(counted) < LEAST_STEPS:
         raise ConfigError(
             f"{run_folder}: {len(counted)} steps after the first fifth, and speeds need at least {LEAST_STEPS}: "
@@ -117,22 +122,24 @@ def read_recording(run_folder: Path) -> Recording:
     gaps = [gap - line.metrics["train/step_time"] for gap, line in zip(intervals, counted[1:], strict=True)]
     usual = median(intervals)
     usual_intervals = [each for each in intervals if 0 <= each < 5 * usual]
-    per_token = [seconds / count for seconds, count in zip(train, inputs, strict=True)]
+    if not usual_intervals or min(sum(train), sum(inputs)) <= 0:
+        raise ConfigError(f"{run_folder}: its times are no times of steps: name the folder of another run")
     mean_per_token = sum(train) / sum(inputs)
+    per_token = [max(0.0, seconds) / count for seconds, count in zip(train, inputs, strict=True) if count]
     busy = values("rollout/busy_fraction")
     interval_s, between_s = fmean(usual_intervals), max(0.0, median(gaps))
-    fetch_s = quantiles(fetches, n=10)[0]
+    fetch_s = _tenth(fetches)
     if busy and not mean("rollout/staleness_max"):
         # In turns no batch is ever there; sampling begins with the update, and what is left of the wait is the request.
-        fetch_s = min(fetch_s, max(0.0, fmean(fetches) + between_s - interval_s * fmean(busy)))
+        fetch_s = min(fetch_s, max(0.0, mean("train/data_fetch_time") + between_s - interval_s * fmean(busy)))
     return Recording(
         name=run_folder.name,
         num_steps=len(counted),
         interval_s=interval_s,
-        wait_s=fmean(fetches),
+        wait_s=mean("train/data_fetch_time"),
         train_s=fmean(train),
-        update_s=fmean(updates),
-        pause_s=quantiles(updates, n=10)[0],
+        update_s=mean("train/sync_time"),
+        pause_s=_tenth(updates),
         fetch_s=fetch_s,
         between_s=between_s,
         num_inputs=fmean(inputs),
@@ -145,6 +152,19 @@ def read_recording(run_folder: Path) -> Recording:
         variation=tuple(each / mean_per_token for each in per_token),
         groups=groups,
     )
+
+
+def _plausible(line: _Line) -> _Line:
+    """A line without values that no run measures: the folder may be damaged, or somebody else's work."""
+    metrics = {
+        name: value for name, value in line.metrics.items() if value == 0 or LEAST_MEASURED <= value <= MOST_MEASURED
+    }
+    return _Line(time=line.time, step=line.step, metrics=metrics)
+
+
+def _tenth(values: Sequence[float]) -> float:
+    """The value below which a tenth of them are; 0 where there are too few."""
+    return quantiles(values, n=10)[0] if len(values) > 1 else 0.0
 
 
 def figures_of(recording: Recording, shape: ServerSpeed, *, num_ranks: int, batch_size: int) -> Figures:
@@ -182,6 +202,8 @@ def _lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:
     """Lines of a file, without those that are damaged."""
     decoder = msgspec.json.Decoder(kind)
     try:
+        if path.exists() and not path.is_file():  # a pipe would hang the reader
+            raise ConfigError(f"{path}: not a regular file")
         with path.open("rb") as file:
             for line in file.read(MOST_BYTES).splitlines():
                 try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from grpo_engine.simulate.result import calibrated
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.run_files.resolved import read_resolved
 
+MOST_RECORDED = 1 << 20
+"""Sequences, servers, environments … of a recorded run: with more a simulation of it has no end."""
 ASSUMED_LENGTH_SHARE = 0.4
 """Of `max_tokens`, that a completion has on average where nothing was recorded. An assumption, no measurement."""
 
@@ -50,7 +54,23 @@ def recorded_layout(run_folder: Path) -> Layout:
     Raises:
         ConfigError: its settings cannot be read, or lack a part.
     """
-    return _layout(_recorded_services(run_folder), str(run_folder))
+    with _damage_named(run_folder):
+        layout = _layout(_recorded_services(run_folder), str(run_folder))
+    sizes = {field.name: value for field in fields(layout) if type(value := getattr(layout, field.name)) is int}
+    if wrong := {name: value for name, value in sizes.items() if not 0 <= value <= MOST_RECORDED}:
+        raise ConfigError(f"{run_folder}: its settings are those of no run: {wrong}")
+    return layout
+
+
+@contextmanager
+def _damage_named(run_folder: Path) -> Iterator[None]:
+    """What damaged settings of a run raise, as an error for people."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{run_folder}: its settings are damaged: {error!r}") from None
 
 
 def shape_of(services: Mapping[str, Mapping[str, Any]]) -> ServerSpeed:
@@ -102,7 +122,10 @@ def recorded_figures(run_folder: Path) -> Figures:
     """
     recording = read_recording(run_folder)
     layout = recorded_layout(run_folder)
-    shape = shape_of(_recorded_services(run_folder))
+    with _damage_named(run_folder):
+        shape = shape_of(_recorded_services(run_folder))
+    if not 0 < shape.max_running <= MOST_RECORDED:
+        raise ConfigError(f"{run_folder}: its settings are those of no run: max_batch_size {shape.max_running}")
     figures = figures_of(recording, shape, num_ranks=layout.num_ranks, batch_size=layout.batch_size)
     return calibrated(recording, layout, figures)
 

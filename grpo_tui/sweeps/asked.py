@@ -25,7 +25,7 @@ from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import LoadedProfile, load_table
 from grpo_tui.run_files.resolved import flat
 from grpo_tui.sweeps.chooser import Sampler, range_of
-from grpo_tui.sweeps.grid import Point, checked_values, points_at, points_of, to_toml
+from grpo_tui.sweeps.grid import MAX_POINTS, Point, checked_values, points_at, points_of, to_toml
 from grpo_tui.sweeps.halving import Halving
 
 HEAD = """\
@@ -150,6 +150,8 @@ def points(asked: Asked, table: RawTable, path: Path, chosen: Sequence[Mapping[s
         raise ConfigError("--optuna: no setting has several values or a range, as in KEY=loguniform(1e-5,1e-3)")
     if chosen is None:
         _check(asked, points_at(enumerate(_extremes(values)), varied, seed_keys=seed_keys), table, path)
+    if (num := max(asked.optuna, len(chosen or ())) * (asked.seeds or 1)) > MAX_POINTS:
+        raise ConfigError(f"--optuna: {num} points are more than {MAX_POINTS}: ask for fewer combinations or seeds")
     return points_at(enumerate(chosen or ()), varied, num_seeds=asked.seeds, seed_keys=seed_keys)
 
 

@@ -91,6 +91,8 @@ class Chooser:
             ConfigError: Optuna is not installed.
         """
         require_optuna()
+        if (folder / STUDY_FILE).is_symlink():
+            raise ConfigError(f"{folder / STUDY_FILE}: is a link, and another database would be written: remove it")
         import optuna
         from sqlalchemy.engine import URL
 

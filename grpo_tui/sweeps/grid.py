@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -64,6 +65,8 @@ def checked_values(where: str, values: Sequence[Any]) -> list[Any]:
     """
     if not values:
         raise ConfigError(f"{where}: no value; give at least one")
+    if len(values) > MAX_POINTS:
+        raise ConfigError(f"{where}: {len(values)} values are more than {MAX_POINTS}: give fewer")
     twice = [value for place, value in enumerate(values) if value in values[:place]]
     if twice:
         raise ConfigError(
@@ -109,11 +112,14 @@ def points_of(
         ConfigError: more points than `MAX_POINTS`.
     """
     total = prod(len(values) for values in settings.values())
-    chosen: Sequence[int] = range(total)
-    if num_random is not None and num_random < total:
-        chosen = sorted(random.Random(0).sample(chosen, num_random))
-    if (num := len(chosen) * (num_seeds or 1)) > MAX_POINTS:
+    num_chosen = total if num_random is None else min(num_random, total)
+    if (num := num_chosen * (num_seeds or 1)) > MAX_POINTS:
         raise ConfigError(f"{num} points are more than {MAX_POINTS}: --random N takes N combinations of the {total}")
+    if total > sys.maxsize:
+        raise ConfigError(f"{total} combinations are too many to choose from: give fewer values")
+    chosen: Sequence[int] = range(total)
+    if num_chosen < total:
+        chosen = sorted(random.Random(0).sample(chosen, num_chosen))
     combinations = [(index, _combination(settings, index)) for index in chosen]
     varied = [key for key, values in settings.items() if len(values) > 1]
     return points_at(combinations, varied, num_seeds=num_seeds, seed_keys=seed_keys)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_engine.data.puzzles import PuzzleTask
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import ModelError, UnusableModel
 from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model
 from grpo_engine.models.local import local_model_folder, make_once
 from grpo_engine.models.tiny import make_tiny, sampled_reward
@@ -174,3 +177,22 @@ def test_smollm2_is_made_into_an_ordinary_model_that_answers() -> None:
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "7" in answer
     assert end in output[0, prompt["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, partial(load_model, dtype="float32", device="cpu")])
+def test_code_that_a_model_brings_is_not_run_whatever_is_answered(
+    load: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, asked = tmp_path / "ran", list[str]()
+    (tmp_path / "own.py").write_text(
+        f"open({str(mark)!r}, 'w')\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig): model_type = 'own'\nclass Model(LlamaForCausalLM): config_class = Config\n"
+    )
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Model", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"auto_map": classes, "model_type": "own"}))
+    monkeypatch.setattr("builtins.input", lambda text="": [asked.append(text), "y"][1])
+    with pytest.raises(UnusableModel):
+        load(str(tmp_path))
+    assert not mark.exists()
+    assert asked == []
