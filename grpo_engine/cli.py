@@ -176,7 +176,9 @@ def _train(argv: Sequence[str]) -> int:
         _redirect_output(config.redirect_output)
     if config.num_ranks > 1 and not config.dry_run and rank_place(os.environ) is None:
         from grpo_engine.serving.reporting import ranks_report
+        from grpo_engine.serving.turn import begin_in_turn
 
+        begin_in_turn(lambda: None, os.environ)
         return launch_ranks(
             module_command("grpo_engine", "train", *argv),
             num_local=config.processes or 1,

@@ -6,7 +6,8 @@ It is a session leader and a child subreaper, so whatever the service starts (ow
 cleaned environment) stays below it and is found through /proc. The service gets the log file itself as stdout, so no
 process is in the data path. How the attempt ended is written to a state file, for a supervisor that is started later.
 SIGTERM stops the service with its grace period, SIGINT or SIGUSR1 kills it; a hang-up and the supervisor's exit change
-nothing.
+nothing. SIGUSR2 opens the gate of a service that was started held: a pipe whose read end the service has, and from
+which it gets one byte. If the keeper ends first the service reads the end of the file instead, and exits.
 
 Standard library only, and little of it: one of these runs beside every service, so it must start fast and stay small.
 It sleeps in `poll` without a timer unless something is being stopped. It knows no profile, no policy and no port. The
@@ -30,6 +31,7 @@ from typing import NamedTuple, NoReturn
 
 STOP = signal.SIGTERM
 KILL_NOW = (signal.SIGINT, signal.SIGUSR1)
+OPEN_GATE = signal.SIGUSR2
 LEFTOVER_GRACE_S = 0.15
 """From SIGTERM to SIGKILL for processes that outlive the main process: enough to clean up."""
 KILL_ROUND_S = 0.01
@@ -71,6 +73,9 @@ class Spec(NamedTuple):
     """Priority; 0: that of the keeper."""
     shown_argv: list[str] | None = None
     """`argv` with its secrets masked, for the log; None: it has none."""
+    gate_variable: str | None = None
+    """Variable that gets the number of the descriptor from which a service that is started held reads one byte before
+    it begins; None: it is not held."""
 
 
 class Stat(NamedTuple):
@@ -180,13 +185,15 @@ class Keeper:
         self._ended: dict[int, tuple[str, str]] = {}
         self._unkillable: list[Stat] = []
         self._wakeup = -1
+        self._gate: int | None = None
+        """Write end of the pipe that holds the service; None: it is not held, or not any more."""
         self._is_saved = True
 
     def run(self) -> int:
         """Start the service and wait until none of its processes is left; return the keeper's own exit status."""
         self._become_keeper()
         self._start()
-        self._save("running")
+        self._save(self._state_of_running())
         self._report()
         signals: set[int] = set()
         while self._reap():
@@ -209,9 +216,9 @@ class Keeper:
             raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
         self._wakeup, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in (STOP, *KILL_NOW, signal.SIGCHLD):
+        for number in (STOP, *KILL_NOW, OPEN_GATE, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)  # the number arrives through the wake-up pipe
-        for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR2):
+        for number in (signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
@@ -225,10 +232,18 @@ class Keeper:
         write_line(log, f"{gap}{ATTEMPT_OPENING}{spec.attempt} · {when} · {on_one_line(spec.shown_argv or spec.argv)}")
         self._log_offset = written_bytes(log)
         failure, failure_write = os.pipe2(os.O_CLOEXEC)
+        gate = None
+        if spec.gate_variable is not None:
+            gate, self._gate = os.pipe2(os.O_CLOEXEC)
         self._main_pid = os.fork()
         if self._main_pid == 0:
+            if gate is not None and spec.gate_variable is not None:
+                os.set_inheritable(gate, True)
+                os.environ[spec.gate_variable] = str(gate)
             become_service(spec, log, failure_write)
         os.close(failure_write)
+        if gate is not None:
+            os.close(gate)
         with os.fdopen(failure, "rb") as pipe:
             words = pipe.read()  # ends when the child has executed the program, or has exited
         if words:
@@ -241,7 +256,7 @@ class Keeper:
     def _report(self) -> None:
         """Write the state file's content to the supervisor once, on stdout, and close stdin and stdout."""
         with suppress(OSError):  # the supervisor has exited meanwhile: the next one reads the file
-            write_all(1, self._record("running", {}))
+            write_all(1, self._record(self._state_of_running(), {}))
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
@@ -281,6 +296,8 @@ class Keeper:
     def _act(self, signals: set[int]) -> None:
         """Do what the signals and the clock require: nothing, the stop signal, or SIGKILL to all."""
         now = time.monotonic()
+        if OPEN_GATE in signals:
+            self._open_gate()
         if not signals.isdisjoint(KILL_NOW):
             self._kill_at = now if self._kill_at is None else min(now, self._kill_at)
         elif STOP in signals and self._kill_at is None:
@@ -292,6 +309,19 @@ class Keeper:
             left = self._kill_leftovers()
             if now - self._kill_at > UNKILLABLE_AFTER_S:
                 self._unkillable = left
+
+    def _open_gate(self) -> None:
+        """Let a service that was started held begin; nothing changes for one that has begun or has exited."""
+        if self._gate is None or self._exit_code is not None:
+            return
+        with suppress(BrokenPipeError):  # a program that does not wait: it has closed its end
+            os.write(self._gate, b"\n")
+        os.close(self._gate)
+        self._gate = None
+        self._save("running")
+
+    def _state_of_running(self) -> str:
+        return "running" if self._gate is None else "held"
 
     def _send_stop_signal(self) -> None:
         """Send the stop signal to the process group of the main process, which is not reaped yet."""

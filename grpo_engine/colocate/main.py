@@ -22,6 +22,7 @@ from grpo_engine.ranks.group import RankGroup
 from grpo_engine.ranks.place import rank_place
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.in_process import SamplingEngine
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.train import main as trainer
 from grpo_engine.train.config import TrainConfig
 
@@ -37,6 +38,7 @@ def run(config: TrainerConfig) -> int:
     """
     if config.dry_run:
         return trainer.run(config)
+    begin_in_turn(partial(trainer.prepare, config), os.environ)
     place = rank_place(os.environ)
     if place is None or place.rank == 0:
         config.own_environment.task.check()  # before anything is loaded

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from grpo_engine.environments.sampling.policy import Opponent
 from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.serving.reporting import Reporter
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE
 from grpo_engine.wire.token_clients import open_async_client
@@ -38,6 +40,7 @@ def run(config: EnvironmentConfig) -> int:
     """
     began = time.monotonic()
     signal.signal(signal.SIGTERM, _exit)
+    begin_in_turn(partial(prepare, config), os.environ)
     config.task.check()
     # Imported late: transformers takes seconds to load, and errors of the task should come first.
     from grpo_engine.models.loading import load_tokenizer
@@ -50,6 +53,16 @@ def run(config: EnvironmentConfig) -> int:
         check_template(config, of_opponent)
     log.info("task and tokenizer loaded in %.1f s", time.monotonic() - began)
     return asyncio.run(work(config, tokenizer, of_opponent))
+
+
+def prepare(config: EnvironmentConfig) -> None:
+    """Import what it needs, and load what a task of ours needs; one of the user may use a GPU or a server."""
+    from grpo_engine.models.loading import is_at_hand, load_tokenizer
+
+    if is_at_hand(config.model_name):
+        load_tokenizer(config.model_name)
+    if not config.task.has_user_code:
+        config.task.check()
 
 
 async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tokenizer | None = None) -> int:

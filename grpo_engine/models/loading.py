@@ -20,13 +20,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_engine.errors import ModelError, UnusableModel
 from grpo_engine.models.config import LOCAL_PREFIX, DtypeName, check_model_name
-from grpo_engine.models.local import RANDOM_MODEL_BYTES, make_once
+from grpo_engine.models.local import RANDOM_MODEL_BYTES, local_model_folder, make_once
 from grpo_engine.models.shared import load_model_on_shared, log_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_config", "load_model", "load_model_on_shared", "load_tokenizer", "resolve_model", "torch_dtype"]
+__all__ = [
+    "is_at_hand",
+    "load_config",
+    "load_model",
+    "load_model_on_shared",
+    "load_tokenizer",
+    "resolve_model",
+    "torch_dtype",
+]
 
 LoadedT = TypeVar("LoadedT")
 
@@ -48,6 +56,11 @@ def resolve_model(name: str) -> str:
         return str(make_once(name, lambda folder: _make_apart(name, folder)))
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
+
+
+def is_at_hand(name: str) -> bool:
+    """Whether a model can be read without being made first."""
+    return not name.startswith(LOCAL_PREFIX) or local_model_folder(name).is_dir()
 
 
 def load_config(name: str) -> PreTrainedConfig:

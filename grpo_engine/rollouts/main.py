@@ -25,6 +25,7 @@ from grpo_engine.rollouts.storage.store import IN_MEMORY, Store
 from grpo_engine.serving.access import is_loopback
 from grpo_engine.serving.listening import ListeningServer, take_port
 from grpo_engine.serving.reporting import Reporter
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token, read_token
 from grpo_engine.wire.run_folder import ROLLOUT_STORE
 from grpo_engine.wire.terminal_text import printable
@@ -43,6 +44,7 @@ def run(config: ApiConfig) -> int:
         ConfigError: the port is taken, or the store cannot be used.
     """
     _configure_logging(config.log_level)
+    begin_in_turn(lambda: None, os.environ)  # what it needs is imported
     config = config.model_copy(update={"token": _token(config)})
     listener = take_port(config.host, config.port)
     path = _store_path(config)

@@ -16,6 +16,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -25,9 +26,11 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import StartableEngine
 from grpo_engine.server.fork_server import ForkServer, die_with_fork_server
 from grpo_engine.server.http.app import Service, create_app
+from grpo_engine.server.preloading import preload
 from grpo_engine.server.vllm.sockets import socket_folder
 from grpo_engine.serving.connections import LimitedProtocol
 from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RUN_FOLDER_VARIABLE
 
@@ -48,12 +51,21 @@ def run(config: ServerConfig) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = with_environment(config, os.environ)
     check_engine(config)
+    begin_in_turn(partial(prepare, config), os.environ)
     listener = take_port(config.host, config.port, os.environ)
     if config.has_fork_server:
         return ForkServer(config, listener, serve).run()
     die_with_fork_server(os.environ)
     with socket_folder(config, os.environ):
         return serve(config, listener)
+
+
+def prepare(config: ServerConfig) -> None:
+    """Import what a server with these settings needs, and touch no GPU."""
+    if config.has_fork_server or config.engine == "torch":
+        preload(config)
+    else:  # in this process the server itself imports vLLM's modules, in its own order
+        importlib.import_module(_VLLM_ENGINE)
 
 
 def serve(config: ServerConfig, listener: socket.socket) -> int:

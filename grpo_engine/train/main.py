@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -25,12 +26,13 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.devices import limit_threads, require_device, trainable_device
-from grpo_engine.models.loading import load_tokenizer
+from grpo_engine.models.loading import is_at_hand, load_tokenizer
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.ranks.place import RankPlace, rank_place
 from grpo_engine.ranks.watching import write_stacks_on_signal
 from grpo_engine.retrying import never
 from grpo_engine.serving.reporting import Reporter
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.resuming import has_steps_left
 from grpo_engine.train.config import TrainConfig
@@ -75,6 +77,7 @@ def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampli
     if config.debug_loading:
         for package in ("models", "bridges"):
             logging.getLogger(f"grpo_engine.{package}").setLevel(logging.DEBUG)
+    begin_in_turn(partial(prepare, config), os.environ)
     place = rank_place(os.environ)
     if place is not None:
         config = of_rank(config, place)
@@ -93,6 +96,12 @@ def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampli
             own.engine.close()
         ranks.close()
     return code
+
+
+def prepare(config: TrainConfig) -> None:
+    """Import what training imports later, and read the tokenizer; touch no GPU."""
+    if is_at_hand(config.model_name):
+        load_tokenizer(config.model_name)
 
 
 def _follow(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) -> int:

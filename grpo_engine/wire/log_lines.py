@@ -18,6 +18,8 @@ TRAINER_READY = LogLine("trainer ready: %s by %s, step %d of %d", r"trainer read
 """Training begins: the readiness probe of a trainer."""
 ENVIRONMENT_READY = LogLine("environment ready: %s, group size %d", r"environment ready")
 """The task is loaded and both servers have answered: the readiness probe of an environment."""
+PREPARED = LogLine("prepared in %.1f s; begins when its turn comes", r"prepared in [0-9.]+ s")
+"""A service that was started held has done what it can before its turn."""
 
 FORK_SERVER_IMPORTS = LogLine("Fork server: importing what an inference server needs", r"Fork server: importing")
 FORK_SERVER_HAS_IMPORTED = LogLine("Fork server: imports took %.1f s", r"Fork server: imports took")

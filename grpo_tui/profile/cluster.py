@@ -48,7 +48,8 @@ def _takes_devices(name: str, profile: Profile) -> bool:
 def _placed(launch: Launch, profile: Profile) -> Launch:
     """A service that waits for its machine; its GPUs are numbered there."""
     count = profile.services[launch.name].num_devices or 0
-    return dataclasses.replace(launch, num_devices=count, needs={BROKER: NeedCondition.READY, **launch.needs})
+    needs = {BROKER: NeedCondition.READY, **launch.needs}
+    return dataclasses.replace(launch, num_devices=count, needs=needs, prepares=False)
 
 
 def _launch(

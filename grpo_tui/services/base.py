@@ -216,6 +216,10 @@ class Service(Config):
     written to `metrics.jsonl`."""
     cwd: Path = Path(".")
     """Working directory, relative to the folder of the profile."""
+    prepare: bool = False
+    """Whether its process is started before its turn, while it waits for the services that it needs: it imports its
+    modules, and begins when its turn comes. On for our own kinds of service. A command must support it: it reads a byte
+    from the descriptor in `GRPO_TUI_GATE`."""
     ends_run: bool | None = None
     """Whether the run is over when this service has finished; unset: the trainer ends it, else services that none
     needs."""
@@ -315,6 +319,7 @@ class Service(Config):
             "stop_signal": signal.Signals[self.stop_signal],
             "ports": self.ports,
             "gpus": self.gpus or (),
+            "prepares": self.prepare,
             "ends_run": self.ends_run,
         }
         return Launch(**{**shared, **own})
@@ -369,6 +374,8 @@ class Launch:
     """Those of them whose value comes from a file: often secrets, never shown."""
     cwd: Path
     needs: Mapping[str, NeedCondition]
+    prepares: bool = False
+    """Whether it is started held while it waits for the services that it needs."""
     needs_one_replica: bool = False
     """Whether another start than the first leaves out replicas that have failed or were stopped, where one is ready."""
     ready: Probe | None

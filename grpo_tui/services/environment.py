@@ -16,6 +16,7 @@ class Environment(Service, EnvironmentConfig):
     """Turns the items of a task into scored groups."""
 
     kind: Literal["environment"]
+    prepare: bool = True
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """A restart loses only the groups that were being sampled, so a crash does not end the run."""
 

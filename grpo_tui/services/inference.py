@@ -65,6 +65,7 @@ class Inference(Service, ServerConfig):
     """Samples completions: vLLM, or torch on a CPU or GPU."""
 
     kind: Literal["inference"]
+    prepare: bool = True
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """The trainer has the weights and publishes them to the next server, so a crash does not end the run."""
     replicas: int = Field(1, ge=1, le=256)

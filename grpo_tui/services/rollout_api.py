@@ -17,6 +17,7 @@ class RolloutApi(Service, ApiConfig):
     """Collects scored groups from environments and hands batches to the trainer."""
 
     kind: Literal["rollout_api"]
+    prepare: bool = True
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """What it received is on disk and its clients retry, so a crash does not end the run."""
     restart_unhealthy: bool = True

@@ -48,6 +48,7 @@ class Trainer(Service, TrainerConfig):
     """Trains on batches from the rollout API and publishes new weights; the run ends with it."""
 
     kind: Literal["trainer"]
+    prepare: bool = True
     ends_run: bool | None = True
     stop_grace_s: float = 30.0
     """Long enough to save a checkpoint on SIGTERM."""

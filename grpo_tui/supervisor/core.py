@@ -61,7 +61,7 @@ from grpo_tui.supervisor.report.machines import Machines
 from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.report.timeline import Timeline
 from grpo_tui.supervisor.service_runner import ServiceRunner
-from grpo_tui.supervisor.state_file import StateDocument, StateWriter
+from grpo_tui.supervisor.state_file import StartTimes, StateDocument, StateWriter
 from grpo_tui.supervisor.status import RunRecord, StatusReport, shown
 from grpo_tui.supervisor.temporary import TemporaryFolder
 from grpo_tui.supervisor.usage.disks import SHARED_MEMORY
@@ -91,6 +91,7 @@ class Supervisor:
         self._launches = {launch.name: self._temporary.with_variables(launch) for launch in plan.launches}
         self._run = RunRecord(
             services={name: Service(name=name, since_s=time.monotonic()) for name in self._launches},
+            times={name: StartTimes() for name in self._launches},
             state=RunState.STARTING if predecessor is None else predecessor.state,
             started_at=time.time() if predecessor is None else predecessor.started_at or time.time(),
         )
@@ -98,6 +99,7 @@ class Supervisor:
         # Unbounded: only our own probes and commands of clients fill it, and each event takes microseconds.
         self._events: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
         self._changed = asyncio.Event()
+        self._num_cores = len(os.sched_getaffinity(0))
         self._hooks_limit_s = math.inf
         self._takes_ports_at_end = False
         self._timeline = Timeline(run_folder, self.status)
@@ -207,8 +209,8 @@ class Supervisor:
         for name, launch in self._launches.items():
             runner = self._runners[name]
             if ledger is not None and (entry := ledger.services.get(name)) is not None:
-                self._run.ready_at[name], runner.started_at = entry.ready_at, entry.started_at
-                runner.begins_at = entry.begins_at
+                self._run.times[name] = StartTimes(entry.prepared_at, entry.begun_at, entry.ready_at)
+                runner.started_at, runner.begins_at = entry.started_at, entry.begins_at
                 self._sampler.remember(name, (ProcessId(*each) for each in entry.processes))
             found = takeover.find(launch, ledger, self._run_folder, now_s)
             self._run.services[name] = found.service
@@ -242,7 +244,9 @@ class Supervisor:
             if self._run.ending is None and (state := order.run_outcome(self._run.services, self._launches)):
                 self.end(state)
             now_s = time.monotonic()
-            for name, event in order.decisions(self._run.services, self._launches, self._run.ending, now_s):
+            for name, event in order.decisions(
+                self._run.services, self._launches, self._run.ending, now_s, num_cores=self._num_cores
+            ):
                 self._apply(name, event)
 
     async def _next_event(self) -> None:
@@ -417,6 +421,7 @@ class Supervisor:
             event = replace(event, failed_by=None)  # it did without that service: what its log says has another cause
         after, effects = step(before, event, time.monotonic(), self._launches[name])
         self._run.services[name] = after
+        self._run.note_start(before, after)
         for effect in effects:
             self._runners[name].carry_out(effect, after)
         if isinstance(event, Exited) and event.failed_by is not None and after.state is S.BACKOFF:
@@ -441,7 +446,8 @@ class Supervisor:
 
     def _announce_restart(self, name: str) -> None:
         followers = order.transitive_followers(name, self._launches)
-        running = [each for each in followers if self._run.services[each].has_process]
+        services = (self._run.services[each] for each in followers)
+        running = [each.name for each in services if each.has_process and not each.is_held]
         if running:
             self.notice("info", f"restarting {name}, and with it {', '.join(running)}", name)
         else:
@@ -453,12 +459,9 @@ class Supervisor:
         name = after.name
         self.broadcast.figures_wanted.set()
         if after.state is S.READY and not before.was_ready:
-            self._run.ready_at[name] = time.time()
             self._fire_hook(HookEvent.READY, name)
             if after.num_starts > 1:
                 self._fire_hook(HookEvent.RESTARTED, name)
-        elif after.state is S.STARTING:
-            self._run.ready_at[name] = None
         text = f"{name}: {before.state} → {after.state}" + (f" ({after.reason})" if after.reason else "")
         log.log(logging.WARNING if after.state in {S.FAILED, S.UNHEALTHY, S.BACKOFF} else logging.INFO, "%s", text)
         if after.state is S.FAILED:

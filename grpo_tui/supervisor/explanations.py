@@ -23,13 +23,14 @@ def why(name: str, services: Services, launches: Launches, now_s: float) -> str 
             return None
         case S.WAITING:
             verb = "cannot start without" if is_permanently_blocked(name, services, launches) else "waits for"
-            return (
+            waiting = (
                 "; ".join(
                     f"{verb} {needed} {CONDITION_WORDS[condition]}: {_state_of(services[needed], now_s)}"
                     for needed, condition in unmet_needs(name, services, launches)
                 )
                 or "about to start"
             )
+            return _preparation(service) + waiting
         case S.STARTING:
             return _starting(service, now_s) + _ready_limit(launches[name])
         case S.STOPPING:
@@ -41,6 +42,13 @@ def why(name: str, services: Services, launches: Launches, now_s: float) -> str 
             return f"{service.reason}; last lines:\n" + "\n".join(f"  {line}" for line in service.last_lines)
         case _:
             return service.reason
+
+
+def _preparation(service: Service) -> str:
+    """What a service that was started before its turn does."""
+    if not service.is_held:
+        return ""
+    return "prepared, " if service.is_prepared else "preparing, "
 
 
 def _state_of(service: Service, now_s: float) -> str:

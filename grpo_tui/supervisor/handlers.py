@@ -157,10 +157,10 @@ async def _restart(supervisor: Supervisor, name: str, command: Command) -> None:
     _check_needs(supervisor, name)
     if command.take_ports:
         supervisor.take_ports(name)
-    num_starts = supervisor.service(name).num_starts
+    service = supervisor.service(name)
     supervisor.post(name, RestartAsked())
     if command.wait:
-        await _ready(supervisor, name, num_starts + 1)
+        await _ready(supervisor, name, service.num_starts if service.is_held else service.num_starts + 1)
 
 
 async def _stop(supervisor: Supervisor, name: str, command: Command) -> None:

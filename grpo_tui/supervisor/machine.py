@@ -5,6 +5,9 @@
        |          +----------+-----------+-----------+--> FINISHED | FAILED
        +-- BACKOFF <---------+ (the restart policy says so)
 
+A service may be started held (`Launch.prepares`): it is WAITING and has a process, which imports what it needs and then
+waits for a gate. `Admitted` opens the gate after the check of ports and GPU memory; its limits count from there.
+
 A requested restart is pending (`is_restart_pending`) until `order.py` admits it: every service that follows it has to
 end first. A service that can restart in place goes back to STARTING and keeps its process; if it does not log the line
 that says so within its stop grace, it is stopped and started.
@@ -42,6 +45,8 @@ class Effect(StrEnum):
     """What `service_runner.py` does to the real process, in order, one at a time per service."""
 
     SPAWN = "spawn"
+    SPAWN_HELD = "spawn held"
+    OPEN_GATE = "open gate"
     RESTART_IN_PLACE = "restart in place"
     STOP = "stop"
     KILL = "kill"
@@ -73,6 +78,10 @@ class Service:
     """Whether it has left ready since its restart, or that of a service that it follows, was requested."""
     has_process: bool = False
     """Whether an attempt was started and has not been seen to exit; at most one at any time."""
+    is_held: bool = False
+    """Whether that attempt was started held, and its turn has not come."""
+    is_prepared: bool = False
+    """Whether an attempt that was started held has reported that it only waits."""
     is_running: bool = False
     """Whether the attempt's process is known to run, which takes a moment after the decision."""
     was_ready: bool = False
@@ -109,6 +118,11 @@ class Service:
         """Whether it restarts since that was requested; a stop or a failure meanwhile ends it."""
         is_under_way = self.state in {S.WAITING, S.STARTING} or self.after_stop is AfterStop.RESTART
         return self.was_asked_to_restart and is_under_way
+
+    @property
+    def is_before_first_turn(self) -> bool:
+        """Whether it has never been admitted."""
+        return self.attempt == (1 if self.is_held else 0)
 
     @property
     def num_starts(self) -> int:
@@ -154,8 +168,20 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class MayPrepare:
+    """`order.py` lets it start held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An attempt that was started held has done what it can before its turn."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Spawned:
-    """Its process runs."""
+    """Its process runs; of one that was started held, its gate is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +253,8 @@ class Tick:
 
 
 Request = StartAsked | StopAsked | RestartAsked | KillAsked
-Decision = Admitted | RestartRequired
-Observation = Spawned | RestartedInPlace | Refused | ProbeAnswered | Progressed | LimitExceeded | Exited
+Decision = Admitted | MayPrepare | RestartRequired
+Observation = Prepared | Spawned | RestartedInPlace | Refused | ProbeAnswered | Progressed | LimitExceeded | Exited
 Event = Request | Decision | Observation | Tick
 Step = tuple[Service, tuple[Effect, ...]]
 
@@ -250,6 +276,12 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return replace(service, is_restart_pending=True), ()
         case Admitted(), _ if service.is_restart_pending:
             return _restart(replace(service, is_restart_pending=False), now_s, launch)
+        case MayPrepare(), S.WAITING if launch.prepares and not service.has_process:
+            return _start_held(service), (Effect.SPAWN_HELD,)
+        case Prepared(attempt), S.WAITING if service.is_held and attempt == service.attempt:
+            return replace(service, is_prepared=True), ()
+        case StopAsked() | KillAsked() | RestartRequired() | LimitExceeded(), S.WAITING if service.is_held:
+            return _stop_held(service, event, now_s, launch)
         case RestartRequired(reason), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(_asked_to_restart(service), now_s, launch, AfterStop.RESTART, reason)
         case StopAsked(reason), S.WAITING | S.BACKOFF:
@@ -265,9 +297,11 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _kill(replace(stopping, is_restarting_in_place=False), now_s, AfterStop.REST)
         case KillAsked(), S.STOPPING if not service.is_killed:
             return _kill(service, now_s, AfterStop.REST)
+        case Admitted(), S.WAITING if service.is_held:
+            return _open_gate(service, now_s, launch)
         case Admitted(), S.WAITING:
             return _start(service, now_s, launch)
-        case Spawned(), _ if service.has_process and not service.is_restarting_in_place:
+        case Spawned(), _ if service.has_process and not (service.is_restarting_in_place or service.is_held):
             return _spawned(replace(service, is_running=True), now_s, launch), ()
         case RestartedInPlace(num_in_place_restarts=number), S.STARTING if _is_awaited(number, service):
             confirmed = replace(service, is_running=True, is_restarting_in_place=False, phase=None)
@@ -298,11 +332,18 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return service, ()
 
 
-def adopted(service: Service, now_s: float, launch: Launch) -> Service:
+def adopted(service: Service, now_s: float, launch: Launch, *, is_held: bool = False) -> Service:
     """A service whose process a new supervisor found alive, in the state that the previous supervisor saw last.
 
     No probe ran in between, so there is time for an answer before a missing one has consequences.
+
+    Args:
+        is_held: whether its gate is closed, which its keeper knows better than the previous supervisor wrote.
     """
+    if is_held and service.state is not S.STOPPING:
+        waiting = service if service.state is S.WAITING else _wait(service, now_s)
+        return replace(waiting, has_process=True, is_running=False, is_held=True)
+    service = replace(service, is_held=False, is_prepared=False)
     taken = replace(service, has_process=True, is_running=not service.is_restarting_in_place)
     match service.state:
         case S.READY:
@@ -360,8 +401,44 @@ def _restart(service: Service, now_s: float, launch: Launch) -> Step:
 
 
 def _start(service: Service, now_s: float, launch: Launch) -> Step:
-    started = replace(
-        _enter(service, S.STARTING, now_s, reason=None),
+    return _begin(_new_attempt(service), now_s, launch), (Effect.SPAWN,)
+
+
+def _start_held(service: Service) -> Service:
+    return replace(_new_attempt(service), is_held=True)
+
+
+def _open_gate(service: Service, now_s: float, launch: Launch) -> Step:
+    return _begin(replace(service, is_held=False), now_s, launch), (Effect.OPEN_GATE,)
+
+
+def _begin(service: Service, now_s: float, launch: Launch) -> Service:
+    """Its turn has come."""
+    started = _enter(service, S.STARTING, now_s, reason=None)
+    return replace(started, progressed_at_s=now_s, deadline_s=_ready_deadline_s(launch, now_s))
+
+
+def _stop_held(
+    service: Service, event: StopAsked | KillAsked | RestartRequired | LimitExceeded, now_s: float, launch: Launch
+) -> Step:
+    """End the process of a service that was started held; it has no work to finish."""
+    match event:
+        case StopAsked(reason):
+            return _stop(service, now_s, launch, AfterStop.REST, f"{reason}, before it began")
+        case KillAsked():
+            stopping = _enter(service, S.STOPPING, now_s, reason="killed by request, before it began")
+            return _kill(replace(stopping, is_held=False), now_s, AfterStop.REST)
+        case RestartRequired(reason):
+            return _stop(service, now_s, launch, AfterStop.RESTART, reason)
+        case LimitExceeded(words):
+            return _stop(service, now_s, launch, AfterStop.FAILURE, words)
+
+
+def _new_attempt(service: Service) -> Service:
+    return replace(
+        service,
+        is_held=False,
+        is_prepared=False,
         attempt=service.attempt + 1,
         has_process=True,
         is_running=False,
@@ -372,11 +449,8 @@ def _start(service: Service, now_s: float, launch: Launch) -> Step:
         answer=None,
         outcome=None,
         phase=None,
-        progressed_at_s=now_s,
         last_lines=(),
-        deadline_s=_ready_deadline_s(launch, now_s),
     )
-    return started, (Effect.SPAWN,)
 
 
 def _can_restart_in_place(service: Service, launch: Launch) -> bool:
@@ -467,6 +541,7 @@ def _stop(service: Service, now_s: float, launch: Launch, after: AfterStop, reas
         _enter(service, S.STOPPING, now_s, reason=reason),
         after_stop=after,
         is_restarting_in_place=False,
+        is_held=False,
         deadline_s=now_s + launch.stop_grace_s + KILL_MARGIN_S,
     )
     return stopping, (Effect.STOP,)
@@ -486,7 +561,7 @@ def _escalate_stop(service: Service, now_s: float) -> Step:
 
 def _refused(service: Service, refused: Refused, now_s: float, launch: Launch) -> Service:
     """It has failed; but a restart by policy, to which somebody was faster at its port, is tried again."""
-    gone = replace(service, has_process=False, is_running=False)
+    gone = replace(service, has_process=False, is_running=False, is_held=False)
     if service.state is not S.STOPPING:
         settled = _settle(gone, S.FAILED, now_s, refused.words)
         if gone.restarted_at_s and {each.resource for each in refused.refusals} == {"port"}:
@@ -502,6 +577,7 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
     from grpo_tui.services.base import RestartPolicy  # here, since `state.json` is read without any setting
 
     gone = replace(service, has_process=False, is_running=False, is_restarting_in_place=False, exit_code=exit_.code)
+    gone = replace(gone, is_held=False)
     if service.is_restarting_in_place:
         return _wait(gone, now_s)  # it exited instead of restarting in place
     if service.state is S.FAILED:
@@ -512,6 +588,10 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
     if service.state is S.STOPPING:
         return _failed(gone, service.reason or "stopped", exit_.jitter, now_s, launch)
     reason = exit_.error or exit_text(exit_.code) + (f": {exit_.cause}" if exit_.cause else "")
+    if service.is_held:
+        reason = f"{reason} before its turn to begin"
+        if exit_.code == 0:
+            return _failed(gone, reason, exit_.jitter, now_s, launch)
     if exit_.code == 0 and service.state is S.STARTING and launch.ready is not None:
         reason = f"{reason} before it was ready ({service.answer or 'its probe never answered'})"
         if launch.is_optional and exit_.last_lines:

@@ -17,6 +17,7 @@ from grpo_tui.supervisor.machine import (
     AfterStop,
     Event,
     KillAsked,
+    MayPrepare,
     RestartRequired,
     Service,
     StopAsked,
@@ -45,8 +46,14 @@ class Ending:
         return self.since_s + self.budget_s
 
 
-def decisions(services: Services, launches: Launches, ending: Ending | None, now_s: float) -> list[tuple[str, Event]]:
-    """The events that follow from the state of all services: starts and restarts, or stops once the run is ending."""
+def decisions(
+    services: Services, launches: Launches, ending: Ending | None, now_s: float, *, num_cores: int = 1
+) -> list[tuple[str, Event]]:
+    """The events that follow from the state of all services: starts and restarts, or stops once the run is ending.
+
+    Args:
+        num_cores: on which services run.
+    """
     if ending is not None:
         return list(_stops(services, launches, ending, now_s))
     restarts = [name for name, service in services.items() if service.is_restart_pending]
@@ -55,6 +62,7 @@ def decisions(services: Services, launches: Launches, ending: Ending | None, now
     return [
         *(event for name in restarts for event in _admit_after_followers(name, services, launches)),
         *(event for name in starts for event in _admit(name, services, launches)),
+        *((name, MayPrepare()) for name in preparable(services, launches, num_cores)),
     ]
 
 
@@ -84,7 +92,7 @@ def unmet_needs(name: str, services: Services, launches: Launches) -> list[tuple
     """The needs that a service still waits for."""
     needs = launches[name].needs.items()
     unmet = [(needed, condition) for needed, condition in needs if not is_met(condition, services[needed])]
-    if not launches[name].needs_one_replica or services[name].attempt == 0:
+    if not launches[name].needs_one_replica or services[name].is_before_first_turn:
         return unmet
     up = {launches[needed].settings for needed, condition in needs if is_met(condition, services[needed])}
     return [
@@ -97,6 +105,25 @@ def unmet_needs(name: str, services: Services, launches: Launches) -> list[tuple
 def admissible(services: Services, launches: Launches) -> list[str]:
     """Services that wait and have all that they need, in start order."""
     return [n for n, s in services.items() if s.state is S.WAITING and not unmet_needs(n, services, launches)]
+
+
+def preparable(services: Services, launches: Launches, num_cores: int) -> list[str]:
+    """Services that may be started held: those that wait for others which may still come up.
+
+    Half of the cores are left to the service that they wait for, so that it does not start more slowly: on two cores
+    one service prepares at a time, in start order.
+    """
+    num_preparing = sum(service.is_held and not service.is_prepared for service in services.values())
+    waiting = [
+        name
+        for name, service in services.items()
+        if service.state is S.WAITING
+        and not service.has_process
+        and launches[name].prepares
+        and unmet_needs(name, services, launches)
+        and not is_permanently_blocked(name, services, launches)
+    ]
+    return waiting[: max(0, max(1, num_cores // 2) - num_preparing)]
 
 
 def is_permanently_blocked(name: str, services: Services, launches: Launches) -> bool:
@@ -114,7 +141,7 @@ def is_permanently_blocked(name: str, services: Services, launches: Launches) ->
 
 def _admit(name: str, services: Services, launches: Launches) -> list[tuple[str, Event]]:
     """Start a service; any but the first start waits for its followers to end."""
-    if services[name].attempt == 0:
+    if services[name].is_before_first_turn:
         return [(name, Admitted())]
     return _admit_after_followers(name, services, launches)
 
@@ -124,7 +151,9 @@ def _admit_after_followers(name: str, services: Services, launches: Launches) ->
     followers = [
         each
         for each in transitive_followers(name, launches)
-        if services[each].has_process and services[each].state is not S.FAILED  # failed: it hangs in the kernel
+        if services[each].has_process
+        and not services[each].is_held  # it maps nothing yet
+        and services[each].state is not S.FAILED  # it hangs in the kernel
     ]
     if not followers:
         return [(name, Admitted())]

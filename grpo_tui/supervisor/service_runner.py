@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.wire.log_lines import PREPARED
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG, service_log
 from grpo_engine.wire.supervisor import ProbeOutcome, Refusal
 from grpo_tui.run_files.log_file import last_lines, written_so_far
@@ -25,6 +26,7 @@ from grpo_tui.supervisor.machine import (
     Effect,
     Event,
     Exited,
+    Prepared,
     ProbeAnswered,
     Progressed,
     Refused,
@@ -42,6 +44,7 @@ from grpo_tui.supervisor.usage.sampling import Sampler
 START_LIMIT_S = 5.0
 """A keeper reports within 0.1 s; one that has not by then hangs on its disk."""
 IN_PLACE_POLL_S = 0.05
+PREPARED_POLL_S = 0.2
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -91,6 +94,8 @@ class ServiceRunner:
         """Permission, for one start, to end foreign processes of our own user that hold a declared port."""
         self._clearing: asyncio.Task[list[Refusal]] | None = None
         """Frees ports and GPU memory before a start."""
+        self._refused: Refused | None = None
+        """Why the attempt, which was started held, is ended instead of let begin."""
         self._attempt_task: asyncio.Task[None] | None = None
         self.keeper: Keeper | None = None
         """Of the current attempt."""
@@ -106,7 +111,7 @@ class ServiceRunner:
 
     def carry_out(self, effect: Effect, service: Service) -> None:
         """Queue an effect on the service in its current state."""
-        if effect is not Effect.SPAWN and self._clearing is not None:
+        if effect not in {Effect.SPAWN, Effect.SPAWN_HELD, Effect.OPEN_GATE} and self._clearing is not None:
             self._clearing.cancel()
         self._effects.put_nowait((effect, service))
 
@@ -117,6 +122,10 @@ class ServiceRunner:
             match effect:
                 case Effect.SPAWN:
                     await self._spawn(service)
+                case Effect.SPAWN_HELD:
+                    await self._spawn_held(service)
+                case Effect.OPEN_GATE if self.keeper is not None:
+                    await self._open_gate(self.keeper)
                 case Effect.RESTART_IN_PLACE if self.keeper is not None:
                     await self._restart_in_place(self.keeper, service)
                 case Effect.STOP if self.keeper is not None:
@@ -144,19 +153,40 @@ class ServiceRunner:
     # --- one attempt -------------------------------------------------------------------------------------------------
 
     async def _spawn(self, service: Service) -> None:
-        name = self._launch.name
         if (refused := await self._free_resources()) is not None:
             self._post_event(refused)
             return
+        await self._start_keeper(service, is_held=False)
+
+    async def _spawn_held(self, service: Service) -> None:
+        """Start a process that waits for its gate; ports and GPU memory, which it does not touch, are checked then."""
+        await self._start_keeper(service, is_held=True)
+
+    async def _open_gate(self, keeper: Keeper) -> None:
+        """Check ports and GPU memory and let the service begin, or end it if it cannot have what it needs."""
+        self._stop_probing()
+        self._refused = await self._free_resources()
+        if self.keeper is not keeper:
+            return  # it exited meanwhile
+        if self._refused is not None:
+            keeper.stop()  # posted when it has exited
+            return
+        keeper.open_gate()
+        self._post_event(Spawned())
+        self._start_probing(self._probe(keeper))
+
+    async def _start_keeper(self, service: Service, *, is_held: bool) -> None:
+        name = self._launch.name
         self.oom_kills_before = oom_kill_count()
         try:
             self._prepare()
-            keeper = await self._start(service.attempt)
+            keeper = await self._start(service.attempt, is_held=is_held)
         except GrpoError as error:
             log.error("%s: %s", name, error)
             self._post_event(Exited(code=None, error=str(error), jitter=random.random()))
             return
         self._is_ready, self._num_in_place_restarts, self.begins_at = False, service.num_in_place_restarts, None
+        self._refused = None
         self._watch(keeper)
 
     async def _restart_in_place(self, keeper: Keeper, service: Service) -> None:
@@ -189,9 +219,9 @@ class ServiceRunner:
         self._post_event(RestartedInPlace(num_in_place_restarts=self._num_in_place_restarts))
         await self._probe(keeper)
 
-    async def _start(self, attempt: int) -> Keeper:
+    async def _start(self, attempt: int, *, is_held: bool) -> Keeper:
         """Start a keeper; cancelled, wait until its files exist, so that the next supervisor finds it."""
-        starting = asyncio.create_task(self._machine.start(self._launch, attempt))
+        starting = asyncio.create_task(self._machine.start(self._launch, attempt, is_held=is_held))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -221,10 +251,10 @@ class ServiceRunner:
     def _watch(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.started_at = keeper.started_at
-        self._start_probing(self._probe(keeper))
+        self._start_probing(self._watch_preparation(keeper) if keeper.is_held else self._probe(keeper))
         title = f"attempt {keeper.attempt} of {self._launch.name}"
         self._attempt_task = self._tasks.create_task(self._attend(keeper), name=title)
-        if keeper.main_pid is not None:
+        if keeper.main_pid is not None and not keeper.is_held:
             self._post_event(Spawned())
 
     async def _attend(self, keeper: Keeper) -> None:
@@ -261,6 +291,9 @@ class ServiceRunner:
             await self._sweep()
         reading = asyncio.to_thread(last_lines, self._log, log_offset)
         lines = tuple(map(self._mask, await self._guarded("reading its log", reading, otherwise=())))
+        if self._refused is not None:
+            self._post_event(self._refused)
+            return
         failed_by = None
         if report.code != 0:
             searching = asyncio.to_thread(self._failed_by, log_offset)
@@ -294,6 +327,13 @@ class ServiceRunner:
         except OSError as error:
             text = f"cannot search for processes that it left: {error}; the end of the run searches again"
             self._notice("error", f"{name}: {text}", name)
+
+    async def _watch_preparation(self, keeper: Keeper) -> None:
+        """Search the log for the line that says that it only waits for its gate."""
+        line = LogSearch(self._log, keeper.log_offset, PREPARED.pattern)
+        while not (await asyncio.to_thread(line.search)).passed:  # noqa: ASYNC110 - no event reports a log line
+            await asyncio.sleep(PREPARED_POLL_S)
+        self._post_event(Prepared(keeper.attempt))
 
     # --- probes ------------------------------------------------------------------------------------------------------
 

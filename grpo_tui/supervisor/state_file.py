@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import FiniteFloat, ValidationError
@@ -42,6 +43,8 @@ class ServiceLedger(Message):
     is_renewing: bool = False
     """Whether a restart in place is in progress."""
     has_process: bool
+    is_held: bool = False
+    is_prepared: bool = False
     was_ready: bool
     since_s: FiniteFloat
     deadline_s: FiniteFloat | None
@@ -58,11 +61,24 @@ class ServiceLedger(Message):
     """Unix time, as in the status document."""
     begins_at: Whole | None = None
     """Offset in its log where this start begins; None: where its attempt begins."""
+    prepared_at: Time | None = None
+    begun_at: Time | None = None
     ready_at: Time | None
     is_restart_pending: bool = False
     was_asked_to_restart: bool = False
     processes: tuple[tuple[Pid, Ticks], ...]
     """PID and start time of every process seen of it, needed if its keeper dies together with the supervisor."""
+
+
+@dataclass(slots=True)
+class StartTimes:
+    """Unix times of the latest start of a service; None: not yet, or not in this start."""
+
+    prepared_at: float | None = None
+    """It had done what it can before its turn."""
+    begun_at: float | None = None
+    """Its turn had come, and its process ran."""
+    ready_at: float | None = None
 
 
 class Ledger(Message):
@@ -127,7 +143,7 @@ def to_ledger(
     *,
     started_at: float | None,
     begins_at: Whole | None,
-    ready_at: float | None,
+    times: StartTimes,
     processes: Iterable[ProcessId],
 ) -> ServiceLedger:
     """The ledger entry of a service."""
@@ -137,6 +153,8 @@ def to_ledger(
         num_renewals=service.num_in_place_restarts,
         is_renewing=service.is_restarting_in_place,
         has_process=service.has_process,
+        is_held=service.is_held,
+        is_prepared=service.is_prepared,
         was_ready=service.was_ready,
         since_s=service.since_s,
         deadline_s=service.deadline_s,
@@ -152,7 +170,9 @@ def to_ledger(
         was_asked_to_restart=service.was_asked_to_restart,
         started_at=started_at,
         begins_at=begins_at,
-        ready_at=ready_at,
+        prepared_at=times.prepared_at,
+        begun_at=times.begun_at,
+        ready_at=times.ready_at,
         processes=tuple((process.pid, process.start_ticks) for process in processes),
     )
 
@@ -166,6 +186,8 @@ def from_ledger(name: str, entry: ServiceLedger) -> Service:
         num_in_place_restarts=entry.num_renewals,
         is_restarting_in_place=entry.is_renewing,
         has_process=entry.has_process,
+        is_held=entry.is_held,
+        is_prepared=entry.is_prepared,
         was_ready=entry.was_ready,
         since_s=entry.since_s,
         deadline_s=entry.deadline_s,

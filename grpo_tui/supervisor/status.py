@@ -18,6 +18,7 @@ from grpo_engine.wire.supervisor import (
     RunState,
     RunStatus,
     ServiceReport,
+    ServiceState,
     ServiceStatus,
     SupervisorInfo,
     WriteFault,
@@ -31,7 +32,7 @@ from grpo_tui.supervisor.order import Ending
 from grpo_tui.supervisor.report.machines import Machines
 from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.service_runner import ServiceRunner
-from grpo_tui.supervisor.state_file import Ledger, StateDocument, boot_id, to_ledger
+from grpo_tui.supervisor.state_file import Ledger, StartTimes, StateDocument, boot_id, to_ledger
 from grpo_tui.supervisor.usage.sampling import Sampler
 
 
@@ -43,13 +44,27 @@ class RunRecord:
     state: RunState
     started_at: float
     ended_at: float | None = None
-    ready_at: dict[str, float | None] = field(default_factory=dict)
+    times: dict[str, StartTimes]
     ending: Ending | None = None
     has_been_up: bool = False
     """Whether every service has been ready at the same time."""
     supervisor: SupervisorInfo | None = field(
         default_factory=lambda: SupervisorInfo(pid=os.getpid(), started_at=time.time())
     )
+
+    def note_start(self, before: Service, after: Service) -> None:
+        """Record when the latest start of a service came so far."""
+        times, now = self.times[after.name], time.time()
+        if after.num_starts != before.num_starts:
+            times.prepared_at = times.begun_at = None
+        if after.state is ServiceState.STARTING and before.state is not ServiceState.STARTING:
+            times.ready_at = None
+        if after.is_prepared and not before.is_prepared:
+            times.prepared_at = now
+        if after.is_running and not before.is_running:
+            times.begun_at = now
+        if after.was_ready and not before.was_ready:
+            times.ready_at = now
 
     @property
     def is_ending(self) -> bool:
@@ -104,6 +119,7 @@ class StatusReport:
         usage = self.sampler.usage.get(name) if has_usage else None
         attempt = service.attempt if service.has_process else -1
         machine, placed = self.machines.of(name) if has_usage else (None, PlacedUsage())
+        times = self.record.times[name]
         said, ranks = self.self_reports.of(name, attempt), self.rank_reports.of(name, attempt)
         return ServiceStatus(
             name=name,
@@ -115,7 +131,9 @@ class StatusReport:
             pid=pid,
             pgid=pid,
             started_at=runner.started_at,
-            ready_at=self.record.ready_at.get(name),
+            prepared_at=times.prepared_at,
+            begun_at=times.begun_at,
+            ready_at=times.ready_at,
             attempt=service.attempt,
             restarts=max(0, service.num_starts - 1),
             exit_code=service.exit_code,
@@ -160,7 +178,7 @@ class StatusReport:
                     service,
                     started_at=self.runners[name].started_at,
                     begins_at=self.runners[name].begins_at,
-                    ready_at=self.record.ready_at.get(name),
+                    times=self.record.times[name],
                     processes=self.sampler.processes(name),
                 )
                 for name, service in self.record.services.items()
@@ -171,5 +189,5 @@ class StatusReport:
 
 def shown(service: Service) -> tuple[object, ...]:
     """The part of a service that clients see; without its usage, and without the seconds in its explanation."""
-    probe, progress = (service.answer, service.outcome), (service.phase, service.is_running)
+    probe, progress = (service.answer, service.outcome), (service.phase, service.is_running, service.is_prepared)
     return (service.state, probe, service.reason, service.num_starts, progress, service.exit_code)

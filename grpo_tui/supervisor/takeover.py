@@ -60,14 +60,16 @@ def find(launch: Launch, ledger: Ledger | None, run_folder: Path, now_s: float) 
     if service.attempt != attempt:  # started after the last write of the ledger
         in_place = service.num_in_place_restarts
         service = Service(name=name, attempt=attempt, num_in_place_restarts=in_place)
-    service = adopted(service, now_s, launch)
+    was_held = service.is_held
+    is_held = process.is_held if isinstance(process, Keeper) else was_held
+    service = adopted(service, now_s, launch, is_held=is_held)
     if isinstance(process, Keeper):
         log.info("%s: taken over in attempt %d: %s", name, attempt, service.state)
         return Found(service=service, process=process, effects=_effects_to_repeat(service))
     report = process or ExitReport(code=None, ended_at=time.time(), error="its keeper left no trace", keeper_lost=True)
     # `Exited` follows once its remains were cleaned up; until then it must not satisfy the needs of other services.
     service = replace(service, is_running=False)
-    if service.state is S.STARTING and attempt > last_begun_attempt(run_folder, name):
+    if (service.state is S.STARTING or was_held) and attempt > last_begun_attempt(run_folder, name):
         # The supervisor exited while it checked ports and GPU memory: no process was started that could have failed.
         service, _ = step(service, _INTERRUPTED, now_s, launch)
     log.info("%s: attempt %d ended without a supervisor", name, attempt)

@@ -82,7 +82,8 @@ def read_history(run_folder: Path, service: str, until: float | None = None) -> 
         known = attempts.get(status.attempt)
         if status.attempt and known is None:
             known = attempts[status.attempt] = Attempt(number=status.attempt, started_at=status.started_at or time)
-        if known is not None and known.ended_at is None and status.state in ENDED_STATES:
+        is_held = status.state is ServiceState.WAITING and status.pid is not None
+        if known is not None and known.ended_at is None and status.state in ENDED_STATES and not is_held:
             ended = replace(known, ended_at=time, exit_code=status.exit_code, why=reason(status))
             attempts[status.attempt] = ended
         if status.health and (not answers or answers[-1].words != status.health):

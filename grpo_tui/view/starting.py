@@ -63,7 +63,8 @@ def _is_met(condition: NeedCondition, needed: ServiceStatus | None) -> bool:
         return False
     match condition:
         case NeedCondition.STARTED:
-            return needed.pid is not None or needed.state is ServiceState.FINISHED
+            runs = needed.pid is not None and needed.state is not ServiceState.WAITING
+            return runs or needed.state is ServiceState.FINISHED
         case NeedCondition.READY:
             return needed.state in UP_STATES
         case NeedCondition.FINISHED:

@@ -37,7 +37,7 @@ from grpo_tui.supervisor.machine import (
     backoff_s,
     step,
 )
-from grpo_tui.supervisor.state_file import Ledger, boot_id, from_ledger, to_ledger
+from grpo_tui.supervisor.state_file import Ledger, StartTimes, boot_id, from_ledger, to_ledger
 
 TAKEN = Refusal(resource="port", port=9001, text="port 9001 is held by pid 7 (user eve): nc")
 NEVER, ON_FAILURE, ALWAYS = RestartPolicy.NEVER, RestartPolicy.ON_FAILURE, RestartPolicy.ALWAYS
@@ -280,7 +280,7 @@ def test_a_run_whose_services_restart_by_request_is_restarting_and_not_degraded(
     other = replace(play(how, *UP)[0], name="b")
     services, plan = {service.name: service, "b": other}, {service.name: how, "b": how}
     assert order.run_state(services, plan, has_been_up=True) is state
-    entry = to_ledger(service, started_at=None, begins_at=None, ready_at=None, processes=())
+    entry = to_ledger(service, started_at=None, begins_at=None, times=StartTimes(), processes=())
     assert from_ledger(service.name, entry).is_restarting_by_request is (state is RunState.RESTARTING)
 
 
@@ -343,7 +343,7 @@ def test_a_pending_restart_goes_on_under_the_next_supervisor_also_one_of_the_ver
     tmp_path: Path, names_service: bool
 ) -> None:
     pending, _ = step(Service(name="vllm", state=S.STOPPED, attempt=1), RestartAsked(), 0.0, launch())
-    entry = to_ledger(pending, started_at=None, begins_at=None, ready_at=None, processes=())
+    entry = to_ledger(pending, started_at=None, begins_at=None, times=StartTimes(), processes=())
     written = Ledger(boot_id=boot_id(), ending=None, has_been_up=True, services={"vllm": entry}).model_dump(mode="json")
     if names_service:  # as earlier versions wrote it
         written["restarting"] = ["vllm"]

@@ -22,6 +22,7 @@ from grpo_tui.supervisor.machine import (
     Exited,
     KillAsked,
     LimitExceeded,
+    Prepared,
     ProbeAnswered,
     Progressed,
     RestartAsked,
@@ -48,6 +49,9 @@ class Processes:
     dying: set[str] = field(default_factory=set)
     is_down: set[str] = field(default_factory=set)
     """Services that have stopped as last requested."""
+    held: set[str] = field(default_factory=set)
+    """Processes whose gate is closed."""
+    num_cores: int = 2
     ending: order.Ending | None = None
     now_s: float = 0.0
 
@@ -58,10 +62,15 @@ class Processes:
         self.services[name], effects = step(self.services[name], event, self.now_s, self.launches[name])
         for effect in effects:
             match effect:
-                case Effect.SPAWN:
+                case Effect.SPAWN | Effect.SPAWN_HELD:
                     assert name not in self.alive, f"two processes of {name}"
                     assert name not in self.is_down, f"{name} was started after a completed stop"
                     self.alive.add(name)
+                    if effect is Effect.SPAWN_HELD:
+                        self.held.add(name)
+                case Effect.OPEN_GATE:
+                    assert name in self.alive and name in self.held, f"{name} has no gate"
+                    self.held.discard(name)
                 case Effect.STOP if name not in self.ignores_sigterm:
                     self.dying.add(name)
                 case Effect.KILL:
@@ -72,6 +81,9 @@ class Processes:
                 case Effect.STOP:
                     pass
         assert (name in self.alive) == self.services[name].has_process
+        is_held = name in self.held and self.services[name].state not in {S.STOPPING, S.FAILED}
+        assert is_held == self.services[name].is_held == (self.services[name].has_process and waits(self, name))
+        assert not (name in self.held and (self.services[name].is_running or self.services[name].was_ready))
         assert not self.services[name].is_restarting_in_place or self.services[name].state is S.STARTING
         if self.services[name].state is S.STOPPED and not self.services[name].is_restart_pending:
             self.is_down.add(name)
@@ -79,9 +91,13 @@ class Processes:
     def decide(self) -> None:
         if self.ending is None and (state := order.run_outcome(self.services, self.launches)):
             self.end(state)
-        for name, event in order.decisions(self.services, self.launches, self.ending, self.now_s):
+        for name, event in order.decisions(
+            self.services, self.launches, self.ending, self.now_s, num_cores=self.num_cores
+        ):
+            if isinstance(event, Admitted) and name in self.held:
+                assert not order.unmet_needs(name, self.services, self.launches), f"{name} begins before its turn"
             if self.services[name].is_restart_pending and isinstance(event, Admitted):
-                followers = [f for f in order.transitive_followers(name, self.launches) if f in self.alive]
+                followers = [f for f in order.transitive_followers(name, self.launches) if f in self.alive - self.held]
                 is_alone = all(self.services[f].state is S.FAILED for f in followers)  # they hang in the kernel
                 assert self.ending or is_alone, f"{name} is restarted before its followers have ended"
             self.apply(name, event)
@@ -94,6 +110,7 @@ class Processes:
         if name in self.alive:
             self.alive.discard(name)
             self.dying.discard(name)
+            self.held.discard(name)
             self.apply(name, Exited(code=code))
 
     def command(self, name: str, event: Event) -> None:
@@ -105,6 +122,10 @@ class Processes:
         self.now_s += seconds
         for name in self.launches:
             self.apply(name, Tick())
+
+
+def waits(run: Processes, name: str) -> bool:
+    return run.services[name].state is S.WAITING
 
 
 POLICIES = st.sampled_from(list(RestartPolicy))
@@ -129,6 +150,7 @@ def runs(draw: st.DrawFn) -> Processes:
                 restart_unhealthy=draw(st.booleans()),
                 max_restarts=draw(st.integers(0, 2)),
                 restart_in_place=draw(st.sampled_from([None, IN_PLACE])),
+                prepares=draw(st.booleans()),
             )
         )
     return Processes(launches(*made), ignores_sigterm=frozenset(name for name in names if draw(st.integers(0, 3)) == 0))
@@ -136,7 +158,7 @@ def runs(draw: st.DrawFn) -> Processes:
 
 EVENTS = st.tuples(
     st.sampled_from(
-        ["start", "stop", "restart", "kill", "spawned", "renewed", "pass", "fail", "move", "overrun"]
+        ["start", "stop", "restart", "kill", "prepared", "spawned", "renewed", "pass", "fail", "move", "overrun"]
         + ["exit 0", "exit 1", "die"]
         + 2 * ["time"]
     ),
@@ -157,7 +179,9 @@ def apply_event(run: Processes, what: str, index: int, seconds: float) -> None:
                 "kill": KillAsked(),
             }
             run.command(name, requests[what])
-        case "spawned" if name in run.alive:
+        case "prepared" if name in run.alive:
+            run.apply(name, Prepared(attempt))
+        case "spawned" if name in run.alive - run.held:
             run.apply(name, Spawned())
         case "renewed" if name in run.alive:
             run.apply(name, RestartedInPlace(num_in_place_restarts=in_place))

@@ -50,6 +50,11 @@ class Task(Config):
     def check(self) -> None:
         """Load what the task needs; raises `ConfigError` if it is missing."""
 
+    @property
+    def has_user_code(self) -> bool:
+        """Whether `check` runs code of the user, which may need what an earlier service of a run starts."""
+        return False
+
     def packages(self) -> Mapping[str, str]:
         """Packages that it imports besides those of every environment, and what to do where one is missing."""
         return {}

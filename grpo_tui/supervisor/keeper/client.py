@@ -25,6 +25,7 @@ from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import Message, Pid, Ticks, Time, Whole, write_json_atomically
 from grpo_engine.wire.environment_variables import (
     ATTEMPT_VARIABLE,
+    GATE_VARIABLE,
     RUN_FOLDER_VARIABLE,
     RUN_VARIABLE,
     SERVICE_VARIABLE,
@@ -82,7 +83,8 @@ class KeeperState(Message):
     service: str
     attempt: Whole
     state: str
-    """`running`, `exited` (the main process has exited, the rest is being ended) or `gone` (no process is left)."""
+    """`held` (started held, and its gate is closed), `running`, `exited` (the main process has exited, the rest is
+    being ended) or `gone` (no process is left)."""
     keeper: ProcessEntry
     main: ProcessEntry | None
     started_at: Time
@@ -124,6 +126,8 @@ class Keeper:
         self.started_at = state.started_at
         self.log_offset = state.log_offset
         """Absolute offset in the log behind the line that opens the attempt."""
+        self.is_held = state.state == "held"
+        """Whether its service waits for `open_gate`, as far as this process knows."""
         self._state = state
         self._state_file = state_file
         self._reaping = reaping
@@ -144,6 +148,12 @@ class Keeper:
         """Request SIGKILL to all processes of the service. Returns at once; does nothing when the keeper is gone."""
         _send(self.identity, keeper_process.KILL_NOW[-1])
 
+    def open_gate(self) -> None:
+        """Let a service that was started held begin. Returns at once; does nothing when it has begun."""
+        self.is_held = False
+        self._state = self._state.model_copy(update={"state": "running"})
+        _send(self.identity, keeper_process.OPEN_GATE)
+
     def signal_service(self, number: signal.Signals) -> None:
         """Send a signal to the service's main process only. Returns at once; does nothing when it is gone."""
         if self._state.main is not None:
@@ -163,7 +173,7 @@ class Keeper:
 
 
 async def start_keeper(
-    launch: Launch, *, run: str, attempt: int, run_folder: Path, files: Path | None = None
+    launch: Launch, *, run: str, attempt: int, run_folder: Path, files: Path | None = None, is_held: bool = False
 ) -> Keeper:
     """Start a keeper for one attempt of a service; return once it has started the service, or failed to.
 
@@ -171,11 +181,14 @@ async def start_keeper(
 
     Args:
         files: where its log and the files of its keeper are; None: in the run folder.
+        is_held: whether the service prepares and then waits for `Keeper.open_gate`.
 
     Raises:
         GrpoError: no keeper could be started: disk full, folder gone, too many processes.
     """
     spec = _spec(launch, attempt, files or run_folder)
+    if is_held:
+        spec = spec._replace(gate_variable=GATE_VARIABLE)
     report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         pid = _spawn(spec, _environment(launch, run, attempt, run_folder), report_write)
@@ -268,7 +281,9 @@ def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> di
     token = run_folder.resolve() / TOKEN_FILE
     # A run of an earlier version has none; a person may have set another.
     found = {TOKEN_FILE_VARIABLE: str(token)} if token.exists() else {}
-    return {**found, **os.environ, **own, **launch.env, **marks}
+    environment = {**found, **os.environ, **own, **launch.env, **marks}
+    environment.pop(GATE_VARIABLE, None)  # of a service in which this supervisor was started
+    return environment
 
 
 def _spawn(spec: keeper_process.Spec, environment: dict[str, str], report: int) -> int:

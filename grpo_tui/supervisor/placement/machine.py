@@ -26,8 +26,11 @@ class Machine(Protocol):
     async def free_resources(self, launch: Launch, *, report: Report, take_ports: bool) -> list[Refusal]:
         """End what is ours on the ports and GPUs of a launch; one refusal for each that it cannot have."""
 
-    async def start(self, launch: Launch, attempt: int) -> Keeper:
+    async def start(self, launch: Launch, attempt: int, *, is_held: bool = False) -> Keeper:
         """Start an attempt; return once its process runs, or could not be started.
+
+        Args:
+            is_held: whether it prepares and then waits for `Keeper.open_gate`; only on the supervisor's machine.
 
         Raises:
             GrpoError: no keeper could be started.
@@ -53,9 +56,9 @@ class LocalMachine:
             launch, run=self.run, report=report, gpu_reader=self.gpu_reader, take_ports=take_ports
         )
 
-    async def start(self, launch: Launch, attempt: int) -> Keeper:
+    async def start(self, launch: Launch, attempt: int, *, is_held: bool = False) -> Keeper:
         """Start a keeper, which starts the service."""
-        return await start_keeper(launch, run=self.run, attempt=attempt, run_folder=self.run_folder)
+        return await start_keeper(launch, run=self.run, attempt=attempt, run_folder=self.run_folder, is_held=is_held)
 
     async def sweep(
         self, launch: Launch, *, report: Report, ledger: Iterable[ProcessId], gpu_memory: GpuMemory | None

@@ -31,8 +31,9 @@ class RemoteMachine:
         """Nothing here."""
         return []
 
-    async def start(self, launch: Launch, attempt: int) -> Keeper:
+    async def start(self, launch: Launch, attempt: int, *, is_held: bool = False) -> Keeper:
         """Start the process that stands for the service; its exit code and its log are those of the service."""
+        assert not is_held, "a gate is a pipe of one machine: `profile/cluster.py` lets no placed service prepare"
         return await start_keeper(
             standing_for(launch, self.run_folder), run=self.run, attempt=attempt, run_folder=self.run_folder
         )

@@ -88,6 +88,11 @@ class Python(Task):
         """Name of the module."""
         return Path(self.module).stem if self.module.endswith(".py") else self.module.rpartition(".")[2]
 
+    @property
+    def has_user_code(self) -> bool:
+        """Always."""
+        return True
+
     def check(self) -> None:
         """Import the functions, and score a group of two for the first item: its answer, and one that is no number."""
         functions = _reward_functions(self)

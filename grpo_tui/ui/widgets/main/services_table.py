@@ -177,7 +177,7 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
         case ServiceState.STARTING if service.health is not None:
             return service.health, ".muted"
         case ServiceState.WAITING if missing := missing_needs(service, state):
-            return f"waits for {names_text(missing)}", ".muted"
+            return f"{preparation_words(service)}waits for {names_text(missing)}", ".muted"
         case ServiceState.UNHEALTHY if service.probe in PROBE_SIGNS and service.health:
             return service.health, ".warning"
         case ServiceState.UNHEALTHY:
@@ -186,6 +186,13 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
             return reason(service) or "", ".error"
         case _:
             return reason(service) or service.health or "", ".muted"
+
+
+def preparation_words(service: ServiceStatus) -> str:
+    """What a service that was started before its turn has done so far."""
+    if service.pid is None:
+        return ""
+    return "preparing, " if service.prepared_at is None else "prepared, "
 
 
 def _columns_for(room: int, *, has_gpus: bool) -> list[Column]:
