@@ -214,8 +214,8 @@ class ServiceStatus(Message):
     started_at: Time | None = None
     """When the process of this attempt was started, or its restart in place was."""
     prepared_at: Time | None = None
-    """Of a service that was started before its turn (`prepare`): when it had done what it can before it; null where
-    it was started at its turn, or does not log it."""
+    """Of a service that was started before its turn (`prepare`): when it had done what it can do before it, also where
+    its turn came meanwhile. Null where it was started at its turn, or does not log it."""
     begun_at: Time | None = None
     """When its turn came: what it needs was ready, and its ports and GPU memory were free. While it waits, null."""
     ready_at: Time | None = None

@@ -81,7 +81,7 @@ class Service:
     is_held: bool = False
     """Whether that attempt was started held, and its turn has not come."""
     is_prepared: bool = False
-    """Whether an attempt that was started held has reported that it only waits."""
+    """Whether an attempt that was started held has reported that it has done what it can before its turn."""
     is_running: bool = False
     """Whether the attempt's process is known to run, which takes a moment after the decision."""
     was_ready: bool = False
@@ -278,7 +278,7 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _restart(replace(service, is_restart_pending=False), now_s, launch)
         case MayPrepare(), S.WAITING if launch.prepares and not service.has_process:
             return _start_held(service), (Effect.SPAWN_HELD,)
-        case Prepared(attempt), S.WAITING if service.is_held and attempt == service.attempt:
+        case Prepared(attempt), S.WAITING | S.STARTING if service.has_process and attempt == service.attempt:
             return replace(service, is_prepared=True), ()
         case StopAsked() | KillAsked() | RestartRequired() | LimitExceeded(), S.WAITING if service.is_held:
             return _stop_held(service, event, now_s, launch)

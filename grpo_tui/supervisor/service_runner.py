@@ -100,6 +100,8 @@ class ServiceRunner:
         self.keeper: Keeper | None = None
         """Of the current attempt."""
         self._probing: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
+        """Waits for the report of an attempt that was started held; its turn may come before."""
         self.started_at: float | None = None
         """Unix time of the last start."""
         self.begins_at: int | None = None
@@ -164,7 +166,6 @@ class ServiceRunner:
 
     async def _open_gate(self, keeper: Keeper) -> None:
         """Check ports and GPU memory and let the service begin, or end it if it cannot have what it needs."""
-        self._stop_probing()
         self._refused = await self._free_resources()
         if self.keeper is not keeper:
             return  # it exited meanwhile
@@ -251,7 +252,11 @@ class ServiceRunner:
     def _watch(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.started_at = keeper.started_at
-        self._start_probing(self._watch_preparation(keeper) if keeper.is_held else self._probe(keeper))
+        if keeper.is_held:
+            name = f"preparation of {self._launch.name}"
+            self._preparing = self._tasks.create_task(self._watch_preparation(keeper), name=name)
+        else:
+            self._start_probing(self._probe(keeper))
         title = f"attempt {keeper.attempt} of {self._launch.name}"
         self._attempt_task = self._tasks.create_task(self._attend(keeper), name=title)
         if keeper.main_pid is not None and not keeper.is_held:
@@ -267,6 +272,7 @@ class ServiceRunner:
             report = await keeper.exited()
         finally:
             self._stop_probing()
+            self._stop_watching_preparation()
             ended.set()
         await reading
         if report.code == 0 and not self._is_ready:
@@ -335,6 +341,10 @@ class ServiceRunner:
             await asyncio.sleep(PREPARED_POLL_S)
         self._post_event(Prepared(keeper.attempt))
 
+    def _stop_watching_preparation(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+
     # --- probes ------------------------------------------------------------------------------------------------------
 
     async def _probe(self, keeper: Keeper) -> None:
@@ -347,6 +357,7 @@ class ServiceRunner:
                 await self._check_progress(keeper, progress)
                 await asyncio.sleep(self._launch.ready.interval_s)
             self._is_ready = True
+            self._stop_watching_preparation()
             self._post_event(self._answered(keeper, answer))
         if self._launch.live is not None:
             prober = self._prober(self._launch.live, keeper)

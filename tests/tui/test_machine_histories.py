@@ -69,7 +69,7 @@ class Processes:
                     if effect is Effect.SPAWN_HELD:
                         self.held.add(name)
                 case Effect.OPEN_GATE:
-                    assert name in self.alive and name in self.held, f"{name} has no gate"
+                    assert name in self.alive & self.held, f"{name} has no gate"
                     self.held.discard(name)
                 case Effect.STOP if name not in self.ignores_sigterm:
                     self.dying.add(name)
