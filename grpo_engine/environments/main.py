@@ -40,12 +40,13 @@ def run(config: EnvironmentConfig) -> int:
     """
     began = time.monotonic()
     signal.signal(signal.SIGTERM, _exit)
-    begin_in_turn(partial(prepare, config), os.environ)
-    config.task.check()
+    loaded = begin_in_turn(partial(prepare, config), os.environ)
+    if loaded is None or config.task.has_user_code:
+        config.task.check()
     # Imported late: transformers takes seconds to load, and errors of the task should come first.
     from grpo_engine.models.loading import load_tokenizer
 
-    tokenizer: Tokenizer = load_tokenizer(config.model_name)
+    tokenizer: Tokenizer = load_tokenizer(config.model_name) if loaded is None else loaded
     check_template(config, tokenizer)
     of_opponent: Tokenizer = tokenizer
     if config.opponent_model_name is not None:
@@ -55,14 +56,16 @@ def run(config: EnvironmentConfig) -> int:
     return asyncio.run(work(config, tokenizer, of_opponent))
 
 
-def prepare(config: EnvironmentConfig) -> None:
-    """Import what it needs, and load what a task of ours needs; one of the user may use a GPU or a server."""
+def prepare(config: EnvironmentConfig) -> Tokenizer | None:
+    """The tokenizer, after a task of ours has loaded what it needs; one of the user may use a GPU or a server."""
+    import httpcore  # noqa: F401 - httpx imports it with its first connection
+
     from grpo_engine.models.loading import is_at_hand, load_tokenizer
 
-    if is_at_hand(config.model_name):
-        load_tokenizer(config.model_name)
     if not config.task.has_user_code:
         config.task.check()
+    tokenizer: Tokenizer | None = load_tokenizer(config.model_name) if is_at_hand(config.model_name) else None
+    return tokenizer
 
 
 async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tokenizer | None = None) -> int:

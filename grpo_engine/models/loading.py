@@ -32,6 +32,7 @@ __all__ = [
     "load_model",
     "load_model_on_shared",
     "load_tokenizer",
+    "modeling_module",
     "resolve_model",
     "torch_dtype",
 ]
@@ -70,6 +71,18 @@ def load_config(name: str) -> PreTrainedConfig:
         ModelError: it cannot be found or read.
     """
     return _load(name, partial(AutoConfig.from_pretrained, trust_remote_code=False))
+
+
+def modeling_module(name: str) -> str | None:
+    """The module of transformers that `load_model` imports for a model; None where the model brings its own.
+
+    Raises:
+        ModelError: its configuration cannot be found or read.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = load_config(name).model_type
+    return f"transformers.models.{kind}.modeling_{kind}" if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

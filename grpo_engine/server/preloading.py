@@ -108,13 +108,11 @@ def _compute_keys(*, is_cpu: bool) -> None:
 
 
 def _import_model_of_torch(model_name: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from grpo_engine.models.loading import modeling_module
 
-    from grpo_engine.models.loading import load_config
-
-    config = load_config(model_name)
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        _import_all((f"transformers.models.{config.model_type}.modeling_{config.model_type}",))
+    module = modeling_module(model_name)
+    if module is not None:
+        _import_all((module,))
 
 
 def _import_model_of_vllm(model_name: str) -> None:

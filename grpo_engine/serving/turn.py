@@ -12,15 +12,18 @@ import sys
 import time
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from typing import TypeVar
 
 from grpo_engine.wire.environment_variables import GATE_VARIABLE
 from grpo_engine.wire.log_lines import PREPARED
 
+PreparedT = TypeVar("PreparedT")
+
 log = logging.getLogger(__name__)
 
 
-def begin_in_turn(prepare: Callable[[], None], environment: MutableMapping[str, str]) -> None:
-    """Return when it is this process's turn; where that is later, call `prepare` first.
+def begin_in_turn(prepare: Callable[[], PreparedT | None], environment: MutableMapping[str, str]) -> PreparedT | None:
+    """Return when it is this process's turn; where that is later, what `prepare` has returned, which is called first.
 
     Args:
         prepare: what can be done before; its errors are logged only, since the service runs into them at its turn.
@@ -28,9 +31,10 @@ def begin_in_turn(prepare: Callable[[], None], environment: MutableMapping[str, 
     """
     descriptor = environment.pop(GATE_VARIABLE, None)
     if descriptor is None:
-        return
+        return None
+    prepared = None
     try:
-        prepare()
+        prepared = prepare()
     except Exception as error:  # a missing package, file or model: reported by what needs it, when its turn comes
         log.info("cannot prepare everything before its turn: %s: %s", type(error).__name__, error)
     log.info(PREPARED.text, _age_s())
@@ -40,6 +44,7 @@ def begin_in_turn(prepare: Callable[[], None], environment: MutableMapping[str, 
     if not byte:
         log.error("its keeper has ended before its turn came; this process exits too")
         raise SystemExit(1)
+    return prepared
 
 
 def _age_s() -> float:

@@ -5,6 +5,7 @@ On SIGTERM or SIGINT the current step is finished, a checkpoint is saved, and th
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,7 +27,7 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.devices import limit_threads, require_device, trainable_device
-from grpo_engine.models.loading import is_at_hand, load_tokenizer
+from grpo_engine.models.loading import is_at_hand, load_tokenizer, modeling_module
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.ranks.place import RankPlace, rank_place
 from grpo_engine.ranks.watching import write_stacks_on_signal
@@ -43,6 +44,9 @@ from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.trackers import build_trackers
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.run_folder import CHECKPOINTS, SETTINGS_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_SAVE_PATH = Path("trained_model_checkpoints")
 """As the stock trainer; for runs without a run folder."""
@@ -77,7 +81,7 @@ def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampli
     if config.debug_loading:
         for package in ("models", "bridges"):
             logging.getLogger(f"grpo_engine.{package}").setLevel(logging.DEBUG)
-    begin_in_turn(partial(prepare, config), os.environ)
+    tokenizer = begin_in_turn(partial(prepare, config), os.environ)
     place = rank_place(os.environ)
     if place is not None:
         config = of_rank(config, place)
@@ -90,7 +94,7 @@ def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampli
     )
     own = None if sampling is None else sampling(config, ranks)
     try:
-        code = _lead(config, ranks, own) if ranks.leads else _follow(config, ranks, own)
+        code = _lead(config, ranks, own, tokenizer) if ranks.leads else _follow(config, ranks, own)
     finally:
         if own is not None:
             own.engine.close()
@@ -98,10 +102,21 @@ def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampli
     return code
 
 
-def prepare(config: TrainConfig) -> None:
-    """Import what training imports later, and read the tokenizer; touch no GPU."""
+def prepare(config: TrainConfig) -> PreTrainedTokenizerBase | None:
+    """Import what is imported until training begins; the tokenizer, if the model exists. Touches no GPU.
+
+    Not bitsandbytes, whose import asks the driver for the GPU.
+    """
+    modules = ["httpcore", "grpo_engine.models.same_model"]
+    if config.bridge.trains_adapter:
+        modules.append("grpo_engine.models.lora")
+    tokenizer = None
     if is_at_hand(config.model_name):
-        load_tokenizer(config.model_name)
+        tokenizer = load_tokenizer(config.model_name)
+        modules.append(modeling_module(config.model_name) or "transformers")
+    for module in modules:
+        importlib.import_module(module)
+    return tokenizer
 
 
 def _follow(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) -> int:
@@ -112,7 +127,9 @@ def _follow(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) ->
     return 0
 
 
-def _lead(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) -> int:
+def _lead(
+    config: TrainConfig, ranks: RankGroup, sampling: Sampling | None, tokenizer: PreTrainedTokenizerBase | None
+) -> int:
     folder, save_path = output_folders(config, time.localtime())
     checkpoints.require_folder(save_path)
     if config.run_folder is None and not has_steps_left(config, save_path):
@@ -123,7 +140,7 @@ def _lead(config: TrainConfig, ranks: RankGroup, sampling: Sampling | None) -> i
     engine = None if sampling is None else sampling.engine
     context = bridge_context(config, folder / "bridge", ranks=ranks, engine=engine, is_stopping=stop)
     bridge = config.bridge.build(context)
-    decode = load_tokenizer(config.model_name).decode
+    decode = (load_tokenizer(config.model_name) if tokenizer is None else tokenizer).decode
     reporter = Reporter.from_environment(os.environ)
     recorder = Recorder(
         folder,
