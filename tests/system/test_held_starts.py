@@ -107,7 +107,9 @@ def test_down_ends_a_held_service_at_once_and_it_never_begins(place: Workplace) 
     assert place.survivors() == []
 
 
-@pytest.mark.parametrize("exit_code", [0, 7])
+@pytest.mark.parametrize(
+    "exit_code", [7, pytest.param(0, marks=pytest.mark.extended("the same with 7; the life cycle has both"))]
+)
 def test_a_held_service_that_exits_before_its_turn_has_failed_with_its_reason(place: Workplace, exit_code: int) -> None:
     dies = service("b", DIES, exit_code, needs=["a"], ready=BEGUN, prepare=True)
     place.launch(slow_service(place), dies)
@@ -117,6 +119,7 @@ def test_a_held_service_that_exits_before_its_turn_has_failed_with_its_reason(pl
     assert (b.why or "").startswith(f"exit code {exit_code} before its turn to begin; last lines:\n  no such module")
 
 
+@pytest.mark.extended("test_machine_histories.py restarts held services by every policy; the exit of one is above")
 def test_a_held_service_is_killed_and_restarted_by_its_policy_while_it_waits(place: Workplace) -> None:
     pid = launch_held(place, restart="'on-failure'", backoff_s=0.05)
     os.kill(pid, signal.SIGKILL)
