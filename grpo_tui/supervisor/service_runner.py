@@ -337,7 +337,11 @@ class ServiceRunner:
     async def _watch_preparation(self, keeper: Keeper) -> None:
         """Search the log for the line that says that it only waits for its gate."""
         line = LogSearch(self._log, keeper.log_offset, PREPARED.pattern)
-        while not (await asyncio.to_thread(line.search)).passed:  # noqa: ASYNC110 - no event reports a log line
+
+        def is_logged() -> bool:
+            return line.search().passed
+
+        while not await self._guarded("search of its log", asyncio.to_thread(is_logged), otherwise=False):  # noqa: ASYNC110 - a file
             await asyncio.sleep(PREPARED_POLL_S)
         self._post_event(Prepared(keeper.attempt))
 
