@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -12,8 +13,8 @@ from screen_fakes import NOW, FakeConnection, run_status, service
 from shown_screen import Shown, open_app
 
 from grpo_engine.wire.supervisor import Snapshot
-from grpo_tui.ui.screens.logs import pager_command
 from grpo_tui.ui.widgets.log_page import LogNarrowing, LogPage, LogsTitle
+from grpo_tui.view.logs.pager import line_at, pager_command, show
 from grpo_tui.view.logs.state import LogsView
 
 pytestmark = pytest.mark.slow
@@ -191,8 +192,32 @@ async def test_long_lines_are_cut_with_a_sign_shifted_or_folded_to_the_height_of
         assert len(logs.page) == logs.view.rows
 
 
-def test_less_opens_the_log_at_the_line_and_another_pager_opens_the_log(tmp_path: Path) -> None:
+def test_less_opens_the_log_at_the_line_and_another_pager_opens_the_log() -> None:
+    assert pager_command("", 120) == ["less", "-R", "+120g"]
+    assert pager_command("less -S", 120) == ["less", "-S", "-R", "+120g"]
+    assert pager_command("most", 120) == ["most"]
+
+
+def test_a_pager_gets_no_control_characters_of_a_log_and_keeps_its_lines_and_colours(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "api.log"
-    assert pager_command("", log, 120) == ["less", "-R", "+120P", str(log)]
-    assert pager_command("less -S", log, 120) == ["less", "-S", "-R", "+120P", str(log)]
-    assert pager_command("most", log, 120) == ["most", str(log)]
+    hostile = (
+        "first\n\x1b]52;c;Y29weQ==\x07\x1b[2Jgone\n\x1b[31mred\n\u202eright\x9bto\x00left\n\x1b[8mhidden\x1b[0m\nlast"
+    )
+    log.write_text(hostile)
+    show(["cat"], log)
+    shown = capfd.readouterr().out
+    assert set(re.findall(r"\x1b[^m]*m", shown)) <= {"\x1b[31m", "\x1b[0m"}
+    assert not set(re.sub(r"\x1b\[\d*m", "", shown)) & set("\x1b\x07\x00\x9b\u202e")
+    assert len(shown.splitlines()) == 6
+    assert shown.splitlines()[-1] == "last"
+    assert [line_at(log, offset) for offset in (0, 5, 6, len(hostile.encode()))] == [1, 1, 2, 6]
+
+
+def test_a_pager_that_is_closed_early_and_one_that_does_not_exist_end_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "api.log"
+    log.write_text("a line\n" * 200_000)
+    show(["head", "-c", "1"], log)
+    with pytest.raises(OSError, match="No such file"):
+        show(["no-such-pager"], log)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from grpo_tui.ui.widgets.log_page import (
 )
 from grpo_tui.view.format import bytes_text
 from grpo_tui.view.logs import state as log_view
+from grpo_tui.view.logs.pager import line_at, pager_command, show
 from grpo_tui.view.logs.reader import Cut, Extent, LogFile, LogLine, LogReader, MatchCount
 from grpo_tui.view.logs.search import ERRORS_ALONE, LineTest, line_test
 from grpo_tui.view.logs.state import LogChange, LogsView, Prompt, Side
@@ -469,30 +468,21 @@ class LogsScreen(RunScreen):
             return
         file = self._reader_for(self._state).files[line.source]
         extent = LogReader((file,)).extent()
-        command = pager_command(os.environ.get("PAGER", ""), file.path, line.offset - extent.starts[0])
+        pager = os.environ.get("PAGER", "")
         try:
+            command = pager_command(pager, line_at(file.path, line.offset - extent.starts[0]))
             with self.app.suspend():
-                subprocess.run(command, check=False)
+                show(command, file.path)
         except SuspendNotSupported:
             self.show_message("cannot open a pager: this terminal cannot be suspended")
         except OSError as error:
-            self.show_message(f"{command[0]} cannot be started: {error.strerror}. Set PAGER to another program")
+            self.show_message(
+                f"{error.filename or file.path} cannot be opened: {error.strerror} (PAGER is {pager or 'less'})"
+            )
         self.refresh()
 
     def _post(self, change: LogChange) -> None:
         self.post_message(StateChanged(change))
-
-
-def pager_command(pager: str, path: Path, offset: int) -> list[str]:
-    """The command that shows a file, at a byte offset in it where the pager can.
-
-    Args:
-        pager: `$PAGER`; empty is less.
-    """
-    command = shlex.split(pager) or ["less"]
-    if Path(command[0]).name == "less":
-        command += ["-R", f"+{max(0, offset)}P"]
-    return [*command, str(path)]
 
 
 def _lines_read(reader: LogReader, logs: LogsView, side: Side) -> LogChange | None:
