@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import Adafactor
 
+from grpo_engine.compilers import has_compiler
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.config import MasterKind, OptimizerSettings, lacking_for_optimizer
 from grpo_engine.models.rounding import add_rounded_, round_to_bf16_
@@ -263,14 +264,24 @@ def _send_gradients(live: nn.Parameter, master: nn.Parameter, dtype: torch.dtype
     def send(live: Tensor) -> None:
         assert live.grad is not None  # the hook runs after accumulation
         gradient, live.grad = local_part(live.grad), None
-        if master.grad is None:
-            master.grad = gradient.to(dtype).contiguous()  # as the master: required by fused kernels
-        elif dtype is torch.bfloat16:
-            add_rounded_(master.grad, gradient)
+        if dtype is torch.bfloat16:
+            if master.grad is None:
+                master.grad = gradient.to(dtype).contiguous()  # as the master: required by fused kernels
+            else:
+                add_rounded_(master.grad, gradient)
         else:
-            master.grad.add_(gradient)
+            master.grad = _added(master.grad, gradient)
 
     return cast(RemovableHandle, live.register_post_accumulate_grad_hook(send))  # type: ignore[no-untyped-call]
+
+
+def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """The fp32 `total` with a gradient added, in place; None: the gradient in fp32, contiguous."""
+    if gradient.device.type == "cuda" and gradient.dtype in (torch.bfloat16, torch.float16) and has_compiler():
+        from grpo_engine.models.update_kernels import add
+
+        return add(total, gradient)
+    return gradient.to(torch.float32).contiguous() if total is None else total.add_(gradient)
 
 
 def _step_once(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], gradient_scale: float) -> None:
@@ -278,7 +289,9 @@ def _step_once(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramet
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
-    if gradient_scale != 1.0:
+    if hasattr(optimizer, "gradient_scale"):
+        optimizer.gradient_scale = gradient_scale  # its kernel reads the gradients anyway
+    elif gradient_scale != 1.0:
         torch._foreach_mul_(gradients, gradient_scale)
     optimizer.step()
     optimizer.zero_grad()
@@ -332,9 +345,11 @@ def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> to
     lack = lacking_for_optimizer(settings.name, on_cpu=on_cpu)
     if lack is not None:
         raise ConfigError(f"optimizer {lack[0]}: {lack[1]}")
-    from bitsandbytes.optim import AdamW8bit
-
-    optimizer: torch.optim.Optimizer = AdamW8bit(
+    if on_cpu or not has_compiler():
+        from bitsandbytes.optim import AdamW8bit as Optimizer
+    else:
+        from grpo_engine.models.adamw_8bit import FusedAdamW8bit as Optimizer
+    optimizer: torch.optim.Optimizer = Optimizer(
         groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
     )
     return optimizer

@@ -25,6 +25,7 @@ from grpo_engine.algo.loss_config import (
 from grpo_engine.bridges import IN_PROCESS, ON_SHARED_MEMORY, OVER_RANKS, TO_MANY_SERVERS, AnyBridge, CheckpointReload
 from grpo_engine.bridges.broadcast import Broadcast
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
+from grpo_engine.compilers import has_compiler
 from grpo_engine.config import Config, LogLevel
 from grpo_engine.flags import Flag
 from grpo_engine.installed import is_on_cpu
@@ -51,6 +52,10 @@ _BATCH_SIZES = ("batch_size", "gradient_accumulation_steps")
 def _usual_optimizer(settings: dict[str, Any]) -> OptimizerName:
     """The stock trainer's, but where no GPU is used: few machines without one have its package."""
     return "adamw" if is_on_cpu(settings.get("device", "auto")) else "adamw_8bit"
+
+
+def _compiles_layers(settings: dict[str, Any]) -> bool:
+    return not is_on_cpu(settings.get("device", "auto")) and has_compiler()
 
 
 USUAL_DROPOUT = 0.05
@@ -201,8 +206,9 @@ class TrainConfig(Config):
     keep_attention: bool = False
     """With gradient_checkpointing, do not recompute attention: long rows are a tenth faster, for 2 bytes × the width of
     all heads per token and layer."""
-    compile_layers: bool = False
-    """Compile each layer, on a GPU: a third faster, after up to a minute of compilation."""
+    compile_layers: bool = Field(default_factory=_compiles_layers)
+    """Compile each layer: on a GPU a quarter faster, after up to a minute of compilation, once on a machine. Unset: on
+    a GPU, where there is a C compiler."""
     probe: bool = True
     """On a GPU, run the longest micro-batch once before training, so that an out-of-memory error comes first."""
     threads: int | None = Field(None, ge=1, le=1024)

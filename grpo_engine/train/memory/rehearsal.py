@@ -27,6 +27,9 @@ from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.log_lines import GPU_MEMORY_MISSING, OUT_OF_GPU_MEMORY
 from grpo_engine.wire.rollouts import ScoredGroup
 
+LEAST_ROW_TOKENS = 16
+"""Below it there is nothing worth compiling for."""
+
 log = logging.getLogger(__name__)
 
 
@@ -65,27 +68,51 @@ def _rehearse_measured(trainee: Trainee) -> None:
 
 
 def rehearse(trainee: Trainee) -> None:
-    """Run a step on the longest rows that the settings allow, without an update."""
+    """Run steps on the longest rows that the settings allow, and on rows that make other kernels, without an update."""
     devices = [trainee.device] if trainee.device.type == "cuda" else []
     without_updates = cast(Trainee, _WithoutUpdates(trainee))
     with torch.random.fork_rng(devices=devices):
-        gradient_step(without_updates, longest_batch(trainee.config), step=0, policy_version=0)
+        for batch in [longest_batch(trainee.config), *batches_to_compile(trainee)]:
+            gradient_step(without_updates, batch, step=0, policy_version=0)
 
 
 def longest_batch(config: TrainConfig) -> Batch:
     """Two micro-batches of the longest rows, every token trained; the first one's gradients exist during the second."""
     rows, row_tokens = longest_micro_batch(config)
     num_rows = min(2 * rows, config.sequences_per_batch)
-    length = row_tokens + 1  # with the last token, which is a label only
-    group = ScoredGroup(  # of one row, so that no prompt is shared
-        tokens=[[0] * length],
-        masks=[[-100] + [0] * row_tokens],
-        scores=[0.0],
-        advantages=[[1.0] * length],
-        inference_logprobs=[[1.0] + [-1.0] * row_tokens],
+    # Groups of one row, so that no prompt is shared; the last token is a label only.
+    return make_batch([_group(1, prompt=1, completion=row_tokens)] * num_rows, seq_len=config.seq_len)
+
+
+def batches_to_compile(trainee: Trainee) -> list[Batch]:
+    """Batches besides the longest for which kernels are compiled, so that no step of training waits for that.
+
+    Compiled layers distinguish one row from several, and rows with a shared prompt have an attention of their own.
+    """
+    config = trainee.config
+    row_tokens = min(longest_micro_batch(config)[1], (config.micro_batch_tokens or config.seq_len) // 3)
+    if row_tokens < LEAST_ROW_TOKENS:
+        return []
+    batches = []
+    if config.compile_layers:
+        batches.append(make_batch([_group(1, prompt=1, completion=row_tokens)] * 2, seq_len=config.seq_len))
+    if trainee.shares_prompts:
+        shared = _group(2, prompt=row_tokens // 2, completion=row_tokens // 2)
+        batches.append(make_batch([shared], seq_len=config.seq_len))
+    return batches
+
+
+def _group(num_rows: int, *, prompt: int, completion: int) -> ScoredGroup:
+    """Rows of one prompt, every token of their completions trained."""
+    length = prompt + completion
+    return ScoredGroup(
+        tokens=[[0] * length] * num_rows,
+        masks=[[-100] * prompt + [0] * completion] * num_rows,
+        scores=[0.0] * num_rows,
+        advantages=[[1.0] * length] * num_rows,
+        inference_logprobs=[[1.0] * prompt + [-1.0] * completion] * num_rows,
         generation_params={"temperature": 1.0, "logprobs_mode": "processed"},
     )
-    return make_batch([group] * num_rows, seq_len=config.seq_len)
 
 
 @contextmanager
