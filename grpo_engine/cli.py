@@ -1,4 +1,4 @@
-"""`grpo-engine api | server | env | atropos-env | train | launch | check | export`: services, and what is beside them.
+"""`grpo-engine api | server | env | atropos-env | reference | train | launch | check | export`: services, and others.
 
 Imports only the chosen command.
 """
@@ -27,7 +27,7 @@ from grpo_engine.wire.terminal_text import PrintableFormatter, printable
 FINAL_ERROR = 2
 """For an error that a restart does not change: a wrong setting, as argparse, or code of the user that fails."""
 
-COMPILE = frozenset({"server", "train", "launch", "check"})
+COMPILE = frozenset({"server", "train", "launch", "check", "reference"})
 """Commands in which torch may compile code."""
 USER_CODE = frozenset({"env", "atropos-env"})
 """Commands that run code of the user, whose child processes find modules as they always do."""
@@ -161,6 +161,17 @@ def _atropos_env(argv: Sequence[str]) -> int:
     return run(config)
 
 
+def _reference(argv: Sequence[str]) -> int:
+    """Holds the reference model, and answers its log-probabilities to the trainer."""
+    from grpo_engine.reference.config import ReferenceConfig
+
+    config = _parsed(ReferenceConfig, argv, "reference", _reference)
+    _log_from(config.log_level)
+    from grpo_engine.reference.main import run
+
+    return run(config)
+
+
 def _without_serve(argv: Sequence[str]) -> Sequence[str]:
     """Drop the `serve` of `python environment.py serve …`, which is all that an environment does here."""
     return argv[1:] if argv[:1] == ["serve"] else argv
@@ -261,6 +272,7 @@ def _command_with(flag: str) -> str | None:
     """The service whose command takes a flag."""
     from grpo_engine.colocate.config import TrainerConfig
     from grpo_engine.environments.config import EnvironmentConfig
+    from grpo_engine.reference.config import ReferenceConfig
     from grpo_engine.rollouts.config import ApiConfig
     from grpo_engine.server.config import ServerConfig
 
@@ -269,6 +281,7 @@ def _command_with(flag: str) -> str | None:
         "server": ServerConfig,
         "env": EnvironmentConfig,
         "api": ApiConfig,
+        "reference": ReferenceConfig,
     }
     return next((f"`grpo-engine {name}`" for name, model in models.items() if flag in flags_of(model)), None)
 
@@ -278,6 +291,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "server": _server,
     "env": _env,
     "atropos-env": _atropos_env,
+    "reference": _reference,
     "train": _train,
     "launch": _launch,
     "check": _check,

@@ -48,6 +48,8 @@ class Named:
     """Among those of a trainer that samples itself, where it is another than `train`."""
     value: Callable[[Any], Mapping[str, Any] | Any] = field(default=lambda value: value)
     """The value here; a mapping is of several settings."""
+    profile: tuple[str, str] = ("", "")
+    """In a profile: the kind of service and its setting, where that is another one than the command's."""
     note: str = ""
     """Why there is none, and what to do instead; or what is different."""
 
@@ -74,7 +76,11 @@ def _lower(name: Any) -> Any:
     return name.lower() if isinstance(name, str) else name
 
 
-_RANKS_SHARE = "the reference model is on the ranks of the trainer: leave it out"
+_REFERENCE = (
+    "one `grpo-engine reference` on each device has the reference model, and reference_urls of the trainer names them: "
+    "give it to grpo-tui with a profile that has a service of kind reference, or leave it out: the reference model is "
+    "then on the ranks of the trainer"
+)
 _GPUS = "choose GPUs by services.%s.gpus of a profile, or by CUDA_VISIBLE_DEVICES"
 
 DOTTED: Mapping[str, Named] = {
@@ -89,12 +95,12 @@ DOTTED: Mapping[str, Named] = {
     "train.optim_batch_size": Named(train="batch_size", note="sequences that are computed at once"),
     "train.gradient_accumulation_steps": Named(train="gradient_accumulation_steps"),
     "inference_model.gpu_memory_utilization": Named(train="gpu_memory_utilization", server="gpu_memory_utilization"),
-    "inference_model.num_devices": Named(server="tensor_parallel_size"),
-    "inference_model.devices": Named(note=_GPUS % "vllm"),
-    "train_model.num_devices": Named(train="processes"),
-    "train_model.devices": Named(note=_GPUS % "trainer"),
-    "ref_model.num_devices": Named(note=_RANKS_SHARE),
-    "ref_model.devices": Named(note=_RANKS_SHARE),
+    "inference_model.num_devices": Named(server="tensor_parallel_size", profile=("inference", "num_devices")),
+    "inference_model.devices": Named(profile=("inference", "gpus"), note=_GPUS % "vllm"),
+    "train_model.num_devices": Named(train="processes", profile=("trainer", "num_devices")),
+    "train_model.devices": Named(profile=("trainer", "gpus"), note=_GPUS % "trainer"),
+    "ref_model.num_devices": Named(profile=("reference", "num_devices"), note=_REFERENCE),
+    "ref_model.devices": Named(profile=("reference", "gpus"), note=_REFERENCE),
     "vllm_config.tensor_parallel_size": Named(server="tensor_parallel_size"),
     "vllm_config.max_num_seqs": Named(server="max_batch_size", colocate="inference.max_num_seqs"),
     "vllm_config.max_model_len": Named(server="max_model_len", colocate="seq_len"),

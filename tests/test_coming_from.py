@@ -38,6 +38,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.launch import LaunchConfig
 from grpo_engine.wire.metrics import METRIC_NAMES, SYNC_METRICS, USE_METRICS
 from grpo_tui.cli import build_app
+from grpo_tui.cli.overrides import with_set
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
@@ -210,7 +211,8 @@ def test_the_flags_of_every_command_are_understood(monkeypatch: pytest.MonkeyPat
             for argv in commands_of(block, alias):
                 parse_flags(COMMANDS[command], argv, prog=command, description="")
                 num_checked += 1
-        for argv in commands_of(block, "grpo-tui"):
+        for words in commands_of(block, "grpo-tui"):
+            argv = with_set(words)
             context = group.make_context("grpo-tui", list(argv))
             if argv and not argv[0].startswith("-"):
                 _, command_of_group, rest = group.resolve_command(context, list(argv))

@@ -17,6 +17,7 @@ from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import parse_flags
 from grpo_engine.models.random_models import published_shape
+from grpo_engine.reference.config import ReferenceConfig
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
@@ -81,6 +82,7 @@ SETTINGS = {
     "env": EnvironmentConfig,
     "atropos-env": AtroposEnvConfig,
     "train": TrainerConfig,
+    "reference": ReferenceConfig,
 }
 
 

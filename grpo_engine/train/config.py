@@ -152,6 +152,9 @@ class TrainConfig(Config):
     reference_model: str | None = None
     """The reference: hub id, folder or `local/…`; unset: the model that training starts from. Set without
     kl_coef, the divergence from it is only measured."""
+    reference_urls: tuple[str, ...] = ()
+    """URLs of reference services (`grpo-engine reference`), which hold the reference model on devices of their own.
+    Empty: the trainer holds it. Set without kl_coef, the divergence is only measured."""
     num_iterations: int = Field(1, ge=1)
     """Updates on each batch, which stays one step; with more than one, the ratio is against the policy before the first
     of them, and a bridge with shared memory keeps a copy of the trained weights during the step."""
@@ -289,6 +292,8 @@ class TrainConfig(Config):
     """Seconds to wait for the rollout API at the start."""
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Seconds to wait for a batch before training fails."""
+    reference_timeout_s: float = Field(300.0, gt=0)
+    """Seconds to wait for reference services, none of which answers, before training fails."""
     max_staleness: int | None = Field(None, ge=0)
     """Policy versions that groups may be old: environments start so many batches ahead, and what becomes older all the
     same is dropped. 0: sampling and training take turns. Unset: environments go by max_batches_offpolicy, and nothing
@@ -383,7 +388,7 @@ class TrainConfig(Config):
     @property
     def has_reference(self) -> bool:
         """Whether a reference model is run: for the loss, or, without `kl_coef`, to measure the divergence."""
-        return self.kl_coef > 0 or self.reference_model is not None
+        return self.kl_coef > 0 or self.reference_model is not None or bool(self.reference_urls)
 
     @property
     def chooses_own_rate(self) -> bool:
@@ -482,7 +487,7 @@ class TrainConfig(Config):
             raise ValueError(f"{device!r} is not a device: use auto, cpu, cuda, or cuda:0")
         return device
 
-    @field_validator("atropos_url", "server_urls")
+    @field_validator("atropos_url", "server_urls", "reference_urls")
     @classmethod
     def _is_a_url(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         for url in (value,) if isinstance(value, str) else value:
@@ -522,6 +527,8 @@ class TrainConfig(Config):
                 f"{len(self.server_urls)} server_urls, and weight_bridge_mode {self.bridge.mode} is of one server: "
                 f"name one, or choose {' or '.join(TO_MANY_SERVERS)}"
             )
+        if len(set(self.reference_urls)) < len(self.reference_urls):
+            raise ValueError(f"reference_urls {', '.join(self.reference_urls)}: one is named twice: leave one out")
         if self.nodes > 1 and (self.master_port == 0 or self.node_rank >= self.nodes):
             raise ValueError(
                 f"nodes = {self.nodes}, node_rank = {self.node_rank}, master_port = {self.master_port}: machines are "

@@ -10,7 +10,16 @@ from grpo_engine.train.config import TrainConfig
 FREE_SETTINGS = frozenset(
     {
         *("model_name", "bridge", "training_steps", "lr_schedule"),  # looked at below
-        *("atropos_url", "vllm_port", "server_urls", "probe", "dry_run", "card_gb"),
+        *(
+            "atropos_url",
+            "vllm_port",
+            "server_urls",
+            "reference_urls",
+            "reference_timeout_s",
+            "probe",
+            "dry_run",
+            "card_gb",
+        ),
         *("save_path", "checkpoint_interval", "keep_checkpoints"),
         *("eval_every", "eval_prompts", "eval_samples", "eval_timeout_s", "resume", "journal", "run_folder", "log_dir"),
         *("rollouts_every", "rollouts_groups", "rollouts_max_mb", "use_wandb", "wandb_project", "wandb_group"),

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -189,25 +190,29 @@ def _split(batch: Batch, trainee: Trainee) -> list[MicroBatch]:
     )
 
 
-def _references(trainee: Trainee, parts: Sequence[MicroBatch]) -> list[Tensor] | list[None]:
-    """`_reference_logprobs` of every part, or of none: a divergence over some would depend on how rows were split."""
-    of_parts: list[Tensor] = []
-    for part in parts:
-        values = _reference_logprobs(trainee, part)
-        if values is None:
-            return [None] * len(parts)
-        of_parts.append(values)
-    return of_parts
+def _references(trainee: Trainee, parts: Sequence[MicroBatch]) -> Sequence[Callable[[], Tensor] | None]:
+    """Functions that return (b, t) of the reference policy for every part, as environments gave them or else from the
+    reference model; or None for every part, since a divergence over some would depend on how rows were split.
+
+    A reference model computes them from here on, beside the trainer where it is a service.
+    """
+    missing = [part for part in parts if not part.batch.has_ref_logprobs.all()]
+    if missing and trainee.reference is None:
+        return [None] * len(parts)  # also where some rows have theirs
+    computed = iter(() if trainee.reference is None else trainee.reference.start([part.batch for part in missing]))
+    return [
+        partial(_reference_logprobs, trainee, part, None if part.batch.has_ref_logprobs.all() else next(computed))
+        for part in parts
+    ]
 
 
-def _reference_logprobs(trainee: Trainee, part: MicroBatch) -> Tensor | None:
-    """(b, t) of the reference policy, as environments gave them or else from the reference model; None without one."""
+def _reference_logprobs(trainee: Trainee, part: MicroBatch, computed: Callable[[], Tensor] | None) -> Tensor:
+    """(b, t) as environments gave them, and those of the reference model for the other rows."""
     given, is_given = part.batch.ref_logprobs, part.batch.has_ref_logprobs
-    if given is not None and is_given.all():
+    if computed is None:
+        assert given is not None
         return given.to(trainee.device)
-    if trainee.reference is None:
-        return None  # also where some rows have theirs: a divergence over those alone would mean something else
-    own = trainee.reference.logprobs(part.batch)
+    own = computed()
     return own if given is None else torch.where(is_given[:, None].to(own.device), given.to(own), own)
 
 
@@ -215,7 +220,7 @@ def _backward(
     trainee: Trainee,
     parts: Sequence[MicroBatch],
     advantages_of: Sequence[Tensor],
-    references: Sequence[Tensor | None],
+    references: Sequence[Callable[[], Tensor] | None],
     before: Sequence[Scores],
 ) -> tuple[dict[str, float], list[Scores]]:
     """Add up the gradients of all micro-batches; returns what was measured, and the scores of each.
@@ -227,10 +232,12 @@ def _backward(
     position = trainee.ranks.position
     measured: list[LossOutputs] = []
     scored: list[Scores] = []
-    for number, (part, advantages, reference) in enumerate(zip(parts, advantages_of, references, strict=True)):
+    for number, (part, advantages, reference_of) in enumerate(zip(parts, advantages_of, references, strict=True)):
         micro_batch = f"micro-batch {number + 1} of {len(parts)}"
         position.at(f"the forward pass of {micro_batch}")
         logprobs, entropy = trainee.logprobs(part.batch)
+        position.at(f"the reference of {micro_batch}")
+        reference = None if reference_of is None else reference_of()
         position.at(f"the loss of {micro_batch}")
         rows = part.batch.to(trainee.device)
         present = Scores(logprobs.detach(), entropy.detach())

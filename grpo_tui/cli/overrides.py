@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.other_names import BARE_OVERRIDE, DOTTED, own_override
@@ -43,15 +44,41 @@ def own_overrides(profile: str | None, overrides: Sequence[str]) -> list[str]:
         if name not in DOTTED or name == "model.name":
             result.append(override)
             continue
-        commands = DOTTED[name].commands or ["train"]  # none: it says what to do instead
-        own = [
-            f"services.{service}.{own_override(override, command)[0]}"
-            for command in commands
-            for service, table in services.items()
-            if isinstance(table, dict) and table.get("kind") == _KINDS[command]
-        ]
+        kind, key = DOTTED[name].profile
+        if kind:
+            own = _of_devices(override, key, _of_kind(services, kind))
+        else:
+            own = [
+                f"services.{service}.{own_override(override, command)[0]}"
+                for command in DOTTED[name].commands or ["train"]  # none: it says what to do instead
+                for service in _of_kind(services, _KINDS[command])
+            ]
         if not own:
-            raise ConfigError(f"{override}: profile {profile} has no service with this setting: leave it out")
+            what = f"no service of kind {kind}: add one, or" if kind else "no service with this setting:"
+            raise ConfigError(f"{override}: profile {profile} has {what} leave it out")
         write_line(f"{override}: {' '.join(own)} here", to_stderr=True)
         result += own
     return result
+
+
+def _of_kind(services: Mapping[str, Any], kind: str) -> dict[str, Mapping[str, Any]]:
+    return {name: each for name, each in services.items() if isinstance(each, dict) and each.get("kind") == kind}
+
+
+def _of_devices(override: str, key: str, services: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The devices of a service: `num_devices`, or `gpus`; of an inference service, a server spans those of a replica.
+
+    Raises:
+        ConfigError: the profile names GPUs, which a number would not change.
+    """
+    value = override.partition("=")[2].strip()
+    own: list[str] = []
+    for name, table in services.items():
+        if key == "num_devices" and "gpus" in table:
+            raise ConfigError(f"{override}: services.{name}.gpus is {table['gpus']} in this profile: set that instead")
+        own.append(f"services.{name}.{key}={value}")
+        if table["kind"] == "inference":
+            num_devices = len(value.strip("[]").split(",")) if key == "gpus" else int(value) if value.isdigit() else 0
+            each = num_devices // int(table.get("replicas", 1))
+            own += [f"services.{name}.tensor_parallel_size={each}"] if each else []
+    return own

@@ -1,7 +1,7 @@
 """`num_devices`: the GPUs of services that say how many they take. Pure, but for the inherited environment.
 
-Contiguous slices of the visible GPUs, in the order trainer, inference, others. A service that names its `gpus` keeps
-them. On a cluster the broker chooses the devices when the run starts, so nothing is chosen here.
+Contiguous slices of the visible GPUs, in the order trainer, inference, reference, others. A service that names its
+`gpus` keeps them. On a cluster the broker chooses the devices when the run starts, so nothing is chosen here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from grpo_engine.config import Fault, RawTable
 from grpo_tui.services.base import VISIBLE_DEVICES
 
-ORDER = ("trainer", "inference")
+ORDER = ("trainer", "inference", "reference")
 SHARES = ("gpu_memory_share", "gpu_memory_gb", "gpu_share", "gpu_memory_utilization")
 """A service with one of these asks to share its GPUs."""
 

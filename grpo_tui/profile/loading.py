@@ -329,10 +329,14 @@ def _pass_on(table: RawTable) -> tuple[RawTable, dict[str, str]]:
     trained_mode = str(_table(trainer or {}, "bridge").get("mode", mode))
     servers = _servers_of_the_policy(table, trainer)
     server_urls = [_url(server, "inference") for server in servers.values()]
+    reference_urls = [_url(each, "reference") for each in _of_kind(services, "reference").values()]
+    policy = next(iter(_of_kind(services, "trainer")), "") if trainer is not None else ""
+    of_reference = f"services.{policy}.reference_model" if trainer and trainer.get("reference_model") else "model.name"
     share, sharing = "gpu_memory_utilization", [n for n, each in servers.items() if _share_a_gpu(bridge, each, trainer)]
     weights = {"model_name": "model.name", "dtype": "model.dtype", "device": "model.device"}
     same_by_kind: dict[str, dict[str, str]] = {
         "inference": {**weights, "max_model_len": "model.max_model_len"},
+        "reference": {**weights, "model_name": of_reference, "max_model_len": "model.max_model_len"},
         "environment": {"model_name": "model.name"},
         "atropos_environment": {"model_name": "model.name"},
         "trainer": {
@@ -356,6 +360,7 @@ def _pass_on(table: RawTable) -> tuple[RawTable, dict[str, str]]:
         "trainer": {
             **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
             **({"inference_service": list(servers)} if servers else {}),
+            **({"reference_urls": reference_urls} if reference_urls else {}),
             **({"server_urls": server_urls} if len(servers) > 1 and _updates_many_servers(trained_mode) else {}),
         },
     }
@@ -401,16 +406,19 @@ def _table(table: RawTable, key: str) -> RawTable:
 
 def _only(services: RawTable, kind: str) -> RawTable | None:
     """The only service of a kind; None when there is none or more than one."""
-    found = [service for service in services.values() if isinstance(service, dict) and service.get("kind") == kind]
+    found = [*_of_kind(services, kind).values()]
     return found[0] if len(found) == 1 else None
+
+
+def _of_kind(services: RawTable, kind: str) -> dict[str, RawTable]:
+    """The services of a kind by name."""
+    return {name: each for name, each in services.items() if isinstance(each, dict) and each.get("kind") == kind}
 
 
 def _servers_of_the_policy(table: RawTable, trainer: RawTable | None) -> dict[str, RawTable]:
     """The inference services by name: the only one, or of several those of the model that is trained."""
     services = _table(table, "services")
-    servers = {
-        name: each for name, each in services.items() if isinstance(each, dict) and each.get("kind") == "inference"
-    }
+    servers = _of_kind(services, "inference")
     model = _table(table, "model").get("name")
     trained = model if trainer is None else trainer.get("model_name", model)
     same = {name: each for name, each in servers.items() if each.get("model_name", model) == trained}

@@ -1,4 +1,4 @@
-"""Replicas of an inference server: one table of a profile, and a service of its own for each of them. Pure.
+"""Replicas of an inference server or a reference: one table of a profile, and a service of its own for each. Pure.
 
 The first keeps the name of the service; the next are `vllm-2`, `vllm-3`, … on the ports and GPUs that follow. What
 names the service elsewhere in the profile (`needs`, `restart_with`, hooks) means all of them.
@@ -14,7 +14,8 @@ from grpo_engine.config import Fault, RawTable
 from grpo_tui.profile.devices import is_on_cluster, with_devices
 from grpo_tui.services.kinds import service_class
 
-KIND = "inference"
+KINDS = ("inference", "reference")
+"""Of services that can have replicas."""
 MOST = 256
 """Replicas of one service."""
 _OF_NAMES = frozenset({"needs", "restart_with", "services", "inference_service"})
@@ -87,16 +88,21 @@ def _spread(table: RawTable) -> Spread:
 
 def _count(service: Any) -> int:
     """How many servers a table asks for; 1 where its number is no valid one, which is refused elsewhere."""
-    count = service.get("replicas") if isinstance(service, dict) and service.get("kind") == KIND else None
+    if not isinstance(service, dict) or service.get("kind") not in KINDS:
+        return 1
+    count = service.get("replicas")
+    if count is None and service["kind"] == "reference":  # each has one device
+        gpus = service.get("gpus")
+        count = len(gpus) if isinstance(gpus, list) else service.get("num_devices")
     return count if isinstance(count, int) and not isinstance(count, bool) and 1 < count <= MOST else 1
 
 
 def _replica(service: RawTable, index: int) -> RawTable:
     """The table of one replica."""
-    port = service.get("port", service_class(KIND).model_fields["port"].default)
+    port = service.get("port", service_class(service["kind"]).model_fields["port"].default)
     own: RawTable = {"port": port + index if isinstance(port, int) and port else port}  # 0: each any free one
     if isinstance(devices := service.get("num_devices"), int):
-        own["num_devices"] = devices // service["replicas"]
+        own["num_devices"] = max(devices // _count(service), 1)  # `gpus` wins
     if gpus := service.get("gpus"):
         size = _gpus_each(service)
         own["gpus"] = gpus[index * size : (index + 1) * size]
@@ -109,7 +115,7 @@ def _gpus_each(service: RawTable) -> int:
 
 
 def _faults(name: str, service: RawTable, services: RawTable, device: str, *, on_cluster: bool) -> list[Fault]:
-    at, count, each, gpus = f"services.{name}", service["replicas"], _gpus_each(service), service.get("gpus")
+    at, count, each, gpus = f"services.{name}", _count(service), _gpus_each(service), service.get("gpus")
     faults = [
         Fault(f"{at}.replicas", f"replica {number} is {other!r}, the name of another service: rename that one")
         for number in range(2, count + 1)
@@ -120,7 +126,7 @@ def _faults(name: str, service: RawTable, services: RawTable, device: str, *, on
         faults.append(Fault(f"{at}.gpus", f"{gpus}, but {wanted}: name as many, or change replicas"))
     is_on_gpu = device.startswith("cuda") or (device == "auto" and service.get("engine", "vllm") == "vllm")
     devices = service.get("num_devices")
-    if isinstance(devices, int) and devices % count:
+    if "replicas" in service and isinstance(devices, int) and devices % count:
         faults.append(Fault(f"{at}.num_devices", f"{devices}, which {count} replicas cannot share: set a multiple"))
     if gpus is None and is_on_gpu and not (on_cluster and devices):
         example = list(range(count * each))

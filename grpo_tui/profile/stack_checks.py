@@ -15,13 +15,14 @@ from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
+from grpo_tui.services.reference import Reference
 from grpo_tui.services.rollout_api import RolloutApi
 from grpo_tui.services.trainer import Trainer
 
 
 def _models_exist(profile: Profile) -> Iterator[str]:
     names = {"model.name": profile.model.name} if profile.model else {}
-    with_model = Inference | Environment | AtroposEnvironment | Trainer
+    with_model = Inference | Environment | AtroposEnvironment | Trainer | Reference
     for key, service in profile.services.items():
         if isinstance(service, with_model) and service.model_name not in names.values():
             names[f"services.{key}.model_name"] = service.model_name

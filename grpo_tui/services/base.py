@@ -186,7 +186,7 @@ class Service(Config):
     gpus: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; none with `[]`, unset: all."""
     num_devices: int | None = Field(None, ge=1, le=1024)
-    """How many GPUs it takes: the next ones of this machine, in the order trainer, inference, others; with a
+    """How many GPUs it takes: the next ones of this machine, in the order trainer, inference, reference, others; with a
     `[cluster]`, of one of its machines. `gpus` wins. Of replicas: all of them together."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the memory of each of its GPUs that it plans to use, and that must be free before it is started."""

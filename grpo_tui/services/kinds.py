@@ -17,6 +17,7 @@ KINDS = {
     "environment": "Environment",
     "atropos_environment": "AtroposEnvironment",
     "trainer": "Trainer",
+    "reference": "Reference",
 }
 """Class by kind; the kind is the name of its module. A new kind is one new file and one name here."""
 

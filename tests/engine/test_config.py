@@ -256,7 +256,10 @@ def test_overrides_need_no_flag_and_may_have_the_names_of_other_trainers(capsys:
     ("word", "said"),
     [
         ("env.dataset=ifeval", "env.dataset=ifeval: task of grpo-engine env: give it there"),
-        ("ref_model.num_devices=2", "the reference model is on the ranks of the trainer: leave it out"),
+        (
+            "ref_model.num_devices=2",
+            "give it to grpo-tui with a profile that has a service of kind reference, or leave it out",
+        ),
         ("train.lr=1", "train: unknown setting"),
     ],
 )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from grpo_engine.errors import ConfigError
 from grpo_tui.cli import build_app
-from grpo_tui.cli.overrides import with_set
+from grpo_tui.cli.overrides import own_overrides, with_set
 from grpo_tui.exit_codes import ExitCode
+from grpo_tui.profile.loading import load
+from grpo_tui.profile.plan import make_plan
+from grpo_tui.services.base import Launch
 
 
 def test_a_misspelt_command_names_the_nearest() -> None:
@@ -41,7 +45,34 @@ def test_overrides_of_a_profile_need_no_flag_and_may_have_the_names_of_other_tra
 def test_an_override_that_no_service_has_says_what_to_do() -> None:
     result = CliRunner().invoke(build_app(), ["plan", "--profile", "tiny-cpu", "ref_model.num_devices=2"])
     assert isinstance(result.exception, ConfigError)
-    assert "the reference model is on the ranks of the trainer: leave it out" in str(result.exception)
+    assert "profile tiny-cpu has no service of kind reference: add one, or leave it out" in str(result.exception)
+
+
+def planned(*words: str) -> dict[str, Launch]:
+    profile = load("gsm8k-async", own_overrides("gsm8k-async", words))
+    return {each.name: each for each in make_plan(profile, run_folder=Path("run"), python="python").launches}
+
+
+def test_numbers_of_devices_by_the_names_of_another_trainer_are_those_of_the_services_of_a_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    services = planned("train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2")
+    gpus = {name: each.gpus for name, each in services.items() if each.gpus}
+    assert gpus == {"trainer": (0, 1), "vllm": (2, 3), "reference": (4,), "reference-2": (5,)}
+    trainer, vllm = (" ".join(services[name].argv) for name in ("trainer", "vllm"))
+    assert "--reference-urls http://127.0.0.1:9101 http://127.0.0.1:9102" in trainer
+    assert "--tensor-parallel-size 2" in vllm
+    services = planned("train_model.devices=[0,1]", "inference_model.devices=[4,5]", "ref_model.devices=[2,3]")
+    gpus = {name: each.gpus for name, each in services.items() if each.gpus}
+    assert gpus == {"trainer": (0, 1), "vllm": (4, 5), "reference": (2,), "reference-2": (3,)}
+
+
+def test_a_number_of_devices_is_refused_where_a_profile_names_the_gpus() -> None:
+    words = ["plan", "--profile", "hermes8b-shared", "train_model.num_devices=2"]
+    result = CliRunner().invoke(build_app(), words)
+    assert isinstance(result.exception, ConfigError)
+    assert "services.trainer.gpus is [0] in this profile: set that instead" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -420,9 +420,9 @@ def _update(trained: Sequence[ParameterShape], config: TrainConfig) -> int:
 
 
 def _has_reference_copy(config: TrainConfig) -> bool:
-    """With adapters the reference is the model under them, unless it is another model."""
+    """With adapters the reference is the model under them, unless it is another model; services hold their own."""
     is_another = config.reference_model not in (None, config.model_name)
-    return config.has_reference and (is_another or not config.bridge.trains_adapter)
+    return config.has_reference and not config.reference_urls and (is_another or not config.bridge.trains_adapter)
 
 
 def _layers(indices: str | None) -> frozenset[int | None] | None:

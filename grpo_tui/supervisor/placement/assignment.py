@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from grpo_engine.errors import GrpoError
 from grpo_tui.services.base import Launch
 
-ORDER = ("trainer", "inference")
+ORDER = ("trainer", "inference", "reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

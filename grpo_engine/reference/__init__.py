@@ -1,0 +1,1 @@
+"""A service that holds the reference model on devices of its own."""

@@ -1,0 +1,69 @@
+"""Run a reference service until SIGTERM or SIGINT.
+
+The port is taken at once, and open when the model is loaded; until then connections are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+import uvicorn
+
+from grpo_engine.reference.app import create_app
+from grpo_engine.reference.config import ReferenceConfig
+from grpo_engine.reference.memory import report
+from grpo_engine.reference.scoring import FrozenModel
+from grpo_engine.serving.connections import LimitedProtocol
+from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.wire.access_token import find_token
+
+
+def run(config: ReferenceConfig) -> int:
+    """Serve; the exit code is 1 after an error of the device.
+
+    Raises:
+        ConfigError: the port is taken, or there is no such device.
+        ModelError: the model cannot be loaded.
+    """
+    if config.dry_run:
+        text, fits = report(config)
+        sys.stdout.write(text)
+        return 0 if fits else 1
+    listener = take_port(config.host, config.port)
+    failures: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    app = create_app(
+        FrozenModel(config),
+        host=config.host,
+        token=None if config.allow_without_token else find_token(os.environ),
+        fail=fail,
+    )
+    server = ListeningServer(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            log_level=config.log_level,
+            access_log=config.log_level == "debug",
+            lifespan="off",
+            http=LimitedProtocol,
+            timeout_graceful_shutdown=1,
+        ),
+        listener,
+    )
+    # uvicorn raises the signal again after its shutdown, for its caller; here the process exits anyway.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)
+    server.run()
+    return 1 if failures or not server.started else 0
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    return None
