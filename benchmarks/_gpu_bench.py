@@ -147,6 +147,20 @@ class Bench:
         self, who: str, server: Server, trainer: Trainer, write: str, route: Route = GENERATE
     ) -> None:
         """The same while many requests run."""
+        with self.under_load(who, server, route):
+            # Closer together, a pause would wait until preempted requests have been recomputed.
+            self.publishes(who, trainer, PUBLISHES_UNDER_LOAD, write, every_s=0.0 if self.is_cpu else 0.6)
+
+    def turns(self, who: str, trainer: Trainer, times: int) -> None:
+        """Milliseconds in which a server falls asleep and wakes with new weights; memory of the card in between."""
+        spans = trainer.ask(do="turns", times=times, write="nothing")["turns"]
+        for name in spans[0]:
+            each = [span[name] for span in spans]
+            self.tell(name, who, round(statistics.median(each), 1), first=round(each[0], 1), max=round(max(each), 1))
+
+    @contextmanager
+    def under_load(self, who: str, server: Server, route: Route = GENERATE) -> Iterator[None]:
+        """Within, many requests run."""
         num_new = 8 if self.is_cpu else LOAD_TOKENS
         prompts = random_prompts(LOAD_REQUESTS, PROMPT_TOKENS, self.vocabulary, next(self.seeds))
         faults: list[Exception] = []
@@ -160,8 +174,7 @@ class Bench:
         thread = threading.Thread(target=load)
         thread.start()
         time.sleep(0.0 if self.is_cpu else 0.5)  # until all of them generate
-        # Closer together, a pause would wait until preempted requests have been recomputed.
-        self.publishes(who, trainer, PUBLISHES_UNDER_LOAD, write, every_s=0.0 if self.is_cpu else 0.6)
+        yield
         self.tell("load_outlasted_publishes", who, thread.is_alive())
         thread.join()
         if faults:

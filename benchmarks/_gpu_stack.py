@@ -22,7 +22,7 @@ from typing import Any
 import record_run
 from _gpu_bench import Bench
 
-from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.metrics import PHASE_METRICS, SLEEP_METRICS, MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunChanged, RunState, Snapshot, UsageSampled
 from grpo_tui.client.api import look_at, stored_status
@@ -128,6 +128,7 @@ def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
         **_medians(trained[LEFT_OUT:]),
         "sync_ms": round(1e3 * statistics.median(sync), 1) if sync else None,
         "sync_ms_at_most": round(1e3 * max(sync), 1) if sync else None,
+        **what_turns_took(trained),
         "alignment_mean": round(statistics.mean(alignment), 5),
         "alignment_max": round(max(alignment), 5),
         "reward_first": round(statistics.mean(rewards[:ENDS]), 3) if rewards else None,
@@ -145,6 +146,16 @@ def _medians(lines: list[MetricsLine]) -> dict[str, float]:
     """Of the metrics of speed that the steps have, over these steps."""
     values = {name: [line.metrics[name] for line in lines if name in line.metrics] for name in SPEEDS}
     return {SPEEDS[name]: round(statistics.median(each), 3) for name, each in values.items() if each}
+
+
+def what_turns_took(trained: list[MetricsLine]) -> dict[str, Any]:
+    """Where inference sleeps during steps: medians of its phases, of falling asleep, and what that freed."""
+    figures = {}
+    for name in (*PHASE_METRICS, *SLEEP_METRICS):
+        values = [line.metrics[name] for line in trained[1:] if name in line.metrics]
+        if values:
+            figures[name] = {"median": round(statistics.median(values), 3), "most": round(max(values), 3)}
+    return figures
 
 
 def read_metrics(folder: Path) -> list[MetricsLine]:
@@ -205,13 +216,18 @@ def _ready_s(folder: Path) -> float | None:
 
 
 def _memory(folder: Path) -> dict[str, Any]:
-    """Peak GPU memory of each service, as the supervisor sampled it."""
+    """Most GPU memory of each service, as the supervisor sampled it, and the least after that: asleep, if it sleeps."""
     most: dict[str, int] = {}
+    least: dict[str, int] = {}
     for event in record_run.read_events(folder):
         if isinstance(event, UsageSampled):
             for service, held in event.gpu_memory_bytes.items():
-                most[service] = max(most.get(service, 0), held)
-    return {"gpu_gb_at_most": {service: round(held / 1e9, 1) for service, held in most.items()}}
+                if held > 0.9 * most.get(service, 0):
+                    most[service] = max(most.get(service, 0), held)
+                elif held:
+                    least[service] = min(least.get(service, held), held)
+    sides = {"gpu_gb_at_most": most, "gpu_gb_at_least_later": least}
+    return {name: {service: round(held / 1e9, 1) for service, held in side.items()} for name, side in sides.items()}
 
 
 def _when_free(bench: Bench, before_mb: float | None) -> tuple[float | None, float | None]:

@@ -5,7 +5,9 @@
 Reads one JSON object a line on stdin and answers each with one on stdout: {"do": "masters"} makes fp32 masters as the
 trainer has them (and moves adapters off zero), {"do": "publish", "times": 20, "write": "masters" | "nothing"}
 hands over so often and gives the milliseconds of each: until the bridge let it write (the pause), of writing, and after
-it (resume, or saving and swapping); {"do": "save", "folder": …} writes what is trained. It closes when stdin does.
+it (resume, or saving and swapping); {"do": "turns", "times": 20, "write": …} puts the server to sleep and publishes so
+often, and gives the milliseconds of both and the card's memory in between; {"do": "save", "folder": …} writes what is
+trained. It closes when stdin does.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.protocol import Update
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.optimizers import MasterWeights
+from grpo_engine.wire.run_folder import HANDOVER_FOLDER
 
 STOCK = "stock-nccl"
 """In place of a mode: stock vLLM's own transfer."""
@@ -45,6 +48,7 @@ class Worker:
         self.tasks: dict[str, Callable[..., dict[str, Any]]] = {
             "masters": self.masters,
             "publish": self.publish,
+            "turns": self.turns,
             "save": self.save,
         }
 
@@ -68,6 +72,19 @@ class Worker:
             time.sleep(every_s)
             publishes.append(self._publish_once(write))
         return {"publishes": publishes, "version": self._version}
+
+    def turns(self, times: int, write: str) -> dict[str, Any]:
+        """Sleep and wake, as around a training step."""
+        assert not isinstance(self._bridge, StockTransfer)
+        turns = []
+        for _ in range(times):
+            synchronize()
+            began = time.perf_counter()
+            self._bridge.prepare_step()
+            asleep = {"sleep_ms": 1e3 * (time.perf_counter() - began), **card_memory()}
+            published = self._publish_once(write)
+            turns.append({**asleep, "wake_ms": published["total_ms"] - published["write_ms"]})
+        return {"turns": turns, "version": self._version}
 
     def save(self, folder: str) -> dict[str, Any]:
         """Write the trained weights in the format that vLLM loads."""
@@ -175,6 +192,14 @@ def memory() -> dict[str, float]:
     }
 
 
+def card_memory() -> dict[str, float]:
+    """Memory of the card that is in use, by all processes, and what this one has of it."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"card_used_mb": (total - free) / 1e6, "trainer_reserved_mb": torch.cuda.memory_reserved() / 1e6}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", required=True)
@@ -188,6 +213,8 @@ def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # output of libraries must not mix with the answers
     settings: dict[str, Any] = {"mode": options.mode}
+    if options.mode == "turns":
+        settings["handover"] = options.folder / HANDOVER_FOLDER
     if options.bridge_file is not None:
         settings["config_path"] = options.bridge_file
     context = BridgeContext(

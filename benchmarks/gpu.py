@@ -7,7 +7,8 @@
 STAGES: model: create the model. plain: stock and ours with shared weights, alone and while a trainer is attached,
 publishing, adapters merged into the weights, a checkpoint read in place, SIGTERM. lora: adapters in stock, in ours, and
 in ours without CUDA graphs; swaps; SIGKILL of the process that serves. restart: `benchmarks/restart.py`. broadcast:
-whole models sent from GPU 1 to a server on GPU 0, by ours and by stock's own transfer. stack: whole runs under
+whole models sent from GPU 1 to a server on GPU 0, by ours and by stock's own transfer. turns: a server that sleeps and
+is handed new weights, with nothing and with requests running. stack: whole runs under
 `grpo-tui` (`_gpu_stack.py`).
 
 Every figure is printed at once as a line of JSON, also into FOLDER/gpu.jsonl; the table comes last. A stage that fails
@@ -31,7 +32,7 @@ import threading
 import time
 from pathlib import Path
 
-from _gpu_bench import Bench, Lanes, Trainer, bridge_file
+from _gpu_bench import PUBLISHES_UNDER_LOAD, Bench, Lanes, Trainer, bridge_file
 from _gpu_servers import GENERATE, Failed, Fleet, Server, completions
 from _gpu_stack import run_stack
 from _gpu_table import print_table
@@ -39,7 +40,7 @@ from _gpu_table import print_table
 from grpo_tui.supervisor.keeper import proc
 
 HERE = Path(__file__).parent
-STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "broadcast": 420, "stack": 540}
+STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "broadcast": 420, "turns": 420, "stack": 540}
 """Name → its limit in seconds."""
 PUBLISHES, RELOADS, SWAPS = 20, 3, 10
 ADAPTER = "adapter"
@@ -165,6 +166,30 @@ def broadcast(bench: Bench) -> None:
             bench.publishes_under_load(f"{mode}, 64 running", server, trainer, "nothing", route)
 
 
+def turns(bench: Bench) -> None:
+    """A server that sleeps during steps of a trainer on its GPU, and is handed the new weights when it wakes."""
+    share, idle_mb = bench.options.gpu_memory_utilization, bench.gpu.used_mb()
+    folder = bench.fleet.folder / "turns"
+    flags = ["--enable-sleep-mode", "--handover", str(folder / "handover")]
+    ours = bench.ours("ours", *flags, share=share)
+    if not bench.up([ours]):
+        return
+    lane: Lanes = {"ours, /generate": (ours, GENERATE)}
+    with bench.part("speed before it slept"):
+        bench.speeds(lane)
+    with bench.part("turns"), Trainer(bench, "turns", ours, folder) as trainer:
+        bench.tell("attach_s", "turns", **trainer.attached)
+        bench.turns("turns, nothing running", trainer, PUBLISHES)
+        with bench.part("speed after it slept"):
+            bench.speeds({f"{name}, woken": each for name, each in lane.items()})
+        loaded = "turns, 64 running"
+        with bench.part(loaded), bench.under_load(loaded, ours):
+            bench.turns(loaded, trainer, PUBLISHES_UNDER_LOAD)
+    with bench.part("end"):
+        bench.end(ours, signal.SIGTERM)
+        bench.tell("gpu_before_and_after_mb", "turns", [idle_mb, bench.gpu.used_mb()])
+
+
 def restart(bench: Bench) -> None:
     """Run `restart.py` with the flags of `--restart-flag`."""
     script = HERE / "restart.py"
@@ -208,7 +233,8 @@ def inner(stage: str, options: argparse.Namespace) -> None:
             if stage == "model":
                 bench.tell("made_in_s", options.model, round(time.monotonic() - began, 1), folder=model)
             else:
-                {"plain": plain, "lora": lora, "restart": restart, "broadcast": broadcast, "stack": stack}[stage](bench)
+                stages = {"plain": plain, "lora": lora, "restart": restart, "broadcast": broadcast, "turns": turns}
+                (stages | {"stack": stack})[stage](bench)
             bench.tell("took", f"stage {stage}", round(time.monotonic() - began, 1), unit="s")
     finally:
         keep_logs(folder, options.out, stage)

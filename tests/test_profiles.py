@@ -23,6 +23,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.dry_run import model_shape
 from grpo_engine.train.memory.plan import Card, MemoryPlan, available_bytes, memory_plan
+from grpo_engine.train.memory.sampling import SamplingPhase, sampling_phase
 from grpo_engine.train.unused_settings import settings_without_effect
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import Plan, make_plan
@@ -151,17 +152,22 @@ ON_A_GPU += [path for path in PROFILES if path.stem in {"smollm-gpu", "gsm8k-asy
 CLAIMS = [claim for path in ON_A_GPU for claim in claims(path)]
 
 
-def planned(claim: Claim, folder: Path) -> tuple[MemoryPlan, int, int]:
-    """The plan of a rank, what there is for it, and the tokens of inference's cache, by the profile's commands."""
+def planned(claim: Claim, folder: Path) -> tuple[MemoryPlan, SamplingPhase | None, Card, int, int]:
+    """The plans of a rank's phases, what there is for it, and the tokens of inference's cache, by the profile's
+    commands."""
     loaded = load(claim.profile, claim.overrides)
     plan = make_plan(loaded, run_folder=folder, python=sys.executable)
     argv = {launch.name: launch.argv[5:] for launch in plan.launches}
-    server = parse_flags(ServerConfig, argv["vllm"], prog="vllm", description="")
     trainer = parse_flags(TrainerConfig, argv["trainer"], prog="trainer", description="")
+    own = trainer.own_server if trainer.bridge.samples_in_process else None
+    server = own or parse_flags(ServerConfig, argv["vllm"], prog="vllm", description="")
     assert not list(settings_without_effect(trainer))
     total_bytes, share = CARD_BYTES[claim.card_gb], server.gpu_memory_utilization
     services = loaded.profile.services
-    if set(services["vllm"].gpus) & set(services["trainer"].gpus):
+    if trainer.bridge.takes_turns:
+        assert trainer.gpu_memory_utilization == share
+        card = Card(name="card", total_bytes=total_bytes, free_bytes=total_bytes, inference_share=None)
+    elif set(services["vllm"].gpus) & set(services["trainer"].gpus):
         assert trainer.gpu_memory_utilization == share
         left = int((1 - share) * total_bytes)
         card = Card(name="card", total_bytes=total_bytes, free_bytes=left, inference_share=share)
@@ -173,7 +179,8 @@ def planned(claim: Claim, folder: Path) -> tuple[MemoryPlan, int, int]:
     heads = shape.num_kv_heads // server.tensor_parallel_size
     of_a_token = 2 * shape.num_layers * heads * shape.head_dim * shape.bytes_each
     cache_tokens = int((share * total_bytes - weights - BESIDE_WEIGHTS_BYTES) / of_a_token)
-    return memory_plan(shape, trainer), available_bytes(card, trainer), cache_tokens
+    memory = memory_plan(shape, trainer)
+    return memory, sampling_phase(shape, trainer, memory), card, available_bytes(card, trainer), cache_tokens
 
 
 def one_rank(config: TrainConfig) -> TrainConfig:
@@ -189,9 +196,11 @@ def test_the_heads_of_profiles_are_parsed() -> None:
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.profile}-{claim.card_gb}-{len(claim.overrides)}")
 def test_a_profile_fits_the_card_that_its_head_names_with_the_figures_of_the_plan(claim: Claim, tmp_path: Path) -> None:
-    plan, available, cache_tokens = planned(claim, tmp_path)
+    plan, sampling, card, available, cache_tokens = planned(claim, tmp_path)
     assert available - plan.needed_bytes > ROOM_BYTES
     assert cache_tokens > 20_000
+    if sampling is not None:
+        assert sampling.spare_bytes(card) > ROOM_BYTES
     if "rainer" in claim.words and "tokens" in claim.words:
         trainer_gb, tokens = claim.figures
         assert trainer_gb == pytest.approx(plan.needed_bytes / 1e9, abs=0.6)

@@ -14,8 +14,9 @@ from grpo_engine.bridges.lora_restart import LoraRestart
 from grpo_engine.bridges.none import CheckpointReload
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
 from grpo_engine.bridges.shared_vllm import SharedVllm
+from grpo_engine.bridges.turns import Turns
 
-_Any = SharedVllm | LoraMerged | LoraOnly | LoraRestart | CheckpointReload | Broadcast | Colocate
+_Any = SharedVllm | LoraMerged | LoraOnly | LoraRestart | CheckpointReload | Broadcast | Colocate | Turns
 AnyBridge = Annotated[_Any, Field(discriminator="mode")]
 """Every bridge, chosen by `mode`."""
 
@@ -55,4 +56,5 @@ __all__ = [
     "LoraOnly",
     "LoraRestart",
     "SharedVllm",
+    "Turns",
 ]

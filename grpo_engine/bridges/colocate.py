@@ -33,6 +33,7 @@ class Colocate(Mode):
         "leave quantization out",
     )
     trains_over_ranks: ClassVar[bool] = True
+    takes_turns: ClassVar[bool] = True
     samples_in_process: ClassVar[bool] = True
     mode: Annotated[Literal["colocate"], Flag(("--weight-bridge-mode",))] = "colocate"
     """How new weights reach inference."""

@@ -161,6 +161,8 @@ class Mode(Config):
     """Whether trainer and server map the same weights."""
     trains_over_ranks: ClassVar[bool] = False
     """Whether a trainer of several ranks can use it."""
+    takes_turns: ClassVar[bool] = False
+    """Whether inference sleeps while a step is computed, so that each has the memory of the device to itself."""
     samples_in_process: ClassVar[bool] = False
     """Whether the trainer samples too, so that there is no inference server and no rollout API."""
     updates_many_servers: ClassVar[bool] = False
@@ -174,6 +176,11 @@ class Mode(Config):
     def trains_adapter(self) -> bool:
         """Whether an adapter on a frozen model is trained instead of the model."""
         return False
+
+    @property
+    def device_bytes(self) -> int:
+        """What the transport keeps on the trainer's device beside the model."""
+        return 0
 
     @property
     def steps_between_updates(self) -> int:

@@ -36,6 +36,8 @@ class OwnInference(Config):
     """Sequences that are decoded together."""
     enforce_eager: bool = False
     """vLLM without CUDA graphs: starts sooner, generates slower."""
+    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, min_length=1)
+    """Batch sizes for which vLLM captures CUDA graphs; default: vLLM's own."""
     vllm: Annotated[dict[str, Any], BeforeValidator(table_of)] = Field(default_factory=dict)
     """Further arguments of vLLM's `LLM`: a table with underscores (`{ block_size = 32 }`), on the command line as
     JSON."""
@@ -84,6 +86,7 @@ class TrainerConfig(TrainConfig):
             logprobs_mode="processed",
             max_batch_size=own.max_num_seqs,
             enforce_eager=own.enforce_eager,
+            cuda_graph_sizes=own.cuda_graph_sizes,
             receives_weights=True,
             seed=self.seed,
             vllm=own.vllm,

@@ -48,12 +48,16 @@ class ServerConfig(Config):
     """Export the weights, so that a trainer writes directly into the served memory."""
     receives_weights: bool = False
     """Let a trainer send its weights into the served memory, by NCCL or Gloo (bridge mode broadcast)."""
+    enable_sleep_mode: bool = False
+    """Let a trainer on the same GPU put the server to sleep while it computes a step, and hand its weights over when it
+    wakes the server (bridge mode turns)."""
     bridge_file: Path | None = None
     """Where the export is described; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""
     handover: Path | None = None
     """Folder in which a trainer leaves the newest checkpoint as `current`; if there is one of this model, the server
     starts with it and its version instead of the model's own weights. With receives_weights, the trainer leaves its
-    process id there, and the server answers requests once that trainer has sent its weights."""
+    process id there, and the server answers requests once that trainer has sent its weights; with enable_sleep_mode,
+    the server also loads only while that trainer computes no step."""
     enable_lora: bool = False
     """Accept LoRA adapters."""
     max_lora_rank: int = Field(64, ge=1)
@@ -112,6 +116,17 @@ class ServerConfig(Config):
                 "handover with shared_weights: shared weights are adopted from memory, not from checkpoints; leave "
                 "one of them out"
             )
+        if self.enable_sleep_mode and (self.shared_weights or self.enable_lora):
+            other = "shared_weights" if self.shared_weights else "enable_lora"
+            raise ValueError(
+                f"enable_sleep_mode with {other}: a server that sleeps frees its weights and is handed whole ones when "
+                "it wakes; leave one of them out"
+            )
+        if self.enable_sleep_mode and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"enable_sleep_mode with tensor_parallel_size {self.tensor_parallel_size}: whole weights are handed to "
+                "one GPU: set it to 1"
+            )
         if self.vllm and self.engine != "vllm":
             name = next(iter(self.vllm))
             near = did_you_mean(name, setting_names(ServerConfig))
@@ -125,7 +140,7 @@ class ServerConfig(Config):
     @property
     def changes_in_place(self) -> bool:
         """Whether a trainer writes into the memory that vLLM computes with."""
-        return self.shared_weights or self.receives_weights
+        return self.shared_weights or self.receives_weights or self.enable_sleep_mode
 
     @property
     def has_fork_server(self) -> bool:

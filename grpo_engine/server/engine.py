@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.inference import GenerateRequest, JoinRequest, LogprobsMode, ReceiveRequest
+from grpo_engine.wire.inference import (
+    GenerateRequest,
+    JoinRequest,
+    LogprobsMode,
+    ReceiveRequest,
+    SleepState,
+    TakeRequest,
+    WakeRequest,
+    WokenRequest,
+)
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -91,6 +100,9 @@ class EngineInfo:
     """Whether a trainer can map the weights."""
     num_ranks: int = 1
     """Processes that hold weights."""
+    sleep_state: SleepState = "awake"
+    sleep_words: str | None = None
+    """Why it does not sample, for people; None where it is awake."""
     patches: Mapping[str, bool] = field(default_factory=dict)
     """Patches of the engine's code, and whether each is in place."""
 
@@ -179,6 +191,35 @@ class Engine(Protocol):
 
         Raises:
             BridgeError: the transfer failed, and the weights may be half-written; or no such group was joined.
+        """
+
+    async def sleep(self, owner_pid: int) -> None:
+        """Free weights and cache between two batches; requests wait, also those that were begun, until `woken`.
+
+        Raises:
+            BridgeError: the engine was started without sleep mode.
+            WeightsBusy: it sleeps for another trainer, which runs, or is paused by one.
+        """
+
+    async def wake_up(self, request: WakeRequest) -> None:
+        """Allocate the weights of an engine that sleeps, whose values are taken next.
+
+        Raises:
+            BridgeError: there is no memory for them, or others will be handed over.
+        """
+
+    async def take(self, request: TakeRequest) -> None:
+        """Copy what the staging memory holds now into the weights.
+
+        Raises:
+            BridgeError: it is not what comes next.
+        """
+
+    async def woken(self, request: WokenRequest) -> int | None:
+        """Allocate the cache and continue, now that all weights have come; their checksum, if asked for.
+
+        Raises:
+            BridgeError: weights are missing, or there is no memory for the cache.
         """
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:

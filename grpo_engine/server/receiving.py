@@ -48,7 +48,7 @@ class WeightReceiver:
         """
         self.epoch = request.meeting.epoch
         sent = {tensor.name: tuple(tensor.shape) for layer in request.layers for tensor in layer}
-        _check_same(sent, parts, request.dtype)
+        check_same(sent, parts, request.dtype)
         self._layers = [[(parts[tensor.name], tuple(tensor.shape)) for tensor in layer] for layer in request.layers]
         self._device = next(iter(parts.values())).memory.device
         self._timeout_s = request.meeting.timeout_s
@@ -126,7 +126,7 @@ def joined(receiver: WeightReceiver | None, request: ReceiveRequest) -> WeightRe
 
 def awaited_sender(config: ServerConfig) -> ProcessIdentity | None:
     """The running trainer that will send its weights to this server, which has older ones."""
-    if not config.receives_weights or config.handover is None:
+    if not (config.receives_weights or config.enable_sleep_mode) or config.handover is None:
         return None
     try:
         sender = HandoverSender.model_validate_json((config.handover / HANDOVER_SENDER).read_bytes())
@@ -143,7 +143,12 @@ def _buffer(part: Part, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=part.memory.dtype, device=part.memory.device)
 
 
-def _check_same(sent: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part], dtype: str) -> None:
+def check_same(sent: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part], dtype: str) -> None:
+    """Require that what is sent is what is served.
+
+    Raises:
+        BridgeError: names, shapes or types differ.
+    """
     faults = []
     if missing := sorted(parts.keys() - sent.keys()):
         faults.append(f"only in the server: {first_of(missing)}")

@@ -22,7 +22,15 @@ from grpo_engine.algo.loss_config import (
     LossConfig,
     Preset,
 )
-from grpo_engine.bridges import IN_PROCESS, ON_SHARED_MEMORY, OVER_RANKS, TO_MANY_SERVERS, AnyBridge, CheckpointReload
+from grpo_engine.bridges import (
+    BY_MODE,
+    IN_PROCESS,
+    ON_SHARED_MEMORY,
+    OVER_RANKS,
+    TO_MANY_SERVERS,
+    AnyBridge,
+    CheckpointReload,
+)
 from grpo_engine.bridges.broadcast import Broadcast
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.compilers import has_compiler
@@ -58,18 +66,26 @@ def _compiles_layers(settings: dict[str, Any]) -> bool:
     return not is_on_cpu(settings.get("device", "auto")) and has_compiler()
 
 
+def _usual_staleness(settings: dict[str, Any]) -> int | None:
+    """Unbounded, but where a server sleeps during each step: what is begun before it is of two versions."""
+    kind = BY_MODE.get(str(_mode(settings)))
+    return 0 if kind is not None and kind.takes_turns and not kind.samples_in_process else None
+
+
 USUAL_DROPOUT = 0.05
 """The stock trainer's."""
 
 
 def _usual_dropout(settings: dict[str, Any]) -> float:
-    """The stock trainer's, but where the adapter is part of weights that inference reads or is given every step.
-
-    The bridge is a table where the settings are those of a run's file.
-    """
-    bridge = settings.get("bridge")
-    mode = bridge.get("mode") if isinstance(bridge, dict) else getattr(bridge, "mode", None)
+    """The stock trainer's, but where the adapter is part of weights that inference reads or is given every step."""
+    mode = _mode(settings)
     return 0.0 if mode in ON_SHARED_MEMORY or mode in IN_PROCESS else USUAL_DROPOUT
+
+
+def _mode(settings: dict[str, Any]) -> str | None:
+    """Of the bridge, which is a table where the settings are those of a run's file."""
+    bridge = settings.get("bridge")
+    return bridge.get("mode") if isinstance(bridge, dict) else getattr(bridge, "mode", None)
 
 
 class TrainConfig(Config):
@@ -294,10 +310,10 @@ class TrainConfig(Config):
     """Seconds to wait for a batch before training fails."""
     reference_timeout_s: float = Field(300.0, gt=0)
     """Seconds to wait for reference services, none of which answers, before training fails."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: Annotated[int | None, Field(ge=0)] = Field(default_factory=_usual_staleness)
     """Policy versions that groups may be old: environments start so many batches ahead, and what becomes older all the
     same is dropped. 0: sampling and training take turns. Unset: environments go by max_batches_offpolicy, and nothing
-    is dropped."""
+    is dropped; with bridge mode turns, 0."""
     max_bad_steps: int = Field(5, ge=1)
     """Consecutive steps with a non-finite loss or gradient after which training fails; each is skipped."""
 

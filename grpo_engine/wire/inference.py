@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, FiniteFloat
 
+from grpo_engine.wire.bridge_file import SharedTensor
 from grpo_engine.wire.codec import Message
 
 LogprobsMode = Literal["raw", "processed"]
@@ -91,6 +92,10 @@ class GenerateResponse(Message):
     logprobs_mode: LogprobsMode
 
 
+SleepState = Literal["awake", "asleep", "weights"]
+"""`asleep`: without weights and cache; `weights`: taking its weights from a trainer. It samples in neither."""
+
+
 class BridgeInfo(Message):
     """Answer of `GET /bridge/info`."""
 
@@ -112,6 +117,9 @@ class BridgeInfo(Message):
     """Processes that hold weights."""
     dtype: str = ""
     """Of the weights, e.g. `bfloat16`."""
+    can_sleep: bool = False
+    """Whether it was started with sleep mode."""
+    sleep_state: SleepState = "awake"
 
 
 class PauseRequest(Message):
@@ -202,6 +210,55 @@ class ReceiveAnswer(Message):
     """Of each process, over the tensors as they were received."""
     paused_s: float = 0.0
     """How long no request was served."""
+
+
+class SleepRequest(Message):
+    """Body of `POST /bridge/sleep`: free weights and cache; requests wait until a trainer wakes the server."""
+
+    owner_pid: int
+    """Of the trainer, on this machine."""
+
+
+class StagedWeights(Message):
+    """Memory through which a trainer hands over its weights, a full one after another."""
+
+    memory: SharedTensor
+    """One dimension, in the dtype of the weights; on the GPU of the server, or in POSIX shared memory."""
+    layers: list[list[TensorShape]]
+    """What is handed over, in this order: all elements of all tensors, one after another."""
+
+
+class WakeRequest(Message):
+    """Body of `POST /bridge/wake_up`: allocate the weights again, and make ready to take their values."""
+
+    owner_pid: int
+    staged: StagedWeights
+
+
+class TakeRequest(Message):
+    """Body of `POST /bridge/take`: copy what is in the staging memory now."""
+
+    number: int = Field(ge=0)
+    """Of the memory's contents, from 0 on in each weight update."""
+
+
+class WokenRequest(Message):
+    """Body of `POST /bridge/woken`: all was handed over; allocate the cache and answer requests."""
+
+    policy_version: PolicyVersion
+    with_checksum: bool = False
+
+
+class SleepAnswer(Message):
+    """Answer of `POST /bridge/sleep`, `wake_up`, `take` and `woken`."""
+
+    instance: str
+    policy_version: int
+    state: SleepState
+    problem: str | None = None
+    """Why it was not done; the server is in `state`."""
+    checksum: int | None = None
+    """Over the served weights, if it was asked for."""
 
 
 class LoraLoadRequest(Message):

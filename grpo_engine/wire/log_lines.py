@@ -32,6 +32,10 @@ WEIGHTS_EXPORTED = LogLine("✓ Exported %d params to %s", r"Exported (\d+) para
 WEIGHTS_ATTACHED = LogLine("attached to %d shared tensors of %s, version %d", r"attached to (\d+) shared tensors")
 WEIGHT_GROUP_CREATED = LogLine("[Bridge] ✓ %s group created: %d servers, %d processes", r"✓ (\w+) group created")
 """As early stock trainers log it, whose readers search for it."""
+WAITING_FOR_STEP = LogLine(
+    "Loading when the trainer has computed its step, since both use the memory of the device in turn",
+    r"Loading when the trainer has computed its step",
+)
 PARAMETERS_TRAINED = LogLine("training %d of %d parameters", r"training (\d+) of (\d+) parameters")
 RESUMED = LogLine("resumed from %s", r"resumed from (\S+)")
 OUT_OF_GPU_MEMORY = LogLine(

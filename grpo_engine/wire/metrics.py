@@ -35,7 +35,12 @@ SYNC_METRICS = ("sync/pause_time", "sync/bytes", "sync/num_servers")
 servers that serve the new version."""
 
 PHASE_METRICS = ("time/sampling", "time/training", "time/syncing")
-"""Of a trainer that samples itself (bridge mode colocate): seconds in each phase since the weight update before."""
+"""Where sampling and training take turns (bridge modes colocate and turns): seconds in each phase since the weight
+update before. With turns, sampling lasts from the update to the complete batch."""
+
+SLEEP_METRICS = ("sync/sleep_time", "sync/freed_gb")
+"""There as well: seconds in which inference freed its memory before the step, and on a GPU how much of it, in 10⁹
+bytes."""
 
 USE_METRICS = ("train/busy_fraction", "rollout/admission_wait_time", "rollout/busy_fraction")
 """Which side waits for the other: the share of a step in which the trainer has a batch; seconds since the batch before

@@ -29,6 +29,7 @@ from grpo_tui.services.base import (
     Probe,
     RestartPolicy,
 )
+from grpo_tui.services.trainer import Trainer
 
 NAME = "mps"
 READY_WITHIN_S = 60.0
@@ -71,7 +72,12 @@ class MachineFacts:
 
 
 def sharing(launches: Iterable[Launch], profile: Profile) -> dict[str, tuple[int, ...]]:
-    """The services that share a GPU with another one, each with its GPUs; those on a CPU are left out."""
+    """The services that share a GPU with another one, each with its GPUs; those on a CPU are left out.
+
+    None where they take turns: then one of them computes at a time.
+    """
+    if any(isinstance(each, Trainer) and each.bridge.takes_turns for each in profile.services.values()):
+        return {}
     on_gpus = [each for each in launches if each.gpus and not _is_on_cpu(each, profile)]
     pairs = [pair for pair in combinations(on_gpus, 2) if not set(pair[0].gpus).isdisjoint(pair[1].gpus)]
     names = {launch.name for pair in pairs for launch in pair}

@@ -15,6 +15,7 @@ from grpo_engine.wire.log_lines import (
     FORK_SERVER_IMPORTS,
     FORK_SERVER_RESTARTS,
     MODEL_MADE,
+    WAITING_FOR_STEP,
     WEIGHTS_EXPORTED,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file
@@ -75,8 +76,9 @@ class Inference(Service, ServerConfig):
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
         """Log lines of the engine while it starts."""
+        waiting = (WAITING_FOR_STEP.pattern, "waiting for the end of the trainer's step")
         making = (MODEL_MADE.pattern, "making {0}")
-        return (making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
+        return (waiting, making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
 
     @property
     def demanded_share(self) -> float | None:

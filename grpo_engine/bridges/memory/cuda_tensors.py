@@ -75,6 +75,7 @@ def _described(name: str, tensor: torch.Tensor) -> SharedTensor:
         ) from None
     return SharedTensor(
         handle=CudaHandle(
+            kind="cuda_ipc",
             device_index=device,
             gpu_uuid=gpu_uuid(device),
             ipc_handle_b64=_text(handle),

@@ -22,6 +22,7 @@ from grpo_engine.wire.environment_variables import RUN_VARIABLE
 
 BY_HAND = "hand"
 _ADAPTERS = "adapters"
+_STAGING = "staging"
 _POLICY = "policy@"
 
 
@@ -39,6 +40,19 @@ def adapters_name(run: str | None) -> str:
     """Name of this process's adapter folder."""
     me = ProcessIdentity.of_this_process()
     return f"{stem_of(run)}{_ADAPTERS}-{me.pid}-{me.start_ticks}"
+
+
+def staging_name(run: str | None, number: int) -> str:
+    """Name of memory through which this process hands over weights; another number is other memory."""
+    me = ProcessIdentity.of_this_process()
+    return f"{stem_of(run)}{_STAGING}{number}-{me.pid}-{me.start_ticks}"
+
+
+def remove_stale_staging(run: str | None) -> None:
+    """Remove such memory of processes that have exited."""
+    for path, trainer in _of_processes(run, f"{_STAGING}*"):
+        if not trainer.is_alive():
+            path.unlink(missing_ok=True)
 
 
 def make_own_folder(path: Path) -> None:
@@ -60,7 +74,7 @@ def make_own_folder(path: Path) -> None:
 
 def remove_stale_adapters(run: str | None) -> None:
     """Remove the adapter folders of processes that have exited."""
-    for folder, trainer in _adapter_folders(run):
+    for folder, trainer in _of_processes(run, _ADAPTERS):
         if not trainer.is_alive():
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -87,7 +101,7 @@ def newest_adapter(run: str | None) -> LeftAdapter | None:
         return None
     adapters = [
         LeftAdapter(path=path, policy_version=int(number))
-        for folder, trainer in _adapter_folders(run)
+        for folder, trainer in _of_processes(run, _ADAPTERS)
         if trainer.is_alive()
         for path in folder.glob(f"{_POLICY}*")
         if (number := path.name.removeprefix(_POLICY)).isdigit()
@@ -95,9 +109,9 @@ def newest_adapter(run: str | None) -> LeftAdapter | None:
     return max(adapters, key=lambda adapter: adapter.policy_version, default=None)
 
 
-def _adapter_folders(run: str | None) -> Iterator[tuple[Path, ProcessIdentity]]:
+def _of_processes(run: str | None, kind: str) -> Iterator[tuple[Path, ProcessIdentity]]:
     """Each with the process that created it."""
-    for folder in SHARED_MEMORY.glob(f"{stem_of(run)}{_ADAPTERS}-*-*"):
-        pid, start_ticks = folder.name.rsplit("-", 2)[1:]
+    for path in SHARED_MEMORY.glob(f"{stem_of(run)}{kind}-*-*"):
+        pid, start_ticks = path.name.rsplit("-", 2)[1:]
         if pid.isdigit() and start_ticks.isdigit():
-            yield folder, ProcessIdentity(int(pid), int(start_ticks))
+            yield path, ProcessIdentity(int(pid), int(start_ticks))

@@ -38,7 +38,7 @@ def export_tensors(
     end = 0
     for name, tensor in tensors.items():
         manifest[name] = SharedTensor(
-            handle=PosixHandle(segment=segment, offset_bytes=end),
+            handle=PosixHandle(kind="posix", segment=segment, offset_bytes=end),
             shape=tuple(tensor.shape),
             stride=_contiguous_stride(tuple(tensor.shape)),
             dtype=str(tensor.dtype),

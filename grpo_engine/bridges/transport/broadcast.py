@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
+from grpo_engine.bridges.transport.sender_file import announce_sender
 from grpo_engine.bridges.transport.servers import Server, Servers
 from grpo_engine.errors import BridgeError, PeerError
-from grpo_engine.processes import ProcessIdentity
-from grpo_engine.wire.codec import write_json_atomically
-from grpo_engine.wire.handover import HandoverSender
 from grpo_engine.wire.inference import (
     BridgeInfo,
     GroupMeeting,
@@ -111,9 +109,7 @@ class BroadcastBridge:
                     f"{server.url}: its weights are on {info.device}, and the trained ones on {self._device}: put both "
                     "on GPUs (without cpu_offload), or both on the CPU"
                 )
-        self._sender_file.parent.mkdir(parents=True, exist_ok=True)
-        me = ProcessIdentity.of_this_process()
-        write_json_atomically(self._sender_file, HandoverSender(pid=me.pid, start_ticks=me.start_ticks))
+        announce_sender(self._sender_file.parent)
         return BridgeModel(
             model=model,
             is_shared=False,

@@ -11,7 +11,8 @@ import.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_engine.bridges.engine import InProcessEngine, Layer
 from grpo_engine.bridges.protocol import BridgeModel, Placement, Update
 from grpo_engine.errors import BridgeError
-from grpo_engine.wire.metrics import PHASE_METRICS
+from grpo_engine.wire.metrics import PHASE_METRICS, SLEEP_METRICS
 
 if TYPE_CHECKING:
     from grpo_engine.ranks.group import RankGroup
@@ -40,12 +41,64 @@ PHASES = dict(zip(EngineState, PHASE_METRICS, strict=True))
 """Metric of the seconds that are spent in each state."""
 
 
+class PhaseClock:
+    """Seconds that an engine spends in each state."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._state: EngineState | None = None
+        self._since = clock()
+        self._seconds = dict.fromkeys(EngineState, 0.0)
+
+    def enter(self, state: EngineState | None) -> None:
+        """It is in this state from now on; None: in none yet."""
+        now = self._clock()
+        if self._state is not None:
+            self._seconds[self._state] += now - self._since
+        self._state, self._since = state, now
+
+    def take(self) -> dict[str, float]:
+        """Seconds in each state since the last call, by the names of `metrics.jsonl`."""
+        self.enter(self._state)
+        taken = {PHASES[state]: seconds for state, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(EngineState, 0.0)
+        return taken
+
+
+class SleepMeter:
+    """What the last sleep took and freed."""
+
+    def __init__(self) -> None:
+        self._figures: tuple[float, ...] = ()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within, inference is put to sleep."""
+        began, free_before = time.perf_counter(), _free_bytes()
+        yield
+        seconds, free_after = time.perf_counter() - began, _free_bytes()
+        freed = () if free_before is None or free_after is None else ((free_after - free_before) / 1e9,)
+        self._figures = (seconds, *freed)
+
+    def take(self) -> dict[str, float]:
+        """The figures by the names of `metrics.jsonl`, once."""
+        figures, self._figures = self._figures, ()
+        return dict(zip(SLEEP_METRICS, figures, strict=False))  # on a CPU without the last
+
+
+def _free_bytes() -> int | None:
+    """Free memory of this process's GPU; None where it uses none yet."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
 class StatefulEngine:
     """An engine with its state; refuses what is out of order, since engines would crash or serve garbage."""
 
     def __init__(self, engine: InProcessEngine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
-        self._clock = clock
+        self._phases = PhaseClock(clock)
         self.state: EngineState | None = None
         """None before the start."""
         self.policy_version = 0
@@ -54,8 +107,6 @@ class StatefulEngine:
         """Since the start."""
         self._missing: set[str] = set()
         """Weights without a value."""
-        self._since = clock()
-        self._seconds = dict.fromkeys(EngineState, 0.0)
 
     @property
     def has_weights(self) -> bool:
@@ -108,16 +159,11 @@ class StatefulEngine:
 
     def take_phase_times(self) -> dict[str, float]:
         """Seconds in each state since the last call, by the names of `metrics.jsonl`."""
-        self._enter(self.state)
-        taken = {PHASES[state]: seconds for state, seconds in self._seconds.items()}
-        self._seconds = dict.fromkeys(EngineState, 0.0)
-        return taken
+        return self._phases.take()
 
-    def _enter(self, state: EngineState | None) -> None:
-        now = self._clock()
-        if self.state is not None:
-            self._seconds[self.state] += now - self._since
-        self.state, self._since = state, now
+    def _enter(self, state: EngineState) -> None:
+        self._phases.enter(state)
+        self.state = state
 
     def _require(self, state: EngineState | None, action: str) -> None:
         if self.state is not state:
@@ -180,6 +226,7 @@ class EngineOfRanks:
         """
         self.engine = StatefulEngine(engine)
         self.ranks = ranks
+        self.meter = SleepMeter()
         self._stream = stream
         self._is_partial = is_partial
 
@@ -202,7 +249,7 @@ class EngineOfRanks:
         """Give the engine's memory to the trainer; an engine that sleeps already is left as it is."""
         if self.engine.state is EngineState.ASLEEP:
             return
-        with self.ranks.together(SleepEngine(keeps_weights)):
+        with self.ranks.together(SleepEngine(keeps_weights)), self.meter.measuring():
             self.engine.sleep(keeps_weights=keeps_weights or self._is_partial)
 
     def wake(self, policy_version: int, *, is_written: bool) -> None:
@@ -251,7 +298,7 @@ class InProcessBridge:
             pause_s=time.perf_counter() - began,
             num_bytes=engine.num_bytes_loaded - before,
             num_servers=self.engines.ranks.size if is_due else 0,
-            phase_times=engine.take_phase_times(),
+            phase_times={**engine.take_phase_times(), **self.engines.meter.take()},
         )
 
     def wake(self) -> None:

@@ -26,6 +26,12 @@ from grpo_engine.wire.inference import (
     ReceiveRequest,
     ReloadRequest,
     ResumeRequest,
+    SleepAnswer,
+    SleepRequest,
+    StagedWeights,
+    TakeRequest,
+    WakeRequest,
+    WokenRequest,
     wrong_server,
 )
 from grpo_engine.wire.log_lines import WAITING_FOR_PEER
@@ -100,6 +106,25 @@ class ServerClient:
     def receive(self, request: ReceiveRequest, *, within_s: float) -> ReceiveAnswer:
         """Have the server take the weights that are sent now; answered when it serves them."""
         return self.ask("POST", "/bridge/receive", request, ReceiveAnswer, patience_s=0.0, within_s=within_s)
+
+    def sleep(self, *, patience_s: float) -> SleepAnswer:
+        """Have the server free its weights and cache; requests wait until it is woken."""
+        body = SleepRequest(owner_pid=os.getpid())
+        return self.ask("POST", "/bridge/sleep", body, SleepAnswer, patience_s=patience_s)
+
+    def wake_up(self, staged: StagedWeights) -> SleepAnswer:
+        """Have a server that sleeps allocate its weights."""
+        body = WakeRequest(owner_pid=os.getpid(), staged=staged)
+        return self.ask("POST", "/bridge/wake_up", body, SleepAnswer, patience_s=0.0)
+
+    def take(self, number: int) -> SleepAnswer:
+        """Have the server copy what the staging memory holds."""
+        return self.ask("POST", "/bridge/take", TakeRequest(number=number), SleepAnswer, patience_s=0.0)
+
+    def woken(self, policy_version: int, *, with_checksum: bool) -> SleepAnswer:
+        """Have the server answer requests by the weights that it took."""
+        body = WokenRequest(policy_version=policy_version, with_checksum=with_checksum)
+        return self.ask("POST", "/bridge/woken", body, SleepAnswer, patience_s=0.0)
 
     def reload(self, path: Path, policy_version: int, *, patience_s: float | None = None) -> HandoverAnswer:
         """Have the server load a checkpoint in place of its current weights."""

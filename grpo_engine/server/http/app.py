@@ -29,6 +29,7 @@ from grpo_engine.server.http.requests import (
     read_body,
     unless_disconnected,
 )
+from grpo_engine.server.http.sleep_routes import sleep_routes
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
@@ -103,6 +104,8 @@ def create_app(service: Service) -> FastAPI:
             engine.check_health()
         except EngineStalled as error:  # typed, because waiting does not help, unlike during loading
             return JSONResponse({"detail": str(error), "engine": "stalled"}, 503)
+        if (words := engine.info().sleep_words) is not None:  # healthy: requests are answered later
+            return JSONResponse({"detail": words, "engine": "asleep"})
         return Response()
 
     @app.get("/health_generate")
@@ -114,6 +117,7 @@ def create_app(service: Service) -> FastAPI:
 
     owner = [Depends(only_owner)]
     app.include_router(bridge_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=owner)
+    app.include_router(sleep_routes(engine, service.config, service.instance), prefix="/bridge", dependencies=owner)
     app.include_router(lora_routes(engine, service.config, service.instance), prefix="/lora", dependencies=owner)
     if service.config.engine == "vllm":
         _serve_stock_routes(app, engine)

@@ -6,7 +6,6 @@ import os
 import time
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 
 from grpo_engine.errors import BridgeError, ModelError
 from grpo_engine.server.config import ServerConfig
@@ -49,6 +48,8 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
             receives_weights=config.receives_weights,
             num_ranks=now.num_ranks,
             dtype=now.dtype,
+            can_sleep=config.enable_sleep_mode,
+            sleep_state=now.sleep_state,
         )
 
     @router.get("/state_dict_info")
@@ -102,15 +103,6 @@ def bridge_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRou
             checksums=checksums,
             paused_s=time.perf_counter() - began,
         )
-
-    @router.post("/sleep")
-    @router.post("/wake_up")
-    async def sleep() -> JSONResponse:
-        return JSONResponse({"status": "not_supported", "detail": "this server keeps its weights in memory"}, 501)
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"sleeping": False}
 
     @router.get("/debug")
     async def debug() -> dict[str, str | dict[str, bool] | None]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,11 +32,19 @@ from grpo_engine.server.engine import (
 )
 from grpo_engine.server.pausing import Pause
 from grpo_engine.server.prompts import PromptCodec, max_new_tokens
+from grpo_engine.server.sleeping import LoadingTurn, Sleep, require, require_awake, require_possible
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.torch.batching import Job, next_batch
 from grpo_engine.server.torch.decoding import Decoded, Decoder, Work
 from grpo_engine.server.torch.weights import ServedWeights, open_weights, tokenizer_for_another_thread
-from grpo_engine.wire.inference import GenerateRequest, JoinRequest, ReceiveRequest
+from grpo_engine.wire.inference import (
+    GenerateRequest,
+    JoinRequest,
+    ReceiveRequest,
+    TakeRequest,
+    WakeRequest,
+    WokenRequest,
+)
 
 _QUIET_S = 0.002
 """A batch begins when no request arrived for so long: requests of one step arrive together and share a batch."""
@@ -65,6 +74,8 @@ class TorchEngine:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[Job] = []
         self._pause: Pause | None = None
+        self._sleep: Sleep | None = None
+        """None while it is awake."""
         self._stalls = StallDetector(config.stalled_after_s)
         """Updated by the worker thread: a running batch is work, and every forward pass is output."""
         self._is_closing = False
@@ -110,6 +121,8 @@ class TorchEngine:
             last_update_time=state.updated_at,
             is_paused=self._pause is not None,
             is_sharing=weights.is_sharing,
+            sleep_state="awake" if self._sleep is None else self._sleep.state,
+            sleep_words=None if self._sleep is None else self._sleep.words,
         )
 
     async def encode(self, text: str) -> list[int]:
@@ -160,11 +173,11 @@ class TorchEngine:
 
     async def reload(self, path: Path, policy_version: int) -> None:
         weights = self._loaded()
-        await self._between_batches(lambda: weights.reload(path, policy_version))
+        await self._while_awake(lambda: weights.reload(path, policy_version))
 
     async def join(self, request: JoinRequest) -> None:
         weights = self._loaded()
-        await self._between_batches(lambda: weights.join(request))
+        await self._while_awake(lambda: weights.join(request))
 
     async def receive(self, request: ReceiveRequest) -> list[int]:
         weights = self._loaded()
@@ -175,14 +188,48 @@ class TorchEngine:
                 self._pause = None
             return checksums
 
-        return await self._between_batches(take)
+        return await self._while_awake(take)
+
+    async def sleep(self, owner_pid: int) -> None:
+        await self._between_batches(lambda: self._fall_asleep(owner_pid))
+
+    async def wake_up(self, request: WakeRequest) -> None:
+        weights = self._loaded()
+
+        def allocate() -> None:
+            sleep = require(self._sleep, "asleep", "wake_up")
+            weights.allocate()
+            self._sleep = replace(sleep, state="weights")
+            weights.begin_staged(request)
+
+        await self._between_batches(allocate)
+
+    async def take(self, request: TakeRequest) -> None:
+        weights = self._loaded()
+
+        def take() -> None:
+            require(self._sleep, "weights", "take")
+            weights.take_staged(request.number)
+
+        await self._between_batches(take)
+
+    async def woken(self, request: WokenRequest) -> int | None:
+        weights = self._loaded()
+
+        def end() -> int | None:
+            require(self._sleep, "weights", "woken")
+            checksum = weights.end_staged(request.policy_version, with_checksum=request.with_checksum)
+            self._sleep = None
+            return checksum
+
+        return await self._between_batches(end)
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         weights, rank = self._loaded(), self._config.max_lora_rank
-        return await self._between_batches(lambda: weights.load_adapter(path, name, policy_version, rank))
+        return await self._while_awake(lambda: weights.load_adapter(path, name, policy_version, rank))
 
     async def unload_adapter(self) -> Adapter | None:
-        return await self._between_batches(self._loaded().unload_adapter)
+        return await self._while_awake(self._loaded().unload_adapter)
 
     def adapter(self) -> Adapter | None:
         return self._loaded().adapter
@@ -219,13 +266,22 @@ class TorchEngine:
             self._changed.notify_all()
         return await asyncio.wrap_future(future)
 
+    async def _while_awake(self, action: Callable[[], ResultT]) -> ResultT:
+        def act() -> ResultT:
+            require_awake(self._sleep)
+            return action()
+
+        return await self._between_batches(act)
+
     # --- on the worker thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         weights = None
+        turn = LoadingTurn(self._config)
         try:
+            turn.take(lambda: self._is_closing)
             weights = open_weights(
                 self._config,
                 instance=self._instance,
@@ -235,9 +291,13 @@ class TorchEngine:
             self._decoder = self._make_decoder(weights)
             tokenizer = tokenizer_for_another_thread(weights.tokenizer)
             self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
-            if weights.awaits is not None:
+            if weights.awaits is not None and self._config.enable_sleep_mode:
+                weights.free()
+                self._sleep = Sleep(owner=weights.awaits)
+            elif weights.awaits is not None:
                 self._pause = Pause.until_published(weights.awaits, time.monotonic())
                 logger.info("Requests wait until %s has published its weights", self._pause.owner_text)
+            turn.give_back()
             self._set(weights=weights)
             while self._turn(weights):
                 pass
@@ -245,6 +305,7 @@ class TorchEngine:
             logger.error("The engine has stopped", exc_info=None if isinstance(error, GrpoError) else error)
             self._set(failure=error)
         finally:
+            turn.give_back()
             if weights is not None:
                 weights.close()
             self._refuse_all()
@@ -268,12 +329,13 @@ class TorchEngine:
             if (why := self._pause.why_over(time.monotonic())) is not None:
                 logger.warning("Resumed without a request: %s", why)
                 self._pause = None
-        else:
+        elif self._sleep is None:
             self._decode_next(weights)
         return True
 
     def _has_work(self) -> bool:
-        return self._is_closing or bool(self._commands) or (self._pause is None and bool(self._waiting))
+        may_decode = self._pause is None and self._sleep is None
+        return self._is_closing or bool(self._commands) or (may_decode and bool(self._waiting))
 
     def _decode_next(self, weights: ServedWeights) -> None:
         self._gather()
@@ -342,11 +404,22 @@ class TorchEngine:
             self._waiting = deque(job for job in self._waiting if id(job) not in done)
             self._running = []
 
+    def _fall_asleep(self, owner_pid: int) -> None:
+        """Free all weights; requests that were begun are kept with the completions that they have."""
+        require_possible(self._config.enable_sleep_mode)
+        sleep = Sleep.asked(owner_pid, self._sleep, self._pause)
+        if self._sleep is None or self._sleep.state != "asleep":
+            assert self._weights is not None
+            self._weights.free()
+        self._sleep, self._pause = sleep, None
+
     def _begin_pause(self, pause: Pause) -> None:
+        require_awake(self._sleep)
         pause.check_may_follow(self._pause, time.monotonic())
         self._pause = pause
 
     def _end_pause(self, policy_version: int | None) -> None:
+        require_awake(self._sleep)
         assert self._weights is not None
         lock = self._weights.lock
         if policy_version is not None and lock.check().policy_version != policy_version:

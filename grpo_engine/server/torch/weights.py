@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
 from grpo_engine.server.exports import Owner, export, fingerprint_of, take_over, withdraw, write_bridge_file
 from grpo_engine.server.receiving import Part, WeightReceiver, awaited_sender, joined
+from grpo_engine.server.staged import StagedReceiver
 from grpo_engine.wire.bridge_file import BridgeFile
-from grpo_engine.wire.inference import JoinRequest, ReceiveRequest
+from grpo_engine.wire.inference import JoinRequest, ReceiveRequest, WakeRequest
 from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,11 @@ class ServedWeights:
     """Tied parameters: the second name → the first."""
     awaits: ProcessIdentity | None = None
     """The trainer that has newer weights and will publish them; nothing may be sampled before."""
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """Of the parameters; kept while they are freed."""
     adapter: Adapter | None = None
     _receiver: WeightReceiver | None = None
+    _staged: StagedReceiver = field(default_factory=StagedReceiver)
     _num_adapters: int = 0
     _announced: tuple[Path, BridgeFile, Owner] | None = None
 
@@ -93,6 +97,34 @@ class ServedWeights:
         with self.lock.writing(request.policy_version):
             checksum = receiver.receive(with_checksum=request.with_checksum)
         return [] if checksum is None else [checksum]
+
+    def free(self) -> None:
+        """Free the memory of all parameters; their values are lost."""
+        self._leave()
+        if not self.shapes:
+            self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        self.parameters = _parameters_of(self.model)
+
+    def allocate(self) -> None:
+        """Allocate all parameters again, without values."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = parameter.data.new_empty(self.shapes[name])
+        self.parameters = _parameters_of(self.model)
+
+    def begin_staged(self, request: WakeRequest) -> None:
+        """Make ready to take the parameters; errors as of `StagedReceiver.begin`."""
+        self._staged.begin(request, {name: Part(tensor) for name, tensor in self.parameters.items()})
+
+    def take_staged(self, number: int) -> None:
+        """Copy what the staging memory holds; errors as of `StagedReceiver.take`."""
+        self._staged.take(number)
+
+    def end_staged(self, policy_version: int, *, with_checksum: bool) -> int | None:
+        """Serve what was taken; errors as of `StagedReceiver.end`."""
+        with self.lock.writing(policy_version):
+            return self._staged.end(with_checksum=with_checksum)
 
     def _leave(self) -> None:
         if self._receiver is not None:
@@ -140,6 +172,7 @@ class ServedWeights:
     def close(self) -> None:
         """Leave the weight group, and remove what was shared, unless it belongs to the run."""
         self._leave()
+        self._staged.close()
         if self._announced is not None:
             withdraw(*self._announced)
             self._announced = None

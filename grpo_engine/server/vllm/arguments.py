@@ -160,6 +160,8 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         values["kv_cache_memory_bytes"] = stored
     if config.cuda_graph_sizes is not None:
         values["cudagraph_capture_sizes"] = list(config.cuda_graph_sizes)
+    if config.enable_sleep_mode and not is_cpu:
+        values["enable_sleep_mode"] = True
     if is_cpu and config.changes_in_place and not config.enforce_eager:
         # With compilation, inductor may embed weights as constants in the compiled code on this platform.
         logger.info("Weights that change in place, on a CPU: compilation is off")
@@ -171,7 +173,12 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
 
 
 def _loads_fast(config: ServerConfig) -> bool:
-    """Whether fastsafetensors, a dependency of vLLM, loads the weights: 16 GB in 0.6 s from the page cache, not 3 s."""
+    """Whether fastsafetensors, a dependency of vLLM, loads the weights: 16 GB in 0.6 s from the page cache, not 3 s.
+
+    Not into the memory pools of sleep mode, in which its buffers would stay.
+    """
+    if config.enable_sleep_mode:
+        return False
     folder = checkpoint_folder(config.model_name)
     is_there = importlib.util.find_spec(FAST_LOADER) is not None
     return is_there and folder is not None and can_load_through_gpu(config, folder, visible_gpus(os.environ) or [])
@@ -199,6 +206,16 @@ def _served_rank(rank: int) -> int:
 
 
 def _check_sharing(config: ServerConfig, environment: Mapping[str, str]) -> None:
+    for name in ALLOCATOR_VARIABLES if config.shared_weights or config.enable_sleep_mode else ():
+        if "expandable_segments:true" in environment.get(name, "").lower():
+            flag, why = (
+                ("--enable-sleep-mode", "cannot be freed by vLLM's sleep mode")
+                if config.enable_sleep_mode
+                else ("--shared-weights", "cannot be exported to the trainer")
+            )
+            raise ConfigError(
+                f"{name}={environment[name]} with {flag}: expandable segments {why}; unset it for the server"
+            )
     if not config.shared_weights:
         return
     if config.tensor_parallel_size != 1:
@@ -206,12 +223,6 @@ def _check_sharing(config: ServerConfig, environment: Mapping[str, str]) -> None
             f"--tensor-parallel-size {config.tensor_parallel_size} with --shared-weights: every rank would hold a part "
             "of each tensor, but the trainer needs whole tensors; serve on one GPU, or use checkpoints or adapters"
         )
-    for name in ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in environment.get(name, "").lower():
-            raise ConfigError(
-                f"{name}={environment[name]} with --shared-weights: expandable segments cannot be exported to the "
-                "trainer; unset it for the server"
-            )
 
 
 def _choose_gpu(config: ServerConfig, environment: MutableMapping[str, str]) -> None:

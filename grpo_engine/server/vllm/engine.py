@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
 from grpo_engine.server.prompts import PromptCodec, check_num_completions, max_new_tokens
 from grpo_engine.server.receiving import awaited_sender
+from grpo_engine.server.sleeping import LoadingTurn, Sleep, require, require_awake, require_possible
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.arguments import (
@@ -52,7 +54,14 @@ from grpo_engine.server.vllm.requirements import check_room, installed_vllm, vis
 from grpo_engine.server.vllm.running import CoreOutputs, RunningVersions, lengths_so_far
 from grpo_engine.server.vllm.sharing import Sharing, share
 from grpo_engine.server.vllm.stock import StockApp, stock_app
-from grpo_engine.wire.inference import GenerateRequest, JoinRequest, ReceiveRequest
+from grpo_engine.wire.inference import (
+    GenerateRequest,
+    JoinRequest,
+    ReceiveRequest,
+    TakeRequest,
+    WakeRequest,
+    WokenRequest,
+)
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -82,6 +91,9 @@ class VllmEngine:
         self._changing = asyncio.Lock()
         """Held while weights change or a pause begins or ends."""
         self._pause: Pause | None = None
+        self._sleep: Sleep | None = None
+        """None while it is awake."""
+        self._turn = LoadingTurn(config)
         self._is_pausing = False
         """A pause waits for running requests; it can be cancelled."""
         self._stalls = StallDetector(config.stalled_after_s)
@@ -164,6 +176,7 @@ class VllmEngine:
             self._failure = error
             with suppress(InvalidStateError):
                 self._is_loaded.set_exception(_as_engine_error(error))
+        self._turn.give_back()
         self._is_closing.wait()
         if llm is not None:
             llm.shutdown(timeout=_shutdown_within_s(llm))
@@ -173,6 +186,7 @@ class VllmEngine:
 
     def _load(self) -> AsyncLLM:
         prepare_environment(self._config, os.environ)
+        self._turn.take(self._is_closing.is_set)
         self._check_room()
         tokenizer = load_tokenizer(self._config.model_name)
         self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
@@ -197,6 +211,8 @@ class VllmEngine:
                 llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
             )
             self._lock = self._sharing.lock
+        if self._config.enable_sleep_mode:
+            await self._find_weights(llm)
         await self._load_newest_handover(llm)
         self._outputs = CoreOutputs(llm, lambda: self._stalls.record_output(time.monotonic()))
         # The first request compiles what is not compiled yet; a client's request might time out over it.
@@ -236,9 +252,28 @@ class VllmEngine:
         self._awaited = awaited_sender(self._config) if self._sharing is None else self._sharing.awaits
         if self._awaited is None:
             return
+        if self._config.enable_sleep_mode:
+            await self._free(llm)
+            self._sleep = Sleep(owner=self._awaited)
+            logger.info("Requests wait until process %d has handed its weights over", self._awaited.pid)
+            return
         self._pause = Pause.until_published(self._awaited, time.monotonic())
         await self._halt(llm)
         logger.info("Requests wait until %s has published its weights", self._pause.owner_text)
+
+    async def _find_weights(self, llm: AsyncLLM) -> None:
+        """Find where a trainer's weights belong, while they are those of the checkpoint.
+
+        Raises:
+            BridgeError: they are not those of the model in transformers.
+        """
+        folder = checkpoint_folder(self._config.model_name)
+        expected = {name: list(shape) for name, shape in self._parameters.shapes.items()}
+        problems = await llm.collective_rpc(
+            "grpo_find_weights", args=(expected, self._parameters.aliases, None if folder is None else str(folder))
+        )
+        if problem := next(filter(None, problems), None):
+            raise BridgeError(problem)
 
     async def _checked_patches(self, llm: AsyncLLM) -> Mapping[str, bool]:
         import vllm
@@ -303,6 +338,8 @@ class VllmEngine:
             is_sharing=self._sharing is not None,
             num_ranks=int(llm.vllm_config.parallel_config.tensor_parallel_size),
             patches=self._patches,
+            sleep_state="awake" if self._sleep is None else self._sleep.state,
+            sleep_words=None if self._sleep is None else self._sleep.words,
         )
 
     async def encode(self, text: str) -> list[int]:
@@ -361,6 +398,7 @@ class VllmEngine:
         pause = Pause.requested(owner_pid, timeout_s, time.monotonic())
         pause.check_may_follow(self._pause, time.monotonic())
         async with self._changing:
+            require_awake(self._sleep)
             pause.check_may_follow(self._pause, time.monotonic())
             self._pause, self._is_pausing = pause, True
             try:
@@ -380,6 +418,7 @@ class VllmEngine:
 
     async def resume(self, policy_version: int | None) -> None:
         self._running()
+        require_awake(self._sleep)
         if policy_version is not None and self._lock.check().policy_version != policy_version:
             with self._lock.writing(policy_version):
                 pass
@@ -394,6 +433,7 @@ class VllmEngine:
             )
         await asyncio.to_thread(check_fits, path, self._parameters)
         async with self._changing:
+            require_awake(self._sleep)
             try:
                 await self._halt(llm)
                 await self._read_checkpoint(llm, path, policy_version)
@@ -426,6 +466,7 @@ class VllmEngine:
         if request.epoch != self._epoch:
             raise BridgeError(f"weight group {request.epoch}: not joined by this server, whose group is {self._epoch}")
         async with self._changing:
+            require_awake(self._sleep)
             try:
                 await self._halt(llm)
                 with self._lock.writing(request.policy_version), self._awaiting_core():
@@ -438,6 +479,40 @@ class VllmEngine:
                 if self._pause is None:
                     await self._continue(llm)
         return [answer["checksum"] for answer in answers if answer["checksum"] is not None]
+
+    async def sleep(self, owner_pid: int) -> None:
+        llm = self._running()
+        require_possible(self._config.enable_sleep_mode)
+        async with self._changing:
+            sleep = Sleep.asked(owner_pid, self._sleep, self._pause)
+            if self._sleep is None or self._sleep.state != "asleep":
+                await self._free(llm)
+            self._sleep, self._pause = sleep, None
+
+    async def wake_up(self, request: WakeRequest) -> None:
+        llm = self._running()
+        async with self._changing:
+            sleep = require(self._sleep, "asleep", "wake_up")
+            self._sleep = replace(sleep, state="weights")
+            await self._asked_of_workers(llm, "grpo_wake_weights", request.model_dump(mode="json"))
+
+    async def take(self, request: TakeRequest) -> None:
+        llm = self._running()
+        async with self._changing:
+            require(self._sleep, "weights", "take")
+            await self._asked_of_workers(llm, "grpo_take", request.number)
+
+    async def woken(self, request: WokenRequest) -> int | None:
+        llm = self._running()
+        async with self._changing:
+            require(self._sleep, "weights", "woken")
+            with self._lock.writing(request.policy_version), self._awaiting_core():
+                [answer] = await llm.collective_rpc("grpo_wake_cache", args=(request.with_checksum,))
+                if "problem" in answer:
+                    raise BridgeError(answer["problem"])
+            self._sleep = None
+            await self._continue(llm)
+        return None if answer["checksum"] is None else int(answer["checksum"])
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         return await self._load_adapter(self._running(), path, name, policy_version)
@@ -573,6 +648,23 @@ class VllmEngine:
     async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
         with self._lock.writing(policy_version), self._awaiting_core():
             await llm.collective_rpc("grpo_reload", kwargs={"path": str(path)})
+
+    async def _asked_of_workers(self, llm: AsyncLLM, method: str, argument: Any) -> None:
+        """Call a method that answers why it could not, or None.
+
+        Raises:
+            BridgeError: it could not.
+        """
+        with self._awaiting_core():
+            problems = await llm.collective_rpc(method, args=(argument,))
+        if problem := next(filter(None, problems), None):
+            raise BridgeError(problem)
+
+    async def _free(self, llm: AsyncLLM) -> None:
+        """Free weights and cache; running requests are preempted, and computed again by the next weights."""
+        await self._halt(llm)
+        with self._awaiting_core():
+            await llm.collective_rpc("grpo_sleep")
 
     async def _close_gate(self) -> None:
         """Admit no request; with `finish_before_update`, wait for running ones."""

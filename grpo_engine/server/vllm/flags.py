@@ -35,7 +35,6 @@ _REFUSED = {
     "generation_config": "a checkpoint's sampling defaults would silently change top_p or penalties",
     "lora_modules": "adapters are served by /lora/load",
     "default_mm_loras": "adapters are served by /lora/load",
-    "enable_sleep_mode": "the weights of this server stay in memory",
     "weight_transfer_config": "weights come by /bridge/*",
     "api_key": "/generate does not check one: put an authenticating proxy in front of the server",
     "data_parallel_size": "this server runs one engine: start one server for each",

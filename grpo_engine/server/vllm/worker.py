@@ -27,7 +27,8 @@ from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SH
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_engine.server.receiving import WeightReceiver
+    from grpo_engine.server.receiving import Part, WeightReceiver
+    from grpo_engine.server.staged import StagedReceiver
 
 _WATCH_INTERVAL_S = 0.25
 _WATCH_NAME = "grpo-server-watch"
@@ -43,8 +44,14 @@ class GrpoWorker:
     add_lora: Callable[[Any], bool]
     reload_weights: Callable[..., None]
 
+    sleep: Callable[..., None]
+    wake_up: Callable[..., None]
+
     _grpo_receiver: WeightReceiver | None = None
-    _grpo_views: dict[str, Tensor]
+    _grpo_staged: StagedReceiver | None = None
+    _grpo_parts: dict[str, Part]
+    _grpo_lacks_cache: bool = False
+    """Weights are allocated again, and the cache is not."""
 
     @property
     def _grpo_rank(self) -> int:
@@ -139,18 +146,22 @@ class GrpoWorker:
         except BridgeError as error:
             return {"problem": str(error)}
 
-    def grpo_find_weights(self, expected: dict[str, list[int]], aliases: dict[str, str]) -> str | None:
-        """Find where the weights are, for `grpo_write`; why they cannot be written, or None.
+    def grpo_find_weights(
+        self, expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None = None
+    ) -> str | None:
+        """Find where the weights are, for `grpo_write` and `grpo_wake_weights`; why they cannot be written, or None.
 
         Args:
-            expected, aliases: as for `grpo_share`.
+            expected, aliases, folder: as for `grpo_share`.
         """
-        from grpo_engine.server.vllm.layout import views_under_hf_names
+        from grpo_engine.server.vllm.layout import compare_with_checkpoint, parts_under_hf_names
 
         try:
             self._grpo_check_plain()
             shapes = {name: tuple(shape) for name, shape in expected.items()}
-            self._grpo_views = views_under_hf_names(self.model_runner.get_model(), shapes, aliases)
+            self._grpo_parts = parts_under_hf_names(self.model_runner.get_model(), shapes, aliases)
+            if folder is not None:
+                compare_with_checkpoint(self._grpo_parts, Path(folder))
         except BridgeError as error:
             return str(error)
         return None
@@ -158,7 +169,57 @@ class GrpoWorker:
     def grpo_write(self, layer: dict[str, Tensor]) -> None:
         """Copy weights, by their names in transformers; in the process of the caller alone."""
         for name, values in layer.items():
-            self._grpo_views[name].copy_(values.detach())
+            self._grpo_parts[name].memory.copy_(values.detach())
+
+    def grpo_sleep(self) -> None:
+        """Free weights and cache; the weights' values are lost. Not on a CPU, whose vLLM has no sleep mode."""
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            return
+        if self._grpo_lacks_cache:  # a trainer exited while it handed its weights over
+            self.wake_up(tags=["kv_cache"])
+            self._grpo_lacks_cache = False
+        self.sleep(level=2)
+
+    def grpo_wake_weights(self, request: dict[str, Any]) -> str | None:
+        """Allocate the weights at the same addresses again, and make ready to take their values; or why not.
+
+        Args:
+            request: a `WakeRequest`.
+        """
+        from grpo_engine.server.staged import StagedReceiver
+        from grpo_engine.wire.inference import WakeRequest
+
+        if self._grpo_staged is None:
+            self._grpo_staged = StagedReceiver()
+        try:
+            if self.vllm_config.model_config.enable_sleep_mode:
+                self.wake_up(tags=["weights"])
+                self._grpo_lacks_cache = True
+            self._grpo_staged.begin(WakeRequest.model_validate(request), self._grpo_parts)
+        except (BridgeError, RuntimeError) as error:  # CUDA: out of memory
+            return str(error)
+        return None
+
+    def grpo_take(self, number: int) -> str | None:
+        """Copy what the staging memory holds; or why not."""
+        assert self._grpo_staged is not None
+        try:
+            self._grpo_staged.take(number)
+        except (BridgeError, RuntimeError) as error:
+            return str(error)
+        return None
+
+    def grpo_wake_cache(self, with_checksum: bool) -> dict[str, Any]:
+        """Allocate the cache again, now that all weights were taken: `checksum`, or `problem`."""
+        assert self._grpo_staged is not None
+        try:
+            checksum = self._grpo_staged.end(with_checksum=with_checksum)
+            if self._grpo_lacks_cache:
+                self.wake_up(tags=["kv_cache"])
+                self._grpo_lacks_cache = False
+        except (BridgeError, RuntimeError) as error:
+            return {"problem": str(error)}
+        return {"checksum": checksum}
 
     def grpo_leave(self) -> None:
         """Leave the weight group."""

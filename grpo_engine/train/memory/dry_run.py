@@ -204,7 +204,7 @@ def card_of_size(config: TrainConfig, size_gb: float) -> Card:
 
 def _shares_card(config: TrainConfig) -> bool:
     """Whether inference is on the trainer's card: weights are shared, or its share of the card was set."""
-    if config.bridge.samples_in_process:  # in turn with the trainer
+    if config.bridge.takes_turns:
         return False
     return config.bridge.shares_memory or "gpu_memory_utilization" in config.model_fields_set
 

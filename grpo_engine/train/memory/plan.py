@@ -205,8 +205,9 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
     if is_shared and config.num_iterations > 1:
         unseen = kept or learning  # merged weights are recomputed in each forward pass, and kept for the backward pass
         parts.insert(6, Part("weights unseen", unseen, note="between two hand-overs"))
-    if config.bridge.samples_in_process and config.device != "cpu":
+    if config.bridge.takes_turns and config.device != "cpu":
         parts.append(Part(SLEEPING_ENGINE, SLEEPING_ENGINE_BYTES, note="CUDA graphs and workspace"))
+        parts.append(Part("staging memory", config.bridge.device_bytes))
     if shards > 1:
         whole = Part("adapters", learning if has_adapters else 0)
         parts = [*_sharded(parts, config, shards), whole, *_gathered(model, config)]

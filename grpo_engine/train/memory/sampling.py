@@ -1,4 +1,4 @@
-"""Whether sampling fits on the GPU of a rank that samples and trains in turn (bridge mode colocate).
+"""Whether sampling fits on a GPU on which sampling and training take turns (bridge modes colocate and turns).
 
 In both phases there are the trainer's weights, masters, gradients and optimizer. While it samples, the engine has its
 share of the card beside them; while it trains, the engine sleeps and the step has the rest.
@@ -53,8 +53,8 @@ class SamplingPhase:
 
 
 def sampling_phase(model: ModelShape, config: TrainConfig, plan: MemoryPlan) -> SamplingPhase | None:
-    """The phase in which a trainer samples; None where it does not."""
-    if not config.bridge.samples_in_process:
+    """The phase in which completions are sampled; None where that is not a phase of its own on the trainer's GPU."""
+    if not config.bridge.takes_turns:
         return None
     asleep = sum(part.num_bytes for part in plan.parts if part.name == SLEEPING_ENGINE)
     return SamplingPhase(

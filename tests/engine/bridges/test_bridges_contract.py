@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridging import MODES, PROMPT, Serving, assert_agreement, bridge_to, served_logprobs, serving
+from bridging import MODES, PROMPT, SERVER_FLAGS, Serving, assert_agreement, bridge_to, served_logprobs, serving
 from serving import model_logprobs, save_tiny_model, shift
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_engine.bridges import Bridge
+from grpo_engine.bridges import BY_MODE, Bridge
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +28,7 @@ def test_what_is_published_is_served(server: Serving, bridge: Bridge) -> None:
     attached = bridge.attach()
     model = attached.model.eval()
     assert attached.policy_version == 0
+    bridge.poll_server()  # as while a batch is awaited: a server that sleeps during steps wakes
     assert_agreement(server.now, model, 0)
     _, tokens, before = served_logprobs(server.now)
     with server.now.client as client:
@@ -42,6 +43,7 @@ def test_what_is_published_is_served(server: Serving, bridge: Bridge) -> None:
     assert info["update_count"] == num_updates + 3
     assert info["last_update_time"] > 0
     bridge.prepare_step()
+    bridge.poll_server()
     assert_agreement(server.now, model, 3)
 
 
@@ -93,6 +95,7 @@ def test_a_restarted_server_gets_the_current_weights_before_the_next_batch(serve
     bridge.poll_server()  # never waits
     server.start()
     bridge.prepare_step()
+    bridge.poll_server()
     assert_agreement(server.now, model, 7)
     bridge.publish(8, shift(model, 2))
     assert_agreement(server.now, model, 8)
@@ -109,11 +112,29 @@ def test_a_saved_model_loads_again(bridge: Bridge, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server of tied embeddings for all modes."""
-    folder = tmp_path_factory.mktemp("tied")
-    model = save_tiny_model(folder / "model", seed=1, tied=True)
-    with serving(model, folder, "--shared-weights", "--enable-lora", "--receives-weights") as server:
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of tied embeddings."""
+    return save_tiny_model(tmp_path_factory.mktemp("tied") / "model", seed=1, tied=True)
+
+
+@pytest.fixture(scope="module")
+def tied_for_most(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server of it for all modes whose servers stay awake."""
+    flags = ("--shared-weights", "--enable-lora", "--receives-weights")
+    with serving(tied_model, tmp_path_factory.mktemp("tied-server"), *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def tied(
+    settings: dict[str, object], request: pytest.FixtureRequest, tied_model: Path, tmp_path: Path
+) -> Iterator[Serving]:
+    """A server of it for this mode."""
+    mode = str(settings["mode"])
+    if not BY_MODE[mode].takes_turns:
+        yield request.getfixturevalue("tied_for_most")
+        return
+    with serving(tied_model, tmp_path, *SERVER_FLAGS[mode]) as server:
         yield server
 
 
