@@ -49,6 +49,7 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
                 "sweep.json",
                 "sweeps",
                 "set-aside",
+                "turn.lock",
                 "used_versions.json",
             ),
         ]
