@@ -90,7 +90,8 @@ def _free_bytes() -> int | None:
     """Free memory of this process's GPU; None where it uses none yet."""
     import torch
 
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.mem_get_info()[0] if is_used else None
 
 
 class StatefulEngine:

@@ -1,4 +1,4 @@
-"""A server that sleeps while its trainer computes a step: requests wait, and no exit of either leaves it with garbage."""
+"""A server that sleeps while its trainer computes a step: requests wait, and no exit leaves it with garbage."""
 
 from __future__ import annotations
 
