@@ -22,6 +22,10 @@ class FusedAdamW8bit(AdamW8bit):  # type: ignore[misc]
     gradient_scale = 1.0
     """Factor of the gradients in the next step, for clipping; those of small parameters are scaled in place."""
 
+    def updates_bf16(self, parameter: Tensor) -> bool:
+        """Whether a parameter may be bf16, which is rounded stochastically, and its gradient of any float type."""
+        return parameter.numel() >= self.args.min_8bit_size
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters that have gradients; unlike bitsandbytes, without waiting for the GPU after each."""

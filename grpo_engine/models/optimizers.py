@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, assert_never, cast
 
 import torch
@@ -196,8 +197,10 @@ class MasterWeights:
         Args:
             gradient_scale: of the gradients, for clipping; applied in fp32.
         """
-        gradients = self._take_gradients(self._in_portions)
-        _step_once(optimizer, self._masters.values(), gradient_scale)  # the others, in one call
+        is_direct = getattr(optimizer, "updates_bf16", lambda parameter: False)
+        gradients = self._take_gradients(name for name in self._in_portions if not is_direct(self._masters[name]))
+        with self._in_place(name for name in self._rounded if name not in gradients):
+            _step_once(optimizer, self._masters.values(), gradient_scale)  # the others, in one call
         for names in _portions({name: gradient.numel() for name, gradient in gradients.items()}):
             masters = [self._masters[name] for name in names]
             placeholders = [master.data for master in masters]
@@ -251,6 +254,18 @@ class MasterWeights:
                 gradients[name] = gradient
         return gradients
 
+    @contextmanager
+    def _in_place(self, names: Iterable[str]) -> Iterator[None]:
+        """Within, the optimizer's parameters of these names are the rounded values themselves."""
+        masters = [(self._masters[name], self._masters[name].data, self._value(name)) for name in names]
+        for master, _, value in masters:
+            master.data = value
+        try:
+            yield
+        finally:
+            for master, placeholder, _ in masters:
+                master.data = placeholder
+
     def _value(self, name: str) -> Tensor:
         """A parameter's value between steps; looked up each time, since a bridge may move its memory."""
         if name not in self._rounded:
@@ -264,24 +279,21 @@ def _send_gradients(live: nn.Parameter, master: nn.Parameter, dtype: torch.dtype
     def send(live: Tensor) -> None:
         assert live.grad is not None  # the hook runs after accumulation
         gradient, live.grad = local_part(live.grad), None
-        if dtype is torch.bfloat16:
-            if master.grad is None:
-                master.grad = gradient.to(dtype).contiguous()  # as the master: required by fused kernels
-            else:
-                add_rounded_(master.grad, gradient)
-        else:
-            master.grad = _added(master.grad, gradient)
+        master.grad = _added(master.grad, gradient, dtype)
 
     return cast(RemovableHandle, live.register_post_accumulate_grad_hook(send))  # type: ignore[no-untyped-call]
 
 
-def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """The fp32 `total` with a gradient added, in place; None: the gradient in fp32, contiguous."""
-    if gradient.device.type == "cuda" and gradient.dtype in (torch.bfloat16, torch.float16) and has_compiler():
+def _added(total: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The `total` with a gradient added, in place; without one the gradient in `dtype`, contiguous."""
+    has_kernel = gradient.device.type == "cuda" and gradient.dtype is not torch.float32 and has_compiler()
+    if has_kernel and (total is not None or dtype is torch.float32):
         from grpo_engine.models.update_kernels import add
 
         return add(total, gradient)
-    return gradient.to(torch.float32).contiguous() if total is None else total.add_(gradient)
+    if total is None:
+        return gradient.to(dtype).contiguous()
+    return add_rounded_(total, gradient) if dtype is torch.bfloat16 else total.add_(gradient)
 
 
 def _step_once(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], gradient_scale: float) -> None:

@@ -1,8 +1,12 @@
-"""Triton kernels of an update: gradients of micro-batches added up in fp32, and AdamW with 8-bit states.
+"""Triton kernels of an update: gradients of micro-batches added up, and AdamW with 8-bit states.
 
-Both are limited by the card's memory. torch adds bf16 to fp32 at 2.7 TB/s on an H200, and copies it to fp32 at 2.0.
-bitsandbytes finds each 8-bit code by a search of eight dependent steps, so that its kernel takes 222 ms for 8 B
-parameters, where reading and writing all of it takes 30; here a code is computed.
+Both are limited by the card's memory. torch adds bf16 to fp32 at 2.7 TB/s on an H200, copies it to fp32 at 2.0, and
+rounds stochastically in passes over fp32 copies. bitsandbytes finds each 8-bit code by a search of eight dependent
+steps, so that its kernel takes 222 ms for 8 B parameters, where reading and writing all of it takes 30; here a code is
+computed.
+
+Stochastic rounding is that of `rounding`, with Philox numbers from a seed: numbers of the CPU's generator give seeds,
+so that a resumed trainer repeats them.
 """
 
 from __future__ import annotations
@@ -22,13 +26,22 @@ LOG2_10: tl.constexpr = tl.constexpr(3.321928094887362)
 
 
 def add(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """The fp32 `total` with a gradient in 16 bits added, in place; without a total, the gradient in fp32."""
+    """The `total` with a gradient in 16 bits added, in place: in fp32, and rounded stochastically if it is bf16.
+
+    Without a total, the gradient in fp32.
+    """
     gradient, is_first = gradient.contiguous(), total is None
     total = torch.empty_like(gradient, dtype=torch.float32) if total is None else total
-    numel = gradient.numel()
+    rounds, numel = total.dtype is torch.bfloat16, gradient.numel()
     with torch.cuda.device_of(gradient):  # type: ignore[no-untyped-call]
-        _add[(triton.cdiv(numel, ADDED),)](total, gradient, numel, IS_FIRST=is_first, BLOCK=ADDED, num_warps=8)
+        _add[(triton.cdiv(numel, ADDED),)](
+            total, gradient, numel, _seed() if rounds else 0, IS_FIRST=is_first, ROUNDS=rounds, BLOCK=ADDED, num_warps=8
+        )
     return total
+
+
+def _seed() -> int:
+    return int(torch.randint(1 << 31, ()))
 
 
 def adamw_8bit_(
@@ -48,14 +61,14 @@ def adamw_8bit_(
     """Update a parameter and its states in place.
 
     Args:
-        parameter: contiguous fp32, of N numbers.
+        parameter: contiguous, of N numbers: fp32, or bf16, which is rounded stochastically.
         gradient: contiguous, of any float type; finite.
         codes: (N,) uint8 of both moments.
         scales: (N / 256,) fp32 of both, rounded up: the largest magnitude in each block.
         maps: (256,) fp32: the value of each code, signed for the first moment, from 0 on for the second.
         step: number of this update, from 1 on.
     """
-    numel = parameter.numel()
+    numel, rounds = parameter.numel(), parameter.dtype is torch.bfloat16
     correction2 = (1.0 - betas[1] ** step) ** 0.5
     with torch.cuda.device_of(parameter):  # type: ignore[no-untyped-call]
         _update[(triton.cdiv(numel, ROWS * BLOCK),)](
@@ -71,19 +84,33 @@ def adamw_8bit_(
             eps * correction2,
             lr * correction2 / (1.0 - betas[0] ** step),
             1.0 - lr * weight_decay,
+            _seed() if rounds else 0,
+            ROUNDS=rounds,
             ROWS=ROWS,
             BLOCK=BLOCK,
         )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add(total_at, gradient_at, numel, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add(  # type: ignore[no-untyped-def]
+    total_at, gradient_at, numel, seed, IS_FIRST: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
+):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = places < numel
     value = tl.load(gradient_at + places, is_there).to(tl.float32)
     if not IS_FIRST:
-        value += tl.load(total_at + places, is_there)
+        value += tl.load(total_at + places, is_there).to(tl.float32)
+    if ROUNDS:
+        value = _rounded(value, seed, places)
     tl.store(total_at + places, value, is_there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(value, seed, places):  # type: ignore[no-untyped-def]
+    """fp32 numbers as bf16, stochastically: random bits are added to the lower half, which is then cut off."""
+    bits = value.to(tl.uint32, bitcast=True) + (tl.randint(seed, places) & 0xFFFF).to(tl.uint32)
+    rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(value == value, rounded, value).to(tl.bfloat16)  # a carry could make infinity of NaN
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -103,6 +130,8 @@ def _update(  # type: ignore[no-untyped-def]
     eps,
     step_size,
     decay,
+    seed,
+    ROUNDS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -112,13 +141,15 @@ def _update(  # type: ignore[no-untyped-def]
     gradient = tl.load(gradient_at + places, is_there, other=0.0).to(tl.float32) * gradient_scale
     code1 = tl.load(codes1_at + places, is_there, other=127).to(tl.int32)  # 0 in either map
     code2 = tl.load(codes2_at + places, is_there, other=0).to(tl.int32)
-    parameter = tl.load(parameter_at + places, is_there, other=0.0)
+    parameter = tl.load(parameter_at + places, is_there, other=0.0).to(tl.float32)
     scale1 = tl.load(scales1_at + rows, has_row, other=0.0)
     scale2 = tl.load(scales2_at + rows, has_row, other=0.0)
     first = tl.load(map1_at + code1) * scale1[:, None] * beta1 + (1.0 - beta1) * gradient
     second = tl.load(map2_at + code2) * scale2[:, None] * beta2 + (1.0 - beta2) * gradient * gradient
-    parameter -= step_size * (first / (tl.sqrt(second) + eps))
-    tl.store(parameter_at + places, parameter * decay, is_there)
+    parameter = (parameter - step_size * (first / (tl.sqrt(second) + eps))) * decay
+    if ROUNDS:
+        parameter = _rounded(parameter, seed, places)
+    tl.store(parameter_at + places, parameter, is_there)
 
     largest1, largest2 = tl.max(tl.abs(first), axis=1), tl.max(second, axis=1)
     tl.store(scales1_at + rows, largest1, has_row)

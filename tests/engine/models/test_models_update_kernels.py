@@ -110,3 +110,37 @@ def test_a_gradient_with_gaps_is_added_as_it_reads() -> None:
 
     turned = torch.randn(40, 30, device=DEVICE).bfloat16().t()
     assert torch.equal(add(None, turned), turned.float())
+
+
+@runs_kernels
+def test_bf16_totals_and_parameters_are_rounded_stochastically() -> None:
+    """Neither a sum nor an update that is a tenth of the last bit is lost on average, and a seed repeats it."""
+    from grpo_engine.models.update_kernels import adamw_8bit_, add
+
+    numel = 64 * BLOCK
+    tenth = 0.1 * 2.0**-7  # of the distance between 1 and the next bf16
+    tolerance = 5 * (0.09 / numel) ** 0.5 * 2.0**-7
+    torch.manual_seed(0)
+    total = add(torch.ones(numel, device=DEVICE).bfloat16(), torch.full((numel,), tenth, device=DEVICE).bfloat16())
+    assert total.dtype is torch.bfloat16
+    assert set(total.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+    assert total.double().mean().item() == pytest.approx(1 + tenth, abs=tolerance + 1e-5)
+
+    def updated() -> Tensor:
+        parameter = torch.ones(numel, device=DEVICE).bfloat16()
+        codes = tuple(torch.full((numel,), start, dtype=torch.uint8, device=DEVICE) for start in (127, 0))
+        scales = tuple(torch.zeros(numel // BLOCK, device=DEVICE) for _ in codes)
+        maps = values_of_codes(signed=True), values_of_codes(signed=False)
+        gradient = torch.full((numel,), -1.0, device=DEVICE).bfloat16()
+        adamw_8bit_(
+            parameter, gradient, codes, scales, maps,
+            gradient_scale=1.0, step=1, lr=tenth, betas=BETAS, eps=EPS, weight_decay=0.0,
+        )  # fmt: skip
+        return parameter
+
+    torch.manual_seed(1)
+    first = updated()
+    assert first.double().mean().item() == pytest.approx(1 + tenth, abs=tolerance)
+    torch.manual_seed(1)
+    assert torch.equal(updated(), first)
+    assert not torch.equal(updated(), first)
