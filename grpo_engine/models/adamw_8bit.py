@@ -24,7 +24,7 @@ class FusedAdamW8bit(AdamW8bit):  # type: ignore[misc]
 
     def updates_bf16(self, parameter: Tensor) -> bool:
         """Whether a parameter may be bf16, which is rounded stochastically, and its gradient of any float type."""
-        return parameter.numel() >= self.args.min_8bit_size
+        return bool(parameter.numel() >= self.args.min_8bit_size)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

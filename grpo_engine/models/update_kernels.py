@@ -105,7 +105,7 @@ def _add(  # type: ignore[no-untyped-def]
     tl.store(total_at + places, value, is_there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rounded(value, seed, places):  # type: ignore[no-untyped-def]
     """fp32 numbers as bf16, stochastically: random bits are added to the lower half, which is then cut off."""
     bits = value.to(tl.uint32, bitcast=True) + (tl.randint(seed, places) & 0xFFFF).to(tl.uint32)
