@@ -40,6 +40,7 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConfinedSco
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GRPO_API_TOKEN", "a secret")
         patched.setenv("PYTHONPATH", str(folder))
+        (folder / "access.token").write_text("a secret, of a run below a folder of modules")
         scorers = ConfinedScorers("evaluating")
         scorers.prepare("")
         yield scorers
@@ -108,6 +109,9 @@ def test_an_answer_reads_no_file_but_those_of_python(evaluating: ConfinedScorers
     token.write_text("a secret")
     for path in (str(token), f"/proc/{os.getpid()}/environ", "/etc/passwd"):
         assert not succeeds(evaluating, f"open({path!r}, 'rb').read()")
+    beside = "open(__import__('evaluating').__file__.replace('evaluating.py', {!r})).read()"
+    assert not succeeds(evaluating, beside.format("access.token"))
+    assert succeeds(evaluating, beside.format("evaluating.py"))
     assert succeeds(evaluating, f"open({os.__file__!r}, 'rb').read()")
 
 

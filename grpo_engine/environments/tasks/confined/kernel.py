@@ -13,7 +13,6 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -157,5 +156,12 @@ def _hide_files(libc: ctypes.CDLL) -> None:
         os.close(rules)
 
 
-def _readable() -> Iterable[str]:
-    return {path for path in (*_OF_THE_SYSTEM, sys.prefix, sys.base_prefix, *sys.path) if path}
+def _readable() -> set[str]:
+    """Libraries, and what is loaded already; not all of `sys.path`: a run folder may be below a folder of modules."""
+    libraries = {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
+    loaded: set[str] = set()
+    for name, module in sys.modules.copy().items():
+        if "." not in name:
+            files = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+            loaded.update(path for path in files if isinstance(path, str))
+    return {*_OF_THE_SYSTEM, sys.prefix, sys.base_prefix, *libraries, *loaded}
