@@ -38,6 +38,8 @@ LogLevel = Annotated[
 
 _OPEN = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
 """Paths of descriptors that are open already."""
+MAX_DEPTH = 64
+"""Of tables and lists in each other; settings have six."""
 MAX_YAML_VALUES = 100_000
 _KINDS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 """Of files, by their suffix; others are TOML."""
@@ -115,7 +117,25 @@ def parsed_table(content: bytes, path: Path) -> RawTable:
         raise ConfigError(f"{path}: not valid {kind}: nested too deep") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: must hold a table, not {type(table).__name__}")
+    if is_too_deep(table):
+        raise ConfigError(f"{path}: not valid {kind}: nested too deep")
     return table
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether tables and lists are nested deeper than any settings: what walks through them calls itself at each level.
+
+    `a.a.a.…` in TOML nests without end, and its parser does not mind.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = (
+            each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+        )
+        level = [inner for each in containers for inner in each if isinstance(inner, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _reader(path: Path) -> Callable[[str], Any]:

@@ -20,6 +20,8 @@ def read_resolved(run_folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: its file is missing or damaged; says which.
     """
+    from grpo_engine.config import is_too_deep  # here: the status of a run needs no settings
+
     path = run_folder / RESOLVED_FILE
     try:
         with open_file(path) as file:
@@ -30,6 +32,8 @@ def read_resolved(run_folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is damaged: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"{path.name} is damaged: not a table")
+    if is_too_deep(document):
+        raise ValueError(f"{path.name} is damaged: nested too deep")
     return document
 
 

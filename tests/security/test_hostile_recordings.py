@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
 from grpo_engine.simulate.recording import figures_of, read_recording
 from grpo_tui.profile.simulated import recorded_figures, shape_of
+from grpo_tui.run_files.resolved import read_resolved
 from grpo_tui.sweeps.asked import Asked, points
 from grpo_tui.sweeps.chooser import STUDY_FILE, Chooser
 from grpo_tui.sweeps.grid import checked_values, points_of
@@ -106,6 +108,18 @@ def test_a_grid_of_more_combinations_than_fit_into_memory_is_refused(tmp_path: P
     table = {"services": {"t": {"kind": "environment", "model_name": "m", "task": {"name": "arithmetic"}}}}
     with pytest.raises(ConfigError, match="--optuna: 5000000000000 points are more than"):
         points(asked, table, tmp_path / "p.toml", [{"services.t.env.V": "x"}])
+
+
+@pytest.mark.parametrize("name", ["deep.toml", "deep.json", "deep.yaml"])
+def test_settings_nested_deeper_than_any_are_refused_before_they_are_walked_through(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    deep = {"deep.toml": ".".join("a" * 5000) + " = 1", "deep.json": '{"a":' * 200 + "1" + "}" * 200}
+    path.write_text(deep.get(name, "a: " + "[" * 200 + "]" * 200))
+    with pytest.raises(ConfigError, match="nested too deep"):
+        read_table(path)
+    (tmp_path / "resolved.json").write_text(deep["deep.json"])
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_resolved(tmp_path)
 
 
 def test_a_study_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
