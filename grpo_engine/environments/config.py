@@ -155,6 +155,9 @@ class EnvironmentConfig(SamplingConfig):
     `policy_plays` of mafia leaves; its turns are not trained here. Unset: scripted players."""
     opponent_model_name: str | None = None
     """Model there, whose tokenizer builds its prompts; unset: model_name."""
+    opponent_rollout_server_url: Url | None = None
+    """URL of the rollout API of a trainer that trains the opponent: its seats of every game are posted there, with the
+    rewards of their own objective (`other_…` of the task). Unset: the opponent is not trained here."""
     api_token: str | None = None
     """Token of the rollout API; unset: from $GRPO_API_TOKEN or $GRPO_API_TOKEN_FILE, which a
     supervisor sets, else none."""
@@ -212,6 +215,14 @@ class EnvironmentConfig(SamplingConfig):
             )
         if self.opponent_model_name is not None and not self.opponent_urls:
             raise ValueError("opponent_model_name has no effect without opponent_urls, its servers: set both")
+        if self.opponent_rollout_server_url is not None:
+            if not self.opponent_urls:
+                raise ValueError("opponent_rollout_server_url has no effect without opponent_urls: set both")
+            if self.opponent_rollout_server_url == self.rollout_server_url:
+                raise ValueError(
+                    f"opponent_rollout_server_url {self.rollout_server_url} is that of the trained policy too: each "
+                    "policy has a trainer and a rollout API of its own, so set the other one's"
+                )
         return self
 
     @model_validator(mode="after")

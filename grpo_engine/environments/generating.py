@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import ItemSource
 from grpo_engine.environments.sampling.groups import scored_group
 from grpo_engine.environments.sampling.policy import Inference, Opponent, Policy, PromptTooLong
 from grpo_engine.environments.sampling.prompts import Tokenizer
-from grpo_engine.environments.sampling.sample import Rollouts, num_groups, sample_item, sample_rewards, without_empty
+from grpo_engine.environments.sampling.sample import (
+    Rollouts,
+    num_groups,
+    sample_game,
+    sample_item,
+    sample_rewards,
+    without_empty,
+)
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.errors import ConfigError
 from grpo_engine.wire.rollouts import ScoredGroup
@@ -50,8 +59,21 @@ class GroupGenerator:
             ConfigError: none of `_MAX_SKIPPED_ITEMS` consecutive prompts leaves room.
             GrpoError: the inference server refuses a request, or a reward is not finite.
         """
-        item, of_seats = await self._sample(longest)
-        self._source.result(item, sample_rewards(of_seats))
+        item, own, _ = await self._sample(longest, None)
+        self._source.result(item, sample_rewards(own))
+        return self._groups_of(own)
+
+    async def next_of_both(self, longest: int, longest_of_opponent: int) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+        """Play the next game; returns the groups of the policy's seats, and those of its opponent's.
+
+        Raises:
+            ConfigError, GrpoError: as `next`.
+        """
+        item, own, of_opponent = await self._sample(longest, longest_of_opponent)
+        self._source.result(item, sample_rewards(own))
+        return self._groups_of(own), self._groups_of(of_opponent)
+
+    def _groups_of(self, of_seats: Sequence[Rollouts]) -> list[ScoredGroup]:
         return [
             scored_group(sampled.conversations, sampled.rewards, temperature=self._config.temperature)
             for sampled in map(without_empty, of_seats)
@@ -68,8 +90,14 @@ class GroupGenerator:
             return False
         return not self._config.ensure_scores_are_not_same or len(set(sampled.rewards)) > 1
 
-    async def _sample(self, longest: int) -> tuple[Item, list[Rollouts]]:
-        """Sample the next item whose prompt leaves room for a completion."""
+    async def _sample(
+        self, longest: int, longest_of_opponent: int | None
+    ) -> tuple[Item, list[Rollouts], list[Rollouts]]:
+        """Sample the next item whose prompt leaves room for a completion; rollouts of the opponent where it is trained.
+
+        Args:
+            longest_of_opponent: as `longest`, of an opponent that is trained too; None: it is not.
+        """
         config = self._config
         policy = Policy(
             config=config,
@@ -78,11 +106,14 @@ class GroupGenerator:
             temperature=config.temperature,
             longest=longest,
         )
-        opponent = self._opponent.as_policy(config, config.temperature, longest) if self._opponent else None
+        of_opponent = longest if longest_of_opponent is None else longest_of_opponent
+        opponent = self._opponent.as_policy(config, config.temperature, of_opponent) if self._opponent else None
         for _ in range(_MAX_SKIPPED_ITEMS):
             item = self._source.next()
             try:
-                return item, await sample_item(policy, item, config.group_size, opponent=opponent)
+                if opponent is not None and longest_of_opponent is not None:
+                    return item, *await sample_game(policy, item, config.group_size, opponent=opponent)
+                return item, await sample_item(policy, item, config.group_size, opponent=opponent), []
             except PromptTooLong as error:
                 self.num_too_long += 1
                 num_tokens = error.num_tokens

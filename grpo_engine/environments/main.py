@@ -98,10 +98,14 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             )
 
         inference = await clients(config.inference_urls, headers)
-        opponent = None
+        opponent, opponent_api = None, None
         if config.opponent_urls:
             opponent = Opponent(tokenizer=of_opponent or tokenizer, inference=await clients(config.opponent_urls, {}))
-        runner = Runner(config, tokenizer, RolloutApi(api), inference, opponent)
+        if config.opponent_rollout_server_url is not None:
+            opponent_api = RolloutApi(
+                await stack.enter_async_context(open_async_client(token, base_url=config.opponent_rollout_server_url))
+            )
+        runner = Runner(config, tokenizer, RolloutApi(api), inference, opponent, opponent_api)
         reporter = Reporter.from_environment(os.environ)
         reporter.ask_waiting = runner.waiting
         working = asyncio.create_task(runner.run())

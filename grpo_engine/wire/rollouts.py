@@ -164,6 +164,8 @@ class EnvironmentStatus(Message):
     may_start: int | None = None
     """Groups that it may start now, beyond those that it said it samples; absent: staleness has no bound, or it did not
     ask."""
+    needs_no_more: bool | None = None
+    """True once the trainer has its last batch; only sent to environments that take slots."""
 
 
 class ScoredGroup(Message):

@@ -23,6 +23,9 @@ SWEEP_FILE = "sweep.json"
 """Of a run that is a point of a sweep: its `SweepMark`; written by the sweep, which finds its runs by it."""
 SWEEPS = "sweeps"
 """In the folder of all runs: a folder for each sweep."""
+POLICIES = "policies"
+"""Of a run that trains several policies: a folder for each but the first, with its metrics, rollouts, store, bridge
+file, hand-over folder and checkpoints by the names that they have here."""
 STATE_FILE = "state.json"
 """The status document, and what a later supervisor must know; written by the supervisor."""
 ADDRESS_FILE = "daemon.json"
@@ -74,6 +77,11 @@ _JOURNAL_FILE = re.compile(r"step_(\d+)\.jsonl")
 def service_log(run_folder: Path, service: str) -> Path:
     """The log of a service."""
     return run_folder / f"{service}.log"
+
+
+def policy_folder(run_folder: Path, policy: str | None) -> Path:
+    """The folder of a policy's files; that of the run for the policy without a name."""
+    return run_folder if policy is None else run_folder / POLICIES / policy
 
 
 def restarts_file(run_folder: Path, service: str) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from grpo_engine.config import did_you_mean
+from grpo_engine.errors import ConfigError
 from grpo_tui.cli.printing import write_line
 
 if TYPE_CHECKING:
@@ -61,6 +64,30 @@ def run_to_read(prefix: str | None) -> Run:
     if prefix is None and not run.is_live:
         write_line(f"no live run here; showing {run.id}, which has ended", to_stderr=True)
     return run
+
+
+PolicyOption = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="NAME", help="Of a run that trains several policies: which; default: the first."),
+]
+
+
+def folder_of_policy(run: Run, policy: str | None) -> Path:
+    """The folder with the metrics and checkpoints of a policy.
+
+    Raises:
+        ConfigError: the run has none of that name.
+    """
+    from grpo_engine.wire.run_folder import POLICIES, policy_folder
+
+    folder = policy_folder(run.folder, policy)
+    if policy is not None and not folder.is_dir():
+        names = sorted(path.name for path in (run.folder / POLICIES).glob("*"))
+        there = ", ".join(names) if names else "one without a name alone"
+        raise ConfigError(
+            f"--policy {policy}: {run.id} has no such policy{did_you_mean(policy, names)}; it has {there}"
+        )
+    return folder
 
 
 def note_unsupervised(run: Run) -> None:

@@ -22,7 +22,7 @@ from grpo_engine.python_command import module_command
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, files_of, open_regular
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import CHECKPOINTS, checkpoint_folder, checkpoint_steps
-from grpo_tui.cli.arguments import run_to_read
+from grpo_tui.cli.arguments import PolicyOption, folder_of_policy, run_to_read
 from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import Run
 from grpo_tui.exit_codes import ExitCode
@@ -55,6 +55,7 @@ def export_command(
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda", help="Where it is merged and checked.")
     ] = "cpu",
+    policy: PolicyOption = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, with a model card. Works for live runs too.
 
@@ -62,9 +63,10 @@ def export_command(
     once before it gets its name. Prints the folder.
     """
     found = run_to_read(run)
-    launch = _trainer(found)
-    resolved = _resolved(found)
-    save_path = _save_path(found, launch, resolved)
+    of_policy = folder_of_policy(found, policy)
+    resolved = _of_policy(_resolved(found), policy)
+    launch = _trainer(found, resolved)
+    save_path = _save_path(of_policy, launch, resolved)
     with tempfile.TemporaryDirectory(prefix="grpo-export-") as temporary, ExitStack() as opened:
         of_step = _step(found, save_path, step)
         checkpoint = Path(temporary) / f"step_{of_step}"
@@ -73,7 +75,7 @@ def export_command(
             name=folder.absolute().name,
             run=_origin(found),
             resolved=resolved,
-            lines=[line for line in _lines(found) if line.step <= of_step],
+            lines=[line for line in _lines(found, of_policy) if line.step <= of_step],
             step=of_step,
             is_adapter=(checkpoint / ADAPTER_CONFIG).exists() and not merge_lora,
             has_chat_template=(checkpoint / CHAT_TEMPLATE).exists(),
@@ -90,15 +92,26 @@ def export_command(
     write_line(folder.absolute())
 
 
-def _trainer(run: Run) -> Launch:
+def _of_policy(resolved: dict[str, object], policy: str | None) -> dict[str, object]:
+    """The settings without trainers and servers of other policies."""
+    services = services_of(resolved)
+    kept = {
+        name: each for name, each in services.items() if each.get("policy") == policy or "environment" in each["kind"]
+    }
+    return {**resolved, "services": kept} if services else resolved
+
+
+def _trainer(run: Run, resolved: dict[str, object]) -> Launch:
     """The service that writes checkpoints.
 
     Raises:
         ConfigError: the run has none of that kind.
     """
     plan = Plan.of(run.folder)
-    for launch in plan.launches:
-        if launch.kind == "trainer":
+    trainers = [launch for launch in plan.launches if launch.kind == "trainer"]
+    of_policy = services_of(resolved)
+    for launch in trainers:
+        if launch.name in of_policy or len(trainers) == 1:
             return launch
     raise ConfigError(
         f"{run.id}: no service of kind trainer, so it is not known where checkpoints are: export one by hand with "
@@ -120,18 +133,18 @@ def _origin(run: Run) -> str:
     return run.id if parent is None else f"{run.id}, a branch of {parent.run} from step {parent.step} on"
 
 
-def _lines(run: Run) -> Sequence[MetricsLine]:
+def _lines(run: Run, folder: Path) -> Sequence[MetricsLine]:
     """The steps that made the model: of a branch, those of its parent too."""
     try:
-        return read_lineage(run.folder).lines
+        return read_lineage(folder).lines
     except OSError as error:
         write_line(f"{run.id}: no metrics ({error.strerror}); the model card has no curve", to_stderr=True)
         return ()
 
 
-def _save_path(run: Run, launch: Launch, resolved: dict[str, object]) -> Path:
+def _save_path(folder: Path, launch: Launch, resolved: dict[str, object]) -> Path:
     configured = services_of(resolved).get(launch.name, {}).get("save_path")
-    return launch.cwd / configured if configured else run.folder / CHECKPOINTS
+    return launch.cwd / configured if configured else folder / CHECKPOINTS
 
 
 def _step(run: Run, save_path: Path, step: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,10 +13,17 @@ import typer
 from grpo_engine.errors import ConfigError
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE
-from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
+from grpo_tui.cli.arguments import (
+    JsonOption,
+    PolicyOption,
+    RunArgument,
+    folder_of_policy,
+    note_unsupervised,
+    run_to_read,
+)
 from grpo_tui.cli.follow import FollowOption, grown, tail
 from grpo_tui.cli.printing import one_line, write_bytes, write_line
-from grpo_tui.client.api import Run, look_at
+from grpo_tui.client.api import look_at
 from grpo_tui.run_files.metrics import all_steps, read_line
 
 COLUMNS = (
@@ -58,6 +66,7 @@ def metrics_command(
         str | None,
         typer.Option("--format", metavar="csv|json|parquet", help="The whole run for other programs, one row a step."),
     ] = None,
+    policy: PolicyOption = None,
 ) -> None:
     """Show the metrics of every step.
 
@@ -75,10 +84,11 @@ def metrics_command(
         )
     found = run_to_read(run)
     note_unsupervised(found)
+    folder = folder_of_policy(found, policy)
     if format_ is not None:
-        _print_data(found, format_, starts)
+        _print_data(folder, format_, starts)
         return
-    path = found.folder / METRICS_FILE
+    path = folder / METRICS_FILE
     last = tail(path, sys.maxsize, lambda line: True, with_unfinished=not follow)
     shows_table = sys.stdout.isatty() and not (as_json or all_ or only)
     table = StepTable(shutil.get_terminal_size().columns) if shows_table else None
@@ -175,7 +185,7 @@ def _put(raw: bytes, as_json: bool, starts: tuple[str, ...], table: StepTable | 
 # --- data for other programs -----------------------------------------------------------------------------------------
 
 
-def _print_data(run: Run, format_: str, starts: tuple[str, ...]) -> None:
+def _print_data(folder: Path, format_: str, starts: tuple[str, ...]) -> None:
     """Print a row for each step: `step`, `time`, `policy_version`, and a column for each metric of the run.
 
     Raises:
@@ -185,7 +195,7 @@ def _print_data(run: Run, format_: str, starts: tuple[str, ...]) -> None:
     from grpo_tui.view.metrics.names import in_groups
     from grpo_tui.view.metrics.summary import names_of
 
-    steps = all_steps(run.folder)
+    steps = all_steps(folder)
     names = in_groups(name for name in names_of(steps) if name.startswith(starts))
     rows: list[dict[str, float | None]] = [
         {

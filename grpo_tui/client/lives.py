@@ -35,6 +35,7 @@ from grpo_engine.wire.run_folder import (
     LOCK_FILE,
     METRICS_FILE,
     PLAN_FILE,
+    POLICIES,
     RESOLVED_FILE,
     ROLLOUT_STORE,
     ROLLOUTS_FILE,
@@ -55,10 +56,16 @@ from grpo_tui.client.local import StartRefused
 from grpo_tui.run_files.metrics import newest_lines
 from grpo_tui.run_files.whole_file import read_whole
 
+_OF_POLICY = (
+    *(f"{name}/*" for name in (CHECKPOINTS, HANDOVER_FOLDER)),
+    *(f"{CHECKPOINTS}/{name}/*" for name in (JOURNAL, SET_ASIDE)),
+)
 _WRITTEN = (
     "*",
-    *(f"{name}/*" for name in (KEEPERS, LIVES, CHECKPOINTS, HANDOVER_FOLDER)),
-    *(f"{CHECKPOINTS}/{name}/*" for name in (JOURNAL, SET_ASIDE)),
+    *(f"{name}/*" for name in (KEEPERS, LIVES)),
+    *_OF_POLICY,
+    f"{POLICIES}/*",
+    *(f"{POLICIES}/*/{place}" for place in ("*", *_OF_POLICY)),
 )
 """Where a run and its commands write, below its folder."""
 _FILES = frozenset(
@@ -79,10 +86,11 @@ def refuse_links(run_folder: Path) -> None:
         StartRefused: there is such a link; nothing was changed.
     """
     inside = os.path.realpath(run_folder)
-    handed_over = run_folder / HANDOVER_FOLDER / HANDOVER_CURRENT
+    of_policies = (run_folder, *run_folder.glob(f"{POLICIES}/*"))
+    handed_over = {folder / HANDOVER_FOLDER / HANDOVER_CURRENT for folder in of_policies}
     for link in (path for places in _WRITTEN for path in run_folder.glob(places) if path.is_symlink()):
         target = Path(os.path.realpath(link))
-        is_handed_over = link == handed_over and target.parent.name.startswith(stem_of(run_folder.name))
+        is_handed_over = link in handed_over and target.parent.name.startswith(stem_of(run_folder.name))
         if not target.is_relative_to(inside) and not is_handed_over:
             raise StartRefused(
                 f"{link} is a link to {target}, outside of the run, and a run that goes on would write there: put a "
@@ -98,7 +106,8 @@ def refuse_no_files(run_folder: Path) -> None:
     """
     for path in (path for places in _WRITTEN for path in run_folder.glob(places)):
         mode = path.lstat().st_mode
-        is_file = path.parent == run_folder and (path.name in _FILES or path.suffix == ".log")
+        is_of_run = path.parent == run_folder or path.parent.parent == run_folder / POLICIES
+        is_file = is_of_run and (path.name in _FILES or path.suffix == ".log")
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or (is_file and stat.S_ISDIR(mode)):
             raise StartRefused(f"{path} is no regular file, and a run that goes on would write there: remove it")
 
@@ -140,6 +149,10 @@ def new_life(run_folder: Path) -> Path:
 
 def end_life(run_folder: Path, life: Path) -> None:
     """Move the state of the life that is over to its folder; `state.json` last: with it the run counts as over."""
+    for path in run_folder.glob(f"{POLICIES}/*/{BRIDGE_FILE}"):
+        of_policy = life / path.relative_to(run_folder)
+        of_policy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.rename(of_policy)
     for path in _of_one_life(run_folder):
         if path.exists():
             path.rename(life / path.name)

@@ -30,6 +30,7 @@ from grpo_engine.wire.run_folder import (
     checkpoint_steps,
     item_state_file,
     journal_steps,
+    policy_folder,
 )
 from grpo_engine.wire.supervisor import RunState
 from grpo_tui.client.launch import (
@@ -133,8 +134,8 @@ def resume_run(
         loaded = _load(run.folder, overrides, moved_ports=moves, chosen_ports=chosen)
         step = None if back_to is None else _checkpoint(run.id, before, _save_path(run.folder, loaded), back_to)
         if steps is not None:
-            more = _steps_override(run, loaded, steps, step)
-            loaded = _load(run.folder, [*overrides, more], moved_ports=moves, chosen_ports=chosen)
+            more = _steps_overrides(run, loaded, steps, step)
+            loaded = _load(run.folder, [*overrides, *more], moved_ports=moves, chosen_ports=chosen)
         _refuse_changes(run.id, before, loaded)
         note = _refuse_or_say(run, before, loaded, step)
         shares = shares_gpus or loaded.profile.share_gpus
@@ -206,7 +207,7 @@ def branch_run(
     saved = _save_path(parent.folder, before)
     step = _checkpoint(parent.id, before, saved, back_to)
     if steps is not None:
-        overrides = [*overrides, _steps_override(parent, loaded, steps, step)]
+        overrides = [*overrides, *_steps_overrides(parent, loaded, steps, step)]
         loaded = _load(parent.folder, overrides, in_own_places=True)
     (trainer,) = _trainers(loaded).values()
     if trainer.training_steps <= step:
@@ -305,14 +306,23 @@ def _only_trainer(loaded: LoadedProfile, option: str) -> tuple[str, Trainer]:
     return next(iter(trainers.items()))
 
 
-def _steps_override(run: Run, loaded: LoadedProfile, steps: str, step: int | None) -> str:
-    name, trainer = _only_trainer(loaded, "--steps")
+def _steps_overrides(run: Run, loaded: LoadedProfile, steps: str, step: int | None) -> list[str]:
+    """The number of steps of every trainer: the same, or so many more than each has done."""
     digits = steps.removeprefix("+")
     if not digits.isdecimal() or not int(digits):
         raise ConfigError(f"--steps {steps}: write a number of steps, or +N for so many more")
-    saved, journal = _done(trainer.save_path or run.folder / CHECKPOINTS, step)
-    total = int(digits) + (max([saved, *journal]) if steps.startswith("+") else 0)
-    return f"services.{name}.training_steps={total}"
+    overrides = []
+    for name, trainer in _trainers(loaded).items():
+        saved, journal = _done(_checkpoints_of(run.folder, trainer), step)
+        total = int(digits) + (max([saved, *journal]) if steps.startswith("+") else 0)
+        overrides.append(f"services.{name}.training_steps={total}")
+    if not overrides:
+        raise ConfigError(f"--steps needs a service of kind trainer; {loaded.name} has none")
+    return overrides
+
+
+def _checkpoints_of(run_folder: Path, trainer: Trainer) -> Path:
+    return trainer.save_path or policy_folder(run_folder, trainer.policy) / CHECKPOINTS
 
 
 def _done(save_path: Path, step: int | None) -> tuple[int, list[int]]:
@@ -328,7 +338,7 @@ def _done(save_path: Path, step: int | None) -> tuple[int, list[int]]:
 
 
 def _save_path(folder: Path, loaded: LoadedProfile) -> Path:
-    return _only_trainer(loaded, "--from")[1].save_path or folder / CHECKPOINTS
+    return _checkpoints_of(folder, _only_trainer(loaded, "--from")[1])
 
 
 def _store(folder: Path, loaded: LoadedProfile) -> Path:
@@ -387,7 +397,7 @@ def _refuse_or_say(run: Run, before: LoadedProfile, loaded: LoadedProfile, step:
     if len(trainers) != 1:
         return None
     ((name, trainer),) = trainers.items()
-    saved, journal = _done(trainer.save_path or run.folder / CHECKPOINTS, step)
+    saved, journal = _done(_checkpoints_of(run.folder, trainer), step)
     if saved >= trainer.training_steps or (_has_finished(run) and not saved and not journal):
         raise ConfigError(
             f"run {run.id} has done {saved} of {trainer.training_steps} steps: --steps +N adds some, "

@@ -323,47 +323,7 @@ def _pass_on(table: RawTable) -> tuple[RawTable, dict[str, str]]:
     services = table.get("services")
     if not isinstance(services, dict):
         return table, {}
-    bridge = _table(table, "bridge")
-    mode = str(bridge.get("mode", ""))
-    api, trainer = (_only(services, kind) for kind in ("rollout_api", "trainer"))
-    trained_mode = str(_table(trainer or {}, "bridge").get("mode", mode))
-    servers = _servers_of_the_policy(table, trainer)
-    server_urls = [_url(server, "inference") for server in servers.values()]
-    reference_urls = [_url(each, "reference") for each in _of_kind(services, "reference").values()]
-    policy = next(iter(_of_kind(services, "trainer")), "") if trainer is not None else ""
-    of_reference = f"services.{policy}.reference_model" if trainer and trainer.get("reference_model") else "model.name"
-    share, sharing = "gpu_memory_utilization", [n for n, each in servers.items() if _share_a_gpu(bridge, each, trainer)]
-    weights = {"model_name": "model.name", "dtype": "model.dtype", "device": "model.device"}
-    same_by_kind: dict[str, dict[str, str]] = {
-        "inference": {**weights, "max_model_len": "model.max_model_len"},
-        "reference": {**weights, "model_name": of_reference, "max_model_len": "model.max_model_len"},
-        "environment": {"model_name": "model.name"},
-        "atropos_environment": {"model_name": "model.name"},
-        "trainer": {
-            **weights,
-            "bridge": "bridge",
-            "seq_len": "model.max_model_len",
-            **({"vllm_port": f"services.{next(iter(servers))}.port"} if len(servers) == 1 else {}),
-            # On the same GPU, the trainer's memory plan subtracts what inference uses.
-            **({share: f"services.{sharing[0]}.{share}"} if sharing else {}),
-        },
-    }
-    """Settings of each kind of service, and the keys that their values are written under."""
-    urls = {
-        **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
-        **({"inference_urls": server_urls} if servers else {}),
-    }
-    made_by_kind: dict[str, RawTable] = {
-        "inference": _server_settings(mode),
-        "environment": urls,
-        "atropos_environment": urls,
-        "trainer": {
-            **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
-            **({"inference_service": list(servers)} if servers else {}),
-            **({"reference_urls": reference_urls} if reference_urls else {}),
-            **({"server_urls": server_urls} if len(servers) > 1 and _updates_many_servers(trained_mode) else {}),
-        },
-    }
+    shared = {policy: _shared_settings(table, policy) for policy in {_policy_of(each) for each in services.values()}}
     passed: RawTable = {}
     sources: dict[str, str] = {}
     for name, service in services.items():
@@ -371,12 +331,83 @@ def _pass_on(table: RawTable) -> tuple[RawTable, dict[str, str]]:
             passed[name] = service
             continue
         kind = str(service.get("kind"))
-        same = {key: source for key, source in same_by_kind.get(kind, {}).items() if key not in service}
+        of_kind = shared[_policy_of(service)]
+        same = {key: source for key, source in of_kind.same.get(kind, {}).items() if key not in service}
         values = {key: value for key, source in same.items() if (value := _at(table, source)) is not None}
         sources |= {f"services.{name}.{key}": same[key] for key in values}
-        made = {key: value for key, value in made_by_kind.get(kind, {}).items() if not _is_stated(key, service)}
+        own = of_kind.made.get(kind, {})
+        if kind == "environment" and isinstance(service.get("opponent"), str):
+            own = {**own, **_opponent_settings(table, service["opponent"])}
+        made = {key: value for key, value in own.items() if not _is_stated(key, service)}
         passed[name] = {**values, **made, **service}
     return {**table, "services": passed}, sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """Settings that services of one policy are given, by kind of service."""
+
+    same: Mapping[str, Mapping[str, str]]
+    """Settings, and the keys that their values are written under."""
+    made: Mapping[str, RawTable]
+    """Settings with their values, as addresses of other services."""
+
+
+def _shared_settings(table: RawTable, policy: str | None) -> _Shared:
+    bridge = _table(table, "bridge")
+    mode = str(bridge.get("mode", ""))
+    api, trainer = (_only(table, kind, policy) for kind in ("rollout_api", "trainer"))
+    trained_mode = str(_table(trainer or {}, "bridge").get("mode", mode))
+    servers = _servers_of_the_policy(table, trainer, policy)
+    server_urls = [_url(server, "inference") for server in servers.values()]
+    reference_urls = [_url(each, "reference") for each in _of_kind(table, "reference", policy).values()]
+    name = next(iter(_of_kind(table, "trainer", policy)), "") if trainer is not None else ""
+    of_reference = f"services.{name}.reference_model" if trainer and trainer.get("reference_model") else "model.name"
+    share, sharing = "gpu_memory_utilization", [n for n, each in servers.items() if _share_a_gpu(bridge, each, trainer)]
+    weights = {"model_name": "model.name", "dtype": "model.dtype", "device": "model.device"}
+    urls = {
+        **({"rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
+        **({"inference_urls": server_urls} if servers else {}),
+    }
+    return _Shared(
+        same={
+            "inference": {**weights, "max_model_len": "model.max_model_len"},
+            "reference": {**weights, "model_name": of_reference, "max_model_len": "model.max_model_len"},
+            "environment": {"model_name": "model.name"},
+            "atropos_environment": {"model_name": "model.name"},
+            "trainer": {
+                **weights,
+                "bridge": "bridge",
+                "seq_len": "model.max_model_len",
+                **({"vllm_port": f"services.{next(iter(servers))}.port"} if len(servers) == 1 else {}),
+                # On the same GPU, the trainer's memory plan subtracts what inference uses.
+                **({share: f"services.{sharing[0]}.{share}"} if sharing else {}),
+            },
+        },
+        made={
+            "inference": _server_settings(mode if policy is None else trained_mode),
+            "environment": urls,
+            "atropos_environment": urls,
+            "trainer": {
+                **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
+                **({"inference_service": list(servers)} if servers else {}),
+                **({"reference_urls": reference_urls} if reference_urls else {}),
+                **({"server_urls": server_urls} if len(servers) > 1 and _updates_many_servers(trained_mode) else {}),
+            },
+        },
+    )
+
+
+def _opponent_settings(table: RawTable, policy: str) -> RawTable:
+    """Where another policy of the profile is asked, with the tokenizer of its model, and where it is trained."""
+    api, trainer = (_only(table, kind, policy) for kind in ("rollout_api", "trainer"))
+    servers = _servers_of_the_policy(table, trainer, policy)
+    models = {each["model_name"] for each in servers.values() if isinstance(each.get("model_name"), str)}
+    return {
+        **({"opponent_urls": [_url(server, "inference") for server in servers.values()]} if servers else {}),
+        **({"opponent_model_name": models.pop()} if len(models) == 1 else {}),
+        **({"opponent_rollout_server_url": _url(api, "rollout_api")} if api is not None else {}),
+    }
 
 
 def _at(table: RawTable, dotted: str) -> Any:
@@ -404,21 +435,30 @@ def _table(table: RawTable, key: str) -> RawTable:
     return value if isinstance(value, dict) else {}
 
 
-def _only(services: RawTable, kind: str) -> RawTable | None:
-    """The only service of a kind; None when there is none or more than one."""
-    found = [*_of_kind(services, kind).values()]
+def _policy_of(service: object) -> str | None:
+    """The policy that a service belongs to."""
+    policy = service.get("policy") if isinstance(service, dict) else None
+    return policy if isinstance(policy, str) else None
+
+
+def _of_kind(table: RawTable, kind: str, policy: str | None) -> dict[str, RawTable]:
+    """The services of a kind and a policy, by name."""
+    return {
+        name: each
+        for name, each in _table(table, "services").items()
+        if isinstance(each, dict) and each.get("kind") == kind and _policy_of(each) == policy
+    }
+
+
+def _only(table: RawTable, kind: str, policy: str | None) -> RawTable | None:
+    """The only service of a kind and a policy; None when there is none or more than one."""
+    found = [*_of_kind(table, kind, policy).values()]
     return found[0] if len(found) == 1 else None
 
 
-def _of_kind(services: RawTable, kind: str) -> dict[str, RawTable]:
-    """The services of a kind by name."""
-    return {name: each for name, each in services.items() if isinstance(each, dict) and each.get("kind") == kind}
-
-
-def _servers_of_the_policy(table: RawTable, trainer: RawTable | None) -> dict[str, RawTable]:
+def _servers_of_the_policy(table: RawTable, trainer: RawTable | None, policy: str | None) -> dict[str, RawTable]:
     """The inference services by name: the only one, or of several those of the model that is trained."""
-    services = _table(table, "services")
-    servers = _of_kind(services, "inference")
+    servers = _of_kind(table, "inference", policy)
     model = _table(table, "model").get("name")
     trained = model if trainer is None else trainer.get("model_name", model)
     same = {name: each for name, each in servers.items() if each.get("model_name", model) == trained}
@@ -494,6 +534,25 @@ def _restart_with_is_needed(profile: Profile) -> Iterator[str]:
                 )
 
 
+def _opponents_are_policies(profile: Profile) -> Iterator[str]:
+    """An environment that names an opponent has inference servers of it."""
+    policies = {policy for each in profile.services.values() if (policy := getattr(each, "policy", None)) is not None}
+    for name, service in profile.services.items():
+        opponent = getattr(service, "opponent", None)
+        if opponent is None:
+            continue
+        if opponent not in policies:
+            there = f"; there are {', '.join(sorted(policies))}" if policies else ": no service has policy set"
+            yield f"services.{name}.opponent: {opponent!r} is no policy here{did_you_mean(opponent, policies)}{there}"
+        elif opponent == getattr(service, "policy", None):
+            yield f"services.{name}.opponent: {opponent!r} is the policy of this environment: name the other one"
+        elif not getattr(service, "opponent_urls", ()):
+            yield (
+                f"services.{name}.opponent: {opponent!r} has no service of kind inference, which would play: add one "
+                f"with policy = {opponent!r}"
+            )
+
+
 def _needs_have_no_cycle(profile: Profile) -> Iterator[str]:
     graph = {name: [n for n in service.needs if n in profile.services] for name, service in profile.services.items()}
     try:
@@ -557,6 +616,7 @@ CHECKS: tuple[Check, ...] = (
     _needs_name_services,
     _hooks_name_services,
     _restart_with_is_needed,
+    _opponents_are_policies,
     _needs_have_no_cycle,
     _finished_needs_can_finish,
     _ports_are_used_once,

@@ -13,6 +13,7 @@ from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.models.config import check_model_name
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
+from grpo_tui.services.command import Command
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.reference import Reference
@@ -65,12 +66,18 @@ def _completions_leave_room_for_a_prompt(profile: Profile) -> Iterator[str]:
                 break
 
 
+def _servers_of(profile: Profile, trainer: Trainer) -> dict[str, Inference]:
+    """The inference services of a trainer's policy."""
+    services = profile.services.items()
+    return {name: each for name, each in services if isinstance(each, Inference) and each.policy == trainer.policy}
+
+
 def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
-    servers = [service for service in profile.services.values() if isinstance(service, Inference)]
-    sharing = [server for server in servers if server.shared_weights]
     for name, service in profile.services.items():
         if not isinstance(service, Trainer) or not service.bridge.shares_memory:
             continue
+        servers = [*_servers_of(profile, service).values()]
+        sharing = [server for server in servers if server.shared_weights]
         if servers and not sharing:
             mode = service.bridge.mode
             yield f"services.{name}.bridge.mode: {mode}, but no inference service has shared_weights = true"
@@ -80,12 +87,11 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
 
 def _shared_memory_is_of_one_gpu(profile: Profile) -> Iterator[str]:
     """The trainer of a mode that shares memory is one process, on the GPU whose memory it maps."""
-    servers = {name: each for name, each in profile.services.items() if isinstance(each, Inference)}
     for name, service in profile.services.items():
         if not isinstance(service, Trainer) or not service.bridge.shares_memory:
             continue
         mode = service.bridge.mode
-        for server_name, server in servers.items():
+        for server_name, server in _servers_of(profile, service).items():
             if not server.shared_weights:
                 continue
             size = server.tensor_parallel_size
@@ -136,7 +142,8 @@ def _weights_reach_every_server(profile: Profile) -> Iterator[str]:
     for name, service in services:
         if not isinstance(service, Trainer) or service.model_fields_set & {"vllm_port", "server_urls"}:
             continue
-        servers = [n for n, each in services if isinstance(each, Inference) and each.model_name == service.model_name]
+        of_policy = _servers_of(profile, service).items()
+        servers = [server for server, each in of_policy if each.model_name == service.model_name]
         if len(servers) > 1:
             yield (
                 f"bridge.mode: {service.bridge.mode} updates one server, and there are {', '.join(servers)}: choose "
@@ -161,10 +168,11 @@ def _no_service_is_idle_beside_a_trainer_that_samples(profile: Profile) -> Itera
 
 
 def _one_server_writes_a_bridge_file(profile: Profile) -> Iterator[str]:
-    writers: dict[Path | None, str] = {}
+    writers: dict[tuple[str | None, Path | None], str] = {}
     for name, service in profile.services.items():
         if isinstance(service, Inference) and service.shared_weights:
-            first = writers.setdefault(service.bridge_file, name)
+            policy = service.policy if service.bridge_file is None else None
+            first = writers.setdefault((policy, service.bridge_file), name)
             if first != name:
                 yield (
                     f"services.{name}.bridge_file: {service.bridge_file or 'unset'}, as for services.{first}, which "
@@ -174,12 +182,56 @@ def _one_server_writes_a_bridge_file(profile: Profile) -> Iterator[str]:
 
 def _trainer_alone_writes_metrics(profile: Profile) -> Iterator[str]:
     services = profile.services.items()
-    writers = [f"services.{name}" for name, each in services if isinstance(each, Trainer) and each.run_folder is None]
-    consoles = [f"services.{name}.console" for name, service in services if service.console]
-    for key in (*writers[1:], *consoles) if writers else ():
-        yield (
-            f"{key}: metrics.jsonl has one writer, which is {writers[0]} (a trainer always writes it); remove this one"
-        )
+    trainers = {name: each for name, each in services if isinstance(each, Trainer) and each.run_folder is None}
+    first: dict[str | None, str] = {}
+    for name, trainer in trainers.items():
+        if (writer := first.setdefault(trainer.policy, name)) != name:
+            yield (
+                f"services.{name}: metrics.jsonl has one writer, which is services.{writer} (a trainer always writes "
+                "it): remove this one, or where it trains another policy, name that in `policy` of its trainer, "
+                "rollout API and inference servers"
+            )
+    for name, service in services:
+        if service.console and None in first:
+            yield (
+                f"services.{name}.console: metrics.jsonl has one writer, which is services.{first[None]} (a trainer "
+                "always writes it); remove this one"
+            )
+
+
+def _policies_are_whole(profile: Profile) -> Iterator[str]:
+    """A trainer of a named policy has that policy's rollout API and servers; the defaults would be another one's."""
+    services = profile.services.items()
+    apis = {each.policy for _, each in services if isinstance(each, RolloutApi)}
+    trainers = {name: each for name, each in services if isinstance(each, Trainer)}
+    for name, trainer in trainers.items():
+        if trainer.policy is None or trainer.bridge.samples_in_process:
+            continue
+        if trainer.policy not in apis and "atropos_url" not in trainer.model_fields_set:
+            yield f"services.{name}.policy: {trainer.policy!r}, and no rollout_api is of it: set its policy to the same"
+        if not _servers_of(profile, trainer) and not trainer.model_fields_set & {"vllm_port", "server_urls"}:
+            yield f"services.{name}.policy: {trainer.policy!r}, and no inference service is: set its policy to the same"
+    trained = {trainer.policy for trainer in trainers.values()}
+    for name, service in services:
+        if not isinstance(service, Environment) or service.opponent is None or service.opponent in trained:
+            continue
+        if service.opponent in apis and not any(isinstance(each, Command) for _, each in services):
+            yield (
+                f"services.{name}.opponent: {service.opponent!r} has a rollout_api and no trainer, for which the "
+                "environment would wait endlessly: add a trainer of that policy, or remove its rollout_api"
+            )
+
+
+def _stores_are_of_one_api(profile: Profile) -> Iterator[str]:
+    services = profile.services.items()
+    apis = {name: each for name, each in services if isinstance(each, RolloutApi) and each.store is None}
+    first: dict[str | None, str] = {}
+    for name, api in apis.items():
+        if (owner := first.setdefault(api.policy, name)) != name:
+            yield (
+                f"services.{name}.store: unset, as for services.{owner}, so both would write one file: name in "
+                "`policy` the one that it is of, or set another store"
+            )
 
 
 def _environments_of_atropos_can_work(profile: Profile) -> Iterator[str]:
@@ -205,5 +257,7 @@ STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _no_service_is_idle_beside_a_trainer_that_samples,
     _one_server_writes_a_bridge_file,
     _trainer_alone_writes_metrics,
+    _policies_are_whole,
+    _stores_are_of_one_api,
     _environments_of_atropos_can_work,
 )

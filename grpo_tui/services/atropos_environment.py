@@ -6,10 +6,10 @@ from typing import Literal
 
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.flags import to_flags
-from grpo_tui.services.base import Launch, Place, RestartPolicy, Service
+from grpo_tui.services.base import Launch, OfPolicy, Place, RestartPolicy, Service
 
 
-class AtroposEnvironment(Service, AtroposEnvConfig):
+class AtroposEnvironment(Service, OfPolicy, AtroposEnvConfig):
     """Runs an environment file of Atropos unchanged, with the Python that has atroposlib."""
 
     kind: Literal["atropos_environment"]

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from grpo_engine.config import Config, OfWorkingDirectory
 from grpo_engine.errors import ConfigError
 from grpo_engine.python_command import module_command
+from grpo_engine.wire.run_folder import policy_folder
 
 PORT = Annotated[int, Field(ge=1, le=65535)]
 FINAL_ERROR = 2
@@ -332,6 +333,15 @@ def access_text(*, allow_without_token: bool, routes: str) -> str:
     return f"{routes}: only with the token of the run"
 
 
+class OfPolicy(Config):
+    """Setting of services that belong to a policy."""
+
+    policy: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")
+    """Name of the policy that it belongs to, in a run that trains several: trainers, inference servers and rollout APIs
+    of one name are connected to each other, and their files are in `policies/NAME` of the run's folder. Unset: the
+    first policy, whose files are in the run's folder, and whose metrics are those of the run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Folders and interpreter of a launch."""
@@ -340,6 +350,10 @@ class Place:
     run_folder: Path
     python: str
     """Interpreter that runs our own services."""
+
+    def of_policy(self, policy: str | None) -> Path:
+        """The folder of a policy's files."""
+        return policy_folder(self.run_folder, policy)
 
     def engine_command(self, command: str, *flags: str) -> tuple[str, ...]:
         """The command line of one of our own services."""

@@ -9,14 +9,17 @@ from grpo_engine.flags import to_flags
 from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE, TOKEN_VARIABLE
 from grpo_engine.wire.log_lines import ENVIRONMENT_READY
 from grpo_engine.wire.run_folder import item_state_file
-from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartPolicy, Service
 
 
-class Environment(Service, EnvironmentConfig):
+class Environment(Service, OfPolicy, EnvironmentConfig):
     """Turns the items of a task into scored groups."""
 
     kind: Literal["environment"]
     prepare: bool = True
+    opponent: str | None = None
+    """The `policy` of this run that plays the other seats of a game: it is asked at its servers, and trained by its
+    trainer where it has one."""
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """A restart loses only the groups that were being sampled, so a crash does not end the run."""
 

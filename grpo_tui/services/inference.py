@@ -19,7 +19,7 @@ from grpo_engine.wire.log_lines import (
     WEIGHTS_EXPORTED,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file
-from grpo_tui.services.base import Launch, Place, Probe, RestartInPlace, RestartPolicy, Service, access_text
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartInPlace, RestartPolicy, Service, access_text
 
 READY_WITHIN_S = 300.0
 STALLED_S = 180.0
@@ -62,7 +62,7 @@ TORCH_PHASES = (
 """Lines of transformers and of our server."""
 
 
-class Inference(Service, ServerConfig):
+class Inference(Service, OfPolicy, ServerConfig):
     """Samples completions: vLLM, or torch on a CPU or GPU."""
 
     kind: Literal["inference"]
@@ -92,9 +92,9 @@ class Inference(Service, ServerConfig):
         """Put the bridge file into the run folder; ready, and live, while `/health` answers 200."""
         config = self
         if self.shared_weights and self.bridge_file is None:
-            config = self.model_copy(update={"bridge_file": place.run_folder / BRIDGE_FILE})
+            config = self.model_copy(update={"bridge_file": place.of_policy(self.policy) / BRIDGE_FILE})
         elif not (self.shared_weights or self.enable_lora) and self.handover is None:
-            config = self.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
+            config = self.model_copy(update={"handover": place.of_policy(self.policy) / HANDOVER_FOLDER})
         in_place, environment = None, {}
         if config.has_fork_server:
             file = restarts_file(place.run_folder, name)

@@ -10,7 +10,7 @@ from grpo_engine.flags import to_flags
 from grpo_engine.reference.config import ReferenceConfig
 from grpo_engine.wire.log_lines import MODEL_MADE
 from grpo_engine.wire.reference import HEALTH_ROUTE
-from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service, access_text
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartPolicy, Service, access_text
 
 READY_WITHIN_S = 300.0
 STALLED_S = 180.0
@@ -22,7 +22,7 @@ PHASES = (
 """Lines of transformers and of our service, in order."""
 
 
-class Reference(Service, ReferenceConfig):
+class Reference(Service, OfPolicy, ReferenceConfig):
     """Holds the reference model, and answers its log-probabilities to the trainer."""
 
     kind: Literal["reference"]

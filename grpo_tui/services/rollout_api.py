@@ -10,10 +10,10 @@ from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.wire.access_token import read_token
 from grpo_engine.wire.environment_variables import TOKEN_VARIABLE
 from grpo_engine.wire.run_folder import ROLLOUT_STORE
-from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service, access_text
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartPolicy, Service, access_text
 
 
-class RolloutApi(Service, ApiConfig):
+class RolloutApi(Service, OfPolicy, ApiConfig):
     """Collects scored groups from environments and hands batches to the trainer."""
 
     kind: Literal["rollout_api"]
@@ -25,7 +25,9 @@ class RolloutApi(Service, ApiConfig):
 
     def launch(self, name: str, place: Place) -> Launch:
         """Store in the run folder; ready when `/info` answers."""
-        config = self.model_copy(update={"store": self.store or place.run_folder / ROLLOUT_STORE, "token": None})
+        config = self.model_copy(
+            update={"store": self.store or place.of_policy(self.policy) / ROLLOUT_STORE, "token": None}
+        )
         url = f"http://{self.host}:{self.port}"
         return self._launch(
             name,

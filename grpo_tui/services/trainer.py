@@ -21,7 +21,7 @@ from grpo_engine.wire.log_lines import (
     WEIGHTS_ATTACHED,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, item_state_file
-from grpo_tui.services.base import Launch, Place, Probe, Service
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, Service
 from grpo_tui.services.inference import VLLM_PHASES
 
 READY_WITHIN_S = 600.0
@@ -44,7 +44,7 @@ def _one_or_several(value: Any) -> Any:
     return () if value is None else (value,) if isinstance(value, str) else value
 
 
-class Trainer(Service, TrainerConfig):
+class Trainer(Service, OfPolicy, TrainerConfig):
     """Trains on batches from the rollout API and publishes new weights; the run ends with it."""
 
     kind: Literal["trainer"]
@@ -87,13 +87,14 @@ class Trainer(Service, TrainerConfig):
 
     def launch(self, name: str, place: Place) -> Launch:
         """Write metrics, rollouts and checkpoints into the run folder; be ready when training begins."""
+        folder = place.of_policy(self.policy)
         update: dict[str, object] = {}
         if self.run_folder is None:
-            update["run_folder"] = place.run_folder
+            update["run_folder"] = folder
         if isinstance(self.bridge, InPlaceSettings) and self.bridge.config_path is None:
-            update["bridge"] = self.bridge.model_copy(update={"config_path": place.run_folder / BRIDGE_FILE})
+            update["bridge"] = self.bridge.model_copy(update={"config_path": folder / BRIDGE_FILE})
         if isinstance(self.bridge, CheckpointSettings | Broadcast | Turns) and self.bridge.handover is None:
-            update["bridge"] = self.bridge.model_copy(update={"handover": place.run_folder / HANDOVER_FOLDER})
+            update["bridge"] = self.bridge.model_copy(update={"handover": folder / HANDOVER_FOLDER})
         if self.environment is not None and self.environment.state_file is None:
             file = item_state_file(place.run_folder, name)
             update["environment"] = self.environment.model_copy(update={"state_file": file})

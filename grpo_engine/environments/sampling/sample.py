@@ -64,7 +64,8 @@ async def sample_item(
     """
     task = policy.config.task
     if isinstance(task, MultiTurnTask):
-        return await _games(policy, task, item, num_samples, opponent)
+        own, _ = await _games(policy, task, item, num_samples, opponent)
+        return own
     prompt = prompt_tokens(policy.config, policy.tokenizer, item.question)
     answer = await policy.complete(prompt, num_samples)
     conversations = [Conversation() for _ in answer.text]
@@ -76,32 +77,64 @@ async def sample_item(
     return [Rollouts(conversations=conversations, rewards=rewards)]
 
 
+async def sample_game(
+    policy: Policy, item: Item, num_samples: int, *, opponent: Policy
+) -> tuple[list[Rollouts], list[Rollouts]]:
+    """Play a game `num_samples` times concurrently; returns one `Rollouts` per seat of the policy, and of its opponent.
+
+    Raises:
+        PromptTooLong: a first prompt leaves no room for a completion.
+        DataError: a reward is not finite, or a game does not return one per seat.
+        PeerError: an inference server refuses the request.
+    """
+    task = policy.config.task
+    assert isinstance(task, MultiTurnTask)
+    return await _games(policy, task, item, num_samples, opponent, rewards_both=True)
+
+
 async def _games(
-    policy: Policy, task: MultiTurnTask, item: Item, num_games: int, opponent: Policy | None
-) -> list[Rollouts]:
+    policy: Policy,
+    task: MultiTurnTask,
+    item: Item,
+    num_games: int,
+    opponent: Policy | None,
+    *,
+    rewards_both: bool = False,
+) -> tuple[list[Rollouts], list[Rollouts]]:
     num_seats, num_others = task.num_seats(), task.num_other_seats() if opponent else 0
     tables = [[PolicySeat(policy) for _ in range(num_seats)] for _ in range(num_games)]
-    rewards_GP = await gather_all(
-        _game(task, item, seats, [PolicySeat(opponent) for _ in range(num_others)] if opponent else [])
-        for seats in tables
+    others = [[PolicySeat(opponent) for _ in range(num_others)] if opponent else [] for _ in range(num_games)]
+    rewards = await gather_all(
+        _game(task, item, *each, rewards_both=rewards_both) for each in zip(tables, others, strict=True)
     )
+    of_others = _rollouts(others, [each for _, each in rewards]) if rewards_both else []
+    return _rollouts(tables, [each for each, _ in rewards]), of_others
+
+
+def _rollouts(tables: Sequence[Sequence[PolicySeat]], rewards_GP: Sequence[Sequence[float]]) -> list[Rollouts]:
+    """(P,) those of each seat."""
     return [
         Rollouts(
             conversations=[seats[place].conversation for seats in tables],
             rewards=[rewards[place] for rewards in rewards_GP],
         )
-        for place in range(num_seats)
+        for place in range(len(tables[0]))
     ]
 
 
 async def _game(
-    task: MultiTurnTask, item: Item, seats: Sequence[PolicySeat], others: Sequence[PolicySeat]
-) -> list[float]:
-    """(P,) rewards of one game."""
-    playing = task.play_against(item, seats, others) if others else task.play(item, seats)
-    rewards = [float(reward) for reward in await playing]
+    task: MultiTurnTask, item: Item, seats: Sequence[PolicySeat], others: Sequence[PolicySeat], *, rewards_both: bool
+) -> tuple[list[float], list[float]]:
+    """(P,) rewards of one game, and those of the other seats, where they are rewarded."""
+    of_others: Sequence[float] = ()
+    if rewards_both:
+        own, of_others = await task.play_both(item, seats, others)
+    else:
+        own = await (task.play_against(item, seats, others) if others else task.play(item, seats))
+    rewards, rewards_of_others = ([float(reward) for reward in each] for each in (own, of_others))
     _refuse_unless_finite(task, item, rewards, len(seats))
-    return rewards
+    _refuse_unless_finite(task, item, rewards_of_others, len(others) if rewards_both else 0)
+    return rewards, rewards_of_others
 
 
 def _refuse_unless_finite(task: Task, item: Item, rewards: Sequence[float], count: int) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from grpo_engine.environments.tasks.base import Item, Task
 
@@ -47,6 +47,16 @@ class MultiTurnTask(Task):
 
     async def play_against(self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]) -> Sequence[float]:
         """As `play`, with `num_other_seats` seats of another policy, whose rewards do not count."""
+        raise NotImplementedError
+
+    async def play_both(
+        self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """As `play_against`, with the rewards of both policies' seats: the other one is trained too."""
+        raise NotImplementedError
+
+    def as_others_play(self) -> Self:
+        """The task from the side of the other policy, with the objective of that one: its seats are the policy's."""
         raise NotImplementedError
 
     def score(self, item: Item, completion: str) -> float:

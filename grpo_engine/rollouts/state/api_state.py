@@ -426,6 +426,7 @@ class ApiState:
             env_weight=max(MIN_ENVIRONMENT_WEIGHT, _weight(asker, live)),
             evaluation=self._order_for(asker),
             is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
+            needs_no_more=(asker.takes_slots and self.run is not None and self.run.is_over) or None,
         )
 
     # --- slots -----------------------------------------------------------------------------------------------------

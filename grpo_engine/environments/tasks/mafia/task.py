@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, generator
 from grpo_engine.environments.tasks.mafia.grammar import PASS, Action, parse
 from grpo_engine.environments.tasks.mafia.knowledge import knowledge, prompt_text
+from grpo_engine.environments.tasks.mafia.objective import OBJECTIVES, PlayedSeat, Turn, load_objective, values_of
 from grpo_engine.environments.tasks.mafia.rules import (
     Deal,
     Role,
@@ -25,6 +28,7 @@ from grpo_engine.environments.tasks.mafia.rules import (
 )
 from grpo_engine.environments.tasks.mafia.scripted import scripted
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask, Seat, ask_seats
+from grpo_engine.environments.tasks.python.reading import check_attribute
 from grpo_engine.flags import Flag
 
 NAMES = ("Ann", "Bob", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jim", "Kit", "Leo", "Meg", "Ned", "Pam", "Ray")
@@ -62,6 +66,46 @@ class Mafia(MultiTurnTask):
     other legal actions are worth more."""
     win_bonus: float = Field(1.0, ge=0, le=100)
     """Bonus for seats of the winning side; rewards lie between -1 and 1 + win_bonus."""
+    objective: str | None = None
+    """Added to the reward of a seat at the end of a game: survive, talk_much, talk_little, or a function of yours,
+    `module:function`, of a `PlayedSeat`; unset: none."""
+    other_pass_counts: float | None = Field(None, ge=-1, le=1)
+    """`pass_counts` of the other policy, where it is trained too (`opponent_rollout_server_url`); unset: the same."""
+    other_win_bonus: float | None = Field(None, ge=0, le=100)
+    """Likewise its `win_bonus`."""
+    other_objective: str | None = None
+    """Likewise its `objective`; unset: none."""
+
+    @model_validator(mode="after")
+    def _objectives_name_functions(self) -> Mafia:
+        for key in ("objective", "other_objective"):
+            name = getattr(self, key)
+            if name is not None and name not in OBJECTIVES and not all(name.rpartition(":")[::2]):
+                raise ValueError(
+                    f"{key}: {name!r} is none of {', '.join(OBJECTIVES)}{did_you_mean(name, OBJECTIVES)}: a function "
+                    "of your own is written module:function, or file.py:function"
+                )
+        if self.policy_plays == "all":
+            for key in ("other_pass_counts", "other_win_bonus", "other_objective"):
+                if getattr(self, key) is not None:
+                    raise ValueError(
+                        f"{key} has no effect with policy_plays all, which leaves no seat to another policy: set "
+                        "policy_plays to town or mafia"
+                    )
+        return self
+
+    def check(self) -> None:
+        """Load the functions of both objectives."""
+        for key in ("objective", "other_objective"):
+            if (name := getattr(self, key)) is not None:
+                load_objective(name, where=f"task.{key}")
+
+    def check_files(self, folder: Path, search_path: Sequence[Path] = ()) -> None:
+        """Read the sources of their modules."""
+        for key in ("objective", "other_objective"):
+            if (name := getattr(self, key)) is not None and name not in OBJECTIVES:
+                module, _, function = name.rpartition(":")
+                check_attribute(module, function, (folder, *search_path), where=f"task.{key}")
 
     def num_seats(self) -> int:
         """Number of seats of the policy."""
@@ -89,17 +133,43 @@ class Mafia(MultiTurnTask):
         rng.shuffle(roles)
         return Deal(names=tuple(rng.sample(NAMES, self.num_players)), roles=tuple(roles))
 
+    def as_others_play(self) -> Mafia:
+        """The game from the other side, with `other_pass_counts`, `other_win_bonus` and `other_objective`."""
+        side = {"town": "mafia", "mafia": "town"}[self.policy_plays]
+        return self.model_copy(
+            update={
+                "policy_plays": side,
+                "pass_counts": self.pass_counts if self.other_pass_counts is None else self.other_pass_counts,
+                "win_bonus": self.win_bonus if self.other_win_bonus is None else self.other_win_bonus,
+                "objective": self.other_objective,
+            }
+        )
+
     async def play(self, item: Item, seats: Sequence[Seat]) -> list[float]:
         """Play one game with scripted players on the other seats."""
         return await self.play_against(item, seats, ())
 
     async def play_against(self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]) -> list[float]:
-        """Play one game: in each phase all acting players answer, then the state advances."""
+        """Play one game, and reward the seats of the policy."""
+        deal, turns, state = await self._play(item, seats, others)
+        return await self._rewards(deal, turns, state)
+
+    async def play_both(
+        self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]
+    ) -> tuple[list[float], list[float]]:
+        """Play one game, and reward the seats of both policies, each by its own objective."""
+        deal, turns, state = await self._play(item, seats, others)
+        return await self._rewards(deal, turns, state), await self.as_others_play()._rewards(deal, turns, state)
+
+    async def _play(
+        self, item: Item, seats: Sequence[Seat], others: Sequence[Seat]
+    ) -> tuple[Deal, Mapping[int, Sequence[Turn]], State]:
+        """In each phase all acting players answer, then the state advances; returns the turns of each asked place."""
         deal = self.deal(item)
         of_policy = dict(zip(self._places_of_policy(deal), seats, strict=True))
         left = [place for place in range(self.num_players) if place not in of_policy]
         asked = {**of_policy, **(dict(zip(left, others, strict=True)) if others else {})}
-        counts: dict[int, list[float]] = {place: [] for place in of_policy}
+        turns: dict[int, list[Turn]] = {place: [] for place in asked}
         num_shown: dict[int, int] = {}
         state = begin(deal, Rules(max_days=self.max_days, num_talks=self.num_talks, max_statement=self.max_statement))
         while places := acting(state):
@@ -115,12 +185,35 @@ class Mafia(MultiTurnTask):
                     continue  # passes from now on; its turns have no value
                 action = parse(answers[seat])
                 is_allowed = action is not None and is_legal(state, place, action)
-                if place in of_policy:
-                    counts[place].append(self._count(action, is_allowed=is_allowed))
+                turns[place].append(Turn(answer=answers[seat], action=action, is_allowed=is_allowed))
                 if action is not None and is_allowed:
                     actions[place] = action
             state = advance(state, actions)
-        return [self._reward(counts[place], won=winner(state) is deal.side(place)) for place in of_policy]
+        return deal, turns, state
+
+    async def _rewards(self, deal: Deal, turns: Mapping[int, Sequence[Turn]], state: State) -> list[float]:
+        """Rewards of the seats that the policy plays."""
+        played = [self._played(deal, place, turns[place], state) for place in self._places_of_policy(deal)]
+        own = [0.0] * len(played)
+        if self.objective is not None:
+            own = await values_of(self.objective, played)
+        return [
+            (fmean(map(self._count, turns[seat.place])) if turns[seat.place] else 0.0)
+            + (self.win_bonus if seat.has_won else 0.0)
+            + value
+            for seat, value in zip(played, own, strict=True)
+        ]
+
+    def _played(self, deal: Deal, place: int, turns: Sequence[Turn], state: State) -> PlayedSeat:
+        return PlayedSeat(
+            place=place,
+            name=deal.names[place],
+            role=str(deal.roles[place]),
+            side=deal.side(place),
+            has_won=winner(state) is deal.side(place),
+            is_alive=place in state.alive,
+            turns=tuple(turns),
+        )
 
     def _places_of_policy(self, deal: Deal) -> list[int]:
         places = range(self.num_players)
@@ -137,10 +230,7 @@ class Mafia(MultiTurnTask):
         """Random generator of a scripted player at its turn; equal in all games of an item."""
         return random.Random(f"{item.question}/{place}/{state.day}/{state.phase}/{state.num_talks}")
 
-    def _count(self, action: Action | None, *, is_allowed: bool) -> float:
-        if action is None:
+    def _count(self, turn: Turn) -> float:
+        if turn.action is None:
             return MALFORMED
-        return ILLEGAL if not is_allowed else self.pass_counts if action == PASS else LEGAL
-
-    def _reward(self, counts: Sequence[float], *, won: bool) -> float:
-        return (fmean(counts) if counts else 0.0) + (self.win_bonus if won else 0.0)
+        return ILLEGAL if not turn.is_allowed else self.pass_counts if turn.action == PASS else LEGAL

@@ -1,0 +1,215 @@
+"""An environment's link to one trainer: registration, limits, status and evaluations at its rollout API, and the groups
+to post there.
+
+An environment has one, and a second one where the opponent of a game is trained too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from grpo_engine.environments.ahead import Ahead
+from grpo_engine.environments.clients import BatchLimits, Demand, RolloutApi
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.evaluator import Evaluator
+from grpo_engine.environments.peers import UnknownEnvironment
+from grpo_engine.environments.sampling.prompts import room_for_completion
+from grpo_engine.environments.sampling.sample import num_groups
+from grpo_engine.errors import ConfigError
+from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
+
+log = logging.getLogger(__name__)
+
+_HOLD_S = 5.0
+"""Time for which the API may hold its answer while nothing changes."""
+_MAX_GROUPS_A_POST = 64
+_MAX_TOKENS_A_POST = 1_000_000
+"""About 35 MB: groups that accumulate while the API is down must stay below its body limit."""
+
+
+class TrainerLink:
+    """See above; `status` is that of the last request."""
+
+    def __init__(
+        self, config: EnvironmentConfig, api: RolloutApi, evaluator: Evaluator, *, notify: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            config: settings from the side of the policy that is trained.
+            notify: called when there may be room for further items.
+        """
+        self.config = config
+        self.api = api
+        self.evaluator = evaluator
+        self._notify = notify
+        self.num_per_item = num_groups(config.task)
+        """Groups of each item, those that are dropped included."""
+        self._ahead = Ahead(
+            group_size=config.group_size,
+            groups_per_item=self.num_per_item,
+            max_workers=config.max_workers,
+            max_batches_offpolicy=config.max_batches_offpolicy,
+            min_batch_allocation=config.min_batch_allocation,
+        )
+        self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
+        self._env_id: int | None = None
+        self._finished: asyncio.Queue[ScoredGroup] = asyncio.Queue()
+        self._num_unposted = 0
+        """Groups that are being generated, or finished and not yet posted."""
+        self.status: EnvironmentStatus | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return room_for_completion(self.config, self._limits.max_token_len)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the trainer has all batches that this environment sends."""
+        total_steps = self.config.total_steps
+        return total_steps is not None and self.status is not None and self.status.current_step >= total_steps
+
+    @property
+    def has_last_batch(self) -> bool:
+        """Whether the trainer will fetch no other."""
+        return self.is_done or (self.status is not None and bool(self.status.needs_no_more))
+
+    @property
+    def is_evaluation_to_come(self) -> bool:
+        """Whether an evaluation after the last batch is not over."""
+        return self.status is not None and bool(self.status.is_evaluation_to_come)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    async def register(self) -> None:
+        """Register, and fetch the trainer's limits.
+
+        Raises:
+            ConfigError: no group fits into a batch of the trainer.
+        """
+        config = self.config
+        answer = await self.api.register(
+            RegisterEnvironmentRequest(
+                max_token_length=config.max_token_length,
+                desired_name=config.registered_name(),
+                weight=config.weight,
+                group_size=config.group_size,
+                min_batch_allocation=config.min_batch_allocation,
+                evaluates=self.evaluator.is_able,
+                takes_slots=True,
+            )
+        )
+        self._env_id = answer.env_id
+        log.info("registered as %s (id %s), step %s", answer.wandb_name, answer.env_id, answer.starting_step)
+        await self.update_limits()
+
+    async def update_limits(self) -> None:
+        """Fetch the trainer's limits.
+
+        Raises:
+            ConfigError: no group fits into a batch of the trainer.
+        """
+        self._limits = await self.api.limits()
+        if 0 < self._limits.batch_size < self.config.group_size:
+            raise ConfigError(
+                f"group_size ({self.config.group_size}) is more than the trainer's batch_size "
+                f"({self._limits.batch_size}): no group fits into a batch; lower group_size or raise batch_size"
+            )
+
+    async def update_status(self, num_workers: int, *, may_hold: bool) -> bool:
+        """Request the status; returns whether the trainer has gone on to another step since the last one.
+
+        The API may hold its answer while nothing can change on this side: not while groups are being generated, or
+        while there is room for more of them.
+
+        Args:
+            num_workers: items that are being sampled.
+            may_hold: whether nothing else waits for the answer.
+        """
+        assert self._env_id is not None
+        known = self.status
+        is_idle = self._num_unposted == 0 and not self.evaluator.is_running
+        may_hold = may_hold and is_idle and known is not None and not self.is_evaluation_to_come
+        if known is not None and known.may_start is None and self.room(num_workers):
+            may_hold = False
+        demand = Demand(
+            sampled=self._num_unposted,
+            wanted_items=0 if known is None or self.is_done else self._idle_workers(num_workers),
+            groups_per_item=self.num_per_item,
+        )
+        wait_s = _HOLD_S if may_hold else 0.0
+        try:
+            self.status = await self.api.status(self._env_id, known=known, wait_s=wait_s, demand=demand)
+        except UnknownEnvironment:
+            log.warning("the rollout API no longer knows this environment; registering again")
+            await self.register()
+            self.status = await self.api.status(self._env_id, demand=demand)
+        return known is not None and known.current_step != self.status.current_step
+
+    def follow_evaluation(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the evaluation that is ordered, if any."""
+        assert self._env_id is not None
+        assert self.status is not None
+        order = self.status.evaluation or self.evaluator.own_order(self.status.current_step)
+        self.evaluator.follow(order, env_id=self._env_id, longest=self.longest, tasks=tasks)
+
+    async def disconnect(self) -> None:
+        """Disconnect, if it has registered."""
+        if self._env_id is not None:
+            await self.api.disconnect(self._env_id)
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def room(self, num_workers: int) -> int:
+        """Items to start now, beside so many that are being sampled."""
+        if self.status is None or self.is_done:
+            return 0
+        return self._ahead.startable(
+            self.status,
+            self._limits.batch_size,
+            num_unposted=self._num_unposted,
+            idle_workers=self._idle_workers(num_workers),
+        )
+
+    def _idle_workers(self, num_workers: int) -> int:
+        """Items that could be sampled besides those that are; none while prompts of an evaluation are not sent."""
+        if self.evaluator.has_unstarted_prompts or self.status is None:
+            return 0
+        return self._ahead.idle_workers(self.status.env_weight, num_workers)
+
+    def begin_item(self) -> None:
+        """Count the groups of an item whose sampling begins."""
+        self._num_unposted += self.num_per_item
+
+    def end_item(self, groups: Sequence[ScoredGroup]) -> int:
+        """Queue the groups of an item for posting; returns how many of them were dropped."""
+        num_dropped = self.num_per_item - len(groups)
+        self._num_unposted -= num_dropped
+        for group in groups:
+            self._finished.put_nowait(group)
+        if num_dropped:
+            self._notify()
+        return num_dropped
+
+    async def post_finished(self, posted: Callable[[Sequence[ScoredGroup]], None]) -> None:
+        """Post finished groups until it is cancelled, several per request where there are several.
+
+        Args:
+            posted: called with what was posted.
+        """
+        while True:
+            groups = [await self._finished.get()]
+            num_tokens = _num_tokens(groups[0])
+            while len(groups) < _MAX_GROUPS_A_POST and num_tokens < _MAX_TOKENS_A_POST and not self._finished.empty():
+                groups.append(self._finished.get_nowait())
+                num_tokens += _num_tokens(groups[-1])
+            await self.api.post([group.model_copy(update={"env_id": self._env_id}) for group in groups])
+            self._num_unposted -= len(groups)
+            self._notify()
+            posted(groups)
+
+
+def _num_tokens(group: ScoredGroup) -> int:
+    return sum(map(len, group.tokens))
