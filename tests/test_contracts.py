@@ -45,6 +45,7 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
                 "journal",
                 "settings.json",
                 "lives",
+                "policies",
                 "parent.json",
                 "sweep.json",
                 "sweeps",

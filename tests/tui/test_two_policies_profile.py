@@ -63,7 +63,14 @@ def test_an_opponent_of_another_model_is_asked_with_its_tokenizer(tmp_path: Path
         (["services.env.opponent=maffia"], r"'maffia' is no policy here \(did you mean 'mafia'\?\); there are mafia"),
         (["services.trainer-mafia.policy=other"], "'other', and no rollout_api is of it: set its policy to the same"),
         (["services.trainer-mafia.policy=other"], "'other', and no inference service is: set its policy to the same"),
-        (["services.trainer-mafia.kind=inference"], "opponent: 'mafia' has a rollout_api and no trainer"),
+        (
+            [
+                *("services.api-x.kind=rollout_api", "services.api-x.port=8002", "services.api-x.policy=x"),
+                *("services.vllm-x.kind=inference", "services.vllm-x.port=9003", "services.vllm-x.policy=x"),
+                "services.env.opponent=x",
+            ],
+            "opponent: 'x' has a rollout_api and no trainer, for which the environment would wait endlessly",
+        ),
         (["services.env.task.policy_plays=all"], "other_objective has no effect with policy_plays all"),
         (
             ["services.api-two.kind=rollout_api", "services.api-two.port=8002"],
