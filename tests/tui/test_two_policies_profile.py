@@ -69,7 +69,7 @@ def test_an_opponent_of_another_model_is_asked_with_its_tokenizer(tmp_path: Path
                 *("services.vllm-x.kind=inference", "services.vllm-x.port=9003", "services.vllm-x.policy=x"),
                 "services.env.opponent=x",
             ],
-            "opponent: 'x' has a rollout_api and no trainer, for which the environment would wait endlessly",
+            "'x' has a rollout_api and no trainer, for which the environment would wait endlessly",
         ),
         (["services.env.task.policy_plays=all"], "other_objective has no effect with policy_plays all"),
         (
