@@ -187,19 +187,21 @@ def _train(argv: Sequence[str]) -> int:
         _redirect_output(config.redirect_output)
     if config.num_ranks > 1 and not config.dry_run and rank_place(os.environ) is None:
         from grpo_engine.serving.reporting import ranks_report
-        from grpo_engine.serving.turn import begin_in_turn
+        from grpo_engine.serving.turn import passed_on
 
-        begin_in_turn(lambda: None, os.environ)
-        return launch_ranks(
-            module_command("grpo_engine", "train", *argv),
-            num_local=config.processes or 1,
-            num_nodes=config.nodes,
-            node_rank=config.node_rank,
-            master_addr=config.master_addr,
-            master_port=config.master_port,
-            stall_s=config.rank_stall_s,
-            report=ranks_report(os.environ),
-        )
+        num_local = config.processes or 1
+        with passed_on(os.environ, num_local) as descriptors:
+            return launch_ranks(
+                module_command("grpo_engine", "train", *argv),
+                num_local=num_local,
+                num_nodes=config.nodes,
+                node_rank=config.node_rank,
+                master_addr=config.master_addr,
+                master_port=config.master_port,
+                pass_fds=descriptors,
+                stall_s=config.rank_stall_s,
+                report=ranks_report(os.environ),
+            )
     if config.bridge.samples_in_process:
         from grpo_engine.colocate.main import run as run_sampling
 

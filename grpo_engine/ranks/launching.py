@@ -58,6 +58,7 @@ def launch_ranks(
     master_addr: str = "127.0.0.1",
     master_port: int = 0,
     environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
     stall_s: float = math.inf,
     report: Report | None = None,
 ) -> int:
@@ -70,6 +71,7 @@ def launch_ranks(
         num_local: ranks on this machine.
         num_nodes, node_rank: machines, and which of them this is.
         master_addr, master_port: of the launcher on machine 0, where there are several machines.
+        pass_fds: descriptors that every rank inherits.
         stall_s: after so long without progress a rank is named.
         report: takes where the ranks are, for a supervisor.
     """
@@ -107,7 +109,7 @@ def launch_ranks(
                 subprocess.Popen(
                     argv,
                     env={**shared, **own},
-                    pass_fds=[int(descriptor) for descriptor in of_rank_0.values()] if rank == 0 else (),
+                    pass_fds=[*pass_fds, *(map(int, of_rank_0.values()) if rank == 0 else ())],
                     process_group=0,  # a signal to the launcher's group would reach rank 0 twice
                     preexec_fn=partial(die_with_parent, os.getpid()),
                 )

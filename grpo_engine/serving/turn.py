@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,6 +47,31 @@ def begin_in_turn(prepare: Callable[[], PreparedT | None], environment: MutableM
         log.error("its keeper has ended before its turn came; this process exits too")
         raise SystemExit(1)
     return prepared
+
+
+@contextmanager
+def passed_on(environment: MutableMapping[str, str], num_processes: int) -> Iterator[tuple[int, ...]]:
+    """Hand the turn of this process to so many below it, which inherit the environment and these descriptors.
+
+    Each reads one byte of a pipe of this process, which gets them when its turn comes, or is closed if its keeper ends.
+    """
+    own = environment.pop(GATE_VARIABLE, None)
+    if own is None:
+        yield ()
+        return
+    theirs, opening = os.pipe2(os.O_CLOEXEC)
+    environment[GATE_VARIABLE] = str(theirs)
+
+    def pass_on() -> None:
+        if os.read(int(own), 1):
+            os.write(opening, bytes(num_processes))
+        os.close(opening)
+
+    threading.Thread(target=pass_on, name="turn", daemon=True).start()
+    try:
+        yield (theirs,)
+    finally:
+        os.close(theirs)
 
 
 def _age_s() -> float:

@@ -23,8 +23,8 @@ class Awaited:
     """What its log says it does."""
     probe: Probe | None
     """Its readiness probe, with the limit; None without one, or before the plan was read."""
-    waiting: tuple[str, ...]
-    """Services that cannot start before it."""
+    waiting: tuple[ServiceStatus, ...]
+    """Services that cannot begin before it."""
 
 
 def awaited_services(state: ViewState) -> tuple[Awaited, ...]:
@@ -44,10 +44,17 @@ def awaited_services(state: ViewState) -> tuple[Awaited, ...]:
             waited_s=max(0.0, state.now - since) if since is not None else 0.0,
             phase=phases[-1] if phases and service.phase else None,
             probe=None if launch is None else launch.ready,
-            waiting=tuple(name for name, needed in missing.items() if service.name in needed),
+            waiting=tuple(each for each in state.services if service.name in missing[each.name]),
         )
         found.append(one)
     return tuple(sorted(found, key=lambda each: -len(each.waiting)))
+
+
+def preparation(service: ServiceStatus) -> str | None:
+    """What a waiting service that was started before its turn has done; None where it has no process."""
+    if service.state is not ServiceState.WAITING or service.pid is None:
+        return None
+    return "preparing" if service.prepared_at is None else "prepared"
 
 
 def missing_needs(service: ServiceStatus, state: ViewState) -> tuple[str, ...]:

@@ -59,6 +59,24 @@ async def test_what_a_start_waits_for_is_told_in_full_at_every_width(tmp_path: P
 
 
 @SIZES
+async def test_a_service_that_was_started_before_its_turn_says_how_far_it_is(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    held = {**NOT_YET, "started_at": NOW - 72, "attempt": 1, "why": LONG_REASON}
+    services = [
+        service("env", **{**held, "pid": 30, "prepared_at": NOW - 60}),
+        service("trainer", **{**held, "pid": 31}),
+    ]
+    write_plan(tmp_path)
+    run = run_status(run=tmp_path.name, state=RunState.STARTING, services=[service("api"), LOADING, *services])
+    async with shown(tmp_path, size, run) as screen:
+        await plan_read(screen)
+        await screen.until(lambda: "prepared, waits " in row(screen, "env"))
+        assert "preparing, waits" in row(screen, "trainer")
+        assert "env (prepared) and trainer (preparing) wait for it" in " ".join(screen.text(StartPanel).split())
+
+
+@SIZES
 async def test_a_waiting_service_names_what_it_waits_for_and_is_not_cut(tmp_path: Path, size: tuple[int, int]) -> None:
     write_plan(tmp_path)
     async with shown(tmp_path, size, starting_run(tmp_path.name)) as screen:

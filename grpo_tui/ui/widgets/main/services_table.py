@@ -19,7 +19,7 @@ from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line
 from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, names_text, percent_text
 from grpo_tui.view.service_rules import reason
-from grpo_tui.view.starting import missing_needs
+from grpo_tui.view.starting import missing_needs, preparation
 from grpo_tui.view.state import ServiceSelected, ViewState
 
 STATE_STYLES = {
@@ -177,7 +177,8 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
         case ServiceState.STARTING if service.health is not None:
             return service.health, ".muted"
         case ServiceState.WAITING if missing := missing_needs(service, state):
-            return f"{preparation_words(service)}waits for {names_text(missing)}", ".muted"
+            done = preparation(service)
+            return f"{done}, waits for {names_text(missing)}" if done else f"waits for {names_text(missing)}", ".muted"
         case ServiceState.UNHEALTHY if service.probe in PROBE_SIGNS and service.health:
             return service.health, ".warning"
         case ServiceState.UNHEALTHY:
@@ -186,13 +187,6 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
             return reason(service) or "", ".error"
         case _:
             return reason(service) or service.health or "", ".muted"
-
-
-def preparation_words(service: ServiceStatus) -> str:
-    """What a service that was started before its turn has done so far."""
-    if service.pid is None:
-        return ""
-    return "preparing, " if service.prepared_at is None else "prepared, "
 
 
 def _columns_for(room: int, *, has_gpus: bool) -> list[Column]:

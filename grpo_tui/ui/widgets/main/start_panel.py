@@ -5,10 +5,11 @@ from __future__ import annotations
 from rich.cells import cell_len
 from textual.content import Content
 
+from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.glyphs import SERVICE_GLYPHS
 from grpo_tui.ui.widgets.lines import Lines, line, wrapped
 from grpo_tui.view.format import clock_text, names_text
-from grpo_tui.view.starting import Awaited, awaited_services
+from grpo_tui.view.starting import Awaited, awaited_services, preparation
 from grpo_tui.view.state import ViewState
 
 INDENT = 2
@@ -43,11 +44,18 @@ def _rows(awaited: Awaited, now: float, width: int) -> list[Content]:
     rows += [line(" " * INDENT, *_elapsed(awaited))]
     told = [f"probe: {service.health}"] if service.health else []
     if awaited.waiting:
-        told.append(f"{names_text(awaited.waiting)} {'waits' if len(awaited.waiting) == 1 else 'wait'} for it")
+        names = [_waiting(each) for each in awaited.waiting]
+        told.append(f"{names_text(names)} {'waits' if len(names) == 1 else 'wait'} for it")
     one_row = " · ".join(told)
     for words in [one_row] if cell_len(one_row) <= width - INDENT else told:
         rows += [line(" " * INDENT, (row, ".muted")) for row in wrapped(words, width - INDENT)]
     return [row.truncate(width, ellipsis=True) for row in rows]
+
+
+def _waiting(service: ServiceStatus) -> str:
+    """`env`, or `env (prepared)`."""
+    done = preparation(service)
+    return service.name if done is None else f"{service.name} ({done})"
 
 
 def _elapsed(awaited: Awaited) -> list[str | tuple[str, str]]:

@@ -1,0 +1,109 @@
+"""A service that was started before its turn prepares, and waits for a byte from its keeper."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from grpo_engine.errors import ModelError
+from grpo_engine.ranks.launching import launch_ranks
+from grpo_engine.serving.turn import begin_in_turn, passed_on
+from grpo_engine.wire.environment_variables import GATE_VARIABLE
+
+RANK = """
+import os
+from grpo_engine.serving.turn import begin_in_turn
+begin_in_turn(lambda: print("prepared", flush=True), os.environ)
+print("begun", flush=True)
+"""
+TOUCHES = """
+import os, sys, threading
+def refuse(event, arguments):
+    if event in ("socket.bind", "socket.connect", "socket.getaddrinfo"):
+        raise AssertionError(f"{event} {arguments}")
+sys.addaudithook(refuse)
+import torch
+def touched(*_): raise AssertionError("CUDA")
+for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, touched)
+from grpo_engine.environments import main as environment
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.server import main as server
+from grpo_engine.server.config import ServerConfig
+from grpo_engine.train import main as trainer
+from grpo_engine.train.config import TrainConfig
+adapter = {"mode": "lora_restart"}
+assert trainer.prepare(TrainConfig(model_name="local/tiny", bridge=adapter)) is not None
+assert environment.prepare(EnvironmentConfig(model_name="local/tiny", task="sort6")) is not None
+server.prepare(ServerConfig(model_name="local/tiny", engine="torch"))
+assert "peft" in sys.modules and "transformers.models.llama.modeling_llama" in sys.modules
+assert threading.active_count() == 1, threading.enumerate()
+print("untouched")
+"""
+
+
+@contextmanager
+def gate() -> Iterator[tuple[dict[str, str], int]]:
+    """The environment of a service that is held, and the end of the pipe that its keeper has."""
+    theirs, ours = os.pipe()
+    yield {GATE_VARIABLE: str(theirs)}, ours
+
+
+def test_a_process_that_is_not_held_begins_at_once_and_prepares_nothing() -> None:
+    assert begin_in_turn(lambda: pytest.fail("prepared"), {}) is None
+
+
+def test_a_held_process_begins_with_what_it_prepared_and_hands_its_gate_to_nobody() -> None:
+    with gate() as (environment, ours):
+        os.write(ours, b"\n")
+        assert begin_in_turn(lambda: "a tokenizer", environment) == "a tokenizer"
+        assert environment == {}
+        os.close(ours)
+
+
+def test_what_cannot_be_prepared_is_left_to_the_turn(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ModelError("no such model")
+
+    with gate() as (environment, ours), caplog.at_level(logging.INFO):
+        os.write(ours, b"\n")
+        assert begin_in_turn(fail, environment) is None
+        os.close(ours)
+    assert "cannot prepare everything before its turn: ModelError: no such model" in caplog.text
+
+
+def test_a_held_process_exits_when_its_keeper_has_ended() -> None:
+    with gate() as (environment, ours):
+        os.close(ours)
+        with pytest.raises(SystemExit) as exit_:
+            begin_in_turn(lambda: None, environment)
+        assert exit_.value.code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn_comes", [True, False])
+def test_the_ranks_of_a_trainer_prepare_and_wait_together(turn_comes: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = [sys.executable, "-c", RANK]
+    with gate() as (environment, ours):
+        environment = {**os.environ, **environment}
+        if turn_comes:
+            os.write(ours, b"\n")
+        os.close(ours)
+        with passed_on(environment, 2) as descriptors:
+            code = launch_ranks(argv, num_local=2, environment=environment, pass_fds=descriptors)
+    lines = capfd.readouterr().out.splitlines()
+    assert code == (0 if turn_comes else 1)
+    assert lines.count("begun") == (2 if turn_comes else 0)
+    assert lines.count("prepared") == 2 if turn_comes else lines.count("prepared") > 0
+
+
+@pytest.mark.extended("test_held_starts.py has what is held begin at its turn; the real services begin in every run")
+def test_preparing_opens_no_connection_and_starts_neither_cuda_nor_a_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", TOUCHES], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["untouched"], done.stderr
