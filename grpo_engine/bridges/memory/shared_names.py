@@ -104,14 +104,27 @@ def newest_adapter(run: str | None) -> LeftAdapter | None:
         for folder, trainer in _of_processes(run, _ADAPTERS)
         if trainer.is_alive()
         for path in folder.glob(f"{_POLICY}*")
-        if (number := path.name.removeprefix(_POLICY)).isdigit()
+        if _is_number(number := path.name.removeprefix(_POLICY))
     ]
     return max(adapters, key=lambda adapter: adapter.policy_version, default=None)
 
 
 def _of_processes(run: str | None, kind: str) -> Iterator[tuple[Path, ProcessIdentity]]:
-    """Each with the process that created it."""
+    """Each of this user with the process that created it: any user may make such a name, and knows our processes."""
     for path in SHARED_MEMORY.glob(f"{stem_of(run)}{kind}-*-*"):
         pid, start_ticks = path.name.rsplit("-", 2)[1:]
-        if pid.isdigit() and start_ticks.isdigit():
+        if _is_number(pid) and _is_number(start_ticks) and _is_own(path):
             yield path, ProcessIdentity(int(pid), int(start_ticks))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _is_own(path: Path) -> bool:
+    """Whether this user made it, and no link is in its place."""
+    try:
+        found = path.lstat()
+    except OSError:  # removed meanwhile
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)

@@ -1,0 +1,67 @@
+"""Names below /dev/shm that another user has made, who knows the run and its processes: nothing is loaded by them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_engine.bridges.memory.shared_names import (
+    adapters_name,
+    make_own_folder,
+    newest_adapter,
+    remove_stale_staging,
+    stem_of,
+)
+from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+NOBODY = 65534
+
+
+@pytest.fixture
+def run() -> Iterator[str]:
+    name = f"names-{secrets.token_hex(4)}"
+    yield name
+    for path in SHARED_MEMORY.glob(f"{stem_of(name)}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def of_nobody(path: Path) -> Path:
+    """It, made by another user."""
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    return path
+
+
+def test_a_restarted_server_takes_no_adapter_that_another_user_has_put_beside_that_of_the_trainer(run: str) -> None:
+    own = SHARED_MEMORY / adapters_name(run)
+    make_own_folder(own)
+    (own / "policy@000003").mkdir()
+    planted = SHARED_MEMORY / own.name.replace("adapters-", "adapters-x-")
+    (planted / "policy@999999").mkdir(parents=True)
+    of_nobody(planted)
+    link = SHARED_MEMORY / own.name.replace("adapters-", "adapters-y-")
+    link.symlink_to(planted)
+    newest = newest_adapter(run)
+    assert newest is not None
+    assert newest.path == own / "policy@000003"
+    (own / "policy@\u00b2").mkdir()
+    assert newest_adapter(run) == newest
+    shutil.rmtree(own)
+    assert newest_adapter(run) is None
+
+
+def test_memory_of_another_user_is_not_removed_as_that_of_a_trainer_which_has_ended(run: str) -> None:
+    """That raises in /dev/shm, where only who made a file may remove it, and would end the start of every trainer."""
+    planted = SHARED_MEMORY / f"{stem_of(run)}staging0-1-1"
+    planted.write_bytes(b"")
+    of_nobody(planted)
+    remove_stale_staging(run)
+    assert planted.exists()
