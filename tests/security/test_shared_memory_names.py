@@ -17,7 +17,8 @@ from grpo_engine.bridges.memory.shared_names import (
     remove_stale_staging,
     stem_of,
 )
-from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
+from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY, attach_segment
+from grpo_engine.errors import BridgeError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 NOBODY = 65534
@@ -65,3 +66,16 @@ def test_memory_of_another_user_is_not_removed_as_that_of_a_trainer_which_has_en
     of_nobody(planted)
     remove_stale_staging(run)
     assert planted.exists()
+
+
+def test_memory_that_another_user_has_made_or_linked_is_not_mapped_for_weights(run: str) -> None:
+    planted = SHARED_MEMORY / f"{stem_of(run)}weights"
+    planted.write_bytes(b"x" * 4096)
+    attach_segment(planted.name).close()
+    of_nobody(planted)
+    with pytest.raises(BridgeError, match="owned by another user"):
+        attach_segment(planted.name)
+    link = SHARED_MEMORY / f"{stem_of(run)}link"
+    link.symlink_to(planted)
+    with pytest.raises(BridgeError, match="cannot be mapped"):
+        attach_segment(link.name)

@@ -208,14 +208,16 @@ def attach_segment(segment: str) -> mmap.mmap:
     """Map shared memory that another process created below /dev/shm.
 
     Raises:
-        BridgeError: it does not exist.
+        BridgeError: it does not exist, or another user (not root) has made it.
     """
     path = SHARED_MEMORY / segment
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise BridgeError(f"{path}: cannot be mapped: {error.strerror}; is the inference server running?") from None
     try:
+        if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):  # the name was free, and another user took it
+            raise BridgeError(f"{path}: owned by another user, so weights there cannot be trusted")
         return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
