@@ -91,9 +91,18 @@ class Head:
 
 
 def check_shapes(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_size: int | None, soft_cap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    chunk_size: int | None,
+    soft_cap: float | None,
+    num_words: int,
 ) -> None:
     """Refuse what does not fit.
+
+    Args:
+        num_words: in the vocabulary, of which `weight` may have a part.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit.
@@ -112,9 +121,9 @@ def check_shapes(
         raise ValueError(f"labels is {labels.dtype}: expected token ids of an integer dtype")
     if labels.device.type == "cpu" and labels.numel() > 0:
         lowest, highest = (int(bound) for bound in labels.aminmax())
-        if lowest < 0 or highest >= len(weight):
+        if lowest < 0 or highest >= num_words:
             raise ValueError(
-                f"labels go from {lowest} to {highest}, the vocabulary from 0 to {len(weight) - 1}: "
+                f"labels go from {lowest} to {highest}, the vocabulary from 0 to {num_words - 1}: "
                 "pass trained tokens only, as `labels[mask]`"
             )
     if chunk_size is not None and chunk_size < 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_engine.algo.head import Head, add_product, check_shapes, flat_temperature, logits_dtype, product
-from grpo_engine.algo.tiles import Running, Softmax
+from grpo_engine.algo.tiles import Running, Softmax, VocabularyPart
 
 
 def token_logprobs(
@@ -28,6 +28,7 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     chunk_size: int | None = None,
     soft_cap: float | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label, and entropy of each next-token distribution.
 
@@ -43,6 +44,8 @@ def token_logprobs(
             (B, 1) for one a row.
         chunk_size: the most tokens whose logits exist at a time; None: what suits the device.
         soft_cap: c of z = c tanh(z / c) before the temperature, as in Gemma 2.
+        part: which words `weight` and `bias` have, where each rank has some; None: all. Every rank calls this at the
+            same time with the same other arguments, and gets the same results; gradients of `hidden` are summed.
 
     Returns:
         `(logprobs, entropy)`, both (...) in fp32, or float64 where an input is, with gradient.
@@ -50,11 +53,13 @@ def token_logprobs(
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit.
     """
-    check_shapes(hidden, weight, labels, bias, chunk_size, soft_cap)
-    shape = labels.shape
+    num_words = len(weight) if part is None else part.num_words
+    check_shapes(hidden, weight, labels, bias, chunk_size, soft_cap, num_words)
+    shape, first = labels.shape, 0 if part is None else part.first
     divisor = flat_temperature(temperature, labels, logits_dtype(hidden, weight))
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1).long(), divisor, chunk_size, soft_cap
+        hidden.reshape(-1, hidden.shape[-1]),
+        *(weight, bias, labels.reshape(-1).long() - first, divisor, chunk_size, soft_cap, part),
     )
     return logprobs.view(shape), entropy.view(shape)
 
@@ -70,6 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         chunk_size: int | None,
         soft_cap: float | None,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         head = Head(hidden, weight, bias, labels, temperature, chunk_size, soft_cap)
         running = Running.of_no_words(len(labels), head.dtype, hidden.device)
@@ -77,9 +83,11 @@ class _TokenLogprobs(torch.autograd.Function):
             block = head.block(columns)
             for rows in head.tokens():
                 head.fold(head.tile(rows, columns, product(head.hidden[rows], block.T)), running.rows(rows))
+        if part is not None:
+            running = running.over_ranks(part)
         softmax = Softmax.of(running)
         ctx.save_for_backward(hidden, weight, bias, labels, temperature, *softmax)
-        ctx.chunk_size, ctx.soft_cap = chunk_size, soft_cap
+        ctx.chunk_size, ctx.soft_cap, ctx.part = chunk_size, soft_cap, part
         ctx.set_materialize_grads(False)  # an output that the loss does not use then costs nothing
         return running.logprobs(), softmax.entropy
 
@@ -88,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, temperature, *softmax = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         head = Head(hidden, weight, bias, labels, temperature, ctx.chunk_size, ctx.soft_cap)
         grad_logprobs, grad_entropy, unit = _in_range(grad_logprobs, grad_entropy, temperature, head)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -115,6 +123,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 del grad  # before the next tile is made
             if grad_weight is not None and grad_block is not None:
                 grad_weight[columns] = grad_block if unit is None else grad_block.mul_(unit)
+        if grad_hidden is not None and ctx.part is not None:
+            grad_hidden = ctx.part.sum(grad_hidden)
         if unit is not None:
             for total in (grad_hidden, grad_bias):
                 if total is not None:
@@ -123,10 +133,7 @@ class _TokenLogprobs(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 

@@ -7,7 +7,7 @@ gradient (`tile_gradient`). `logprobs_kernels` has the same arithmetic as Triton
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,21 @@ from torch import Tensor
 NEVER = -1e4
 """Log-probabilities are held above this where they meet their own exponential: it is 0 in any dtype long before, and
 0 × -1e4 is 0 where 0 × -inf is NaN. A bias of -inf so takes a word out of the vocabulary."""
+
+
+class VocabularyPart(Protocol):
+    """The words that this rank has where the vocabulary is divided among ranks, all of which have the same tokens."""
+
+    first: int
+    """Their first."""
+    num_words: int
+    """In the whole vocabulary."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of each number over all ranks; may overwrite its argument."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of each number over all ranks; may overwrite its argument."""
 
 
 class Running(NamedTuple):
@@ -39,6 +54,18 @@ class Running(NamedTuple):
     def rows(self, rows: slice) -> Running:
         """Of some tokens, for updating in place."""
         return Running(*(each[rows] for each in self))
+
+    def over_ranks(self, part: VocabularyPart) -> Running:
+        """After the last word of each rank, the state after the words of all ranks, on every rank."""
+        maximum = part.largest(self.maximum.clone())
+        shift = (self.maximum - maximum).clamp_(min=NEVER)
+        weighted = (self.weighted + shift * self.total) * shift.exp()
+        is_here = ~self.chosen.isnan()
+        chosen = torch.where(is_here, self.chosen, 0.0)
+        total, weighted, chosen, num_found = part.sum(
+            torch.stack([self.total * shift.exp(), weighted, chosen, is_here.to(weighted.dtype)])
+        )
+        return Running(maximum, total, weighted, torch.where(num_found > 0, chosen, torch.nan))
 
     def logprobs(self) -> Tensor:
         """Of the labels, after the last word."""

@@ -69,8 +69,12 @@ class BridgeContext:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether the model is sharded over several ranks."""
+        """Whether several ranks have parts of the model."""
         return self.ranks is not None and self.ranks.size > 1
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,10 @@ class BridgeModel:
     policy_version: int
     """What the server served when the bridge attached."""
     save: Callable[[Path], None]
-    """Writes the model (or its adapter) and the tokenizer into a folder, as transformers, PEFT and vLLM load them."""
+    """Writes the model (or its adapter) and the tokenizer into a folder, as transformers, PEFT and vLLM load them; on
+    all ranks."""
+    prepare_save: Callable[[], None] = nothing
+    """Called before `save`, on rank 0 alone."""
     unmerged: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within, the model computes with its current parameters; outside it may compute with those published last, as
     where an adapter is merged into the weights that inference reads."""
@@ -221,11 +228,18 @@ class Placement(Protocol):
         """
 
 
-class RankPlacement(Placement, Protocol):
-    """A placement over several ranks: `load` and `save` are called on all of them, the rest on rank 0."""
+class RankPlacement(Protocol):
+    """The model on a rank other than 0, which does what rank 0 announces."""
 
-    def stream(self) -> None:
-        """Take part in gathering whole parameters on rank 0; called on the other ranks where it announces that."""
+    def join(self, work: object) -> BridgeModel:
+        """Load this rank's part of the model, where that is announced: first and once."""
+
+    def take_part(self, work: object, write: Callable[[], None]) -> None:
+        """Take part in any later work that this placement, or its bridge, announces on rank 0.
+
+        Args:
+            write: copies what was trained into the trained parameters, as for `Bridge.publish`.
+        """
 
 
 def connect(context: BridgeContext) -> ServerClient:

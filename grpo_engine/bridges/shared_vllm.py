@@ -1,4 +1,7 @@
-"""Mode `shared_vllm`: one copy of the weights; the trainer's parameters are the memory that the server reads."""
+"""Mode `shared_vllm`: one copy of the weights; the trainer's parameters are the memory that the server reads.
+
+Of a tensor parallel server each rank of the trainer maps the part of one of its processes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from grpo_engine.bridges.memory.bridge_files import bridge_file_path
 from grpo_engine.bridges.memory.stock_bridge_file import is_stock_file
-from grpo_engine.bridges.protocol import Bridge, BridgeContext
+from grpo_engine.bridges.protocol import Bridge, BridgeContext, RankPlacement
 from grpo_engine.bridges.transport.in_place import InPlaceBridge, InPlaceSettings
 from grpo_engine.flags import Flag
 
@@ -22,6 +25,7 @@ class SharedVllm(InPlaceSettings):
         "restart the server with --shared-weights and without quantization, and point --vllm-config-path at its bridge "
         "file",
     )
+    trains_over_ranks: ClassVar[bool] = True
     mode: Annotated[Literal["shared_vllm"], Flag(("--weight-bridge-mode",))] = "shared_vllm"
     """How new weights reach inference."""
 
@@ -33,3 +37,9 @@ class SharedVllm(InPlaceSettings):
 
             return StockInPlaceBridge(path, context)
         return InPlaceBridge(self, context)
+
+    def rank_placement(self, context: BridgeContext) -> RankPlacement:
+        """The part of the model that one rank maps, of a tensor parallel server."""
+        from grpo_engine.bridges.placement.mapped_parts import FollowingPart
+
+        return FollowingPart(context)

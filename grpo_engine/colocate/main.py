@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_engine.bridges import Bridge, Colocate
-from grpo_engine.bridges.protocol import RankPlacement
+from grpo_engine.bridges.protocol import Placement, RankPlacement
 from grpo_engine.bridges.transport.in_process import InProcessBridge
 from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.colocate.rounds import RoundInference, Rounds
@@ -76,7 +76,7 @@ class OwnSampling:
         """What the other ranks do."""
         bridge = self._config.bridge
         assert isinstance(bridge, Colocate)
-        engines = bridge.engines(self.engine, placement, self._ranks)
+        engines = bridge.engines(self.engine, cast(Placement, placement), self._ranks)
         return {**engines.works, **Rounds(self.engine, engines, self._ranks).works}
 
 

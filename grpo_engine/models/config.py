@@ -7,8 +7,9 @@ when the model is loaded.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -30,6 +31,9 @@ LOCAL_PREFIX = "local/"
 
 FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
 """First release with 8-bit optimizers for CPUs."""
+
+SPLITTABLE = ("llama", "qwen2", "qwen3")
+"""Families (`model_type` of config.json) of which the trainer can have one part on each tensor parallel rank."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
@@ -86,6 +90,33 @@ def lacking_for_optimizer(name: OptimizerName, *, on_cpu: bool) -> tuple[str, st
         what = f"adamw_8bit runs on a CPU from bitsandbytes 0.50 on, and {version} is installed"
         return what, "pip install -U bitsandbytes, or choose adamw"
     return None
+
+
+def why_not_splittable(config: Mapping[str, Any], num_ranks: int) -> str | None:
+    """Why a model cannot be trained over so many tensor parallel ranks; None if it can.
+
+    Args:
+        config: of the model, as in its config.json.
+    """
+    family = config.get("model_type")
+    if family not in SPLITTABLE:
+        return (
+            f"a model of type {family} cannot be trained on the memory of several tensor parallel ranks, only "
+            f"{', '.join(SPLITTABLE)}: set tensor_parallel_size to 1, or choose bridge mode broadcast"
+        )
+    heads = config.get("num_attention_heads") or 0
+    key_heads = config.get("num_key_value_heads") or heads
+    sizes = {"attention heads": heads, "units of the MLP": config.get("intermediate_size") or 0}
+    uneven = [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]
+    if key_heads % num_ranks and num_ranks % max(key_heads, 1):
+        uneven.append(f"{key_heads} heads of keys and values")
+    if not uneven:
+        return None
+    fitting = [str(n) for n in range(1, num_ranks) if why_not_splittable(config, n) is None]
+    return (
+        f"{' and '.join(uneven)} cannot be divided among {num_ranks} tensor parallel ranks: set tensor_parallel_size "
+        f"to {' or '.join(fitting)}"
+    )
 
 
 def check_model_name(name: str) -> str | None:

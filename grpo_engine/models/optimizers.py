@@ -25,6 +25,7 @@ from transformers import Adafactor
 from grpo_engine.compilers import has_compiler
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.config import MasterKind, OptimizerSettings, lacking_for_optimizer
+from grpo_engine.models.places import Place, place_of
 from grpo_engine.models.rounding import add_rounded_, round_to_bf16_
 from grpo_engine.models.sharded import local_part
 
@@ -166,8 +167,24 @@ class MasterWeights:
 
     @property
     def are_parts(self) -> bool:
-        """Whether the parameters are sharded over ranks, and masters of this rank's parts; else each rank has all."""
-        return any(isinstance(parameter, DTensor) for parameter in self._live.values())
+        """Whether the parameters are sharded or split over ranks, and masters of this rank's parts; else each rank has
+        all."""
+        return any(isinstance(each, DTensor) or place_of(each) is not None for each in self._live.values())
+
+    @property
+    def placed_gradients(self) -> list[tuple[Tensor, Place]]:
+        """The gradients of parts of a split model, with their places."""
+        return [
+            (gradient, place)
+            for name, master in self._masters.items()
+            if (place := place_of(self._live[name])) is not None and (gradient := master.grad) is not None
+        ]
+
+    @property
+    def placed_values(self) -> list[tuple[Tensor, Place]]:
+        """The values of parts of a split model (masters, or what is rounded instead), with their places."""
+        places = {name: place_of(live) for name, live in self._live.items()}
+        return [(self._value(name), place) for name, place in places.items() if place is not None]
 
     @property
     def have_bf16_gradients(self) -> bool:
@@ -183,11 +200,15 @@ class MasterWeights:
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients (of this rank's parts) together, fp32 and 0-dimensional, whatever their dtype.
 
-        torch's clipping would round the norm of bf16 gradients to bf16, which is off by up to 0.4 %.
+        Of what several ranks have, the first of them counts it. torch's clipping would round the norm of bf16 gradients
+        to bf16, which is off by up to 0.4 %.
         """
-        if not self.gradients:
-            return torch.zeros(())
-        norms = torch.stack(torch._foreach_norm(self.gradients, 2.0, dtype=torch.float32))
+        counted = self.gradients
+        if placed := self.placed_gradients:
+            counted = [gradient for gradient, place in placed if place.is_first]
+        if not counted:
+            return torch.zeros((), device=next(iter(self._live.values())).device)
+        norms = torch.stack(torch._foreach_norm(counted, 2.0, dtype=torch.float32))
         return cast(Tensor, torch.linalg.vector_norm(norms))
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_engine.errors import ModelError
+from grpo_engine.models.places import whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,14 +61,17 @@ def logits_form(model: PreTrainedModel) -> LogitsForm:
 
 @torch.no_grad()
 def _of_some_tokens(model: PreTrainedModel) -> tuple[Tensor | None, Tensor]:
-    """The output layer's products with the decoder's states (None if it returns none), and the logits; fp32."""
+    """The output layer's products with the decoder's states (None if it returns none), and the logits; fp32.
+
+    Of a split model both are of this rank's words.
+    """
     seen: list[Tensor | None] = []
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         seen.append(getattr(output, "last_hidden_state", None))
 
     head = model.get_output_embeddings()
-    tokens = torch.arange(min(8, len(head.weight)), device=head.weight.device)[None]
+    tokens = torch.arange(min(8, whole_shape(head.weight)[0]), device=head.weight.device)[None]
     hook = model.get_decoder().register_forward_hook(look)
     try:
         logits = model(input_ids=tokens, use_cache=False).logits.float()

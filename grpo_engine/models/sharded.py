@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_engine.errors import CheckpointError
 from grpo_engine.models.execution import decoder_layers, parameters_by_layer
+from grpo_engine.models.places import part_of_whole, place_of, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,7 +190,10 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor on the CPU, sharded as `like` is."""
+    """This rank's part of a whole tensor on the CPU, sharded or split as `like` is."""
+    if (place := place_of(like)) is not None:
+        part: Tensor = part_of_whole(whole, like, place)
+        return part
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
@@ -197,11 +201,12 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 def part_of_state(value: Any, like: Tensor) -> Any:
     """This rank's part of an optimizer's state for a whole parameter; of steps and the like, the same."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or not isinstance(like, DTensor):
+    is_part = isinstance(like, DTensor) or place_of(like) is not None
+    if not isinstance(value, Tensor) or value.ndim == 0 or not is_part:
         return value
-    if value.shape != like.shape:
+    if tuple(value.shape) != (whole := whole_shape(like)):
         raise CheckpointError(
-            f"optimizer state of shape {tuple(value.shape)} for a parameter of {tuple(like.shape)} cannot be divided "
+            f"optimizer state of shape {tuple(value.shape)} for a parameter of {whole} cannot be divided "
             "among ranks: resume with one rank, or choose an optimizer with full-precision state"
         )
     return part_of(value, like)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError, first_of
+from grpo_engine.models.places import Place, place_parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,12 +31,15 @@ def load_model_on_shared(
     aliases: Mapping[str, str] | None = None,
     *,
     attn_implementation: str | None = None,
+    places: Mapping[str, Place] | None = None,
 ) -> PreTrainedModel:
     """Build the causal language model of `config` on `tensors`, in evaluation mode, without copying any of them.
 
     Args:
         tensors: parameter name → tensor of its shape; of any float type and stride, all on one device.
         aliases: tied parameters: name → the name in `tensors` that it is the same as.
+        places: where each tensor belongs in the whole parameter, if they are parts; such a model computes with the
+            other ranks after `split_layers`.
 
     Raises:
         ModelError: parameters that are missing, unknown, of another shape or device, or tied on one side only; each is
@@ -49,11 +53,14 @@ def load_model_on_shared(
     model = _empty_model(config, attn_implementation)
     tied_names = _tied_groups(model)
     given = {**tensors, **{name: tensors[source] for name, source in aliases.items()}}
-    _check(model, tied_names, given)
+    places = {name: places[aliases.get(name, name)] for name in given} if places else {}
+    _check(model, tied_names, given, places)
     device = next(iter(tensors.values())).device
     for names in tied_names:
-        tensor = next(given[name] for name in names if name in given)
-        parameter = nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point())
+        first = next(name for name in names if name in given)
+        parameter = nn.Parameter(given[first].detach(), requires_grad=given[first].is_floating_point())
+        if first in places:
+            place_parameter(parameter, places[first])
         for name in names:  # one Parameter under every name, so that gradients add up
             module_name, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module_name), attribute, parameter)
@@ -103,7 +110,10 @@ def _tied_groups(model: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-def _check(model: nn.Module, tied_names: list[list[str]], given: Mapping[str, Tensor]) -> None:
+def _check(
+    model: nn.Module, tied_names: list[list[str]], given: Mapping[str, Tensor], places: Mapping[str, Place]
+) -> None:
+    whole = {name: places[name].whole if name in places else tuple(tensor.shape) for name, tensor in given.items()}
     shapes = {name: tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())
     faults = []
@@ -112,9 +122,9 @@ def _check(model: nn.Module, tied_names: list[list[str]], given: Mapping[str, Te
     if unknown := [name for name in given if name not in shapes and name not in buffers]:
         faults.append(f"not parameters of this model: {first_of(unknown)}")
     if misshapen := [
-        f"{name} {tuple(given[name].shape)} instead of {tuple(shape)}"
+        f"{name} {whole[name]} instead of {tuple(shape)}"
         for name, shape in shapes.items()
-        if name in given and given[name].shape != shape
+        if name in given and whole[name] != tuple(shape)
     ]:
         faults.append(f"of another shape: {first_of(misshapen)}")
     faults += _tie_faults(tied_names, given)

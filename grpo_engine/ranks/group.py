@@ -182,6 +182,13 @@ class RankGroup:
                 dist.all_reduce(values)
         return values
 
+    def largest(self, values: Tensor, what: str) -> Tensor:
+        """The largest of each number over all ranks, on every rank; may change the tensor."""
+        if self.size > 1:
+            with self.collective(f"the all-reduce of {what}", values.device.type):
+                dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     @torch.no_grad()
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors of one dtype by their sums over all ranks, which have the same bits on every rank."""

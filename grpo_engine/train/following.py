@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from grpo_engine.bridges import BridgeModel
-from grpo_engine.bridges.placement.sharded import GatherWeights, LoadModel
 from grpo_engine.bridges.protocol import RankPlacement
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.rehearsal import Rehearsal, rehearse_step
 from grpo_engine.train.step import GradientStep, gradient_step
-from grpo_engine.train.trainee import RestoreState, Trainee, TrainingDiverged, WriteState
+from grpo_engine.train.trainee import LoadUntrained, RestoreState, Trainee, TrainingDiverged, WriteState
 
 
 class Finished:
@@ -45,10 +43,9 @@ def follow(
     if isinstance(first, Finished):  # rank 0 was stopped while it waited for the servers
         with ranks.together(first):
             return
-    assert isinstance(first, LoadModel), first
     with ranks.together(first):
-        model = placement.load()
-    trainee = Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=placement.save), config, ranks)
+        attached = placement.join(first)
+    trainee = Trainee(attached, config, ranks)
     checkpoints.seed_everything(config.seed + ranks.rank)  # dropout of adapters differs between rows
     while True:
         work = ranks.next_work()
@@ -59,14 +56,16 @@ def follow(
                 case GradientStep():
                     with suppress(TrainingDiverged):  # rank 0 has the same error, and ends the training
                         gradient_step(trainee, work.batch, step=work.step, policy_version=work.policy_version)
-                case GatherWeights():
-                    placement.stream()
                 case WriteState():
                     with suppress(OSError):  # rank 0 has an error too, and logs it
                         trainee.write_state(work.folder)
                 case RestoreState():
                     trainee.restore(checkpoints.load(work.folder, model_name=config.model_name))
+                case LoadUntrained():
+                    trainee.load_untrained()
                 case Finished():
                     return
-                case _:
+                case _ if type(work) in further:
                     further[type(work)](work)
+                case _:
+                    placement.take_part(work, trainee.write_weights)

@@ -21,11 +21,15 @@ from grpo_engine.data.packing import PackedRows, pack
 from grpo_engine.models.attention import BLOCK_SIZE, may_look, use_training_attention
 from grpo_engine.models.layers import caps_attention, takes_any_mask
 from grpo_engine.models.output_layer import logits_form
+from grpo_engine.models.places import is_split
 from grpo_engine.models.sharded import as_forward, compute_device, free_gathered, is_sharded
+from grpo_engine.models.split import PartOfVocabulary
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from grpo_engine.ranks.group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +46,11 @@ layers compiled, for a width, and each is used again. At most 1/16 of the positi
 class Scorer:
     """Scores batches with one model, whose parameters may change between two calls."""
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, ranks: RankGroup | None = None) -> None:
         """Look at the model's attention and output layer.
+
+        Args:
+            ranks: of a split model, which all of them score at the same time.
 
         Raises:
             ModelError: its logits are made in a way that is not known here.
@@ -58,6 +65,10 @@ class Scorer:
         together."""
         if self.shares_prompts:
             use_training_attention(self.causal_lm)
+        self._part: PartOfVocabulary | None = None
+        if is_split(self.causal_lm):
+            assert ranks is not None
+            self._part = PartOfVocabulary(self.causal_lm.get_output_embeddings().weight, ranks)
         self.num_positions = 0
         """That have gone through the layers, padding and prompts once for each time."""
         self._device = compute_device(model)
@@ -93,6 +104,7 @@ class Scorer:
             bias=getattr(head, "bias", None),
             temperature=temperatures.to(self._device, non_blocking=True),
             soft_cap=self._logits_form.soft_cap,
+            part=self._part,
         )
         # By number, not by mask: the gradient of a masked scatter counts the mask, and waits for the GPU.
         places = batch.mask.flatten().nonzero().squeeze(1).to(self._device, non_blocking=True)

@@ -252,7 +252,7 @@ def _backward(
                 ref_logprobs=reference,
                 entropy=entropy,
                 # Gradients are summed over ranks, so copies of a row count as one.
-                denominator=trainee.num_copies
+                denominator=trainee.num_summed
                 * trainee.loss_config.denominator(num_sequences=part.num_sequences, num_tokens=part.num_tokens),
             ),
             trainee.loss_config,
@@ -264,7 +264,8 @@ def _backward(
         measured.append(replace(outputs, loss=outputs.loss.detach()))
         scored.append(present)
     position.at("the metrics")
-    return _of_batch(measured, [part.is_counted for part in parts], trainee.ranks), scored
+    counted_times = trainee.num_copies // trainee.num_summed
+    return _of_batch(measured, [part.is_counted for part in parts], trainee.ranks, counted_times), scored
 
 
 def _update(trainee: Trainee, measured: Mapping[str, float], rate: float, *, step: int) -> tuple[float, bool]:
@@ -287,10 +288,15 @@ def _update(trainee: Trainee, measured: Mapping[str, float], rate: float, *, ste
     return norm, has_moved
 
 
-def _of_batch(parts: Sequence[LossOutputs], is_counted: Sequence[bool], ranks: RankGroup) -> dict[str, float]:
+def _of_batch(
+    parts: Sequence[LossOutputs], is_counted: Sequence[bool], ranks: RankGroup, counted_times: int
+) -> dict[str, float]:
     """Metrics of the whole batch from those of its micro-batches on all ranks, read off the device once.
 
     The losses add up; the rest are means over trained tokens. The effective sample size is no mean: it is left out.
+
+    Args:
+        counted_times: ranks that have the whole loss of the same rows.
     """
     tokens = torch.stack([part.metrics["num_tokens"] for part in parts]).double()
     tokens *= torch.tensor(is_counted, device=tokens.device)
@@ -299,7 +305,7 @@ def _of_batch(parts: Sequence[LossOutputs], is_counted: Sequence[bool], ranks: R
     loss = torch.stack([part.loss.double() for part in parts]).sum()
     sums = ranks.sum(torch.cat([loss[None], tokens.sum()[None], (table * tokens).sum(dim=1)]), "metrics")
     with ranks.position.waiting("reading the metrics"):
-        values = torch.cat([sums[:1], sums[2:] / sums[1]]).tolist()
+        values = torch.cat([sums[:1] / counted_times, sums[2:] / sums[1]]).tolist()
     return dict(zip(["train/loss", *(f"grpo/{name}" for name in names)], values, strict=True))
 
 

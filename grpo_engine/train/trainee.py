@@ -7,6 +7,7 @@ holds the weight lock. Gradients, clipping and updates are applied to the master
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from grpo_engine.models.execution import compile_layers, recompute_layers, silen
 from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
+from grpo_engine.models.places import add_up_copies, equalize_copies, is_split, whole_shape
 from grpo_engine.models.sharded import compute_device, part_of, part_of_state
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.checkpointing import checkpoints
@@ -61,6 +63,13 @@ class RestoreState:
         return f"restoring {self.folder.name}"
 
 
+class LoadUntrained:
+    """Work of all ranks: `Trainee.load_untrained`."""
+
+    def __str__(self) -> str:
+        return "loading the untrained weights"
+
+
 class TrainingDiverged(GrpoError):
     """Several steps in a row had a loss or gradient that is not finite."""
 
@@ -80,11 +89,12 @@ class Trainee:
         for sentence in settings_without_effect(config):
             log.warning("%s", sentence)
         self.model = attached.model
-        self._save_model = attached.save
+        self._prepare_save, self._save_model = attached.prepare_save, attached.save
         self._is_shared = attached.is_shared
         self.unmerged = attached.unmerged
         """See `BridgeModel.unmerged`."""
         self.device = compute_device(self.model)
+        self._is_split = is_split(self.model)
         if config.train_layer_indices is not None:
             freeze_except_layers(self.model, parse_layer_indices(config.train_layer_indices))
         self._masters = MasterWeights(
@@ -116,7 +126,7 @@ class Trainee:
         self._scaler = torch.amp.GradScaler(
             self.device.type, enabled=any(each.dtype is torch.float16 for each in self.model.parameters())
         )
-        self._scorer = Scorer(self.model)
+        self._scorer = Scorer(self.model, self.ranks)
         self._model_flops = ModelFlops(self.model)
         self._num_flops = 0.0
         if config.gradient_checkpointing:
@@ -129,8 +139,8 @@ class Trainee:
         """Whether the last update was left out because scaled gradients were beyond float16; the scale is lower now."""
         silence(self.model)
         self.model.train()  # layers are computed again in this mode alone
-        num_trained = sum(parameter.numel() for parameter in self._parameters().values())
-        log.info(PARAMETERS_TRAINED.text, num_trained, sum(p.numel() for p in self.model.parameters()))
+        num_trained = sum(math.prod(whole_shape(parameter)) for parameter in self._parameters().values())
+        log.info(PARAMETERS_TRAINED.text, num_trained, sum(math.prod(whole_shape(p)) for p in self.model.parameters()))
 
     @property
     def shares_prompts(self) -> bool:
@@ -140,12 +150,17 @@ class Trainee:
     @property
     def num_copies(self) -> int:
         """Ranks that compute each row of a batch."""
-        return self.ranks.size if self.config.identical_data else 1
+        return self.ranks.size if self.config.identical_data or self._is_split else 1
+
+    @property
+    def num_summed(self) -> int:
+        """Those of them whose gradients are added up: all, but of a split model each has the gradient of its part."""
+        return 1 if self._is_split else self.num_copies
 
     @property
     def vocab_size(self) -> int:
         """Rows of the input embedding."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return whole_shape(self.model.get_input_embeddings().weight)[0]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -175,8 +190,10 @@ class Trainee:
         Raises:
             TrainingDiverged: `max_bad_steps` updates in a row were not finite.
         """
-        if not self._masters.are_parts:
-            self.ranks.sum_each(self._masters.gradients)  # those of parts are summed as they are computed
+        if self._is_split:
+            add_up_copies(self._masters.placed_gradients, self.ranks)
+        elif not self._masters.are_parts:
+            self.ranks.sum_each(self._masters.gradients)  # those of shards are summed as they are computed
         own = self._masters.gradient_norm()
         over_ranks = self.ranks.norm(own) if self._masters.are_parts else own
         loss_scale = self._scaler.get_scale()
@@ -196,6 +213,7 @@ class Trainee:
                     group["lr"] = rate
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))  # 1e-6 as in torch's clipping
             self._masters.step(self._optimizer, gradient_scale=scale)
+            equalize_copies(self._masters.placed_values, self.ranks)
         self._optimizer.zero_grad()
         if not self.has_overflowed:
             self._bad_steps = 0 if is_finite else self._bad_steps + 1
@@ -253,6 +271,8 @@ class Trainee:
         Raises:
             OSError, SafetensorError: a rank could not write; on all ranks.
         """
+        if self.ranks.leads:
+            self._prepare_save()
         with self.ranks.together(WriteState(folder)):
             failure: OSError | SafetensorError | None = None
             self.ranks.position.at("the model")
@@ -319,9 +339,13 @@ class Trainee:
 
     def load_untrained(self) -> None:
         """Load the weights of the untrained model into the masters, rounded as inference has them at first."""
-        untrained = dict(load_model(self.config.model_name, dtype="float32", device="cpu").named_parameters())
-        served = {name: untrained[name].detach().to(live.dtype) for name, live in self.model.named_parameters()}
-        self._masters.load_state_dict({name: served[name] for name in self._masters.state_dict()})
+        with self.ranks.together(LoadUntrained()):
+            untrained = dict(load_model(self.config.model_name, dtype="float32", device="cpu").named_parameters())
+            served = {
+                name: part_of(untrained[name].detach(), live).to(live.dtype)
+                for name, live in self._parameters().items()
+            }
+            self._masters.load_state_dict(served)
 
     def scale_metrics(self) -> dict[str, float]:
         """The scale of the loss of a float16 model; nothing of another."""

@@ -65,6 +65,15 @@ class SharedTensor(Message):
     """As torch prints it, e.g. `torch.bfloat16`."""
 
 
+class WeightPart(SharedTensor):
+    """What one process of a tensor parallel server has of a tensor; its key is the parameter name in the model."""
+
+    start: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
 class BridgeFile(Message):
     """Everything a trainer needs to attach."""
 
@@ -79,6 +88,9 @@ class BridgeFile(Message):
     fence_segment: SegmentName
     """POSIX segment of the fence page (see `grpo_engine.bridges.memory.weight_lock`)."""
     tensors: dict[str, SharedTensor]
+    """Empty where each of several processes has a part."""
+    parts: list[dict[str, WeightPart]] = []
+    """Of a tensor parallel server: of each of its processes, by their ranks."""
     aliases: dict[str, str] = {}
     """Tied parameters: name → the name in `tensors`, e.g. `lm_head.weight` → `model.embed_tokens.weight`."""
 

@@ -6,7 +6,7 @@ import errno
 import json
 import multiprocessing
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -18,10 +18,12 @@ import torch
 from forked import start_forked
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from training import made_up_groups, settings, small_model
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.bridges.placement.adapter import AdaptedModel
+from grpo_engine.bridges.placement.mapped_parts import MappedPart
 from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.protocol import BridgeContext, Placement
 from grpo_engine.data.batching import Batch, make_batch
@@ -35,6 +37,7 @@ from grpo_engine.train.following import Finished, follow
 from grpo_engine.train.main import bridge_context
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
+from grpo_engine.wire.bridge_file import BridgeFile
 
 TRAINED, SHARED = "trained", "shared"
 """Folders of the model after the last step, and of what its files are linked to."""
@@ -59,6 +62,8 @@ class Training:
     """Whether rank 0 is stopped before it loads the model."""
     is_disk_full: bool = False
     """Whether a first save fails on rank 0, before the one that counts."""
+    file: BridgeFile | None = None
+    """Parts of the model in shared memory, one for each rank, which train there as mode shared_vllm."""
     device: str = "cpu"
     """Or `cuda`: each rank has a GPU of its own."""
 
@@ -73,9 +78,11 @@ class Trained:
     """Of each step."""
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
-    """Save a small random model."""
-    small_model(**changes).save_pretrained(folder)
+def make_model(folder: Path, *, config: PreTrainedConfig | None = None, **changes: Any) -> Path:
+    """Save a small random model: a Llama with these changes, or one of this configuration."""
+    torch.manual_seed(0)
+    model = small_model(**changes) if config is None else AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -140,6 +147,9 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
     if training.is_stopped_early:
         with ranks.together(Finished()):
             return
+    if training.file is not None:
+        _lead_parts(training, training.file, config, ranks)
+        return
     if ranks.size > 1:
         placement: Placement = config.bridge.rank_placement(context)
     else:
@@ -147,12 +157,7 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
     model = BridgeModel(model=placement.load(), is_shared=False, policy_version=0, save=placement.save)
     trainee = Trainee(model, config, ranks)
     save_path = training.folder / "checkpoints"
-    if training.steps.start:
-        trainee.restore(checkpoints.load(save_path / f"step_{training.steps.start}", model_name=config.model_name))
-    metrics = []
-    for step in training.steps:
-        metrics.append(gradient_step(trainee, batch_of(training, step), step=step, policy_version=step).metrics)
-        trainee.write_weights()
+    metrics = _train_steps(training, trainee, save_path, trainee.write_weights)
     if training.is_disk_full:
         with pytest.raises(CheckpointError, match="no space"):
             _save_on_a_full_disk(trainee, save_path)
@@ -164,6 +169,34 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
     (training.folder / METRICS).write_text(json.dumps(metrics))
     with ranks.together(Finished()):
         pass
+
+
+def _lead_parts(training: Training, file: BridgeFile, config: TrainConfig, ranks: RankGroup) -> None:
+    part = MappedPart(str(training.model), file, ranks)
+    model = BridgeModel(model=part.model, is_shared=True, policy_version=0, save=part.save)
+    trainee = Trainee(model, config, ranks)
+    save_path = training.folder / "checkpoints"
+    metrics = _train_steps(training, trainee, save_path, lambda: part.write(trainee.write_weights))
+    folder = trainee.save(save_path, step=training.steps.stop, policy_version=0, lease="", settings={})
+    shutil.rmtree(training.folder / TRAINED, ignore_errors=True)
+    shutil.copytree(folder, training.folder / TRAINED, ignore=lambda _, names: [n for n in names if "trainer" in n])
+    (training.folder / METRICS).write_text(json.dumps(metrics))
+    with ranks.together(Finished()):
+        pass
+
+
+def _train_steps(
+    training: Training, trainee: Trainee, save_path: Path, publish: Callable[[], None]
+) -> list[dict[str, float]]:
+    """Train and publish; the metrics of each step."""
+    if training.steps.start:
+        folder = save_path / f"step_{training.steps.start}"
+        trainee.restore(checkpoints.load(folder, model_name=trainee.config.model_name))
+    metrics = []
+    for step in training.steps:
+        metrics.append(gradient_step(trainee, batch_of(training, step), step=step, policy_version=step).metrics)
+        publish()
+    return metrics
 
 
 def _save_on_a_full_disk(trainee: Trainee, save_path: Path) -> None:

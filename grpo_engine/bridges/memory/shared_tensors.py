@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY, attach_segment, create_segment
 from grpo_engine.errors import BridgeError
-from grpo_engine.wire.bridge_file import PosixHandle, SharedTensor
+from grpo_engine.wire.bridge_file import BridgeFile, PosixHandle, SharedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,11 @@ def map_tensors(manifest: Mapping[str, SharedTensor]) -> dict[str, torch.Tensor]
 def segments_of(manifest: Mapping[str, SharedTensor]) -> set[str]:
     """The POSIX segments that a manifest refers to."""
     return {entry.handle.segment for entry in manifest.values() if isinstance(entry.handle, PosixHandle)}
+
+
+def segments_of_file(file: BridgeFile) -> set[str]:
+    """All POSIX segments that belong to a bridge file, that of the weight lock included."""
+    return {file.fence_segment}.union(segments_of(file.tensors), *(segments_of(part) for part in file.parts))
 
 
 def unlink_segments(segments: Iterable[str]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_engine.bridges.protocol import BridgeContext
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Work of all ranks: `RankPlacement.load`, the first that rank 0 announces, once it has found the servers."""
+    """Work of all ranks: `ShardedPlacement.load`, the first that rank 0 announces, once it has found the servers."""
 
     def __str__(self) -> str:
         return "loading the model"
@@ -27,14 +29,40 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Work of all ranks: `RankPlacement.stream`."""
+    """Work of all ranks: `ShardedPlacement.stream`."""
 
     def __str__(self) -> str:
         return "gathering the weights"
 
 
-class ShardedModel:
-    """See `grpo_engine.bridges.protocol.RankPlacement`."""
+class ShardedPlacement(ABC):
+    """See `grpo_engine.bridges.protocol.RankPlacement`; rank 0 uses the same placement as the others."""
+
+    @abstractmethod
+    def load(self) -> PreTrainedModel | PeftModel:
+        """Load this rank's part of the model, on all ranks."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write what is trained, for a checkpoint of the trainer; on all ranks."""
+
+    @abstractmethod
+    def stream(self, receive: Callable[[dict[str, Tensor]], None] | None = None) -> None:
+        """Gather whole parameters, on all ranks."""
+
+    def join(self, work: object) -> BridgeModel:
+        """Load this rank's part."""
+        assert isinstance(work, LoadModel), work
+        return BridgeModel(model=self.load(), is_shared=False, policy_version=0, save=self.save)
+
+    def take_part(self, work: object, write: Callable[[], None]) -> None:
+        """Gather, where rank 0 does."""
+        assert isinstance(work, GatherWeights), work
+        self.stream()
+
+
+class ShardedModel(ShardedPlacement):
+    """The whole model is trained."""
 
     def __init__(self, context: BridgeContext) -> None:
         self._context = context

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.placement.adapter import AdaptedModel
-from grpo_engine.bridges.placement.sharded import LoadModel, stream_on_all_ranks
+from grpo_engine.bridges.placement.sharded import LoadModel, ShardedPlacement, stream_on_all_ranks
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from grpo_engine.ranks.group import RankGroup
 
 
-class ShardedAdaptedModel(AdaptedModel):
+class ShardedAdaptedModel(AdaptedModel, ShardedPlacement):
     """See `grpo_engine.bridges.protocol.RankPlacement`."""
 
     def load(self) -> PeftModel:

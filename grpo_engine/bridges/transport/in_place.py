@@ -23,7 +23,6 @@ from pydantic import Field
 from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Mode, Update, connect
-from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import BridgeError, HalfWritten, PeerUnavailable
 from grpo_engine.flags import Flag
 from grpo_engine.wire.bridge_file import BridgeFile
@@ -77,18 +76,16 @@ class InPlaceBridge:
             BridgeError: the server shares no weights, the bridge file is another server's, or another trainer is
             attached. ModelError: the shared weights are of another model.
         """
-        from grpo_engine.bridges.placement.mapped import MappedModel
-
         file = self._find_export()
         lock = WeightLock.attach(file.fence_segment)
         self._check_alone(file, lock)
         self._reload_half_written(file, lock)
-        self._weights = MappedModel(self._context.model_name, file)
+        self._weights = self._mapped(file)
         self._add_adapter()
         self._check_memory(file, lock)
         self._file, self._lock = file, lock
         version = lock.read().policy_version
-        logger.info(WEIGHTS_ATTACHED.text, len(file.tensors), self._path, version)
+        logger.info(WEIGHTS_ATTACHED.text, len(self._weights.tensors), self._path, version)
         served = str(self._weights.model.dtype).removeprefix("torch.")
         if self._context.dtype not in ("auto", served):
             logger.warning("dtype %s has no effect: the weights are the server's, in %s", self._context.dtype, served)
@@ -273,6 +270,22 @@ class InPlaceBridge:
 
     # --- what is trained -------------------------------------------------------------------------------------------
 
+    def _mapped(self, file: BridgeFile) -> MappedModel:
+        """The model on the server's memory, over as many ranks as the server has processes."""
+        from grpo_engine.bridges.placement.mapped import MappedModel
+        from grpo_engine.bridges.placement.mapped_parts import MappedPart
+
+        name, ranks = self._context.model_name, self._context.ranks
+        if ranks is not None and ranks.size > 1:
+            return MappedPart(name, file, ranks)
+        if file.parts:
+            raise BridgeError(
+                f"{self._path}: {len(file.parts)} processes of the inference server have a part of the weights each, "
+                f"and this trainer is one process: start {len(file.parts)} ranks with mode shared_vllm, or the server "
+                "with tensor_parallel_size 1"
+            )
+        return MappedModel(name, file)
+
     def _add_adapter(self) -> None:
         """Wrap the mapped model; here nothing is added."""
 
@@ -281,13 +294,19 @@ class InPlaceBridge:
 
     def _trained(self, version: int) -> BridgeModel:
         """What is trained; here the model whose parameters inference reads."""
-        return BridgeModel(model=self._weights.model, is_shared=True, policy_version=version, save=self._save)
+        return BridgeModel(
+            model=self._weights.model,
+            is_shared=True,
+            policy_version=version,
+            save=self._weights.save,
+            prepare_save=self._write_unserved,
+        )
 
     def _is_kept(self, tensor: Tensor) -> bool:
         """Whether unmapping must copy a tensor; trained parameters are written again by `_write`."""
         return self._version is None or not tensor.requires_grad
 
-    def _save(self, folder: Path) -> None:
+    def _write_unserved(self) -> None:
+        """Give the model the current values where no server's memory has them."""
         if self._lock is None and self._version is not None:
             self._weights.write(self._write)
-        save_model(self._weights.model, self._context.model_name, folder)

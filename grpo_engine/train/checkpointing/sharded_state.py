@@ -16,12 +16,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from grpo_engine.errors import CheckpointError
+from grpo_engine.models.places import Place, place_of, whole_shape
 from grpo_engine.ranks.group import RankGroup
 
 FOLDER = "trainer"
@@ -41,7 +50,7 @@ def write_sharded(
     """Write this rank's part of the state; called on all ranks.
 
     Args:
-        parameters: of the model, sharded, by name.
+        parameters: of the model, sharded or split, by name.
         masters: this rank's part of each.
         optimizer: its state for this rank's part of each.
 
@@ -100,7 +109,7 @@ def read_sharded(
         assert isinstance(entry, TensorStorageMetadata)
         name = key.removeprefix(OPTIMIZER).rpartition("/")[0]
         master, properties = masters[name], entry.properties
-        if OF_RANK not in key and entry.size == parameters[name].shape and master.ndim > 0:
+        if OF_RANK not in key and tuple(entry.size) == whole_shape(parameters[name]) and master.ndim > 0:
             state[key] = _whole(torch.empty_like(master, dtype=properties.dtype), parameters[name])
         else:
             state[key] = torch.empty(entry.size, dtype=properties.dtype)
@@ -111,7 +120,7 @@ def read_sharded(
         raise CheckpointError(
             f"{folder / FOLDER}: unreadable ({error}); remove {folder} to resume from the previous checkpoint"
         ) from error
-    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+    local = {key: _local(value) for key, value in state.items()}
     optimizer: dict[str, dict[str, Any]] = {name: {} for name in masters}
     for key, value in local.items():
         if key.startswith(OPTIMIZER):
@@ -185,6 +194,9 @@ def _key(name: str, kind: str, value: Any, master: Tensor, rank: int) -> str:
 
 def _whole(local: Any, parameter: Tensor) -> Any:
     """The whole tensor that a part belongs to; other values, and those of a trainer of one rank, as they are."""
+    if (place := place_of(parameter)) is not None:
+        is_part = isinstance(local, Tensor) and local.shape == parameter.shape
+        return StoredPart.of(local, place) if is_part else local
     if not isinstance(parameter, DTensor) or not isinstance(local, Tensor) or local.shape != parameter.to_local().shape:
         return local
     return DTensor.from_local(
@@ -195,3 +207,51 @@ def _whole(local: Any, parameter: Tensor) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _local(value: Any) -> Any:
+    match value:
+        case DTensor():
+            return value.to_local()
+        case StoredPart():
+            return value.local
+        case _:
+            return value
+
+
+class StoredPart(Tensor):
+    """A rank's part of a whole tensor that is divided anyhow; a DTensor has parts of equal sizes only.
+
+    Its methods are those that torch asks of a tensor in a checkpoint: `torch.distributed._checkpointable`.
+    """
+
+    place: Place
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, local: Tensor, place: Place) -> StoredPart:
+        """This part, in its memory."""
+        part = local.detach().as_subclass(cls)
+        part.place = place
+        return part
+
+    @property
+    def local(self) -> Tensor:
+        """The part as a tensor."""
+        return self.as_subclass(Tensor)
+
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """Of the whole tensor."""
+        return torch.Size(self.place.whole)
+
+    def __create_write_items__(self, key: str, part: object) -> list[WriteItem]:
+        [chunk] = self.__create_chunk_list__()
+        properties = TensorProperties.create_from_tensor(self.local)
+        about = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
+        return [WriteItem(index=MetadataIndex(key, chunk.offsets), type=WriteItemType.SHARD, tensor_data=about)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size(self.place.start), sizes=self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.local
