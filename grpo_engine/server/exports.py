@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.memory.bridge_files import is_server_alive, read_bridge_file
 from grpo_engine.bridges.memory.shared_names import run_of, stem_of
-from grpo_engine.bridges.memory.shared_tensors import export_tensors, map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.memory.shared_tensors import export_tensors, map_tensors, segments_of_file, unlink_segments
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError, HalfWritten
 from grpo_engine.models.loading import load_config
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.wire.bridge_file import AnnouncedWeights, BridgeFile, SharedTensor, StockBridgeFile
+from grpo_engine.wire.bridge_file import AnnouncedWeights, BridgeFile, SharedTensor, StockBridgeFile, WeightPart
 from grpo_engine.wire.codec import write_json_atomically
 
 if TYPE_CHECKING:
@@ -56,13 +56,22 @@ class Adopted:
 
     file: BridgeFile
     lock: WeightLock
-    tensors: dict[str, torch.Tensor]
+    parts: list[dict[str, torch.Tensor]]
+    """Of each process that had some of them."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Of the only process."""
+        (only,) = self.parts
+        return only
 
 
 def fingerprint_of(config: ServerConfig) -> str:
-    """Identifies a model and its dtype; weights with another fingerprint are not adopted."""
+    """Identifies a model, its dtype and its division; weights with another fingerprint are not adopted."""
     model_config = load_config(config.model_name).to_json_string(use_diff=False)
-    parts = (config.engine, config.model_name, config.dtype, model_config)
+    parts = [config.engine, config.model_name, config.dtype, model_config]
+    if config.tensor_parallel_size > 1:
+        parts.append(f"{config.tensor_parallel_size} parts")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -112,7 +121,7 @@ def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
             f"{path}: belongs to a running inference server (pid {file.pid}); stop it, or give this one another "
             "--bridge-file"
         )
-    segments = {file.fence_segment} | segments_of(file.tensors)
+    segments = segments_of_file(file)
     if owner.run is None or not all(segment.startswith(owner.stem) for segment in segments):
         logger.warning("%s: left by an exited server (pid %d); replacing it", path, file.pid)
         unlink_segments(segment for segment in segments if segment.startswith(stem_of(None)))
@@ -121,14 +130,15 @@ def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
         logger.warning("%s: its weights are of another model or dtype (%s); replacing them", path, file.model)
         unlink_segments(segments)
         return None
-    if not segments_of(file.tensors):
+    if segments == {file.fence_segment}:
         logger.info("%s: weights in GPU memory were freed with the server that held them; loading the model", path)
         unlink_segments(segments)
         return None
     try:
         lock = WeightLock.attach(file.fence_segment)
         lock.check()
-        return Adopted(file=file, lock=lock, tensors=map_tensors(file.tensors))
+        manifests: Sequence[Mapping[str, SharedTensor]] = file.parts or [file.tensors]
+        return Adopted(file=file, lock=lock, parts=[map_tensors(manifest) for manifest in manifests])
     except (BridgeError, HalfWritten) as error:
         logger.warning("%s: %s; loading the model", path, error)
     unlink_segments(segments)
@@ -168,11 +178,13 @@ def write_bridge_file(
     lock: WeightLock,
     manifest: dict[str, SharedTensor],
     aliases: dict[str, str],
+    parts: list[dict[str, WeightPart]] | None = None,
     stock: StockBridgeFile | None = None,
 ) -> BridgeFile:
     """Write the bridge file atomically.
 
     Args:
+        parts: of each process of a tensor parallel server; `manifest` is empty then.
         stock: the same memory in the form that Atropos's trainer reads, if it can.
     """
     me = ProcessIdentity.of_this_process()
@@ -185,6 +197,7 @@ def write_bridge_file(
         fingerprint=fingerprint,
         fence_segment=lock.segment,
         tensors=manifest,
+        parts=parts or [],
         aliases=aliases,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,4 +216,4 @@ def withdraw(path: Path, file: BridgeFile, owner: Owner) -> None:
             path.unlink(missing_ok=True)
     except BridgeError as error:
         logger.warning("%s", error)
-    unlink_segments({file.fence_segment} | segments_of(file.tensors))
+    unlink_segments(segments_of_file(file))

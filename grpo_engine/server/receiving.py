@@ -32,6 +32,12 @@ class Part:
     place: tuple[slice, ...] | None = None
     """Which part of the whole tensor it is; None: all of it."""
 
+    @property
+    def start(self) -> list[int]:
+        """Where the part begins in the whole tensor."""
+        first = [] if self.place is None else [each.start for each in self.place]
+        return first + [0] * (self.memory.ndim - len(first))
+
 
 class WeightReceiver:
     """A place in one weight group; the meeting runs in a thread, so that requests are served meanwhile."""

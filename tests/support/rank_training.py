@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -18,8 +19,8 @@ import torch
 from forked import start_forked
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 from training import made_up_groups, settings, small_model
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.bridges.placement.adapter import AdaptedModel
@@ -64,6 +65,8 @@ class Training:
     """Whether a first save fails on rank 0, before the one that counts."""
     file: BridgeFile | None = None
     """Parts of the model in shared memory, one for each rank, which train there as mode shared_vllm."""
+    is_served: bool = False
+    """Whether the parts are those of the inference server that the settings name."""
     device: str = "cpu"
     """Or `cuda`: each rank has a GPU of its own."""
 
@@ -147,8 +150,20 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
     if training.is_stopped_early:
         with ranks.together(Finished()):
             return
+    if training.is_served:
+        with closing(config.bridge.build(context)) as bridge:
+            attached = bridge.attach()
+            trainee = Trainee(attached, config, ranks)
+            first = attached.policy_version
+            bridge.publish(first, trainee.write_weights)
+            versions = itertools.count(first + 1)
+            _train_parts(training, trainee, lambda: bridge.publish(next(versions), trainee.write_weights))
+        return
     if training.file is not None:
-        _lead_parts(training, training.file, config, ranks)
+        part = MappedPart(str(training.model), training.file, ranks)
+        model = BridgeModel(model=part.model, is_shared=True, policy_version=0, save=part.save)
+        trainee = Trainee(model, config, ranks)
+        _train_parts(training, trainee, lambda: part.write(trainee.write_weights))
         return
     if ranks.size > 1:
         placement: Placement = config.bridge.rank_placement(context)
@@ -171,22 +186,19 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
         pass
 
 
-def _lead_parts(training: Training, file: BridgeFile, config: TrainConfig, ranks: RankGroup) -> None:
-    part = MappedPart(str(training.model), file, ranks)
-    model = BridgeModel(model=part.model, is_shared=True, policy_version=0, save=part.save)
-    trainee = Trainee(model, config, ranks)
+def _train_parts(training: Training, trainee: Trainee, publish: Callable[[], object]) -> None:
     save_path = training.folder / "checkpoints"
-    metrics = _train_steps(training, trainee, save_path, lambda: part.write(trainee.write_weights))
+    metrics = _train_steps(training, trainee, save_path, publish)
     folder = trainee.save(save_path, step=training.steps.stop, policy_version=0, lease="", settings={})
     shutil.rmtree(training.folder / TRAINED, ignore_errors=True)
     shutil.copytree(folder, training.folder / TRAINED, ignore=lambda _, names: [n for n in names if "trainer" in n])
     (training.folder / METRICS).write_text(json.dumps(metrics))
-    with ranks.together(Finished()):
+    with trainee.ranks.together(Finished()):
         pass
 
 
 def _train_steps(
-    training: Training, trainee: Trainee, save_path: Path, publish: Callable[[], None]
+    training: Training, trainee: Trainee, save_path: Path, publish: Callable[[], object]
 ) -> list[dict[str, float]]:
     """Train and publish; the metrics of each step."""
     if training.steps.start:

@@ -183,8 +183,8 @@ def _check_parts(file: BridgeFile, ranks: RankGroup) -> None:
     own = gpu_uuid(torch.device(ranks.device).index)
     where = {entry.handle.gpu_uuid for entry in file.parts[ranks.rank].values() if entry.handle.kind == "cuda_ipc"}
     if where != {own}:
+        there = " and ".join(sorted(where)) or "the CPU"
         raise BridgeError(
             f"rank {ranks.rank} of the trainer is on GPU {own}, and process {ranks.rank} of the inference server has "
-            f"its part of the weights on {' and '.join(sorted(where)) or 'the CPU'}: give both the same gpus in the same "
-            "order"
+            f"its part of the weights on {there}: give both the same gpus in the same order"
         )

@@ -17,6 +17,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.models.config import why_not_splittable
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.processes import ProcessIdentity
@@ -219,10 +220,9 @@ def _check_sharing(config: ServerConfig, environment: Mapping[str, str]) -> None
     if not config.shared_weights:
         return
     if config.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {config.tensor_parallel_size} with --shared-weights: every rank would hold a part "
-            "of each tensor, but the trainer needs whole tensors; serve on one GPU, or use checkpoints or adapters"
-        )
+        model = load_config(config.model_name).to_dict()
+        if (problem := why_not_splittable(model, config.tensor_parallel_size)) is not None:
+            raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size} with --shared-weights: {problem}")
 
 
 def _choose_gpu(config: ServerConfig, environment: MutableMapping[str, str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.memory.bridge_files import bridge_file_path
-from grpo_engine.bridges.memory.shared_tensors import map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.memory.shared_tensors import map_tensors, segments_of_file, unlink_segments
 from grpo_engine.bridges.memory.stock_bridge_file import stock_form
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError
@@ -19,7 +19,7 @@ from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.exports import Adopted, Owner, fingerprint_of, take_over, withdraw, write_bridge_file
 from grpo_engine.server.vllm.checkpoint import Parameters
-from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor
+from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor, WeightPart
 from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ async def share(
     adopted, awaited_trainer = take_over(path, owner, fingerprint)
     stem = f"{owner.stem}{instance}"
     try:
-        manifest, fused = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
-        version = 0 if adopted is None else await copy_adopted(adopted, manifest)
+        exported = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
+        version = 0 if adopted is None else await copy_adopted(adopted, exported.manifests)
         lock = WeightLock.create(f"{stem}-fence", policy_version=version)
         file = write_bridge_file(
             path,
@@ -71,56 +71,81 @@ async def share(
             model=config.model_name,
             fingerprint=fingerprint,
             lock=lock,
-            manifest=manifest,
+            manifest=exported.tensors,
+            parts=exported.parts,
             aliases=parameters.aliases,
-            stock=stock_form(config.model_name, fused),
+            stock=None if exported.parts else stock_form(config.model_name, exported.fused),
         )
     except BaseException:
-        unlink_segments([f"{stem}-fence", f"{stem}-weights"])
+        ranks = range(config.tensor_parallel_size)
+        unlink_segments([f"{stem}-fence", f"{stem}-weights", *(f"{stem}-weights-{rank}" for rank in ranks)])
         raise
-    logger.info(WEIGHTS_EXPORTED.text, len(manifest), path)
+    logger.info(WEIGHTS_EXPORTED.text, len(parameters.shapes), path)
     return Sharing(lock=lock, path=path, file=file, owner=owner, awaits=awaited_trainer)
 
 
-async def _exported(
-    llm: AsyncLLM, parameters: Parameters, segment: str, folder: Path | None
-) -> tuple[dict[str, SharedTensor], dict[str, SharedTensor]]:
-    """The weights under transformers' names, and under vLLM's too if they are in CUDA memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exported:
+    """The weights under transformers' names."""
+
+    tensors: dict[str, SharedTensor]
+    """Of one process, else empty."""
+    parts: list[dict[str, WeightPart]]
+    """Of each of several processes, else empty."""
+    fused: dict[str, SharedTensor]
+    """Of one process under vLLM's own names, if they are in CUDA memory."""
+
+    @property
+    def manifests(self) -> Sequence[Mapping[str, SharedTensor]]:
+        """Of each process."""
+        return self.parts or [self.tensors]
+
+
+async def _exported(llm: AsyncLLM, parameters: Parameters, segment: str, folder: Path | None) -> _Exported:
     expected = {name: list(shape) for name, shape in parameters.shapes.items()}
     answers: list[Any] = await llm.collective_rpc(
         "grpo_share", args=(segment, expected, parameters.aliases, None if folder is None else str(folder))
     )
-    (answer,) = answers
-    if problem := answer.get("problem"):
-        raise BridgeError(str(problem))
-    if answer["num_compared"] < len(expected):
+    for answer in answers:
+        if problem := answer.get("problem"):
+            raise BridgeError(str(problem))
+    if (num_compared := min(answer["num_compared"] for answer in answers)) < len(expected):
         logger.warning(
-            "Only %d of %d shared tensors could be compared with the checkpoint", answer["num_compared"], len(expected)
+            "Only %d of %d shared tensors could be compared with the checkpoint", num_compared, len(expected)
         )
+    if len(answers) > 1:
+        parts = [
+            {name: WeightPart.model_validate(entry) for name, entry in answer["tensors"].items()} for answer in answers
+        ]
+        return _Exported(tensors={}, parts=parts, fused={})
     tensors, fused = (
-        {name: SharedTensor.model_validate(entry) for name, entry in answer[which].items()}
+        {name: SharedTensor.model_validate(entry) for name, entry in answers[0][which].items()}
         for which in ("tensors", "fused")
     )
-    return tensors, fused
+    return _Exported(tensors=tensors, parts=[], fused=fused)
 
 
-async def copy_adopted(adopted: Adopted, manifest: Mapping[str, SharedTensor]) -> int:
+async def copy_adopted(adopted: Adopted, manifests: Sequence[Mapping[str, SharedTensor]]) -> int:
     """Copy the previous server's weights into the exported ones; their version.
+
+    Args:
+        manifests: what is exported, of each process.
 
     A trainer that has not noticed the restart may still be writing the old ones: the copy waits for it.
 
     Raises:
         HalfWritten: that trainer exited in the middle of the write.
     """
-    own = map_tensors(manifest)
+    own = [map_tensors(manifest) for manifest in manifests]
     while True:
         before = adopted.lock.check()
         if not before.is_writing:
-            for name, tensor in own.items():
-                tensor.copy_(adopted.tensors[name])
+            for tensors, earlier in zip(own, adopted.parts, strict=True):
+                for name, tensor in tensors.items():
+                    tensor.copy_(earlier[name])
             if adopted.lock.read().sequence == before.sequence:
                 break
         await asyncio.sleep(_LOCK_POLL_S)
-    unlink_segments({adopted.file.fence_segment} | segments_of(adopted.file.tensors))
+    unlink_segments(segments_of_file(adopted.file))
     logger.info("Adopted the weights of version %d from shared memory", before.policy_version)
     return before.policy_version

@@ -67,27 +67,28 @@ class GrpoWorker:
         """Make the weights mappable and describe them under their names in transformers.
 
         Args:
-            segment: name of the POSIX segment to create; not used on a GPU, whose memory is exported in place.
+            segment: name of the POSIX segment to create, of several processes with the rank behind it; not used on a
+                GPU, whose memory is exported in place.
             expected: parameter name → shape in transformers; a tied parameter is listed once.
             aliases: tied parameters: the second name → the first.
             folder: the checkpoint's folder; a sample of every tensor is compared with it.
 
         Returns:
-            `tensors` (name → `SharedTensor`), `fused` (the same by vLLM's own names, only on a GPU) and
+            `tensors` (name → `WeightPart`), `fused` (`SharedTensor` by vLLM's own names, only on a GPU) and
             `num_compared`, or `problem`: an exception would stop the worker in some versions.
         """
         from grpo_engine.server.vllm.layout import (
             compare_with_checkpoint,
             fused_parameters,
             parts_under_hf_names,
-            views_under_hf_names,
         )
 
         try:
             self._grpo_check_shareable()
             model = self.model_runner.get_model()
             shapes = {name: tuple(shape) for name, shape in expected.items()}
-            parts = parts_under_hf_names(model, shapes, aliases)
+            rank, num_ranks = self._grpo_rank, self._grpo_num_ranks
+            parts = parts_under_hf_names(model, shapes, aliases, rank=rank, num_ranks=num_ranks)
             num_compared = compare_with_checkpoint(parts, Path(folder)) if folder else 0
             views = {name: part.memory for name, part in parts.items()}
             fused: dict[str, Any] = {}
@@ -99,13 +100,17 @@ class GrpoWorker:
             else:
                 from grpo_engine.server.vllm.layout import move_into_segment
 
+                segment = f"{segment}-{rank}" if num_ranks > 1 else segment
                 base = move_into_segment(model, segment)
-                views = views_under_hf_names(model, shapes, aliases)
-                manifest = {name: _described(view, segment, base) for name, view in views.items()}
+                parts = parts_under_hf_names(model, shapes, aliases, rank=rank, num_ranks=num_ranks)
+                manifest = {name: _described(part.memory, segment, base) for name, part in parts.items()}
         except BridgeError as error:
             return {"problem": str(error)}
         return {
-            "tensors": {name: entry.model_dump(mode="json") for name, entry in manifest.items()},
+            "tensors": {
+                name: {**entry.model_dump(mode="json"), "start": parts[name].start, "whole": list(shapes[name])}
+                for name, entry in manifest.items()
+            },
             "fused": {name: entry.model_dump(mode="json") for name, entry in fused.items()},
             "num_compared": num_compared,
         }
@@ -303,11 +308,8 @@ class GrpoWorker:
 
     def _grpo_check_shareable(self) -> None:
         self._grpo_check_plain()
-        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
-        if getattr(model, "enable_sleep_mode", False):
+        if getattr(self.vllm_config.model_config, "enable_sleep_mode", False):
             raise BridgeError("weights in sleep mode cannot be exported: start without enable_sleep_mode")
-        if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
-            raise BridgeError("the model is split over several GPUs; only a model on one GPU can be shared")
 
     def _grpo_check_plain(self) -> None:
         """Refuse weights that are not those of the checkpoint, in one dtype."""

@@ -226,7 +226,7 @@ class StoredPart(Tensor):
     """
 
     place: Place
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, local: Tensor, place: Place) -> StoredPart:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 from vllm_fakes import Served
 
 from grpo_engine.errors import BridgeError, ConfigError, DataError, ModelError
@@ -312,12 +312,24 @@ async def test_opening_a_gate_ends_a_drain_and_a_cancelled_request_counts_as_out
 
 
 def config(**settings: object) -> ServerConfig:
-    return ServerConfig(model_name="m", **settings)
+    return ServerConfig(**{"model_name": "m", **settings})
+
+
+def test_sharing_over_processes_is_refused_where_a_trainer_could_not_have_their_parts(tmp_path: Path) -> None:
+    llama = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 64, "hidden_size": 48}
+    LlamaConfig(**llama).save_pretrained(tmp_path / "llama")
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    sharing = {"shared_weights": True, "model_name": str(tmp_path / "llama")}
+    for size in (3, 6):
+        with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size} with --shared-weights: .* 64 units"):
+            prepare_environment(config(**sharing, tensor_parallel_size=size), {})
+    with pytest.raises(ConfigError, match=r"3 heads of keys and values cannot be divided among 2 .* to 1$"):
+        prepare_environment(config(**sharing, tensor_parallel_size=2), {})
+    with pytest.raises(ConfigError, match=r"a model of type gpt2 cannot be trained .* only llama, qwen2, qwen3"):
+        prepare_environment(config(**{**sharing, "model_name": str(tmp_path / "gpt2")}, tensor_parallel_size=2), {})
 
 
 def test_sharing_is_refused_where_vllm_cannot_export() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 with --shared-weights"):
-        prepare_environment(config(shared_weights=True, tensor_parallel_size=2), {})
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with pytest.raises(ConfigError, match="expandable segments cannot be exported"):
         prepare_environment(config(shared_weights=True), dict(settings))
