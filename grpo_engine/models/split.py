@@ -9,7 +9,7 @@ gradient of a layer's input is summed over ranks, that of a summed output goes t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class _SummedLinear(nn.Module):
         self._sum = whole_sum
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = _SumForward.apply(functional.linear(inputs, self.weight), self._sum)  # type: ignore[no-untyped-call]
+        output = cast(Tensor, _summed(functional.linear(inputs, self.weight), self._sum))
         return output if self.bias is None else output + self.bias
 
 
@@ -113,7 +113,7 @@ class _PartOfEmbedding(nn.Module):
         own = tokens - self._first
         is_here = (own >= 0) & (own < len(self.weight))
         rows = functional.embedding(own.masked_fill(~is_here, 0), self.weight, self._padding)
-        return _SumForward.apply(rows.masked_fill(~is_here[..., None], 0), self._sum)  # type: ignore[no-untyped-call,no-any-return]
+        return cast(Tensor, _summed(rows.masked_fill(~is_here[..., None], 0), self._sum))
 
 
 def _sum(ranks: RankGroup, what: str) -> Sum:
@@ -122,9 +122,21 @@ def _sum(ranks: RankGroup, what: str) -> Sum:
 
 def _summing_gradient(whole_sum: Sum) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     def hook(norm: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return _SumBackward.apply(output, whole_sum)  # type: ignore[no-untyped-call,no-any-return]
+        return cast(Tensor, _with_summed_gradient(output, whole_sum))
 
     return hook
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _summed(values: Tensor, whole_sum: Sum) -> Tensor:
+    result: Tensor = _SumForward.apply(values, whole_sum)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_summed_gradient(values: Tensor, whole_sum: Sum) -> Tensor:
+    result: Tensor = _SumBackward.apply(values, whole_sum)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _SumForward(torch.autograd.Function):

@@ -331,7 +331,8 @@ class TrainConfig(Config):
 
     # Several ranks; torchrun and Slurm's srun start them by their variables, without these settings
     processes: Annotated[int | None, Flag(("--processes", "--gpus"))] = Field(None, ge=1)
-    """Ranks of the trainer on this machine, one a GPU: the model is sharded over them. Unset: one."""
+    """Ranks of the trainer on this machine, one a GPU: the model is sharded over them, or with shared_vllm split as
+    over the processes of the inference server. Unset: one."""
     nodes: int = Field(1, ge=1)
     """Machines with so many ranks each; the trainer is started on each of them."""
     node_rank: int = Field(0, ge=0)
@@ -415,6 +416,11 @@ class TrainConfig(Config):
     def num_ranks(self) -> int:
         """Ranks of the trainer on all machines."""
         return (self.processes or 1) * self.nodes
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether ranks have the parts of a tensor parallel server, and compute each batch together."""
+        return self.num_ranks > 1 and self.bridge.shares_memory
 
     @property
     def starts_server(self) -> bool:
@@ -550,6 +556,8 @@ class TrainConfig(Config):
                 f"nodes = {self.nodes}, node_rank = {self.node_rank}, master_port = {self.master_port}: machines are "
                 f"numbered 0 to {self.nodes - 1}, and need one free port of machine 0"
             )
+        if self.splits_model:
+            self._can_be_split()
         if self.sharding_strategy == "hybrid_shard" and self.nodes == 1:
             raise ValueError("sharding_strategy hybrid_shard is for several nodes: set nodes, or choose full_shard")
         if self.num_ranks > 1 and self.optimizer == "adafactor" and not self.bridge.trains_adapter:
@@ -599,3 +607,19 @@ class TrainConfig(Config):
             )
         _ = self.loss_config  # refuses what contradicts itself
         return self
+
+    def _can_be_split(self) -> None:
+        """Refuse what ranks cannot do that train on the parts of a tensor parallel server."""
+        mode = f"{self.num_ranks} ranks with weight_bridge_mode {self.bridge.mode}"
+        if self.nodes > 1:
+            raise ValueError(
+                f"{mode} map the memory of one inference server, which is on one machine: leave nodes out, or choose "
+                "broadcast"
+            )
+        if self.cpu_offload:
+            raise ValueError(f"cpu_offload is not possible for {mode}: leave it out, or choose broadcast")
+        if self.sharding_strategy != "full_shard":
+            raise ValueError(
+                f"sharding_strategy {self.sharding_strategy} has no effect on {mode}, which have the parts of the "
+                "inference server: leave it out"
+            )

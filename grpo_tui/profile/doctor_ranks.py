@@ -39,13 +39,13 @@ def examine_ranks(
             continue
         if trainer.num_ranks > 1:
             if gpus and trainer.device != "cpu":
-                yield from _gpus(launch, gpus, links)
-                yield from _shared_gpus(launch, profile, plan)
+                yield from _gpus(launch, trainer, gpus, links)
+                yield from _shared_gpus(launch, trainer, profile, plan)
             yield from _port(launch, trainer, plan, port_holders)
         yield from _variables(launch, profile, plan)
 
 
-def _gpus(launch: Launch, gpus: Sequence[int], links: Links) -> Iterator[Finding]:
+def _gpus(launch: Launch, trainer: Trainer, gpus: Sequence[int], links: Links) -> Iterator[Finding]:
     taken = launch.gpus or tuple(sorted(gpus)[: launch.num_ranks])
     if launch.num_ranks > len(gpus):
         yield Finding(
@@ -69,16 +69,19 @@ def _gpus(launch: Launch, gpus: Sequence[int], links: Links) -> Iterator[Finding
         id="ranks",
         severity="warning",
         text=f"{launch.name}: {ranks}; GPUs {first} and {second} are connected by {how}, not by NVLink{more}",
-        hint="every layer is gathered over it: choose GPUs that NVLink connects (`nvidia-smi topo -m`), or "
+        hint="every layer is summed over it, twice a pass: choose GPUs that NVLink connects (`nvidia-smi topo -m`)"
+        if trainer.splits_model
+        else "every layer is gathered over it: choose GPUs that NVLink connects (`nvidia-smi topo -m`), or "
         "--sharding-strategy shard_grad_op, which gathers half as often",
     )
 
 
-def _shared_gpus(launch: Launch, profile: Profile, plan: Plan) -> Iterator[Finding]:
+def _shared_gpus(launch: Launch, trainer: Trainer, profile: Profile, plan: Plan) -> Iterator[Finding]:
     """Other services on the GPU of a rank."""
     for other in plan.launches:
         service = profile.services.get(other.name)
-        if other.name == launch.name:
+        shares_weights = trainer.splits_model and isinstance(service, Inference) and service.shared_weights
+        if other.name == launch.name or shares_weights:
             continue
         shared = sorted(set(launch.gpus) & set(other.gpus))
         if shared:

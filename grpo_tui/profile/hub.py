@@ -13,8 +13,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
+
+from grpo_engine.models.config import is_from_hub
+from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
 
 LIMIT_S = 0.8
 """For all answers; what a hub that has not accepted a connection by then would have answered is not known."""
@@ -60,6 +63,25 @@ def cache_state(name: str) -> CacheState:
     if revision and is_whole(folder / "snapshots" / revision):
         return "complete"
     return "partial" if (folder / "blobs").is_dir() else "absent"
+
+
+def known_config(name: str) -> Mapping[str, Any] | None:
+    """The `config.json` of a model that is on this machine: a folder, made here, or in the hub's cache."""
+    if name in LOCAL_MODELS:
+        folder = local_model_folder(name)
+    elif not is_from_hub(name):
+        folder = Path(name).expanduser()
+    else:
+        cached = hub_cache() / f"models--{name.replace('/', '--')}"
+        try:
+            folder = cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
+        except OSError:
+            return None
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
 
 
 def _has_weights(snapshot: Path) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from grpo_engine.bridges import TO_MANY_SERVERS
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
-from grpo_engine.models.config import check_model_name
+from grpo_engine.models.config import check_model_name, why_not_splittable
+from grpo_tui.profile.hub import known_config
 from grpo_tui.profile.model import Profile
 from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.command import Command
@@ -85,30 +86,47 @@ def _shared_weights_have_their_bridge(profile: Profile) -> Iterator[str]:
             yield f"services.{name}.dtype: {service.dtype}, but the shared weights differ: set it once, in [model]"
 
 
-def _shared_memory_is_of_one_gpu(profile: Profile) -> Iterator[str]:
-    """The trainer of a mode that shares memory is one process, on the GPU whose memory it maps."""
+def _shared_memory_is_of_the_same_gpus(profile: Profile) -> Iterator[str]:
+    """Each rank of a trainer that shares memory maps that of one process of the server, on the same GPU."""
     for name, service in profile.services.items():
         if not isinstance(service, Trainer) or not service.bridge.shares_memory:
             continue
-        mode = service.bridge.mode
         for server_name, server in _servers_of(profile, service).items():
-            if not server.shared_weights:
-                continue
-            size = server.tensor_parallel_size
-            if size > 1:
-                yield (
-                    f"services.{server_name}.tensor_parallel_size: {size}, and bridge.mode {mode} maps the whole "
-                    "weights of one GPU: set it to 1, or bridge.mode to broadcast with the trainer on another GPU"
-                )
-            elif "cpu" not in (service.device, server.device) and service.gpus:
-                gpu = server.gpus[0] if server.gpus else 0
-                if gpu not in service.gpus:
-                    where = list(server.gpus) if server.gpus else "not set, so the first"
-                    yield (
-                        f"services.{name}.gpus: {list(service.gpus)}, and services.{server_name}.gpus is {where}: "
-                        f"bridge.mode {mode} maps the memory of the server's GPU: set both to the same one, or "
-                        "bridge.mode to broadcast, none or lora_only"
-                    )
+            if server.shared_weights:
+                yield from _shared_memory_of(name, service, server_name, server)
+
+
+def _shared_memory_of(name: str, trainer: Trainer, server_name: str, server: Inference) -> Iterator[str]:
+    mode, size = trainer.bridge.mode, server.tensor_parallel_size
+    where = f"services.{server_name}.tensor_parallel_size: {size}, and"
+    are_on_gpus = "cpu" not in (trainer.device, server.device)
+    if size > 1 and not trainer.bridge.trains_over_ranks:
+        yield (
+            f"{where} bridge.mode {mode} maps the whole weights of one GPU: set it to 1, or bridge.mode to shared_vllm "
+            "with the trainer on the same GPUs, or to broadcast with the trainer on another GPU"
+        )
+        return
+    config = known_config(server.model_name) if size > 1 else None
+    if config is not None and (problem := why_not_splittable(config, size)) is not None:
+        yield f"{where} bridge.mode {mode}: {problem}"
+    if trainer.num_ranks != size:
+        gpus = list(server.gpus or range(size))
+        ranks = f"{trainer.num_ranks} rank{'s' if trainer.num_ranks > 1 else ''}"
+        remedy = f"services.{name}.gpus = {gpus}" if are_on_gpus else f"services.{name}.processes = {size}"
+        yield (
+            f"services.{name}.{'gpus' if trainer.gpus else 'processes'}: {ranks}, and "
+            f"services.{server_name}.tensor_parallel_size is {size}: with bridge.mode {mode} each rank maps the "
+            f"weights of one process of the server: set {remedy}, or tensor_parallel_size to {trainer.num_ranks}"
+        )
+    elif are_on_gpus and (trainer.gpus or size > 1):
+        wanted = list(server.gpus or range(size))
+        if list(trainer.gpus or ()) != wanted:
+            there = list(server.gpus) if server.gpus else "not set, so the first"
+            yield (
+                f"services.{name}.gpus: {list(trainer.gpus or ())}, and services.{server_name}.gpus is {there}: "
+                f"bridge.mode {mode} maps the memory of the server's GPUs, in their order: set both to the same, or "
+                "bridge.mode to broadcast, none or lora_only"
+            )
 
 
 def _a_server_to_restart_has_a_name(profile: Profile) -> Iterator[str]:
@@ -251,7 +269,7 @@ STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _batches_are_whole_groups,
     _completions_leave_room_for_a_prompt,
     _shared_weights_have_their_bridge,
-    _shared_memory_is_of_one_gpu,
+    _shared_memory_is_of_the_same_gpus,
     _a_server_to_restart_has_a_name,
     _weights_reach_every_server,
     _no_service_is_idle_beside_a_trainer_that_samples,

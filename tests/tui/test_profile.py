@@ -162,15 +162,35 @@ EXACT_FAULTS: list[tuple[str, list[str], str]] = [
     (STACK, ["services.trainer.clip_eps=20"],
      "--set services.trainer.clip_eps=20: input should be less than or equal to 1, but this is 20"),
     (STACK, ["services.vllm.tensor_parallel_size=2"],
-     "--set services.vllm.tensor_parallel_size=2: 2, and bridge.mode shared_vllm maps the whole weights of one GPU: "
-     "set it to 1, or bridge.mode to broadcast with the trainer on another GPU"),
+     "--set services.vllm.tensor_parallel_size=2: services.trainer.processes: 1 rank, and "
+     "services.vllm.tensor_parallel_size is 2: with bridge.mode "
+     "shared_vllm each rank maps the weights of one process of the server: set services.trainer.gpus = [0, 1], or "
+     "tensor_parallel_size to 1"),
+    (STACK, ["services.vllm.tensor_parallel_size=2", 'bridge.mode="lora_merged"'],
+     "--set services.vllm.tensor_parallel_size=2: 2, and bridge.mode lora_merged maps the whole weights of one GPU: "
+     "set it to 1, or bridge.mode to shared_vllm with the trainer on the same GPUs, or to broadcast with the trainer "
+     "on another GPU"),
     (STACK, ["services.trainer.gpus=[1]"],
      "--set services.trainer.gpus=[1]: [1], and services.vllm.gpus is not set, so the first: bridge.mode shared_vllm "
-     "maps the memory of the server's GPU: set both to the same one, or bridge.mode to broadcast, none or lora_only"),
+     "maps the memory of the server's GPUs, in their order: set both to the same, or bridge.mode to broadcast, none or "
+     "lora_only"),
     (STACK, ["services.trainer.gpus=[1, 2]"],
-     "--set services.trainer.gpus=[1, 2]: services.trainer: 2 ranks cannot train with weight_bridge_mode shared_vllm, "
-     "which is of one process: choose lora_only or lora_restart or none or broadcast or colocate, or leave processes "
-     "and nodes out, and name one of gpus"),
+     "--set services.trainer.gpus=[1, 2]: 2 ranks, and services.vllm.tensor_parallel_size is 1: with bridge.mode "
+     "shared_vllm each rank maps the weights of one process of the server: set services.trainer.gpus = [0], or "
+     "tensor_parallel_size to 2"),
+    (STACK, ["services.trainer.gpus=[1, 0]", "services.vllm.gpus=[0, 1]", "services.vllm.tensor_parallel_size=2"],
+     "--set services.trainer.gpus=[1, 0]: [1, 0], and services.vllm.gpus is [0, 1]: bridge.mode shared_vllm maps the "
+     "memory of the server's GPUs, in their order: set both to the same, or bridge.mode to broadcast, none or "
+     "lora_only"),
+    (STACK, ["services.trainer.processes=2", "services.vllm.tensor_parallel_size=2", "model.device=cpu",
+             "services.trainer.cpu_offload=true"],
+     "--set services.trainer.processes=2, --set services.trainer.cpu_offload=true: services.trainer: cpu_offload is "
+     "not possible for 2 ranks with "
+     "weight_bridge_mode shared_vllm: leave it out, or choose broadcast"),
+    (STACK, ["services.trainer.gpus=[1, 2]", 'bridge.mode="lora_merged"'],
+     "--set services.trainer.gpus=[1, 2]: services.trainer: 2 ranks cannot train with weight_bridge_mode lora_merged, "
+     "which is of one process: choose shared_vllm or lora_only or lora_restart or none or broadcast or colocate, or "
+     "leave processes and nodes out, and name one of gpus"),
     (STACK, ["services.trainer.max_model_len=64"],
      "--set services.trainer.max_model_len=64: services.trainer: max_model_len 64 has no effect, since this trainer "
      "starts no inference server: give it to the server, or choose weight_bridge_mode none or lora_restart with "

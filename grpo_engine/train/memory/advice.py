@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_engine.bridges import Colocate, LoraOnly
 from grpo_engine.train.config import LEAST_SEQ_LEN, TrainConfig
-from grpo_engine.train.memory.plan import BF16, Card, ModelShape, available_bytes, memory_plan
+from grpo_engine.train.memory.plan import BF16, Card, ModelShape, available_bytes, memory_plan, part_of_model
 
 LEAST_GAIN = 0.01
 """Share of the needed memory below which a suggestion is left out."""
@@ -107,6 +107,8 @@ def _smaller_micro_batches(config: TrainConfig) -> Iterator[Changes]:
 
 def _smaller_shares(model: ModelShape, config: TrainConfig, card: Card) -> Iterator[Changes]:
     """A smaller share for inference, down to its weights and the KV cache of four longest sequences."""
+    if config.splits_model:
+        model = part_of_model(model, config.num_ranks)
     keys_and_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_each
     least = model.num_parameters * model.bytes_each + 4 * config.max_model_len * keys_and_values + 2_000_000_000
     share = round(config.gpu_memory_utilization - 0.05, 2)

@@ -47,6 +47,9 @@ BLOCK_8BIT, LEAST_8BIT = 256, 4096
 OF_PARAMETERS = frozenset({"weights", "master weights", "gradients", "optimizer state"})
 """Parts of which each of several ranks has its shard."""
 
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads a vocabulary to a multiple of it before it is divided among tensor parallel ranks."""
+
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Modules → the one that reads the same input, in the layers of Llama and Qwen."""
 
@@ -172,14 +175,18 @@ class MemoryPlan:
 
 
 def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
-    """The parts of a step with these settings, for its longest micro-batch."""
+    """The parts of a step with these settings, for its longest micro-batch; of several ranks, those of one."""
+    num_trained = sum(parameter.numel for parameter in trained_parameters(model, config))
+    reference = sum(parameter.num_bytes for parameter in model.parameters) if _has_reference_copy(config) else 0
+    if config.splits_model:
+        model = part_of_model(model, config.num_ranks)
     trained = list(trained_parameters(model, config))
     rows, row_tokens = longest_micro_batch(config)
     activations, layer = _activations(model, config, trained, rows * row_tokens)
     weights = sum(parameter.num_bytes for parameter in model.parameters)
     learning = sum(parameter.num_bytes for parameter in trained)
     has_adapters, is_shared = config.bridge.trains_adapter, config.bridge.shares_memory
-    shards = config.num_ranks // config.num_replicas
+    shards = 1 if config.splits_model else config.num_ranks // config.num_replicas
     if shards > 1:
         own = Part("weights", weights, note=f"a shard of {shards}; masters are the shards where there are any")
     elif is_shared:
@@ -195,7 +202,7 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
         Part("master weights", _masters(trained, config, is_shared)),
         Part("gradients", sum(_gradient(parameter, config) for parameter in trained)),
         Part("optimizer state", sum(state_bytes(parameter.shape, config) for parameter in trained)),
-        Part("reference model", weights if _has_reference_copy(config) else 0),
+        Part("reference model", reference),
         Part("saved activations", activations, STEP),
         Part("gradient in flight", max((parameter.num_bytes for parameter in trained), default=0), {Moment.LAYER}),
         Part("one layer's backward", layer, {Moment.LAYER}, "computed again" if config.gradient_checkpointing else ""),
@@ -213,9 +220,38 @@ def memory_plan(model: ModelShape, config: TrainConfig) -> MemoryPlan:
         parts = [*_sharded(parts, config, shards), whole, *_gathered(model, config)]
     return MemoryPlan(
         parts=tuple(part for part in parts if part.num_bytes or part.note),
-        num_trained=sum(parameter.numel for parameter in trained),
+        num_trained=num_trained,
         rows=rows,
         row_tokens=row_tokens,
+    )
+
+
+def part_of_model(model: ModelShape, num_ranks: int) -> ModelShape:
+    """What one tensor parallel rank has of a model, the largest: its heads, units of the MLP and words."""
+    words = math.ceil(model.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // num_ranks
+    key_heads = max(model.num_kv_heads // num_ranks, 1)
+
+    def part(parameter: ParameterShape) -> ParameterShape:
+        module = parameter.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        rows, *columns = parameter.shape
+        match module:
+            case "embed_tokens" | "lm_head":
+                rows = min(words, rows)
+            case "k_proj" | "v_proj":
+                rows = key_heads * model.head_dim
+            case "q_proj" | "gate_proj" | "up_proj":
+                rows //= num_ranks
+            case "o_proj" | "down_proj":
+                columns = [each // num_ranks for each in columns]
+        return replace(parameter, shape=(rows, *columns))
+
+    return replace(
+        model,
+        parameters=tuple(part(parameter) for parameter in model.parameters),
+        intermediate_size=model.intermediate_size // num_ranks,
+        num_heads=model.num_heads // num_ranks,
+        num_kv_heads=key_heads,
+        vocab_size=min(words, model.vocab_size),
     )
 
 

@@ -108,7 +108,7 @@ async def test_weights_that_a_trainer_still_writes_are_adopted_once_they_are_com
         entries, own = export_tensors({"a": torch.ones(3), "b": torch.ones(3)}, segment)
         with lock.writing(5):
             theirs["a"].fill_(5)
-            taking = asyncio.create_task(copy_adopted(Adopted(file=file, lock=lock, tensors=theirs), entries))
+            taking = asyncio.create_task(copy_adopted(Adopted(file=file, lock=lock, parts=[theirs]), [entries]))
             for _ in range(20):
                 await asyncio.sleep(0)
             theirs["b"].fill_(5)

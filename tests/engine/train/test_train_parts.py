@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from rank_training import Trained, Training, make_model, train_on_ranks
+from training import settings
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from weight_parts import exported_parts, whole_weights
+
+from grpo_engine.train.memory.dry_run import model_shape
+from grpo_engine.train.memory.plan import memory_plan, part_of_model
 
 SIZES = {
     "vocab_size": 100,  # parts of 64 and 36 words
@@ -30,17 +35,24 @@ MODELS: dict[str, Any] = {
 }
 
 
+OTHERS = pytest.mark.extended("test_two_ranks_train_on_parts_what_one_trains_on_the_whole of two models")
+
+
 def train_both(
-    name: str, folder: Path, *, num_parts: int = 2, steps: int = 3, **settings: Any
+    name: str, folder: Path, *, num_parts: int = 2, steps: int = 3, **changes: Any
 ) -> tuple[Trained, Trained, dict[str, torch.Tensor]]:
-    """On one rank and on several; and what the memory of the parts then holds."""
+    """On one rank and on several; and what the memory of the parts then holds.
+
+    Adam multiplies the rounding of a gradient near its `eps` by the learning rate, so that is small.
+    """
+    own = {"lr": 1e-4, **changes}
     model = make_model(folder / "model", config=MODELS[name])
-    one = train_on_ranks(Training(model=model, folder=folder / "1", num_ranks=1, steps=range(steps), settings=settings))
+    one = train_on_ranks(Training(model=model, folder=folder / "1", num_ranks=1, steps=range(steps), settings=own))
     with exported_parts(model, num_parts, f"parts-{os.getpid()}") as file:
         several = train_on_ranks(
             Training(
                 **{"model": model, "folder": folder / "n", "num_ranks": num_parts, "steps": range(steps)},
-                settings={**settings, "bridge": {"mode": "shared_vllm"}},
+                settings={**own, "bridge": {"mode": "shared_vllm"}},
                 file=file,
             )
         )
@@ -61,10 +73,40 @@ def of_training(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("rank/")}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["llama, one key head", "qwen3", *(pytest.param(name, marks=OTHERS) for name in ("llama", "qwen2"))]
+)
 def test_two_ranks_train_on_parts_what_one_trains_on_the_whole(name: str, tmp_path: Path) -> None:
-    one, two, served = train_both(name, tmp_path, max_grad_norm=0.05)
+    one, two, served = train_both(name, tmp_path, steps=20, max_grad_norm=0.05)
     assert_equal(one, two)
     assert served.keys() == two.parameters.keys()
     for key, value in served.items():
         assert torch.equal(value, two.parameters[key]), key
+
+
+@OTHERS
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("llama", {"loss": "gspo", "correction": "truncate"}, id="gspo, corrected"),
+        pytest.param("qwen2", {"loss": "dapo", "micro_batch_tokens": 40, "num_iterations": 2}, id="dapo, two updates"),
+        pytest.param("qwen3", {"loss": "bnpo", "kl_coef": 0.1, "entropy_coef": 0.01}, id="bnpo with a reference"),
+        pytest.param("qwen3", {"gradient_checkpointing": True, "train_layer_indices": "1"}, id="recomputing a layer"),
+    ],
+)
+def test_settings_mean_the_same_on_parts(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    one, two, _ = train_both(name, tmp_path, **settings)
+    assert_equal(one, two)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_plan_counts_what_a_rank_has(name: str, tmp_path: Path) -> None:
+    config = settings(model_name="m", bridge={"mode": "shared_vllm"}, processes=2)
+    planned = part_of_model(model_shape(MODELS[name], config), 2)
+    with exported_parts(make_model(tmp_path / "model", config=MODELS[name]), 2, f"parts-{os.getpid()}") as file:
+        assert {each.name: each.shape for each in planned.parameters} == {
+            name: part.shape for name, part in file.parts[0].items()
+        }
+    assert memory_plan(model_shape(MODELS[name], config), config).num_trained == sum(
+        math.prod(part.whole) for part in file.parts[0].values()
+    )
