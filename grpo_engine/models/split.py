@@ -18,7 +18,7 @@ from torch.nn import functional
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import why_not_splittable
 from grpo_engine.models.execution import decoder_layers
-from grpo_engine.models.places import place_of, whole_shape
+from grpo_engine.models.places import place_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -76,11 +76,6 @@ class PartOfVocabulary:
     def sum(self, values: Tensor) -> Tensor:
         """The sum of each number over all ranks."""
         return self._ranks.sum(values, "the output layer")
-
-
-def num_words(embedding: Tensor) -> int:
-    """Of the whole vocabulary."""
-    return whole_shape(embedding)[0]
 
 
 class _SummedLinear(nn.Module):

@@ -19,6 +19,7 @@ from grpo_engine.data.batching import Batch
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import DtypeName
 from grpo_engine.models.loading import load_model, load_tokenizer
+from grpo_engine.models.places import whole_shape
 from grpo_engine.models.sharded import compute_device
 from grpo_engine.models.vocabulary import vocabulary_digest
 from grpo_engine.train.config import TrainConfig
@@ -99,7 +100,7 @@ def load_reference(config: TrainConfig, model: PreTrainedModel | PeftModel) -> R
             config.reference_urls,
             model_name=name,
             vocabulary=vocabulary_digest(load_tokenizer(config.model_name)),
-            num_tokens=len(trained.get_output_embeddings().weight),
+            num_tokens=_num_tokens(trained),
             seq_len=config.seq_len,
             patience_s=config.reference_timeout_s,
             device=compute_device(model),
@@ -113,7 +114,7 @@ def load_reference(config: TrainConfig, model: PreTrainedModel | PeftModel) -> R
         dtype=cast(DtypeName, str(some_weight.dtype).removeprefix("torch.")),
         device=some_weight.device,
     )
-    num_tokens, num_known = (len(m.get_output_embeddings().weight) for m in (trained, copy))
+    num_tokens, num_known = _num_tokens(trained), _num_tokens(copy)
     if num_known < num_tokens:
         raise ModelError(
             f"reference_model {name} knows {num_known} tokens and {config.model_name} {num_tokens}: "
@@ -121,6 +122,10 @@ def load_reference(config: TrainConfig, model: PreTrainedModel | PeftModel) -> R
         )
     log.info("reference: a copy of %s, %.2f GB", name, sum(p.nbytes for p in copy.parameters()) / 1e9)
     return FrozenCopy(copy)
+
+
+def _num_tokens(model: PreTrainedModel) -> int:
+    return whole_shape(model.get_output_embeddings().weight)[0]
 
 
 @contextmanager

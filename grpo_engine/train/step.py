@@ -237,7 +237,7 @@ def _backward(
         position.at(f"the forward pass of {micro_batch}")
         logprobs, entropy = trainee.logprobs(part.batch)
         position.at(f"the reference of {micro_batch}")
-        reference = None if reference_of is None else reference_of()
+        reference = None if reference_of is None else trainee.agreed(reference_of())
         position.at(f"the loss of {micro_batch}")
         rows = part.batch.to(trainee.device)
         present = Scores(logprobs.detach(), entropy.detach())

@@ -157,6 +157,12 @@ class Trainee:
         """Those of them whose gradients are added up: all, but of a split model each has the gradient of its part."""
         return 1 if self._is_split else self.num_copies
 
+    def agreed(self, values: Tensor) -> Tensor:
+        """Values that every rank has computed; of a split model those of rank 0, since losses must be the same."""
+        if self._is_split:
+            self.ranks.copy_from_leader([values])
+        return values
+
     @property
     def vocab_size(self) -> int:
         """Rows of the input embedding."""
