@@ -103,6 +103,8 @@ class EngineInfo:
     sleep_state: SleepState = "awake"
     sleep_words: str | None = None
     """Why it does not sample, for people; None where it is awake."""
+    sleeps_since: float | None = None
+    """Unix seconds."""
     patches: Mapping[str, bool] = field(default_factory=dict)
     """Patches of the engine's code, and whether each is in place."""
 

@@ -30,9 +30,11 @@ from grpo_engine.server.preloading import preload
 from grpo_engine.server.vllm.sockets import socket_folder
 from grpo_engine.serving.connections import LimitedProtocol
 from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.serving.reporting import Reporter, Waiting
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RUN_FOLDER_VARIABLE
+from grpo_engine.wire.supervisor import WaitsFor
 
 _VLLM_ENGINE = "grpo_engine.server.vllm.engine"
 _POLL_S = 0.05
@@ -149,13 +151,15 @@ class _Server(ListeningServer):
             listener,
         )
         self._engine = engine
+        self._can_sleep = config.enable_sleep_mode
         self._failure: BaseException | None = None
 
     def run_to_end(self) -> int:
         # uvicorn raises the signal again after its shutdown; these handlers ignore it, so that we set the exit code.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        self.run()
+        with self._reporter():
+            self.run()
         if isinstance(self._failure, GrpoError):
             raise self._failure
         if self._failure is not None:
@@ -164,6 +168,19 @@ class _Server(ListeningServer):
         # Nothing is left to collect, and a collection over torch and transformers takes a second.
         gc.freeze()
         return 0
+
+    def _reporter(self) -> Reporter:
+        """Tells the supervisor that the server sleeps, where it may."""
+        if not self._can_sleep:
+            return Reporter()
+        reporter = Reporter.from_environment(os.environ)
+
+        def asleep() -> Waiting | None:
+            since = self._engine.info().sleeps_since
+            return None if since is None else Waiting(what=WaitsFor.STEP, since=since)
+
+        reporter.ask_waiting = asleep
+        return reporter
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.start()

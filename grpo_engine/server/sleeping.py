@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.errors import BridgeError, DataError
@@ -32,6 +32,8 @@ class Sleep:
     owner: ProcessIdentity
     """The trainer that put it to sleep, and will wake it."""
     state: SleepState = "asleep"
+    since: float = field(default_factory=time.time)
+    """Unix seconds."""
 
     @classmethod
     def asked(cls, owner_pid: int, current: Sleep | None, pause: Pause | None) -> Sleep:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_engine.bridges import AnyBridge, SharedVllm
+from grpo_engine.bridges import AnyBridge, SharedVllm, Turns
 from grpo_engine.bridges.protocol import BridgeContext
 from grpo_engine.bridges.transport.in_place import InPlaceSettings
 from grpo_engine.bridges.transport.server_control import LocalServer
@@ -19,6 +19,7 @@ from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.flags import OtherFlags, flags_of_table
 from grpo_engine.python_command import module_command
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.wire.run_folder import HANDOVER_FOLDER
 
 SERVER_LOG = "vllm.log"
 """In the folder of --log-dir."""
@@ -57,6 +58,9 @@ def run(config: LaunchConfig) -> int:
     _, save_path = trainer.output_folders(config, time.localtime())
     if config.run_folder is None and not has_steps_left(config, save_path):
         return 0
+    if isinstance(config.bridge, Turns) and config.bridge.handover is None:  # of both
+        bridge = config.bridge.model_copy(update={"handover": (config.log_dir / HANDOVER_FOLDER).absolute()})
+        config = config.model_copy(update={"bridge": bridge})
     stop = trainer.StopRequest()
     context = trainer.bridge_context(config, config.log_dir, is_stopping=stop)
     server = LocalServer(
@@ -86,4 +90,6 @@ def server_flags(config: LaunchConfig, context: BridgeContext) -> list[str]:
         flags += ["--device", config.device]
     if isinstance(config.bridge, InPlaceSettings) and config.bridge.config_path is not None:
         flags += ["--bridge-file", str(config.bridge.config_path)]
+    if isinstance(config.bridge, Turns) and config.bridge.handover is not None:
+        flags += ["--handover", str(config.bridge.handover)]
     return [*flags, *flags_of_table(config.server)]

@@ -131,6 +131,8 @@ class WaitsFor(StrEnum):
     """For an answer of the rollout API, or room in its queue."""
     TRAINER = "trainer"
     """An environment that has sampled as far ahead as it may, or has no trainer yet."""
+    STEP = "step"
+    """An inference server that sleeps, for the end of the trainer's step."""
 
 
 class DiskSpace(Message):

@@ -14,7 +14,7 @@ import typer
 from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.metrics import Band, is_evaluated_score
-from grpo_engine.wire.supervisor import RunState, RunStatus, how_to_go_on
+from grpo_engine.wire.supervisor import RunState, RunStatus, WaitsFor, how_to_go_on
 from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
 from grpo_tui.cli.printing import indented, one_line, table, write_line
 from grpo_tui.client.api import Run, run_status
@@ -123,6 +123,8 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
     write_line(table(lines if status.machines else [line[:-1] for line in lines]))
     explained: list[str] = []
     for service in status.services:
+        if service.waits_for is WaitsFor.STEP:
+            explained.append(f"{one_line(service.name)}: asleep while the trainer steps")
         if service.why is not None:
             explained.append(f"{one_line(service.name)}: {indented(service.why)}")
     if explained:

@@ -29,6 +29,7 @@ WORDS = {
     WaitsFor.REWARDS: "waits for its reward function",
     WaitsFor.ROLLOUT_API: "waits for the rollout API",
     WaitsFor.TRAINER: "waits for the trainer: it has sampled as far ahead as it may",
+    WaitsFor.STEP: "is asleep while the trainer steps",
 }
 
 

@@ -87,6 +87,12 @@ def test_a_plan_and_the_doctor_say_why_there_is_no_daemon(tmp_path: Path, machin
     assert [(each.severity, each.text) for each in findings if each.id == "mps"] == [("warning", n) for n in plan.notes]
 
 
+@pytest.mark.parametrize(("profile", "has_daemon"), [("llama8b-random", True), ("llama8b-turns", False)])
+def test_services_that_take_turns_on_a_gpu_have_no_daemon(profile: str, has_daemon: bool, tmp_path: Path) -> None:
+    plan = make_plan(load(profile), run_folder=tmp_path / "run", python=sys.executable, machine=MACHINE)
+    assert ("mps" in by_name(plan), plan.notes) == (has_daemon, ())
+
+
 @pytest.mark.parametrize("why", [None, "GPU 0 is divided by MIG"])
 def test_the_doctor_says_whether_the_gpus_allow_mps(tmp_path: Path, why: str | None) -> None:
     plan = planned(tmp_path, SHARED)

@@ -1,5 +1,6 @@
 """Warnings about full disks, and about runs that make no steps: which service waits for which, and what helps."""
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +11,10 @@ from screen_fakes import STARTED, metrics_line, run_status, service
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import DiskSpace, RunStatus, ServiceStatus, UsageSampled, WaitsFor, Warning, WriteFault
 from grpo_tui.run_files.timeline import after_event
+from grpo_tui.ui.widgets.main.services_table import explanation
 from grpo_tui.view import disk_rules, stall_rules
 from grpo_tui.view.diagnosis import diagnose
+from grpo_tui.view.state import ViewState
 
 MB = 1 << 20
 STEPS = [metrics_line(step) for step in range(1, 21)]
@@ -173,6 +176,16 @@ def test_it_says_who_waits_for_whom_and_what_to_look_at(
     assert text in warning.text
     assert warning.text.endswith("api: 24 of 128 sequences of a batch are queued")
     assert hint in (warning.hint or "")
+
+
+def test_a_server_that_sleeps_during_a_step_says_so_in_the_table_and_where_no_step_ends() -> None:
+    asleep = waiting("vllm", WaitsFor.STEP)
+    state = ViewState(run_folder=Path("/runs/r"), now=STARTED)
+    assert explanation(asleep, state) == ("asleep while the trainer steps", ".muted")
+    assert explanation(VLLM, state)[0] != "asleep while the trainer steps"
+    [warning] = told(asleep, waiting("env", WaitsFor.INFERENCE), TRAINER)
+    assert "vllm is asleep while the trainer steps (1m10s)" in warning.text
+    assert warning.hint == "`grpo-tui logs trainer` says what it does"
 
 
 def test_with_a_full_disk_the_hint_is_to_make_room() -> None:

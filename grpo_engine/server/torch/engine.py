@@ -123,6 +123,7 @@ class TorchEngine:
             is_sharing=weights.is_sharing,
             sleep_state="awake" if self._sleep is None else self._sleep.state,
             sleep_words=None if self._sleep is None else self._sleep.words,
+            sleeps_since=None if self._sleep is None else self._sleep.since,
         )
 
     async def encode(self, text: str) -> list[int]:

@@ -340,6 +340,7 @@ class VllmEngine:
             patches=self._patches,
             sleep_state="awake" if self._sleep is None else self._sleep.state,
             sleep_words=None if self._sleep is None else self._sleep.words,
+            sleeps_since=None if self._sleep is None else self._sleep.since,
         )
 
     async def encode(self, text: str) -> list[int]:

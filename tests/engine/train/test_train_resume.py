@@ -408,8 +408,11 @@ def is_saving(run: EngineProcesses) -> bool:
             marks=FURTHER,
         ),
         pytest.param(["--optimizer", "adafactor", "--num-iterations", "2"], [], 2, marks=FURTHER),
+        pytest.param(
+            ["--weight-bridge-mode", "turns", "--optimizer", "adamw"], ["--enable-sleep-mode"], 2, marks=FURTHER
+        ),
     ],
-    ids=["shared", "adapter", "adafactor"],
+    ids=["shared", "adapter", "adafactor", "turns"],
 )
 def test_a_trainer_under_kill_9_has_the_curve_and_the_weights_of_an_undisturbed_one(
     tmp_path: Path, flags: list[str], server_flags: list[str], kills: int

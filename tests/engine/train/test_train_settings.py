@@ -149,6 +149,11 @@ def test_a_launch_starts_the_server_that_its_mode_needs_with_the_flags_that_are_
     assert server.bridge_file == Path("/b.json")
     of_checkpoints = parse_flags(LaunchConfig, [*argv[:6], "--weight-bridge-mode", "none"], prog="l", description="")
     assert "--no-shared-weights" in server_flags(of_checkpoints, bridge_context(of_checkpoints, Path("f")))
+    in_turns = ["--model", "m", "--weight-bridge-mode", "turns", "--handover", "/h"]
+    config = parse_flags(LaunchConfig, in_turns, prog="l", description="")
+    words = server_flags(config, bridge_context(config, Path("f")))
+    asleep = parse_flags(ServerConfig, words, prog="s", description="")
+    assert (asleep.enable_sleep_mode, asleep.handover, config.max_staleness) == (True, Path("/h"), 0)
 
 
 def test_every_program_that_is_installed_exists() -> None:

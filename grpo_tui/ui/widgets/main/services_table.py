@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 
-from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
+from grpo_engine.wire.supervisor import ServiceState, ServiceStatus, WaitsFor
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line
@@ -40,6 +40,7 @@ TAG = "◆"
 MIN_NAME, MAX_NAME, MAX_WIDE_NAME = 7, 16, 26
 WIDE_TABLE = 100
 """Width from which long names get more room."""
+ASLEEP = "asleep while the trainer steps"
 MIN_NOTE = 14
 """Narrowest last column that is worth more than another number."""
 
@@ -174,6 +175,8 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
             return f"{sign} {word}: {service.health}", ".warning"
         case ServiceState.STARTING | ServiceState.READY if service.rank_stall is not None:
             return service.rank_stall.text, ".warning"
+        case ServiceState.READY if service.waits_for is WaitsFor.STEP:
+            return ASLEEP, ".muted"
         case ServiceState.STARTING if service.health is not None:
             return service.health, ".muted"
         case ServiceState.WAITING if missing := missing_needs(service, state):
