@@ -409,7 +409,10 @@ def is_saving(run: EngineProcesses) -> bool:
         ),
         pytest.param(["--optimizer", "adafactor", "--num-iterations", "2"], [], 2, marks=FURTHER),
         pytest.param(
-            ["--weight-bridge-mode", "turns", "--optimizer", "adamw"], ["--enable-sleep-mode"], 2, marks=FURTHER
+            ["--weight-bridge-mode", "turns", "--optimizer", "adamw", "--max-staleness", "1000"],
+            ["--enable-sleep-mode"],
+            2,
+            marks=FURTHER,
         ),
     ],
     ids=["shared", "adapter", "adafactor", "turns"],
