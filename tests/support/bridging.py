@@ -20,7 +20,7 @@ from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.wire.bridge_file import CudaHandle
-from grpo_engine.wire.metrics import PHASE_METRICS, SLEEP_METRICS, SYNC_METRICS, MetricsLine
+from grpo_engine.wire.metrics import PHASE_METRICS, SLEEP_METRICS, STALE_GROUPS, SYNC_METRICS, MetricsLine
 
 PROMPT = [10, 20, 30]
 RUN_STEPS = 6
@@ -175,9 +175,13 @@ def cuda_handle(name: str = "", *, device_index: int = 0, num_bytes: int = 4, of
 
 
 def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:
-    """Step, version and every metric that is not about times, nor about what was sent to servers."""
+    """Step, version and every metric that is not about times, nor about what was sent to servers, or came from the
+    rollout API beside the batch."""
     lines = [MetricsLine.model_validate_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    is_time, left_out = ("_time", "per_second", "busy_fraction"), {*SYNC_METRICS, *PHASE_METRICS, *SLEEP_METRICS}
+    is_time, left_out = (
+        ("_time", "per_second", "busy_fraction"),
+        {*SYNC_METRICS, *PHASE_METRICS, *SLEEP_METRICS, STALE_GROUPS},
+    )
     return [
         (
             line.step,
