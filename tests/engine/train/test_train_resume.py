@@ -40,7 +40,10 @@ from grpo_engine.wire.checkpoints import JournalHead
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.rollouts import ScoredGroup
 
-OF_TIME = re.compile(r"(train|sync|rollout|rank/\d+)/(\w+_time|tokens_per_second|gpu_memory_gb|busy_fraction)")
+OF_TIME = re.compile(
+    r"(train|sync|rollout|rank/\d+)/(\w+_time|tokens_per_second|gpu_memory_gb|busy_fraction)|time/\w+|rollout/stale_groups"
+)
+"""Metrics that differ between two runs of the same training; of stale groups a repeated step knows nothing."""
 
 
 def batches(steps: int) -> list[ScoredGroup]:
