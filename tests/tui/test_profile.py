@@ -131,7 +131,7 @@ def test_a_setting_of_a_service_overrides_a_shared_one_and_the_rate_has_two_name
 
 ANY_COMMAND = commands("a ports = [9000]")
 LORA_ONLI = '[bridge]\nmode = "lora_onli"\n' + ANY_COMMAND
-KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment, trainer"
+KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment, trainer, reference"
 
 
 EXACT_FAULTS: list[tuple[str, list[str], str]] = [
