@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from grpo_engine.cli import main
+from grpo_engine.config import read_table
+from grpo_engine.errors import ConfigError
+
+COLOCATED_CONFIG = Path("training_configs/dr_grpo_config.yaml")
+"""The configuration that a co-located trainer reads unless it is given another."""
 
 
 def run_api() -> int:
@@ -26,7 +32,11 @@ def atropos_grpo_run() -> int:
 
 def run_colocated_grpo() -> int:
     """As `grpo-engine train` in the mode in which it samples itself; there `python run_colocated_grpo.py`."""
-    return main(["train", "--weight-bridge-mode", "colocate", *sys.argv[1:]])
+    given = sys.argv[1:]
+    defaults = colocated_defaults(given, Path.cwd())
+    if defaults:
+        sys.stderr.write(f"run-colocated-grpo: by default {' '.join(defaults)}\n")
+    return main(["train", "--weight-bridge-mode", "colocate", *defaults, *given])
 
 
 def with_own_server(argv: list[str]) -> list[str]:
@@ -43,6 +53,33 @@ def with_own_server(argv: list[str]) -> list[str]:
     if not starts_one or given.bridge_restart is not None or not given.vllm_port.isdigit():
         return argv
     return argv if is_listening(f"http://127.0.0.1:{given.vllm_port}") else [*argv, "--bridge-restart"]
+
+
+def colocated_defaults(given: list[str], folder: Path) -> list[str]:
+    """Flags that a co-located trainer need not be given: its configuration file, where `folder` has it, and its task,
+    the game in which agents deceive each other."""
+    if any(word in ("-h", "--help") for word in given):
+        return []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--task", "--task.name")
+    known, others = parser.parse_known_args(given)
+    file: Path | None = known.config
+    if file is None and (folder / COLOCATED_CONFIG).is_file():
+        file = COLOCATED_CONFIG
+    flags = ["--config", str(file)] if file is not None and known.config is None else []
+    is_asked = known.task is not None or any(word.startswith("env.dataset=") for word in others)
+    if is_asked or (file is not None and _names_a_task(folder / file)):
+        return flags
+    return [*flags, "--task", "mafia", "--task.policy-plays", "town"]
+
+
+def _names_a_task(file: Path) -> bool:
+    """Whether a configuration file has a table of the environment; a file that cannot be read is reported later."""
+    try:
+        return "environment" in read_table(file)
+    except ConfigError:
+        return True
 
 
 def _run(command: str, flags: list[str]) -> int:

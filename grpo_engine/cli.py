@@ -9,13 +9,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from grpo_engine.config import Config, ConfigT
-from grpo_engine.errors import GrpoError
+from grpo_engine.errors import BridgeError, GrpoError
 from grpo_engine.flags import flags_of, parse_flags
 from grpo_engine.other_names import COLOCATE
 from grpo_engine.own_file import open_own_file
@@ -23,6 +23,11 @@ from grpo_engine.python_command import module_command
 from grpo_engine.ranks.launching import launch_ranks
 from grpo_engine.ranks.place import rank_place
 from grpo_engine.wire.terminal_text import PrintableFormatter, printable
+
+if TYPE_CHECKING:
+    from grpo_engine.train.config import TrainConfig
+
+log = logging.getLogger(__name__)
 
 FINAL_ERROR = 2
 """For an error that a restart does not change: a wrong setting, as argparse, or code of the user that fails."""
@@ -181,8 +186,14 @@ def _train(argv: Sequence[str]) -> int:
     """Trains on batches from the rollout API and hands new weights to inference."""
     from grpo_engine.colocate.config import TrainerConfig
 
-    config = _parsed(TrainerConfig, argv, "train", _train, names_of=COLOCATE if _is_colocated(argv) else None)
+    names_of = COLOCATE if _is_colocated(argv) else None
+    config = _parsed(TrainerConfig, argv, "train", _train, names_of=names_of)
     _log_from(config.log_level)
+    num_ranks = num_parts_of_server(config, os.environ)
+    if num_ranks > 1:
+        log.info("the inference server has its weights in %d processes: as many ranks are started", num_ranks)
+        argv = [*argv, "--processes", str(num_ranks)]
+        config = _parsed(TrainerConfig, argv, "train", _train, names_of=names_of)
     if config.redirect_output is not None:
         _redirect_output(config.redirect_output)
     if config.num_ranks > 1 and not config.dry_run and rank_place(os.environ) is None:
@@ -209,6 +220,23 @@ def _train(argv: Sequence[str]) -> int:
     from grpo_engine.train.main import run
 
     return run(config)
+
+
+def num_parts_of_server(config: TrainConfig, environment: Mapping[str, str]) -> int:
+    """Ranks that a trainer by hand needs on one copy of the weights: one for each process of a tensor parallel server.
+
+    0 where that is not known: its ranks are stated, its mode is another, or no such server runs yet.
+    """
+    from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
+
+    is_stated = config.processes is not None or config.nodes > 1 or rank_place(environment) is not None
+    if is_stated or config.bridge.mode != "shared_vllm":
+        return 0
+    try:
+        file = read_bridge_file(bridge_file_path(getattr(config.bridge, "config_path", None), environment))
+    except BridgeError:  # the trainer waits for it, or says what is wrong with it
+        return 0
+    return len(file.parts) if is_server_alive(file) else 0
 
 
 def _launch(argv: Sequence[str]) -> int:

@@ -332,7 +332,7 @@ class TrainConfig(Config):
     # Several ranks; torchrun and Slurm's srun start them by their variables, without these settings
     processes: Annotated[int | None, Flag(("--processes", "--gpus"))] = Field(None, ge=1)
     """Ranks of the trainer on this machine, one a GPU: the model is sharded over them, or with shared_vllm split as
-    over the processes of the inference server. Unset: one."""
+    over the processes of the inference server. Unset: one, or as many as those processes where the server runs."""
     nodes: int = Field(1, ge=1)
     """Machines with so many ranks each; the trainer is started on each of them."""
     node_rank: int = Field(0, ge=0)

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 from training import settings, trainee
 
-from grpo_engine.aliases import with_own_server
-from grpo_engine.cli import _log_from, _redirect_output, main
+from grpo_engine.aliases import COLOCATED_CONFIG, colocated_defaults, with_own_server
+from grpo_engine.cli import _log_from, _redirect_output, main, num_parts_of_server
+from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags, to_flags
+from grpo_engine.processes import ProcessIdentity
 from grpo_engine.ranks.positions import OwnPosition
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
@@ -29,6 +31,7 @@ from grpo_engine.train.launch import LaunchConfig, server_flags
 from grpo_engine.train.main import bridge_context, output_folders
 from grpo_engine.train.resumable import decisive_settings
 from grpo_engine.train.unused_settings import settings_without_effect
+from grpo_engine.wire.bridge_file import BridgeFile
 from grpo_engine.wire.checkpoints import CheckpointMarker
 from grpo_engine.wire.codec import write_json_atomically
 
@@ -134,6 +137,61 @@ def test_the_program_of_the_stock_trainer_starts_the_server_in_the_modes_of_whic
     assert with_own_server(["--model", "m", "--vllm-port", port])[-1] == "--bridge-restart"
     for more in (["--no-bridge-restart"], ["--server-urls", "http://a:1"], ["--weight-bridge-mode", "lora_only"]):
         assert with_own_server([*there, *more]) == [*there, *more]
+
+
+def test_a_trainer_by_hand_has_a_rank_for_each_process_of_the_server_whose_weights_it_maps(tmp_path: Path) -> None:
+    def num_parts(*flags: str, **environment: str) -> int:
+        config = parse_flags(TrainConfig, ["--model", "m", *flags], prog="train", description="")
+        return num_parts_of_server(config, {"LOGDIR": str(tmp_path), **environment})
+
+    own = ProcessIdentity.of(os.getpid())
+    assert own is not None
+    file = BridgeFile(
+        model="m",
+        pid=own.pid,
+        pid_start_ticks=own.start_ticks,
+        instance="i",
+        fence_segment="f",
+        tensors={},
+        parts=[{}, {}],
+    )
+    shared = ["--weight-bridge-mode", "shared_vllm", "--single-copy"]
+    assert num_parts(*shared) == 0
+    write_json_atomically(tmp_path / "vllm_bridge_config.json", file)
+    assert num_parts(*shared) == 2
+    started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert num_parts(*shared, "--gpus", "2") == num_parts(*shared, **started) == 0
+    assert num_parts("--weight-bridge-mode", "shared_vllm", "--use-shared-memory") == num_parts() == 0
+    write_json_atomically(tmp_path / "vllm_bridge_config.json", file.model_copy(update={"pid_start_ticks": 1}))
+    assert num_parts(*shared) == 0
+
+
+def test_a_co_located_trainer_by_its_own_name_has_the_defaults_of_that_name(tmp_path: Path) -> None:
+    game = ["--task", "mafia", "--task.policy-plays", "town"]
+    assert colocated_defaults(["--gpus", "4"], tmp_path) == game
+    assert colocated_defaults(["--gpus", "4", "--task", "sort6"], tmp_path) == []
+    assert colocated_defaults(["env.dataset=ifeval"], tmp_path) == []
+    assert colocated_defaults(["--help"], tmp_path) == []
+    file = tmp_path / COLOCATED_CONFIG
+    file.parent.mkdir()
+    file.write_text("learning_rate: 1e-5\n")
+    assert colocated_defaults([], tmp_path) == ["--config", str(COLOCATED_CONFIG), *game]
+    assert colocated_defaults(["--task=copy6"], tmp_path) == ["--config", str(COLOCATED_CONFIG)]
+    own = tmp_path / "own.yaml"
+    own.write_text("environment: {task: sort6}\n")
+    assert colocated_defaults(["--config", str(own)], tmp_path) == []
+    assert colocated_defaults(["--config", str(tmp_path / "missing.yaml")], tmp_path) == []
+
+
+def test_the_configurations_of_co_located_trainers_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.chdir(root)
+    for flags in ([], ["--config", "configs/large_model_config.yaml"], ["--task", "sort6"]):
+        argv = ["--weight-bridge-mode", "colocate", *colocated_defaults(flags, root), *flags]
+        config = parse_flags(TrainerConfig, argv, prog="train", description="")
+        assert config.environment is not None
+        assert config.sequences_per_batch == 64
+        assert config.environment.task.label() == ("sort6" if "sort6" in flags else "mafia")
 
 
 def test_a_launch_starts_the_server_that_its_mode_needs_with_the_flags_that_are_not_of_the_trainer() -> None:
