@@ -177,6 +177,11 @@ class EnvironmentConfig(SamplingConfig):
     max_token_length: int = Field(2048, ge=2)
     """Longest sequence in tokens, prompt included; a lower limit of the trainer applies."""
 
+    interrupt: bool = False
+    """When the weights change, end completions that are half sampled, and sample them again from their prompt with the
+    new weights; off: they go on with the new weights, and each token carries its version. With it every completion is
+    of one version, but long ones are given up more often, so that samples become shorter on average."""
+
     # Evaluations without an order of the trainer
     steps_per_eval: int = Field(0, ge=0)
     """Also evaluate at every so many steps of the trainer without its order, while it goes on: the weights may change

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +19,7 @@ import httpx
 
 from grpo_engine.environments.ahead import least_loaded
 from grpo_engine.environments.peers import Attempts, Peer, read, repeated, request_until_answered
-from grpo_engine.environments.sampling.groups import Completions, check_completions
+from grpo_engine.environments.sampling.groups import ABORTED, Completions, check_completions, finished, joined
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
@@ -74,6 +75,8 @@ class InferenceServers:
         self._timeout_s = timeout_s
         self.num_open = 0
         """Requests that are not answered yet."""
+        self.num_cut = 0
+        """Completions that servers have cut off, and that were sampled again."""
         self.answered_at = time.time()
         """Unix time of the last answer, or of the first request after a pause."""
 
@@ -86,14 +89,14 @@ class InferenceServers:
         await _cancel([server.watch for server in self._servers if server.watch is not None])
 
     def progress(self) -> str:
-        """What went to each of several servers, for a log line."""
-        if len(self._servers) == 1:
-            return ""
-        return ", ".join(
+        """What went to each of several servers, and what they have cut off, for a log line."""
+        of_servers = [
             f"{server.url}: {server.num_answered} requests answered, {server.num_open} open"
             + ("" if server.is_up else " (does not answer)")
-            for server in self._servers
-        )
+            for server in (self._servers if len(self._servers) > 1 else ())
+        ]
+        cut = [f"{self.num_cut} completions cut off and sampled again"] if self.num_cut else []
+        return ", ".join([*of_servers, *cut])
 
     async def wait_until_healthy(self) -> None:
         """Wait until `/health` of one server answers 200; the others take part when theirs do.
@@ -113,12 +116,34 @@ class InferenceServers:
                 self._leave_out(server)
 
     async def generate(self, request: GenerateRequest, session: Session | None = None) -> Completions:
-        """Sample completions; the request is repeated, at another server where there is one, until none is aborted.
+        """Sample completions; the request is repeated, at another server where there is one, until it is answered.
+
+        Completions that a server has cut off are sampled again from the prompt.
 
         Raises:
             PeerError: a server refuses the request, or its answer is invalid.
         """
-        sent = _Sent(
+        sent = self._sent(request, session)
+        if not self.num_open:
+            self.answered_at = time.time()
+        self.num_open += 1
+        kept: Completions | None = None
+        try:
+            while True:
+                answer = await repeated(partial(self._attempt, sent), sent.report)
+                whole = answer if kept is None else joined(kept, answer)
+                if (num_cut := whole.finish_reasons.count(ABORTED)) == 0:
+                    self.answered_at = time.time()
+                    return whole
+                self.num_cut += num_cut
+                if request.seed is None:  # else fewer copies would repeat the random numbers of those that are kept
+                    kept = finished(whole)
+                    sent = self._sent(request.model_copy(update={"n": num_cut}), session)
+        finally:
+            self.num_open -= 1
+
+    def _sent(self, request: GenerateRequest, session: Session | None) -> _Sent:
+        return _Sent(
             body=request.model_dump_json(exclude_unset=True, exclude_none=True).encode(),
             num_completions=request.n,
             num_tokens=_longest(request),
@@ -126,17 +151,6 @@ class InferenceServers:
             session=session,
             attempts={server: Attempts(server.peer) for server in self._servers},
         )
-        if not self.num_open:
-            self.answered_at = time.time()
-        self.num_open += 1
-        try:
-            while True:
-                completions = await repeated(lambda: self._attempt(sent), sent.report)
-                if "abort" not in completions.finish_reasons:
-                    self.answered_at = time.time()
-                    return completions
-        finally:
-            self.num_open -= 1
 
     async def _attempt(self, sent: _Sent) -> Completions:
         """The answer of the first server that answers; those that are known not to are left out.
@@ -185,8 +199,7 @@ class InferenceServers:
         server.is_up = True
         server.num_answered += 1
         completions = read(Completions, answer)
-        if "abort" not in completions.finish_reasons:  # else it is asked for again
-            check_completions(completions, sent.num_completions, server.peer.name)
+        check_completions(completions, sent.num_completions, server.peer.name)
         return completions
 
     def _leave_out(self, server: InferenceServer) -> None:

@@ -72,6 +72,8 @@ class GenerateRequest(Message):
     prompt_logprobs: int | None = Field(None, ge=0)
     skip_special_tokens: bool = True
     stream: bool = False
+    interrupt: bool = False
+    """Whether completions that a weight update finds half sampled end there, with the finish reason `abort`."""
 
 
 class GenerateResponse(Message):
@@ -80,6 +82,7 @@ class GenerateResponse(Message):
     text: list[str]
     prompt: str
     finish_reasons: list[Literal["stop", "length", "abort"]]
+    """`abort`: cut off by the server, and not to be trained on."""
     logprobs: list[list[list[dict[str, FiniteFloat]]]] | None = None
     """`[completion][position] -> [{"token id": logprob}]`, the sampled token first, the end token included."""
     prompt_token_ids: list[int] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.inference import GenerateResponse, LogprobsMode
@@ -57,11 +58,12 @@ class Conversation:
         self.versions += [0] * len(tokens)
 
     def add_completion(self, completions: Completions, index: int = 0) -> None:
-        """Append one completion of an answer, its end token included.
+        """Append one completion of an answer, its end token included; never one that was cut off.
 
         Raises:
             PeerError: the answer has no log-probabilities, or they do not match the tokens.
         """
+        assert completions.finish_reasons[index] != ABORTED
         tokens, logprobs = tokens_and_logprobs(completions, index)
         versions = None if completions.policy_versions is None else completions.policy_versions[index]
         if versions is None and completions.policy_version is not None:
@@ -93,6 +95,8 @@ def scored_group(conversations: Sequence[Conversation], rewards: Sequence[float]
 def check_completions(completions: Completions, count: int, server: str) -> None:
     """Check that an answer is complete: it is valid JSON of the right types, but its lists may not fit each other.
 
+    Of completions that the server has cut off nothing is asked: they are not used.
+
     Raises:
         PeerError: it has another number of completions, or one of them is malformed; the message names the server.
     """
@@ -100,7 +104,9 @@ def check_completions(completions: Completions, count: int, server: str) -> None
     for name, entries in lists.items():
         if entries is not None and len(entries) != count:
             raise PeerError(f"{server}: /generate answered {len(entries)} {name} to a request for {count} completions")
-    for index in range(count):
+    for index, reason in enumerate(completions.finish_reasons):
+        if reason == ABORTED:
+            continue
         tokens, _ = tokens_and_logprobs(completions, index, server)
         versions = None if completions.policy_versions is None else completions.policy_versions[index]
         if versions is not None and (len(versions) != len(tokens) or not all(0 <= each < 2**63 for each in versions)):
@@ -110,6 +116,35 @@ def check_completions(completions: Completions, count: int, server: str) -> None
             )
 
 
+def finished(completions: Completions) -> Completions:
+    """The completions of a checked answer that the server has not cut off; there may be none."""
+    kept = [index for index, reason in enumerate(completions.finish_reasons) if reason != ABORTED]
+    lists = _lists(completions)
+    return completions.model_copy(
+        update={name: each and [each[index] for index in kept] for name, each in lists.items()}
+    )
+
+
+def joined(one: Completions, other: Completions) -> Completions:
+    """The completions of two checked answers to one prompt."""
+    first, second = _lists(one), _lists(other)
+    update = {
+        name: None if entries is None or second[name] is None else [*entries, *second[name]]
+        for name, entries in first.items()
+    }
+    return other.model_copy(update=update)
+
+
+def _lists(completions: Completions) -> dict[str, Any]:
+    """The lists of a checked answer; the version of an answer that has but one is that of each of its tokens."""
+    lists = {name: getattr(completions, name) for name in _PER_COMPLETION}
+    if completions.policy_versions is None and completions.policy_version is not None:
+        lists["policy_versions"] = [[completions.policy_version] * len(each) for each in completions.logprobs or ()]
+    return lists
+
+
+ABORTED: Literal["abort"] = "abort"
+"""Finish reason of what the server has cut off."""
 _PER_COMPLETION = ("text", "finish_reasons", "logprobs", "token_ids", "policy_versions")
 """Lists of an answer with an entry for each completion; the last three may be absent."""
 

@@ -61,18 +61,18 @@ class Policy:
         config, room = self.config, self.longest - len(prompt)
         if room < 1:
             raise PromptTooLong(len(prompt))
-        return await self.inference.generate(
-            GenerateRequest(
-                prompt=TokenPrompt(prompt_token_ids=prompt),
-                n=count,
-                max_tokens=min(config.max_tokens, room),
-                temperature=self.temperature,
-                top_p=config.top_p,
-                stop=list(config.stop) or None,
-                logprobs=0,
-            ),
-            session,
+        request = GenerateRequest(
+            prompt=TokenPrompt(prompt_token_ids=prompt),
+            n=count,
+            max_tokens=min(config.max_tokens, room),
+            temperature=self.temperature,
+            top_p=config.top_p,
+            stop=list(config.stop) or None,
+            logprobs=0,
         )
+        if config.interrupt:  # only where it is set, because stock servers do not know it
+            request = request.model_copy(update={"interrupt": True})
+        return await self.inference.generate(request, session)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

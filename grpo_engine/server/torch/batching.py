@@ -23,6 +23,8 @@ class Job:
     max_new_tokens: int
     future: Future[Generation] = field(default_factory=Future)
     is_cancelled: bool = False
+    is_cut: bool = False
+    """Whether the copies that are being decoded end where they are, because the weights are about to change."""
     finished: list[tuple[Decoded, int]] = field(default_factory=list)
     """Decoded copies in order, each with its policy version."""
     prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
@@ -40,7 +42,7 @@ class Job:
             first_copy=len(self.finished),
             num_copies=num_copies,
             max_new_tokens=self.max_new_tokens,
-            is_cancelled=lambda: self.is_cancelled,
+            is_cancelled=lambda: self.is_cancelled or self.is_cut,
         )
 
 

@@ -167,14 +167,14 @@ class TorchEngine:
 
     async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
         pause = Pause.requested(owner_pid, timeout_s, time.monotonic())
-        await self._between_batches(lambda: self._begin_pause(pause))
+        await self._between_batches(lambda: self._begin_pause(pause), is_update=True)
 
     async def resume(self, policy_version: int | None) -> None:
         await self._between_batches(lambda: self._end_pause(policy_version))
 
     async def reload(self, path: Path, policy_version: int) -> None:
         weights = self._loaded()
-        await self._while_awake(lambda: weights.reload(path, policy_version))
+        await self._while_awake(lambda: weights.reload(path, policy_version), is_update=True)
 
     async def join(self, request: JoinRequest) -> None:
         weights = self._loaded()
@@ -189,10 +189,10 @@ class TorchEngine:
                 self._pause = None
             return checksums
 
-        return await self._while_awake(take)
+        return await self._while_awake(take, is_update=True)
 
     async def sleep(self, owner_pid: int) -> None:
-        await self._between_batches(lambda: self._fall_asleep(owner_pid))
+        await self._between_batches(lambda: self._fall_asleep(owner_pid), is_update=True)
 
     async def wake_up(self, request: WakeRequest) -> None:
         weights = self._loaded()
@@ -227,7 +227,7 @@ class TorchEngine:
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
         weights, rank = self._loaded(), self._config.max_lora_rank
-        return await self._while_awake(lambda: weights.load_adapter(path, name, policy_version, rank))
+        return await self._while_awake(lambda: weights.load_adapter(path, name, policy_version, rank), is_update=True)
 
     async def unload_adapter(self) -> Adapter | None:
         return await self._while_awake(self._loaded().unload_adapter)
@@ -259,20 +259,23 @@ class TorchEngine:
             raise EngineUnavailable("the engine's thread has ended: restart the server")
         return self._weights
 
-    async def _between_batches(self, action: Callable[[], ResultT]) -> ResultT:
+    async def _between_batches(self, action: Callable[[], ResultT], *, is_update: bool = False) -> ResultT:
+        """Have the worker thread do something after its batch, which ends sooner for requests with `interrupt`."""
         self._loaded()
         future: Future[ResultT] = Future()
         with self._changed:
             self._commands.append((action, future))
+            for job in self._running if is_update else ():
+                job.is_cut = job.params.interrupt
             self._changed.notify_all()
         return await asyncio.wrap_future(future)
 
-    async def _while_awake(self, action: Callable[[], ResultT]) -> ResultT:
+    async def _while_awake(self, action: Callable[[], ResultT], *, is_update: bool = False) -> ResultT:
         def act() -> ResultT:
             require_awake(self._sleep)
             return action()
 
-        return await self._between_batches(act)
+        return await self._between_batches(act, is_update=is_update)
 
     # --- on the worker thread --------------------------------------------------------------------------------------
 
@@ -354,6 +357,8 @@ class TorchEngine:
                 self._waiting, max_rows=self._config.max_batch_size, max_tokens=self._config.max_batch_tokens
             )
             self._running = [job for job, _ in batch]
+            for job in self._running:
+                job.is_cut = False
         if not batch:
             return
         try:

@@ -107,6 +107,8 @@ class VllmEngine:
         self._frozen_at: LockState | None = None
         """State of the weight lock when the scheduler was paused; None while it is not paused."""
         self._versions = RunningVersions()
+        self._interruptible: set[str] = set()
+        """Running requests that end where the weights change."""
         self._llm: AsyncLLM | None = None
         self._stock_app: StockApp | None = None
         self._patches: Mapping[str, bool] = {}
@@ -369,7 +371,10 @@ class VllmEngine:
             request_id = f"{self._instance}-{next(self._request_numbers)}"
             async with self._admitted() as before:
                 num_moves = before.sequence - self._num_known_moves
-                with self._versions.request(request_id, before.policy_version) as versions:
+                with (
+                    self._versions.request(request_id, before.policy_version) as versions,
+                    self._marked(request_id, params),
+                ):
                     async for last in self._generated(llm, prompt, sampling, request_id):
                         output = last
                 self._lock.check()  # a writer that exited in the middle invalidates frozen requests
@@ -377,6 +382,23 @@ class VllmEngine:
                 if self._num_unknown_moves() == num_moves and not is_of_two_prompts:
                     return generation(output, prompt_token_ids, params, versions)
             logger.warning("The weights changed during a request without a pause; generating it again")
+
+    @contextmanager
+    def _marked(self, request_id: str, params: GenerateRequest) -> Iterator[None]:
+        """Within, a request with `interrupt` ends where the weights change."""
+        if params.interrupt:
+            self._interruptible.add(request_id)
+        try:
+            yield
+        finally:
+            self._interruptible.discard(request_id)
+
+    async def _interrupt(self, llm: AsyncLLM) -> None:
+        """End the requests with `interrupt` that have tokens of the weights before."""
+        begun = {request for (request, _), length in lengths_so_far(llm.output_processor).items() if length}
+        if cut := sorted(begun & self._interruptible):
+            logger.info("%d requests end, because the weights have changed", len(cut))
+            await llm.abort(cut)
 
     async def guarded(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **others: Any
@@ -537,6 +559,7 @@ class VllmEngine:
             except GrpoError:  # the base weights are being written, or half-written
                 await self._adapters.drop_if_unused(llm, lora)
                 raise
+            await self._interrupt(llm)
             await self._adapters.drop_if_unused(llm, previous)
         return adapter
 
@@ -628,16 +651,18 @@ class VllmEngine:
         now = self._frozen_at or self._lock.read()
         return now.sequence - self._num_known_moves
 
-    def _record_version_change(self, llm: AsyncLLM) -> None:
-        """Record that frozen requests, if any, continue under the weights that were written meanwhile."""
+    def _record_version_change(self, llm: AsyncLLM) -> bool:
+        """Record that frozen requests, if any, continue under the weights that were written meanwhile, if they were."""
         if self._frozen_at is None:
-            return
+            return False
         now = self._lock.read()
-        if now.policy_version != self._frozen_at.policy_version:
+        is_other = now.policy_version != self._frozen_at.policy_version
+        if is_other:
             self._versions.change(now.policy_version, lengths_so_far(llm.output_processor))
         # Without a write in progress: a request that continues before its end has overlapped it.
         self._num_known_moves += now.sequence - self._frozen_at.sequence - now.is_writing
         self._frozen_at = now
+        return is_other
 
     def _is_being_written(self) -> bool:
         """Whether a living writer is in the middle of a write; requests could not continue then."""
@@ -686,7 +711,8 @@ class VllmEngine:
             self._frozen_at = self._lock.read()
 
     async def _continue(self, llm: AsyncLLM) -> None:
-        self._record_version_change(llm)
+        if self._record_version_change(llm):
+            await self._interrupt(llm)
         self._frozen_at = None
         self._stalls.resume(time.monotonic())
         try:

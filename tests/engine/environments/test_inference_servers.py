@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -44,6 +45,10 @@ class Fake:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
+        self.bodies: list[dict[str, Any]] = []
+        """Answers to the next requests, instead of `body`."""
+        self.sent: list[dict[str, Any]] = []
+
     async def answer(self, request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0)  # as with a socket, other tasks go on
         if self.is_away:
@@ -57,7 +62,8 @@ class Fake:
         await self.may_answer.wait()
         if self.is_away:
             raise httpx.ReadError("reset", request=request)
-        return httpx.Response(self.status, json=self.body)
+        self.sent.append(json.loads(request.content))
+        return httpx.Response(self.status, json=self.bodies.pop(0) if self.bodies else self.body)
 
 
 @contextlib.asynccontextmanager
@@ -275,4 +281,65 @@ async def test_a_malformed_answer_is_an_error_that_names_the_server(malformed: d
     fake.body |= malformed
     async with clients_of([fake]) as servers:
         with pytest.raises(PeerError, match=f"http://server-0.*{words}"):
+            await servers.generate(request())
+
+
+def answered(*completions: tuple[int, str], version: int) -> dict[str, Any]:
+    """An answer of `/generate`: a token and a finish reason for each completion; what was cut off may have no token."""
+    return {
+        "text": [chr(64 + token) for token, _ in completions],
+        "prompt": "",
+        "finish_reasons": [reason for _, reason in completions],
+        "logprobs": [[[{str(token): -0.5}]] if token else [] for token, _ in completions],
+        "token_ids": [[token] if token else [] for token, _ in completions],
+        "policy_version": version,
+        "policy_versions": [[version] if token else [] for token, _ in completions],
+    }
+
+
+async def test_completions_that_a_weight_update_cut_off_are_sampled_again_and_the_others_kept() -> None:
+    fake = Fake()
+    fake.bodies = [
+        answered((1, "stop"), (2, "abort"), (3, "length"), (0, "abort"), version=4),
+        answered((5, "abort"), (6, "stop"), version=5),
+        answered((7, "length"), version=6),
+    ]
+    async with clients_of([fake]) as servers:
+        got = await servers.generate(request().model_copy(update={"n": 4, "interrupt": True}))
+        assert servers.num_cut == 3
+    assert [each["n"] for each in fake.sent] == [4, 2, 1]
+    assert all(each["interrupt"] for each in fake.sent)
+    assert got.finish_reasons == ["stop", "length", "stop", "length"]
+    assert got.token_ids == [[1], [3], [6], [7]]
+    assert got.policy_versions == [[4], [4], [5], [6]]
+    assert got.text == ["A", "C", "F", "G"]
+
+
+async def test_a_server_that_reports_one_version_keeps_it_for_what_it_had_finished() -> None:
+    fake = Fake()
+    fake.bodies = [answered((1, "stop"), (2, "abort"), version=4), answered((3, "stop"), version=5)]
+    for body in fake.bodies:
+        del body["policy_versions"]
+    async with clients_of([fake]) as servers:
+        got = await servers.generate(request())
+    assert got.policy_versions == [[4], [5]]
+
+
+async def test_a_request_with_a_seed_is_repeated_as_a_whole() -> None:
+    """Two copies would get the random numbers of the first two, which are kept."""
+    fake = Fake()
+    fake.bodies = [
+        answered((1, "stop"), (2, "abort"), version=4),
+        answered((3, "stop"), (4, "stop"), version=5),
+    ]
+    async with clients_of([fake]) as servers:
+        got = await servers.generate(request().model_copy(update={"seed": 7}))
+    assert got.token_ids == [[3], [4]]
+
+
+async def test_an_answer_whose_lists_do_not_fit_is_refused_also_where_completions_were_cut_off() -> None:
+    fake = Fake()
+    fake.bodies = [{**answered((1, "stop"), (2, "abort"), version=4), "text": ["A"]}]
+    async with clients_of([fake]) as servers:
+        with pytest.raises(PeerError, match="answered 1 text to a request for 2 completions"):
             await servers.generate(request())

@@ -5,6 +5,7 @@ The tests share one server: they run in the order in which they stand here, and 
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -45,8 +46,10 @@ from vllm_serving import (
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
 from grpo_engine.bridges.memory.weight_lock import WeightLock
+from grpo_engine.environments.inference_servers import InferenceServers
+from grpo_engine.environments.sampling.groups import Completions
 from grpo_engine.server.engine import LOWEST_LOGPROB
-from grpo_engine.wire.inference import GenerateResponse
+from grpo_engine.wire.inference import GenerateRequest, GenerateResponse
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -242,6 +245,57 @@ def test_every_token_comes_from_its_reported_version(shared: Stack) -> None:
         by_version = torch.stack([expected[which][tuple(tokens)] for which in (0, 1)])
         assert_close(values, by_version[torch.tensor(versions) % 2, torch.arange(len(tokens))])
         assert versions == sorted(versions)
+    bridge.close()
+
+
+@pytest.mark.extended("tests/engine/server/test_server_generate.py, with the torch engine")
+def test_a_weight_update_ends_what_may_be_interrupted_and_it_is_sampled_again_in_one_version(shared: Stack) -> None:
+    bridge = shared.bridge({"mode": "shared_vllm"})
+    writers = [shift(bridge.attach().model.eval(), 20 + index) for index in range(2)]
+    bridge.publish(30, writers[0])
+    body = {"prompt": {"prompt_token_ids": LONG_PROMPT}, "n": 4, "max_tokens": 50, "ignore_eos": True, "logprobs": 0}
+    is_over = threading.Event()
+    raw: list[GenerateResponse] = []
+    whole: list[Completions] = []
+
+    async def sample_whole() -> int:
+        async with (
+            httpx.AsyncClient(base_url=shared.server.url, timeout=60, trust_env=False) as client,
+            InferenceServers([client], timeout_s=60) as servers,
+        ):
+            while not is_over.is_set():
+                whole.append(await servers.generate(GenerateRequest.model_validate({**body, "interrupt": True})))
+            return servers.num_cut
+
+    def sample_raw() -> None:
+        while not is_over.is_set():
+            raw.append(GenerateResponse.model_validate(shared.server.generate(**body, interrupt=True)))
+
+    with ThreadPoolExecutor(2) as pool:
+        num_cut, done = pool.submit(lambda: asyncio.run(sample_whole())), pool.submit(sample_raw)
+        version = 30
+        try:
+            while len(whole) < 3 or not any("abort" in answer.finish_reasons for answer in raw):
+                for _ in range(5):
+                    version += 1
+                    bridge.publish(version, writers[version % 2])
+                before = len(whole)
+                while len(whole) == before:  # what is cut off at every update never ends
+                    assert not done.done()
+        finally:
+            is_over.set()
+        done.result()
+        assert num_cut.result() > 0
+    for answer in [*raw, *whole]:
+        assert answer.token_ids is not None
+        assert answer.policy_versions is not None
+        for tokens, versions, reason in zip(
+            answer.token_ids, answer.policy_versions, answer.finish_reasons, strict=True
+        ):
+            assert len(set(versions)) <= 1
+            assert len(versions) == len(tokens)
+            assert (reason, len(tokens)) == ("length", 50) or (reason == "abort" and len(tokens) < 50)
+    assert all(answer.finish_reasons == ["length"] * 4 for answer in whole)
     bridge.close()
 
 
